@@ -1,0 +1,45 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+namespace shoestring {
+
+/// True where a call on these tensors has to be recorded for backward.
+template <class... Tensors>
+bool needs_grad(const Tensors&... tensors) {
+  return at::GradMode::is_enabled() && (tensors.requires_grad() || ...);
+}
+
+/// The gradients of an operator whose backward is not differentiable: as they are, but under create_graph=True they
+/// carry a node that says so when somebody differentiates them.
+inline torch::autograd::variable_list once_differentiable(const char* op, torch::autograd::variable_list gradients) {
+  if (!at::GradMode::is_enabled()) return gradients;
+  auto refusal = std::make_shared<torch::autograd::DelayedError>(
+      std::string(op) + ": the backward pass is not differentiable; use plain PyTorch for double backward",
+      static_cast<int64_t>(gradients.size()));
+  torch::autograd::variable_list inputs;
+  for (auto& g : gradients) inputs.push_back(g.defined() ? g.detach().requires_grad_() : g);
+  return (*refusal)(std::move(inputs));
+}
+
+/// gradient * upstream, upstream a scalar tensor. In place, and without a second tensor of the gradient's size, where
+/// the gradient is used this once; not at all where upstream is 1.
+inline at::Tensor scale_gradient(const at::Tensor& gradient, const at::Tensor& upstream) {
+  const bool traced = c10::impl::dispatch_mode_enabled() ||
+                      upstream.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
+  if (traced || at::GradMode::is_enabled()) return gradient.mul(upstream);
+  if (upstream.is_cpu() && upstream.item<double>() == 1) return gradient;
+  if (torch::autograd::get_current_graph_task_keep_graph()) return gradient.mul(upstream);
+  at::Tensor changed = gradient;
+  return changed.mul_(upstream);
+}
+
+}  // namespace shoestring

@@ -1,0 +1,137 @@
+#pragma once
+
+// Vectors of one register's width, in the compiler's own vector types: arithmetic, comparison and `mask ? a : b` are
+// the language's. Everything lives in the capability's namespace, so that the linker cannot merge a function compiled
+// for AVX-512 into code that an AVX2 machine runs. For the same reason files in csrc/cpu use no standard templates.
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace shoestring::cpu::SHOESTRING_CAPABILITY {
+
+#if defined(__AVX512F__)
+constexpr int kBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kBytes = 32;
+#else
+constexpr int kBytes = 16;
+#endif
+constexpr int kLanes = kBytes / 4;  // fp32 lanes of a register
+
+typedef float F32 __attribute__((vector_size(kBytes)));
+typedef int32_t I32 __attribute__((vector_size(kBytes)));
+typedef uint32_t U32 __attribute__((vector_size(kBytes)));
+typedef uint16_t U16 __attribute__((vector_size(kBytes / 2)));  // one 16-bit value a lane
+typedef uint8_t U8 __attribute__((vector_size(kBytes / 4)));    // one byte a lane
+
+#define SHOESTRING_INLINE static inline __attribute__((always_inline))
+
+SHOESTRING_INLINE F32 splat(float x) { return F32{} + x; }
+
+SHOESTRING_INLINE F32 as_float(U32 x) { return (F32)x; }
+SHOESTRING_INLINE U32 as_bits(F32 x) { return (U32)x; }
+
+template <class V, class T>
+SHOESTRING_INLINE V load_as(const T* p) {
+  V v;
+  __builtin_memcpy(&v, p, sizeof(V));
+  return v;
+}
+
+SHOESTRING_INLINE F32 load(const float* p) { return load_as<F32>(p); }
+SHOESTRING_INLINE void store(float* p, F32 v) { __builtin_memcpy(p, &v, sizeof v); }
+
+// The first n lanes; the others are `fill`.
+SHOESTRING_INLINE F32 load(const float* p, int64_t n, float fill) {
+  F32 v = splat(fill);
+  __builtin_memcpy(&v, p, n * sizeof(float));
+  return v;
+}
+SHOESTRING_INLINE void store(float* p, F32 v, int64_t n) { __builtin_memcpy(p, &v, n * sizeof(float)); }
+
+SHOESTRING_INLINE F32 max(F32 a, F32 b) { return a > b ? a : b; }
+SHOESTRING_INLINE F32 min(F32 a, F32 b) { return a < b ? a : b; }
+SHOESTRING_INLINE F32 abs(F32 x) { return as_float(as_bits(x) & 0x7fffffffu); }
+
+// bf16 is the upper half of an fp32; rounding is to nearest, ties to even, and NaN stays NaN.
+SHOESTRING_INLINE F32 from_bf16(U16 x) { return as_float(__builtin_convertvector(x, U32) << 16); }
+SHOESTRING_INLINE U16 to_bf16(F32 x) {
+  U32 bits = as_bits(x);
+  U32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return __builtin_convertvector(x == x ? rounded : (bits >> 16) | 0x40u, U16);
+}
+
+#if defined(__AVX512F__)
+SHOESTRING_INLINE F32 from_fp16(U16 x) { return (F32)_mm512_cvtph_ps((__m256i)x); }
+SHOESTRING_INLINE U16 to_fp16(F32 x) {
+  return (U16)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+#elif defined(__AVX2__)
+SHOESTRING_INLINE F32 from_fp16(U16 x) { return (F32)_mm256_cvtph_ps((__m128i)x); }
+SHOESTRING_INLINE U16 to_fp16(F32 x) {
+  return (U16)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+#else
+// Exponent and mantissa move up 13 bits; the multiplication by 2^112 re-biases and normalises subnormals at once.
+SHOESTRING_INLINE F32 from_fp16(U16 x) {
+  U32 h = __builtin_convertvector(x, U32);
+  F32 magnitude = as_float((h & 0x7fffu) << 13) * 0x1p112f;
+  U32 special = (h & 0x7c00u) == 0x7c00u ? ((h & 0x3ffu) << 13) | 0x7f800000u : as_bits(magnitude);
+  return as_float(special | ((h & 0x8000u) << 16));
+}
+SHOESTRING_INLINE U16 to_fp16(F32 x) {
+  U32 sign = (as_bits(x) >> 16) & 0x8000u;
+  U32 bits = as_bits(x) & 0x7fffffffu;
+  U32 normal = (bits - (112u << 23) + 0xfffu + ((bits >> 13) & 1u)) >> 13;
+  // Below 2^-14 the sum with 0.5 leaves the rounded subnormal in the low mantissa bits.
+  U32 small = as_bits(as_float(bits) + 0.5f) - 0x3f000000u;
+  U32 half = bits < 0x38800000u ? small : normal;
+  half = bits >= 0x477ff000u ? U32{} + 0x7c00u : half;
+  half = bits > 0x7f800000u ? U32{} + 0x7e00u : half;
+  return __builtin_convertvector(half | sign, U16);
+}
+#endif
+
+// e^x within 1 ulp or so for normal results: x = n ln2 + r, a polynomial in r, the exponent added as bits. Results
+// below the smallest normal number are 0, above the largest infinity; NaN stays NaN.
+SHOESTRING_INLINE F32 exp(F32 x) {
+  F32 clamped = x < -87.3f ? splat(-87.3f) : x;
+  clamped = clamped > 88.72f ? splat(88.72f) : clamped;
+  F32 shifted = clamped * 1.44269504f + 12582912.f;  // 1.5 * 2^23: the integer part lands in the low bits
+  F32 n = shifted - 12582912.f;
+  F32 r = clamped - n * 0.693145752f;
+  r = r - n * 1.42860677e-6f;
+  F32 p = splat(1.98756915e-4f);
+  p = p * r + 1.39819995e-3f;
+  p = p * r + 8.33345192e-3f;
+  p = p * r + 4.16657957e-2f;
+  p = p * r + 1.66666655e-1f;
+  p = p * r + 5.00000012e-1f;
+  p = p * (r * r) + r + 1.f;
+  // 2^n in two halves, so that n = 128 does not overflow the exponent field.
+  U32 steps = as_bits(shifted) - 0x4b400000u;
+  U32 half = (U32)((I32)steps >> 1);
+  F32 y = p * as_float((half + 127u) << 23) * as_float((steps - half + 127u) << 23);
+  y = x < -87.3f ? F32{} : y;
+  return x > 88.72f ? splat(__builtin_inff()) : y;
+}
+
+SHOESTRING_INLINE float horizontal_sum(F32 v) {
+  float lanes[kLanes], total = 0;
+  store(lanes, v);
+  for (int i = 0; i < kLanes; ++i) total += lanes[i];
+  return total;
+}
+SHOESTRING_INLINE float horizontal_max(F32 v) {
+  float lanes[kLanes];
+  store(lanes, v);
+  float best = lanes[0];
+  for (int i = 1; i < kLanes; ++i) best = lanes[i] > best ? lanes[i] : best;
+  return best;
+}
+
+}  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

@@ -1,0 +1,3 @@
+#pragma once
+
+#define SHOESTRING_API __attribute__((visibility("default")))

@@ -1,0 +1,5 @@
+#pragma once
+
+/// Everything: operators, modules, optimizers.
+#include <shoestring/ops.h>
+#include <shoestring/version.h>

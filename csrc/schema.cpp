@@ -1,0 +1,26 @@
+// Every operator's schema: the contract on one page. A name that ends in _ changes its arguments in place.
+
+#include <torch/library.h>
+
+TORCH_LIBRARY(shoestring, m) {
+  // Which build of the CPU kernels runs: plain, avx2 or avx512; and a switch for tests (false: not supported here).
+  m.def("cpu_capability() -> str");
+  m.def("set_cpu_capability(str name) -> bool");
+
+  // Cross-entropy of hidden @ weight.T + bias against target, a chunk of tokens at a time: no (tokens, vocab) tensor.
+  // hidden (..., features), weight (vocab, features), target (...) int64, bias (vocab). fp32 loss for 16-bit inputs.
+  m.def(
+      "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, int ignore_index=-100, "
+      "str reduction='mean', float label_smoothing=0., float softcap=0., int workspace_mb=64) -> Tensor");
+  // The same, with the gradients for an upstream gradient of 1 made in passing (those that output_mask asks for: hidden,
+  // weight, bias; the others are empty).
+  m.def(
+      "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, int ignore_index, "
+      "str reduction, float label_smoothing, float softcap, int workspace_mb, bool[3] output_mask) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+  // The gradients for any upstream gradient, by computing the logits again: what reduction='none' needs.
+  m.def(
+      "linear_cross_entropy_backward(Tensor grad_output, Tensor hidden, Tensor weight, Tensor target, Tensor? bias, "
+      "int ignore_index, str reduction, float label_smoothing, float softcap, int workspace_mb, bool[3] output_mask) "
+      "-> (Tensor, Tensor, Tensor)");
+}

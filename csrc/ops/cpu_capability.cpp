@@ -2,14 +2,15 @@
 
 #include <torch/library.h>
 
+#include <shoestring/ops.h>
+
 #include "kernels/capability.h"
 
 namespace shoestring {
-namespace {
 
 std::string cpu_capability() { return cpu::name(cpu::capability()); }
 
-bool set_cpu_capability(std::string name) {
+bool set_cpu_capability(const std::string& name) {
   for (auto candidate : {cpu::Capability::kPlain, cpu::Capability::kAvx2, cpu::Capability::kAvx512}) {
     if (name == cpu::name(candidate)) return cpu::set_capability(candidate);
   }
@@ -18,8 +19,7 @@ bool set_cpu_capability(std::string name) {
 
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
   m.impl("cpu_capability", cpu_capability);
-  m.impl("set_cpu_capability", set_cpu_capability);
+  m.impl("set_cpu_capability", [](std::string name) { return set_cpu_capability(name); });
 }
 
-}  // namespace
 }  // namespace shoestring

@@ -10,6 +10,13 @@
 
 namespace shoestring {
 
+/// Which build of the CPU kernels runs: "plain", "avx2" or "avx512". The environment variable SHOESTRING_CPU names
+/// another one at start.
+SHOESTRING_API std::string cpu_capability();
+
+/// Switches to another build; false, and no change, where this machine does not have it. For tests and comparisons.
+SHOESTRING_API bool set_cpu_capability(const std::string& name);
+
 struct LinearCrossEntropyOptions {
   /// Tokens with this target count neither in the loss nor in the mean.
   TORCH_ARG(int64_t, ignore_index) = -100;

@@ -1,0 +1,42 @@
+# make test    everything that continuous integration runs, set-up included
+# make demo    train and fine-tune a small model, each beside plain PyTorch, and name the report
+# make build   the libraries, into python/shoestring
+# make bench   the benchmarks, ours beside the peers'
+# make test-newest   build and test against the newest PyTorch
+VENV ?= .venv
+BUILD ?= build
+TORCH ?=
+PYTHON := $(CURDIR)/$(VENV)/bin/python
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+export PYTHONPATH := $(CURDIR)/python
+export CMAKE_BUILD_PARALLEL_LEVEL ?= 2
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: setup build test test-cpp test-python test-consumer test-newest demo bench clean
+
+setup: $(VENV)/.ready
+$(VENV)/.ready: pyproject.toml constraints.txt scripts/setup.sh
+	scripts/setup.sh $(VENV) "$(TORCH)"
+
+$(BUILD)/build.ninja: | $(VENV)/.ready
+	cmake -S . -B $(BUILD) -G Ninja -DPython3_EXECUTABLE=$(PYTHON) -DSHOESTRING_TESTS=ON \
+	  $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache) $(CMAKE_ARGS)
+
+build: $(VENV)/.ready $(BUILD)/build.ninja
+	cmake --build $(BUILD)
+	cmake --install $(BUILD) --prefix python/shoestring >/dev/null
+
+test: build
+	scripts/test.sh $(BUILD)
+
+test-newest:
+	$(MAKE) test VENV=.venv-newest BUILD=build-newest TORCH="torch --upgrade"
+
+demo: build
+	$(PYTHON) -m shoestring demo
+
+bench: build
+	for script in benchmarks/bench_*.py; do $(PYTHON) $$script || exit; done
+
+clean:
+	rm -rf build build-newest python/shoestring/lib python/shoestring/include python/shoestring/share

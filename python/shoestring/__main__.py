@@ -1,0 +1,37 @@
+"""``python -m shoestring``: what was built; ``--cmake-dir``: where find_package looks; otherwise the command line."""
+
+import sys
+
+import shoestring
+
+
+def report() -> str:
+    """What this installation can do, a line each."""
+    import torch
+
+    build = shoestring.build
+    cuda = f"built with toolkit {build.cuda}" if build.cuda else f"not built ({build.cuda_note})"
+    return "\n".join(
+        (
+            f"shoestring {build.version}, built by {build.compiler} for PyTorch {build.torch}",
+            f"PyTorch    {torch.__version__}",
+            f"CPU        {torch.ops.shoestring.cpu_capability()} kernels, {torch.get_num_threads()} threads",
+            f"CUDA       {cuda}; this PyTorch {'sees' if torch.cuda.is_available() else 'sees no'} GPU",
+            f"CMake      {shoestring.cmake_prefix_path}",
+        )
+    )
+
+
+def main() -> None:
+    if sys.argv[1:] == ["--cmake-dir"]:
+        print(shoestring.cmake_prefix_path)
+    elif len(sys.argv) == 1:
+        print(report())
+    else:
+        from shoestring.cli.app import main as command_line
+
+        command_line()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Everything that building, testing and the demo need: Debian packages, a virtual environment, PyTorch, shoestring.
+# Usage: setup.sh VENV TORCH   (TORCH: a pip requirement; "" takes the version that constraints.txt pins)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=$1 torch=${2:-}
+
+missing=()
+[ -e /usr/include/nlohmann/json.hpp ] || [ -n "${NLOHMANN_JSON_INCLUDE_DIR:-}" ] || missing+=(nlohmann-json3-dev)
+{ [ -e /usr/include/catch2/catch.hpp ] || [ -e /usr/include/catch2/catch_all.hpp ]; } || missing+=(catch2)
+command -v g++ >/dev/null || missing+=(g++)
+command -v cmake >/dev/null || missing+=(cmake)
+python3 -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv)
+if [ ${#missing[@]} -gt 0 ]; then
+  sudo=$([ "$(id -u)" = 0 ] || echo sudo)
+  echo "installing Debian packages: ${missing[*]}"
+  $sudo apt-get update -qq
+  $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "${missing[@]}" >/dev/null
+fi
+
+[ -x "$venv/bin/python" ] || python3 -m venv "$venv"
+constraints=constraints.txt
+if [ -n "$torch" ]; then
+  constraints=$venv/constraints.txt
+  grep -v '^torch==' constraints.txt >"$constraints"
+fi
+"$venv/bin/pip" install -q -c "$constraints" "${torch:-torch}" "setuptools>=70" wheel ninja
+# The extras are installed by name, so that a change of code alone never sends pip to work.
+"$venv/bin/python" - <<'EOF' >"$venv/requirements.txt"
+import re, tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+extras = project["optional-dependencies"]
+for requirement in project["dependencies"] + extras["cli"] + extras["peers"] + extras["test"]:
+    if not requirement.startswith("shoestring["):
+        print(requirement)
+EOF
+"$venv/bin/pip" install -q -c "$constraints" -r "$venv/requirements.txt"
+touch "$venv/.ready"

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# The three suites, all of them even when one fails, and their totals at the end.
+# Usage: test.sh BUILD_DIR   (the libraries are built and installed into python/shoestring)
+set -uo pipefail
+cd "$(dirname "$0")/.."
+build=$1
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+status=0
+
+run() {  # NAME COMMAND...
+  local name=$1
+  shift
+  echo "== $name"
+  local start=$SECONDS
+  "$@" 2>&1 | tee "$logs/$name" || status=1
+  echo "($((SECONDS - start)) s)" >>"$logs/$name.time"
+}
+run C++ "$build/tests/cpp/shoestring_tests"
+run Python python -m pytest
+run consumer tests/consumer/run.sh "$build"
+
+passed=0 failed=0
+count() { grep -oE "$2" "$logs/$1" | tail -n 1 | grep -oE '[0-9]+' | head -n 1; }
+add() {  # NAME PASSED FAILED
+  passed=$((passed + ${2:-0})) failed=$((failed + ${3:-0}))
+  echo "$1: ${2:-0} passed, ${3:-0} failed $(cat "$logs/$1.time")"
+}
+echo "== totals"
+if grep -q '^All tests passed' "$logs/C++"; then
+  add C++ "$(count C++ 'in [0-9]+ test case')" 0
+else
+  cases=$(grep -E '^test cases:' "$logs/C++")
+  add C++ "$(grep -oE '[0-9]+ passed' <<<"$cases" | grep -oE '[0-9]+')" "$(grep -oE '[0-9]+ failed' <<<"$cases" | grep -oE '[0-9]+')"
+fi
+add Python "$(count Python '[0-9]+ passed')" "$(($(count Python '[0-9]+ failed' || true) + $(count Python '[0-9]+ errors?' || true)))"
+add consumer "$(grep -c '^ok ' "$logs/consumer")" "$(grep -c '^not ok ' "$logs/consumer")"
+# A suite that died before it counted anything is a failure too.
+[ $status = 0 ] || [ $failed -gt 0 ] || failed=1
+echo "$passed passed, $failed failed"
+[ $status = 0 ] && [ $failed = 0 ]

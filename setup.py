@@ -1,0 +1,67 @@
+"""Drives CMake, which holds the one build description. The libraries, headers and CMake package go into the Python
+package's folder, so that a wheel, an editable install and a prefix have the same tree."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent.resolve()
+VERSION = re.search(r'VERSION "(.+)"', (ROOT / "csrc/include/shoestring/version.h").read_text())[1]
+
+
+def run_cmake() -> None:
+    """Configures, builds and installs into python/shoestring. CMAKE_ARGS adds arguments, as elsewhere."""
+    build = Path(os.environ.get("SHOESTRING_BUILD_DIR", ROOT / "build"))
+    package = ROOT / "python/shoestring"
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    if (build / "CMakeCache.txt").exists():
+        generator = []  # an existing tree keeps its own
+    # Two jobs: a file that includes LibTorch takes up to 1.5 GB.
+    jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(min(os.cpu_count() or 1, 2)))
+    arguments = os.environ.get("CMAKE_ARGS", "").split()
+    for command in (
+        ["cmake", "-S", ROOT, "-B", build, *generator, f"-DPython3_EXECUTABLE={sys.executable}", *arguments],
+        ["cmake", "--build", build, "--parallel", jobs],
+        ["cmake", "--install", build, "--prefix", package],
+    ):
+        try:
+            subprocess.run(command, check=True)
+        except FileNotFoundError:
+            sys.exit("shoestring: cmake was not found; install it, for example with `pip install cmake`")
+        except subprocess.CalledProcessError as error:
+            sys.exit(f"shoestring: `{' '.join(map(str, command[:3]))} ...` failed with code {error.returncode}; see above")
+
+
+class BuildPy(build_py):
+    """Builds the libraries before the package's files are collected."""
+
+    def run(self) -> None:
+        run_cmake()
+        self.data_files = self._get_data_files()
+        super().run()
+
+
+class PlatformWheel(bdist_wheel):
+    """The libraries do not depend on Python: one wheel a platform serves every version."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+class PlatformDistribution(Distribution):
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+setup(version=VERSION, distclass=PlatformDistribution, cmdclass={"build_py": BuildPy, "bdist_wheel": PlatformWheel})

@@ -1,0 +1,24 @@
+#include <cmath>
+#include <cstdio>
+
+#include <ATen/ATen.h>
+
+#include <shoestring/shoestring.h>
+
+// Prints "ok" lines; the exit code is the number of failures.
+int main() {
+  int failures = 0;
+  const auto check = [&failures](bool good, const char* what) {
+    std::printf("%s %s\n", good ? "ok" : "not ok", what);
+    failures += !good;
+  };
+  at::manual_seed(0);
+  at::Tensor hidden = at::randn({64, 32}).requires_grad_(), weight = at::randn({500, 32}).requires_grad_();
+  at::Tensor target = at::randint(500, {64});
+  at::Tensor loss = shoestring::linear_cross_entropy(hidden, weight, target);
+  at::Tensor plain = at::cross_entropy_loss(at::linear(hidden, weight), target);
+  check(std::abs(loss.item<double>() - plain.item<double>()) < 1e-5, "linear_cross_entropy equals cross_entropy(linear)");
+  loss.backward();
+  check(weight.grad().defined() && weight.grad().sizes() == weight.sizes(), "backward fills weight.grad");
+  return failures;
+}

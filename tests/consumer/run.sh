@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Builds the consumer against the installed package (python/shoestring, the same tree as in a wheel), once as it is and
+# once with any CUDA toolkit hidden, and runs it without Python. Prints a line "ok ..." or "not ok ..." for each check.
+# Usage: run.sh BUILD_DIR
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+prefix=$PWD/python/shoestring
+torch=$(sed -n 's/^-- LibTorch .* in //p' "$1/configure.log" 2>/dev/null)
+[ -n "$torch" ] || torch=$(python -c "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])")
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+failures=0
+check() {  # DESCRIPTION COMMAND...
+  local what=$1
+  shift
+  if "$@" >"$work/log" 2>&1; then
+    grep -E '^(not )?ok ' "$work/log"
+    echo "ok $what"
+  else
+    cat "$work/log"
+    echo "not ok $what"
+    failures=$((failures + 1))
+  fi
+}
+launcher=$(command -v ccache >/dev/null && echo -DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+configure() { cmake -S tests/consumer -B "$1" -DCMAKE_BUILD_TYPE=Release $launcher "${@:2}"; }
+
+check "the consumer configures with CMAKE_PREFIX_PATH alone" configure "$work/a" -DCMAKE_PREFIX_PATH="$prefix;$torch"
+check "the consumer builds" cmake --build "$work/a" --parallel 2
+check "the C++ API works without Python" env -i "$work/a/api"
+check "the dispatcher finds the operators" env -i "$work/a/dispatcher"
+
+# A machine without a toolkit: no nvcc to be found, and nowhere that FindCUDAToolkit looks.
+hidden=(-DCMAKE_PREFIX_PATH="$prefix" -DTorch_ROOT="$torch" -DCMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=ON
+  -DCMAKE_DISABLE_FIND_PACKAGE_CUDA=ON -DCMAKE_CUDA_COMPILER=NOTFOUND)
+check "the consumer configures without a CUDA toolkit" env -u CUDA_HOME -u CUDA_PATH PATH=/usr/bin:/bin \
+  cmake -S tests/consumer -B "$work/b" "${hidden[@]}"
+check "the library configures without a CUDA toolkit" env -u CUDA_HOME -u CUDA_PATH PATH=/usr/bin:/bin \
+  cmake -S . -B "$work/c" -DTorch_ROOT="$torch" -DCMAKE_CUDA_COMPILER=NOTFOUND
+check "a build without CUDA says so" grep -q '"cuda": null' "$work/c/build.json"
+exit $failures

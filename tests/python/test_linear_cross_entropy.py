@@ -1,0 +1,216 @@
+import pytest
+import torch
+from conftest import relative_error
+from torch import Tensor
+
+import shoestring
+from shoestring.ops import linear_cross_entropy_reference
+
+OPERATOR = torch.ops.shoestring.linear_cross_entropy.default
+
+
+def make(
+    tokens: int, features: int, vocab: int, dtype: torch.dtype = torch.float32, ignored: float = 0.2
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden, weight, bias (leaves) and target, a share of them ignored."""
+    hidden = torch.randn(tokens, features).to(dtype).requires_grad_()
+    weight = (torch.randn(vocab, features) / features**0.5).to(dtype).requires_grad_()
+    bias = torch.randn(vocab).to(dtype).requires_grad_()
+    target = torch.randint(vocab, (tokens,))
+    target[torch.rand(tokens) < ignored] = -100
+    return hidden, weight, bias, target
+
+
+def gradients(loss: Tensor, leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    upstream = torch.linspace(0.5, 2, loss.numel(), dtype=torch.float64).view(loss.shape).to(loss.dtype)
+    return torch.autograd.grad(loss, leaves, upstream)
+
+
+OPTIONS = [
+    {},
+    {"reduction": "sum"},
+    {"reduction": "none"},  # the engine that computes the logits again
+    {"label_smoothing": 0.1},
+    {"softcap": 2.0},  # bites: logits reach +-4
+    {"softcap": 2.0, "label_smoothing": 0.3, "reduction": "none"},
+]
+SHAPES = [
+    (1, 1, 2),  # the smallest that has a gradient
+    (7, 5, 3),  # less than a register
+    (33, 64, 257),  # one past a multiple of every register
+    (100, 8, 4099),  # several chunks of 1 MiB, and past the block in which sums are folded
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int], options: dict) -> None:
+    """Each result's distance from fp64 is at most a little over that of eager PyTorch with fp32 logits."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        hidden, weight, bias, target = make(*shape, dtype)
+        target[0] = 0
+        loss = shoestring.linear_cross_entropy(hidden, weight, target, bias, workspace_mb=1, **options)
+        ours = (loss, *gradients(loss, (hidden, weight, bias)))
+
+        exact_leaves = tuple(t.detach().double().requires_grad_() for t in (hidden, weight, bias))
+        exact = linear_cross_entropy_reference(*exact_leaves[:2], target, exact_leaves[2], **options)
+        exacts = (exact, *gradients(exact, exact_leaves))
+        eager_leaves = tuple(t.detach().float().requires_grad_() for t in (hidden, weight, bias))
+        eager = linear_cross_entropy_reference(*eager_leaves[:2], target, eager_leaves[2], **options)
+        eagers = (eager, *(g.to(dtype) for g in gradients(eager, eager_leaves)))
+
+        assert loss.dtype == torch.float32
+        for name, a, b, reference in zip(("loss", "hidden", "weight", "bias"), ours, eagers, exacts):
+            assert a.shape == reference.shape
+            bound = 1.5 * relative_error(b, reference) + 2e-7
+            assert relative_error(a, reference) <= bound, (name, dtype)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradcheck(options: dict) -> None:
+    hidden, weight, bias, target = make(5, 3, 7, torch.float64)
+    target[0] = 0
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: shoestring.linear_cross_entropy(h, w, target, b, **options), (hidden, weight, bias)
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}], ids=str)
+def test_opcheck(options: dict) -> None:
+    hidden, weight, bias, target = make(6, 4, 9)
+    torch.library.opcheck(OPERATOR, (hidden, weight, target, bias), options)
+    torch.library.opcheck(OPERATOR, (hidden.detach(), weight, target), options)
+
+
+def test_compiles_whole_with_dynamic_shapes() -> None:
+    def step(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return shoestring.linear_cross_entropy(torch.tanh(hidden), weight, target) * 3
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (6, 11):
+        hidden, weight, _, target = make(tokens, 4, 9)
+        expected = step(hidden, weight, target)
+        result = compiled(hidden, weight, target)
+        torch.testing.assert_close(result, expected)
+        for a, b in zip(
+            torch.autograd.grad(result, (hidden, weight)), torch.autograd.grad(expected, (hidden, weight))
+        ):
+            torch.testing.assert_close(a, b)
+
+
+def test_leading_dimensions_strides_and_one_needed_gradient() -> None:
+    hidden = torch.randn(4, 12, 3).transpose(0, 2).requires_grad_()  # (3, 12, 4), not contiguous
+    weight = torch.randn(4, 50).t()  # (50, 4), not contiguous, needs no gradient
+    target = torch.randint(50, (12, 3)).t()
+    loss = shoestring.linear_cross_entropy(hidden, weight, target)
+    expected = linear_cross_entropy_reference(hidden, weight, target)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, hidden)[0], torch.autograd.grad(expected, hidden)[0]
+    )
+
+
+def test_targets_all_ignored_and_none_at_all() -> None:
+    hidden, weight, bias, target = make(6, 4, 9)
+    ignored = torch.full_like(target, -100)
+    for h, t in ((hidden, ignored), (hidden[:0], target[:0])):
+        loss = shoestring.linear_cross_entropy(h, weight, t, bias)
+        assert loss.isnan()
+        assert all((g == 0).all() for g in torch.autograd.grad(loss, (hidden, weight, bias)))
+        assert shoestring.linear_cross_entropy(h, weight, t, bias, reduction="sum") == 0
+        assert (shoestring.linear_cross_entropy(h, weight, t, bias, reduction="none") == 0).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_bad_token_shows_and_an_ignored_one_does_not(bad: float) -> None:
+    hidden, weight, _, target = make(6, 4, 9, ignored=0)
+    with torch.no_grad():
+        hidden[2] = bad
+    expected = linear_cross_entropy_reference(hidden, weight, target, reduction="none")
+    loss = shoestring.linear_cross_entropy(hidden, weight, target, reduction="none")
+    torch.testing.assert_close(loss, expected, equal_nan=True)
+    target[2] = -100
+    loss = shoestring.linear_cross_entropy(hidden, weight, target)
+    assert all(g.isfinite().all() for g in (loss, *torch.autograd.grad(loss, (hidden, weight))))
+
+
+def test_a_vocabulary_of_one_has_no_loss_and_no_gradient() -> None:
+    hidden, weight, bias, target = make(3, 4, 1)
+    target[:] = 0
+    loss = shoestring.linear_cross_entropy(hidden, weight, target, bias, label_smoothing=0.1, softcap=2.0)
+    assert loss.abs() < 1e-7
+    assert all((g.abs() < 1e-7).all() for g in torch.autograd.grad(loss, (hidden, weight, bias)))
+
+
+def test_huge_logits_do_not_overflow() -> None:
+    hidden = torch.tensor([[1e4, -1e4]], requires_grad=True)
+    weight = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]])
+    target = torch.tensor([1])
+    loss = shoestring.linear_cross_entropy(hidden, weight, target)
+    assert loss.item() == 2e4
+    assert torch.equal(torch.autograd.grad(loss, hidden)[0], torch.tensor([[1.0, -1.0]]))
+
+
+def test_bitwise_repeatable_and_thread_count_does_not_matter_to_rows() -> None:
+    hidden, weight, bias, target = make(200, 16, 1000)
+    results = []
+    for _ in range(2):
+        loss = shoestring.linear_cross_entropy(hidden, weight, target, bias)
+        results.append((loss, *torch.autograd.grad(loss, (hidden, weight, bias))))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_retained_graph_gives_the_same_gradient_twice() -> None:
+    hidden, weight, _, target = make(20, 4, 9)
+    loss = shoestring.linear_cross_entropy(hidden, weight, target)
+    upstream = torch.tensor(2.0)
+    first = torch.autograd.grad(loss, weight, upstream, retain_graph=True)[0].clone()
+    second = torch.autograd.grad(loss, weight, upstream)[0]
+    assert torch.equal(first, second)
+
+
+def test_double_backward_is_refused() -> None:
+    hidden, weight, _, target = make(6, 4, 9)
+    loss = shoestring.linear_cross_entropy(hidden, weight, target)
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="linear_cross_entropy: the backward pass is not differentiable"):
+        gradient.sum().backward()
+
+
+def test_autocast_takes_the_linear_layer_s_dtype() -> None:
+    hidden, weight, _, target = make(6, 4, 9)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = shoestring.linear_cross_entropy(hidden, weight, target)
+    loss.backward()
+    expected = linear_cross_entropy_reference(hidden.bfloat16().float(), weight.bfloat16().float(), target)
+    torch.testing.assert_close(loss, expected)
+    assert weight.grad is not None and weight.grad.dtype == torch.float32
+
+
+def test_no_gradient_is_made_without_need() -> None:
+    hidden, weight, _, target = make(6, 4, 9)
+    with torch.no_grad():
+        assert not shoestring.linear_cross_entropy(hidden, weight, target).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.zeros(9, 5)}, r"weight: expected shape \(vocab, 4\)"),
+        ({"weight": torch.zeros(9, 4, dtype=torch.float64)}, "weight: expected hidden's dtype"),
+        ({"target": torch.zeros(5, dtype=torch.int64)}, r"target: expected hidden's shape .* \[6\], received \[5\]"),
+        ({"target": torch.zeros(6, dtype=torch.int32)}, "target: expected int64"),
+        ({"target": torch.full((6,), 9)}, r"target: expected classes in \[0, 9\) .* received 9 at position 0"),
+        ({"bias": torch.zeros(8)}, r"bias: expected shape \(9\)"),
+        ({"hidden": torch.zeros(6, 4, dtype=torch.int64)}, "hidden: expected fp32"),
+        ({"reduction": "average"}, "reduction: expected 'mean', 'sum' or 'none', received 'average'"),
+        ({"label_smoothing": 1.0}, "label_smoothing: expected a number"),
+        ({"softcap": -1.0}, "softcap: expected 0"),
+        ({"workspace_mb": 0}, "workspace_mb: expected at least 1"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_errors_name_the_argument(change: dict, message: str) -> None:
+    arguments = {"hidden": torch.zeros(6, 4), "weight": torch.zeros(9, 4), "target": torch.zeros(6, dtype=torch.int64)}
+    with pytest.raises((RuntimeError, IndexError), match=f"linear_cross_entropy: {message}"):
+        shoestring.linear_cross_entropy(**{**arguments, **change})

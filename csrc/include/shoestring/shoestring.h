@@ -1,5 +1,6 @@
 #pragma once
 
-/// Everything: operators, modules, optimizers.
+/// Everything: operators, modules, optimizers, files.
 #include <shoestring/ops.h>
+#include <shoestring/safetensors.h>
 #include <shoestring/version.h>

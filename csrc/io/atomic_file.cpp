@@ -1,0 +1,64 @@
+#include "io/atomic_file.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <utility>
+
+#include <c10/util/Exception.h>
+
+namespace shoestring {
+
+AtomicFile::AtomicFile(std::string caller, std::string path) : caller_(std::move(caller)), path_(std::move(path)) {
+  // Two writers of one path must not share a temporary file; one that a killed process left is stepped over.
+  for (int i = 0; fd_ < 0; ++i) {
+    temporary_ = path_ + ".tmp" + std::to_string(::getpid()) + "-" + std::to_string(i);
+    fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (fd_ < 0 && errno != EEXIST) fail("cannot create the file", errno);
+  }
+}
+
+AtomicFile::~AtomicFile() {
+  if (fd_ < 0) return;
+  ::close(fd_);
+  ::unlink(temporary_.c_str());
+}
+
+void AtomicFile::write(const void* data, int64_t size) {
+  auto* from = static_cast<const char*>(data);
+  while (size > 0) {
+    const ssize_t n = ::write(fd_, from, std::min<int64_t>(size, int64_t{1} << 30));
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) fail("cannot write", errno);
+    from += n;
+    size -= n;
+    written_ += n;
+  }
+}
+
+void AtomicFile::commit() {
+  if (::fsync(fd_) != 0) fail("cannot write", errno);
+  if (std::rename(temporary_.c_str(), path_.c_str()) != 0) fail("cannot put the file in place", errno);
+  ::close(std::exchange(fd_, -1));
+  // The rename itself is on disk once the folder is.
+  const auto folder = std::filesystem::path(path_).parent_path();
+  const int fd = ::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  const bool synced = fd >= 0 && (::fsync(fd) == 0 || errno == EINVAL);  // EINVAL: a file system without folder sync
+  const int error = errno;
+  if (fd >= 0) ::close(fd);
+  if (!synced) fail("cannot sync the folder", error);
+}
+
+void AtomicFile::fail(const char* what, int error) const {
+  if (error == ENOSPC || error == EDQUOT) {
+    TORCH_CHECK(false, caller_, ": ", path_, ": the disk is full after ", written_, " bytes: free some space or choose another folder");
+  }
+  TORCH_CHECK(false, caller_, ": ", path_, ": ", what, ": ", std::strerror(error));
+}
+
+}  // namespace shoestring

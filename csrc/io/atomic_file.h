@@ -1,0 +1,28 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace shoestring {
+
+/// A file that appears under its name only when it is complete and on disk: written beside it, synced, then renamed.
+/// Errors are c10::Error and begin with `caller`; without commit() nothing is left behind.
+class AtomicFile {
+ public:
+  AtomicFile(std::string caller, std::string path);
+  ~AtomicFile();
+  AtomicFile(const AtomicFile&) = delete;
+  AtomicFile& operator=(const AtomicFile&) = delete;
+
+  void write(const void* data, int64_t size);
+  void commit();
+
+ private:
+  [[noreturn]] void fail(const char* what, int error) const;
+
+  std::string caller_, path_, temporary_;
+  int fd_ = -1;
+  int64_t written_ = 0;
+};
+
+}  // namespace shoestring

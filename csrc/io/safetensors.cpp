@@ -1,0 +1,218 @@
+#include <shoestring/safetensors.h>
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+
+#include <ATen/Functions.h>
+#include <c10/util/Exception.h>
+
+#include "io/atomic_file.h"
+#include "io/safetensors_format.h"
+#include "io/safetensors_header.h"
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "safetensors files are little-endian");
+
+namespace shoestring {
+namespace {
+
+using safetensors::quote;
+
+void read_at(int fd, void* out, int64_t size, int64_t offset, const std::string& path) {
+  auto* to = static_cast<char*>(out);
+  while (size > 0) {
+    const ssize_t n = ::pread(fd, to, std::min<int64_t>(size, int64_t{1} << 30), offset);
+    if (n < 0 && errno == EINTR) continue;
+    TORCH_CHECK(n >= 0, "safetensors: ", path, ": cannot read: ", std::strerror(errno));
+    TORCH_CHECK(n > 0, "safetensors: ", path, ": ends at byte ", offset, ": something is changing it");
+    to += n;
+    offset += n;
+    size -= n;
+  }
+}
+
+}  // namespace
+
+SafetensorsFile::SafetensorsFile(const std::string& path) : path_(path) {
+  // O_NONBLOCK: a named pipe is refused below, not waited for.
+  fd_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  TORCH_CHECK(fd_ >= 0, "safetensors: ", path, ": cannot open: ", std::strerror(errno));
+  try {
+    struct stat info{};
+    TORCH_CHECK(::fstat(fd_, &info) == 0 && S_ISREG(info.st_mode), "safetensors: ", path, ": expected a regular file");
+    TORCH_CHECK(info.st_size >= 8, "safetensors: ", path, ": expected at least the 8 bytes of the header's length, ",
+                "received a file of ", info.st_size);
+    uint64_t length = 0;
+    read_at(fd_, &length, 8, 0, path);
+    TORCH_CHECK(length <= safetensors::kMaxHeader, "safetensors: ", path, ": expected a header of at most ",
+                safetensors::kMaxHeader, " bytes, received the length ", length, ": this is no safetensors file");
+    data_ = 8 + static_cast<int64_t>(length);
+    TORCH_CHECK(data_ <= info.st_size, "safetensors: ", path, ": the header's length is ", length, " bytes, but only ",
+                info.st_size - 8, " follow: the file is truncated");
+    std::string text(length, '\0');
+    read_at(fd_, text.data(), text.size(), 8, path);
+
+    auto header = safetensors::parse_header(path, text, info.st_size - data_);
+    entries_ = std::move(header.entries);
+    metadata_ = std::move(header.metadata);
+    for (size_t i = 0; i < entries_.size(); ++i) index_.emplace(entries_[i].name, i);
+  } catch (...) {
+    ::close(fd_);
+    throw;
+  }
+}
+
+SafetensorsFile::~SafetensorsFile() { ::close(fd_); }
+
+const SafetensorsFile::Entry& SafetensorsFile::find(const std::string& name) const {
+  const auto at = index_.find(name);
+  TORCH_CHECK(at != index_.end(), "safetensors: ", path_, ": there is no tensor ", quote(name));
+  return entries_[at->second];
+}
+
+void SafetensorsFile::read(const Entry& entry, const at::Tensor& out) const {
+  read_at(fd_, out.mutable_data_ptr(), entry.end - entry.begin, data_ + entry.begin, path_);
+  if (entry.dtype == at::kBool) {
+    // Any other byte than 0 and 1 in a bool is undefined behaviour later.
+    const auto* bytes = static_cast<const unsigned char*>(out.const_data_ptr());
+    const bool valid = std::all_of(bytes, bytes + out.numel(), [](unsigned char b) { return b <= 1; });
+    TORCH_CHECK(valid, "safetensors: ", path_, ": tensor ", quote(entry.name), ": expected bytes 0 and 1 for BOOL");
+  }
+}
+
+at::Tensor SafetensorsFile::load(const std::string& name) const {
+  const Entry& entry = find(name);
+  at::Tensor out = at::empty(entry.shape, entry.dtype);
+  read(entry, out);
+  return out;
+}
+
+void SafetensorsFile::load_into(const std::string& name, const at::Tensor& out) const {
+  const Entry& entry = find(name);
+  TORCH_CHECK(out.sizes() == entry.shape && out.scalar_type() == entry.dtype, "safetensors: ", path_, ": tensor ",
+              quote(name), ": expected shape ", out.sizes(), " of ", out.scalar_type(), ", the file has ",
+              at::IntArrayRef(entry.shape), " of ", entry.dtype);
+  const at::Tensor plain = out.detach();  // a parameter may be written here, whatever the gradient mode
+  if (out.is_cpu() && out.is_contiguous()) {
+    read(entry, plain);
+    plain.unsafeGetTensorImpl()->bump_version();
+  } else {
+    plain.copy_(load(name));
+  }
+}
+
+namespace {
+
+TensorDict load_file(const std::string& path) {
+  SafetensorsFile file(path);
+  TensorDict tensors("tensor");
+  for (const auto& entry : file.entries()) tensors.insert(entry.name, file.load(entry.name));
+  return tensors;
+}
+
+constexpr uintmax_t kMaxIndex = 16'000'000;  // 100 bytes a tensor; the parsed tree is several times as large
+
+TensorDict load_shards(const std::string& folder, const std::string& index) {
+  std::error_code failed;
+  const auto size = std::filesystem::file_size(index, failed);
+  TORCH_CHECK(!failed && size <= kMaxIndex, "safetensors: ", index, ": expected a file of at most ", kMaxIndex, " bytes");
+  std::ifstream stream(index);
+  const auto json = nlohmann::json::parse(stream, nullptr, /*allow_exceptions=*/false);
+  TORCH_CHECK(!json.is_discarded(), "safetensors: ", index, ": not valid JSON");
+  TORCH_CHECK(json.is_object() && json.contains("weight_map") && json["weight_map"].is_object(), "safetensors: ", index,
+              ": expected an object with the object weight_map");
+
+  std::map<std::string, std::unique_ptr<SafetensorsFile>> shards;
+  TensorDict tensors("tensor");
+  for (const auto& [name, shard] : json["weight_map"].items()) {
+    TORCH_CHECK(shard.is_string(), "safetensors: ", index, ": tensor ", quote(name), ": expected the name of a file");
+    const auto file = shard.get<std::string>();
+    // A name with a folder in it could lead anywhere on the disk.
+    TORCH_CHECK(!file.empty() && file.find_first_of(std::string("/\\\0", 3)) == std::string::npos, "safetensors: ",
+                index, ": tensor ", quote(name), ": expected a file in the same folder, received ", quote(file));
+    auto& open = shards[file];
+    if (!open) open = std::make_unique<SafetensorsFile>(folder + "/" + file);
+    tensors.insert(name, open->load(name));
+  }
+  return tensors;
+}
+
+}  // namespace
+
+TensorDict load_safetensors(const std::string& path) {
+  if (!std::filesystem::is_directory(path)) return load_file(path);
+  const std::string single = path + "/model.safetensors", index = single + ".index.json";
+  if (std::filesystem::exists(single)) return load_file(single);
+  TORCH_CHECK(std::filesystem::exists(index), "safetensors: ", path,
+              ": expected model.safetensors or model.safetensors.index.json in this folder, found neither");
+  return load_shards(path, index);
+}
+
+namespace {
+
+size_t dtype_rank(const std::string& path, const std::string& name, const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.defined() && tensor.layout() == at::kStrided, "save_safetensors: ", path, ": tensor ", quote(name),
+              ": expected a dense tensor, received ", tensor.defined() ? c10::str(tensor.layout()) : "an undefined one");
+  for (size_t i = 0; i < std::size(safetensors::kDTypes); ++i) {
+    if (safetensors::kDTypes[i].type == tensor.scalar_type()) return i;
+  }
+  TORCH_CHECK(false, "save_safetensors: ", path, ": tensor ", quote(name), ": safetensors has no dtype for ",
+              tensor.scalar_type());
+}
+
+}  // namespace
+
+void save_safetensors(const std::string& path, const TensorDict& tensors, const Metadata& metadata) {
+  struct Item {
+    size_t rank;
+    const std::string* name;
+    const at::Tensor* tensor;
+  };
+  std::vector<Item> items;
+  for (const auto& item : tensors) {
+    TORCH_CHECK(item.key() != "__metadata__", "save_safetensors: ", path, ": a tensor cannot be called __metadata__");
+    items.push_back({dtype_rank(path, item.key(), item.value()), &item.key(), &item.value()});
+  }
+  std::sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
+    return std::tie(a.rank, *a.name) < std::tie(b.rank, *b.name);
+  });
+
+  std::string text;
+  try {
+    text = metadata.empty() ? "{" : "{\"__metadata__\":" + nlohmann::json(metadata).dump() + ",";
+    int64_t end = 0;
+    for (const auto& [rank, name, tensor] : items) {
+      const int64_t begin = end;
+      end += static_cast<int64_t>(tensor->nbytes());
+      const nlohmann::ordered_json entry = {
+          {"dtype", safetensors::kDTypes[rank].name}, {"shape", tensor->sizes().vec()}, {"data_offsets", {begin, end}}};
+      text += nlohmann::json(*name).dump() + ":" + entry.dump() + ",";
+    }
+  } catch (const nlohmann::json::exception&) {
+    TORCH_CHECK(false, "save_safetensors: ", path, ": expected names and metadata in UTF-8");
+  }
+  if (text.size() > 1) text.pop_back();  // the last comma
+  text += "}";
+  text.resize((text.size() + 7) / 8 * 8, ' ');  // the data begins aligned
+  TORCH_CHECK(text.size() <= static_cast<size_t>(safetensors::kMaxHeader), "save_safetensors: ", path, ": the header has ",
+              text.size(), " bytes, and the format allows ", safetensors::kMaxHeader);
+
+  AtomicFile file("save_safetensors", path);
+  const uint64_t length = text.size();
+  file.write(&length, sizeof length);
+  file.write(text.data(), text.size());
+  for (const auto& item : items) {
+    const at::Tensor data = item.tensor->detach().resolve_conj().resolve_neg().cpu().contiguous();
+    file.write(data.const_data_ptr(), data.nbytes());
+  }
+  file.commit();
+}
+
+}  // namespace shoestring

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstdint>
+#include <iterator>
+#include <string>
+#include <string_view>
+
+#include <c10/core/ScalarType.h>
+#include <nlohmann/json.hpp>
+
+namespace shoestring::safetensors {
+
+struct DType {
+  const char* name;
+  at::ScalarType type;
+};
+
+// In the order in which files hold them: the widest first, so that every tensor is aligned.
+inline constexpr DType kDTypes[] = {
+    {"U64", at::kUInt64},
+    {"I64", at::kLong},
+    {"F64", at::kDouble},
+    {"C64", at::kComplexFloat},
+    {"F32", at::kFloat},
+    {"U32", at::kUInt32},
+    {"I32", at::kInt},
+    {"BF16", at::kBFloat16},
+    {"F16", at::kHalf},
+    {"U16", at::kUInt16},
+    {"I16", at::kShort},
+    {"F8_E8M0", at::kFloat8_e8m0fnu},
+    {"F8_E4M3", at::kFloat8_e4m3fn},
+    {"F8_E5M2", at::kFloat8_e5m2},
+    {"I8", at::kChar},
+    {"U8", at::kByte},
+    {"BOOL", at::kBool},
+};
+
+inline constexpr int64_t kMaxHeader = 100'000'000;  // bytes; the format's own limit
+inline constexpr size_t kMaxDims = 64;              // no real tensor has as many
+
+/// Text from a file in a message: quoted, one line, of bounded length.
+inline std::string quote(std::string_view text) {
+  constexpr size_t kLongest = 120;
+  const bool cut = text.size() > kLongest;
+  nlohmann::json value = std::string(text.substr(0, kLongest));
+  return value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + (cut ? "..." : "");
+}
+
+}  // namespace shoestring::safetensors

@@ -1,0 +1,19 @@
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <shoestring/safetensors.h>
+
+namespace shoestring::safetensors {
+
+struct Header {
+  std::vector<SafetensorsFile::Entry> entries;  // by position in the file
+  Metadata metadata;
+};
+
+/// Parses and checks a header's JSON; `data` is the number of bytes that follow it in the file `path`.
+Header parse_header(const std::string& path, std::string_view text, int64_t data);
+
+}  // namespace shoestring::safetensors

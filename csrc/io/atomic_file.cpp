@@ -1,5 +1,6 @@
 #include "io/atomic_file.h"
 
+#include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -7,10 +8,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <filesystem>
 #include <utility>
-
-#include <c10/util/Exception.h>
 
 namespace shoestring {
 
@@ -46,8 +44,9 @@ void AtomicFile::commit() {
   if (std::rename(temporary_.c_str(), path_.c_str()) != 0) fail("cannot put the file in place", errno);
   ::close(std::exchange(fd_, -1));
   // The rename itself is on disk once the folder is.
-  const auto folder = std::filesystem::path(path_).parent_path();
-  const int fd = ::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  const auto slash = path_.rfind('/');
+  const std::string folder = slash == std::string::npos ? "." : path_.substr(0, slash + 1);
+  const int fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   const bool synced = fd >= 0 && (::fsync(fd) == 0 || errno == EINVAL);  // EINVAL: a file system without folder sync
   const int error = errno;
   if (fd >= 0) ::close(fd);
@@ -56,7 +55,8 @@ void AtomicFile::commit() {
 
 void AtomicFile::fail(const char* what, int error) const {
   if (error == ENOSPC || error == EDQUOT) {
-    TORCH_CHECK(false, caller_, ": ", path_, ": the disk is full after ", written_, " bytes: free some space or choose another folder");
+    TORCH_CHECK(false, caller_, ": ", path_, ": the disk is full after ", written_,
+                " bytes: free some space or choose another folder");
   }
   TORCH_CHECK(false, caller_, ": ", path_, ": ", what, ": ", std::strerror(error));
 }

@@ -5,8 +5,8 @@
 
 namespace shoestring {
 
-/// A file that appears under its name only when it is complete and on disk: written beside it, synced, then renamed.
-/// Errors are c10::Error and begin with `caller`; without commit() nothing is left behind.
+/// A file that appears under its name only when it is complete and on disk: written beside it, synced, then
+/// renamed. Errors are c10::Error and begin with `caller`; without commit() nothing is left behind.
 class AtomicFile {
  public:
   AtomicFile(std::string caller, std::string path);

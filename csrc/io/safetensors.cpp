@@ -1,18 +1,15 @@
-#include <shoestring/safetensors.h>
-
+#include <ATen/Functions.h>
+#include <c10/util/Exception.h>
 #include <fcntl.h>
+#include <shoestring/safetensors.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <filesystem>
 #include <fstream>
 #include <memory>
-
-#include <ATen/Functions.h>
-#include <c10/util/Exception.h>
 
 #include "io/atomic_file.h"
 #include "io/safetensors_format.h"
@@ -45,7 +42,7 @@ SafetensorsFile::SafetensorsFile(const std::string& path) : path_(path) {
   fd_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   TORCH_CHECK(fd_ >= 0, "safetensors: ", path, ": cannot open: ", std::strerror(errno));
   try {
-    struct stat info{};
+    struct stat info {};
     TORCH_CHECK(::fstat(fd_, &info) == 0 && S_ISREG(info.st_mode), "safetensors: ", path, ": expected a regular file");
     TORCH_CHECK(info.st_size >= 8, "safetensors: ", path, ": expected at least the 8 bytes of the header's length, ",
                 "received a file of ", info.st_size);
@@ -117,12 +114,12 @@ TensorDict load_file(const std::string& path) {
   return tensors;
 }
 
-constexpr uintmax_t kMaxIndex = 16'000'000;  // 100 bytes a tensor; the parsed tree is several times as large
+constexpr int64_t kMaxIndex = 16'000'000;  // 100 bytes a tensor; the parsed tree is several times as large
 
 TensorDict load_shards(const std::string& folder, const std::string& index) {
-  std::error_code failed;
-  const auto size = std::filesystem::file_size(index, failed);
-  TORCH_CHECK(!failed && size <= kMaxIndex, "safetensors: ", index, ": expected a file of at most ", kMaxIndex, " bytes");
+  struct stat info {};
+  TORCH_CHECK(::stat(index.c_str(), &info) == 0 && info.st_size <= kMaxIndex, "safetensors: ", index,
+              ": expected a file of at most ", kMaxIndex, " bytes");
   std::ifstream stream(index);
   const auto json = nlohmann::json::parse(stream, nullptr, /*allow_exceptions=*/false);
   TORCH_CHECK(!json.is_discarded(), "safetensors: ", index, ": not valid JSON");
@@ -135,8 +132,9 @@ TensorDict load_shards(const std::string& folder, const std::string& index) {
     TORCH_CHECK(shard.is_string(), "safetensors: ", index, ": tensor ", quote(name), ": expected the name of a file");
     const auto file = shard.get<std::string>();
     // A name with a folder in it could lead anywhere on the disk.
-    TORCH_CHECK(!file.empty() && file.find_first_of(std::string("/\\\0", 3)) == std::string::npos, "safetensors: ",
-                index, ": tensor ", quote(name), ": expected a file in the same folder, received ", quote(file));
+    TORCH_CHECK(!file.empty() && file.find_first_of(std::string("/\\\0", 3)) == std::string::npos,
+                "safetensors: ", index, ": tensor ", quote(name), ": expected a file in the same folder, received ",
+                quote(file));
     auto& open = shards[file];
     if (!open) open = std::make_unique<SafetensorsFile>(folder + "/" + file);
     tensors.insert(name, open->load(name));
@@ -147,10 +145,12 @@ TensorDict load_shards(const std::string& folder, const std::string& index) {
 }  // namespace
 
 TensorDict load_safetensors(const std::string& path) {
-  if (!std::filesystem::is_directory(path)) return load_file(path);
+  // stat, and not std::filesystem: LibTorch exports an older library's copy of it, which crashes where it is called.
+  struct stat info {};
+  if (::stat(path.c_str(), &info) != 0 || !S_ISDIR(info.st_mode)) return load_file(path);
   const std::string single = path + "/model.safetensors", index = single + ".index.json";
-  if (std::filesystem::exists(single)) return load_file(single);
-  TORCH_CHECK(std::filesystem::exists(index), "safetensors: ", path,
+  if (::access(single.c_str(), F_OK) == 0) return load_file(single);
+  TORCH_CHECK(::access(index.c_str(), F_OK) == 0, "safetensors: ", path,
               ": expected model.safetensors or model.safetensors.index.json in this folder, found neither");
   return load_shards(path, index);
 }
@@ -159,7 +159,8 @@ namespace {
 
 size_t dtype_rank(const std::string& path, const std::string& name, const at::Tensor& tensor) {
   TORCH_CHECK(tensor.defined() && tensor.layout() == at::kStrided, "save_safetensors: ", path, ": tensor ", quote(name),
-              ": expected a dense tensor, received ", tensor.defined() ? c10::str(tensor.layout()) : "an undefined one");
+              ": expected a dense tensor, received ",
+              tensor.defined() ? c10::str(tensor.layout()) : "an undefined one");
   for (size_t i = 0; i < std::size(safetensors::kDTypes); ++i) {
     if (safetensors::kDTypes[i].type == tensor.scalar_type()) return i;
   }
@@ -180,9 +181,8 @@ void save_safetensors(const std::string& path, const TensorDict& tensors, const 
     TORCH_CHECK(item.key() != "__metadata__", "save_safetensors: ", path, ": a tensor cannot be called __metadata__");
     items.push_back({dtype_rank(path, item.key(), item.value()), &item.key(), &item.value()});
   }
-  std::sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
-    return std::tie(a.rank, *a.name) < std::tie(b.rank, *b.name);
-  });
+  std::sort(items.begin(), items.end(),
+            [](const Item& a, const Item& b) { return std::tie(a.rank, *a.name) < std::tie(b.rank, *b.name); });
 
   std::string text;
   try {
@@ -201,8 +201,8 @@ void save_safetensors(const std::string& path, const TensorDict& tensors, const 
   if (text.size() > 1) text.pop_back();  // the last comma
   text += "}";
   text.resize((text.size() + 7) / 8 * 8, ' ');  // the data begins aligned
-  TORCH_CHECK(text.size() <= static_cast<size_t>(safetensors::kMaxHeader), "save_safetensors: ", path, ": the header has ",
-              text.size(), " bytes, and the format allows ", safetensors::kMaxHeader);
+  TORCH_CHECK(text.size() <= static_cast<size_t>(safetensors::kMaxHeader), "save_safetensors: ", path,
+              ": the header has ", text.size(), " bytes, and the format allows ", safetensors::kMaxHeader);
 
   AtomicFile file("save_safetensors", path);
   const uint64_t length = text.size();

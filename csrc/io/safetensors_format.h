@@ -1,12 +1,12 @@
 #pragma once
 
+#include <c10/core/ScalarType.h>
+
 #include <cstdint>
 #include <iterator>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
-
-#include <c10/core/ScalarType.h>
-#include <nlohmann/json.hpp>
 
 namespace shoestring::safetensors {
 

@@ -2,12 +2,12 @@
 
 #include "io/safetensors_header.h"
 
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
 #include <algorithm>
 #include <array>
 #include <unordered_set>
-
-#include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
 
 #include "io/safetensors_format.h"
 
@@ -175,8 +175,9 @@ Header parse_header(const std::string& path, std::string_view text, int64_t data
   int64_t end = 0;
   for (const Entry& entry : header.entries) {
     if (entry.begin != end) {
-      fail(path, "tensor ", quote(entry.name), ": expected its bytes to begin at ", end, ", where the one before ends, ",
-           "received ", entry.begin, entry.begin < end ? ": they overlap" : ": there is a hole");
+      fail(path, "tensor ", quote(entry.name), ": expected its bytes to begin at ", end,
+           ", where the one before ends, ", "received ", entry.begin,
+           entry.begin < end ? ": they overlap" : ": there is a hole");
     }
     end = entry.end;
   }

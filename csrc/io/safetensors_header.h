@@ -1,10 +1,10 @@
 #pragma once
 
+#include <shoestring/safetensors.h>
+
 #include <string>
 #include <string_view>
 #include <vector>
-
-#include <shoestring/safetensors.h>
 
 namespace shoestring::safetensors {
 

@@ -1,23 +1,23 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <shoestring/export.h>
+#include <torch/ordered_dict.h>
+
 #include <cstdint>
 #include <map>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
-#include <ATen/core/Tensor.h>
-#include <torch/ordered_dict.h>
-
-#include <shoestring/export.h>
-
 namespace shoestring {
 
 using TensorDict = torch::OrderedDict<std::string, at::Tensor>;
 using Metadata = std::map<std::string, std::string>;
 
-/// A safetensors file, open for reading. The header is checked in full before any tensor is allocated: a truncated or
-/// hostile file raises c10::Error. Tensors are read, not mapped: mapped pages would count as the process's memory.
+/// A safetensors file, open for reading. The header is checked in full before any tensor is allocated: a
+/// truncated or hostile file raises c10::Error. Tensors are read, not mapped: mapped pages would count as the
+/// process's memory.
 class SHOESTRING_API SafetensorsFile {
  public:
   struct Entry {
@@ -39,7 +39,8 @@ class SHOESTRING_API SafetensorsFile {
 
   /// The tensor `name`, in fresh CPU memory.
   at::Tensor load(const std::string& name) const;
-  /// The same into `out`, which has the tensor's shape and dtype, on any device: no second copy of it on the CPU.
+  /// The same into `out`, which has the tensor's shape and dtype, on any device: no second copy of it on the
+  /// CPU.
   void load_into(const std::string& name, const at::Tensor& out) const;
 
  private:
@@ -54,12 +55,13 @@ class SHOESTRING_API SafetensorsFile {
   Metadata metadata_;
 };
 
-/// All tensors of a safetensors file, or of a Hugging Face model directory: its model.safetensors, or the shards that
-/// its model.safetensors.index.json names.
+/// All tensors of a safetensors file, or of a Hugging Face model directory: its model.safetensors, or the
+/// shards that its model.safetensors.index.json names.
 SHOESTRING_API TensorDict load_safetensors(const std::string& path);
 
-/// Writes `tensors` (dense, on any device) and `metadata` to the file `path`, replacing one that is there only once
-/// the new one is complete and on disk. The bytes are those that the Python package safetensors writes.
+/// Writes `tensors` (dense, on any device) and `metadata` to the file `path`, replacing one that is there
+/// only once the new one is complete and on disk. The bytes are those that the Python package safetensors
+/// writes.
 SHOESTRING_API void save_safetensors(const std::string& path, const TensorDict& tensors, const Metadata& metadata = {});
 
 }  // namespace shoestring

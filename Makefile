@@ -30,7 +30,7 @@ test: build
 	scripts/test.sh $(BUILD)
 
 test-newest:
-	$(MAKE) test VENV=.venv-newest BUILD=build-newest TORCH="torch --upgrade"
+	$(MAKE) test VENV=.venv-newest BUILD=build-newest TORCH=torch
 
 demo: build
 	$(PYTHON) -m shoestring demo

@@ -38,7 +38,7 @@ find_package(CUDAToolkit REQUIRED)
 set(SHOESTRING_CUDA_JSON "\"${CUDAToolkit_VERSION_MAJOR}.${CUDAToolkit_VERSION_MINOR}\"")
 message(STATUS "CUDA kernels: toolkit ${CUDAToolkit_VERSION}, architectures ${SHOESTRING_CUDA_ARCHITECTURES}")
 
-file(GLOB _sources CONFIGURE_DEPENDS cuda/*.cu)
+file(GLOB _sources CONFIGURE_DEPENDS cuda/*.cu cuda/*.cpp)
 add_library(shoestring_cuda SHARED ${_sources})
 target_include_directories(shoestring_cuda PRIVATE csrc cuda)
 target_link_libraries(shoestring_cuda PUBLIC shoestring shoestring::torch_cuda PRIVATE CUDA::cudart)

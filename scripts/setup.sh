@@ -3,6 +3,7 @@
 # Usage: setup.sh VENV TORCH   (TORCH: a pip requirement; "" takes the version that constraints.txt pins)
 set -euo pipefail
 cd "$(dirname "$0")/.."
+unset PYTHONPATH  # pip would count the source folder as installed
 venv=$1 torch=${2:-}
 
 missing=()
@@ -24,10 +25,10 @@ if [ -n "$torch" ]; then
   constraints=$venv/constraints.txt
   grep -v '^torch==' constraints.txt >"$constraints"
 fi
-"$venv/bin/pip" install -q -c "$constraints" "${torch:-torch}" "setuptools>=70" wheel ninja
+"$venv/bin/pip" install -q ${torch:+--upgrade} -c "$constraints" "${torch:-torch}" "setuptools>=70" wheel ninja
 # The extras are installed by name, so that a change of code alone never sends pip to work.
 "$venv/bin/python" - <<'EOF' >"$venv/requirements.txt"
-import re, tomllib
+import tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
 for requirement in project["dependencies"] + extras["cli"] + extras["peers"] + extras["test"]:

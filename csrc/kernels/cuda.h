@@ -1,0 +1,25 @@
+#pragma once
+
+// How host code in ops/ reaches CUDA kernels without linking CUDA: as on the CPU, an operator's kernels are a table of
+// functions. libshoestring_cuda hands its tables over when it is loaded; launchers take a stream and plain pointers.
+
+#include <shoestring/export.h>
+
+namespace shoestring::cuda {
+
+/// What ops/ needs beside the kernels.
+struct Runtime {
+  void* (*current_stream)(int device);  // a cudaStream_t
+};
+
+SHOESTRING_API void provide(const char* name, const void* table);
+
+/// The table that `name` was given; an error that says how to get the CUDA kernels where there is none.
+const void* provided(const char* name);
+
+template <class Table>
+const Table& table(const char* name) {
+  return *static_cast<const Table*>(provided(name));
+}
+
+}  // namespace shoestring::cuda

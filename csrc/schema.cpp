@@ -23,4 +23,14 @@ TORCH_LIBRARY(shoestring, m) {
       "linear_cross_entropy_backward(Tensor grad_output, Tensor hidden, Tensor weight, Tensor target, Tensor? bias, "
       "int ignore_index, str reduction, float label_smoothing, float softcap, int workspace_mb, bool[3] output_mask) "
       "-> (Tensor, Tensor, Tensor)");
+
+  // x in blocks of block_size along its flattened elements, each element 4 bits times the block's largest magnitude:
+  // packed uint8 ((numel + 1) / 2), absmax fp32 (blocks). The bytes are bitsandbytes'. quant_type: 'nf4' or 'fp4'.
+  m.def("quantize_4bit(Tensor x, *, str quant_type='nf4', int block_size=64) -> (Tensor packed, Tensor absmax)");
+  // The scales in 8 bits (double quantisation): codes uint8 like absmax, and nested fp32 (257 + blocks / 256): the
+  // offset, the 256 values of the 8-bit type, and a scale for every 256 codes. The codes then stand for absmax.
+  m.def("quantize_absmax(Tensor absmax) -> (Tensor codes, Tensor nested)");
+  m.def(
+      "dequantize_4bit(Tensor packed, Tensor absmax, Tensor? nested=None, *, SymInt[] shape, ScalarType dtype, "
+      "str quant_type='nf4', int block_size=64) -> Tensor");
 }

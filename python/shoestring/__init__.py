@@ -6,6 +6,14 @@ build = _load.load()
 __version__ = build.version
 cmake_prefix_path = str(_load.PACKAGE / "share" / "cmake")
 
-from shoestring.ops import linear_cross_entropy  # noqa: E402
+from shoestring.ops import dequantize_4bit, linear_cross_entropy, quantize_4bit  # noqa: E402
+from shoestring.quantized_tensor import QuantizedTensor  # noqa: E402
 
-__all__ = ["build", "cmake_prefix_path", "linear_cross_entropy"]
+__all__ = [
+    "QuantizedTensor",
+    "build",
+    "cmake_prefix_path",
+    "dequantize_4bit",
+    "linear_cross_entropy",
+    "quantize_4bit",
+]

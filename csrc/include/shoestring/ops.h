@@ -2,6 +2,7 @@
 
 #include <optional>
 #include <string>
+#include <tuple>
 
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
@@ -36,5 +37,26 @@ SHOESTRING_API at::Tensor linear_cross_entropy(const at::Tensor& hidden, const a
                                                const at::Tensor& target,
                                                const std::optional<at::Tensor>& bias = std::nullopt,
                                                const LinearCrossEntropyOptions& options = {});
+
+struct Quantize4bitOptions {
+  /// "nf4" (normal float, QLoRA) or "fp4".
+  TORCH_ARG(std::string, quant_type) = "nf4";
+  /// Elements that share a scale: a power of two from 32 to 4096.
+  TORCH_ARG(int64_t, block_size) = 64;
+};
+
+/// 4 bits an element, in blocks along x's flattened elements: packed uint8 ((numel + 1) / 2), the even element in the
+/// upper bits, and absmax fp32 (blocks). x: fp32, bf16 or fp16. The bytes are bitsandbytes'.
+SHOESTRING_API std::tuple<at::Tensor, at::Tensor> quantize_4bit(const at::Tensor& x,
+                                                                const Quantize4bitOptions& options = {});
+
+/// Double quantisation: 8 bits a scale. Returns codes uint8 (blocks) and nested fp32 (257 + blocks / 256, rounded up):
+/// an offset, the 256 values by code, and a scale for every 256 codes.
+SHOESTRING_API std::tuple<at::Tensor, at::Tensor> quantize_absmax(const at::Tensor& absmax);
+
+/// A tensor of `shape` and `dtype` (fp32, bf16 or fp16) from its parts; with `nested`, absmax holds the codes.
+SHOESTRING_API at::Tensor dequantize_4bit(const at::Tensor& packed, const at::Tensor& absmax, at::IntArrayRef shape,
+                                          at::ScalarType dtype, const std::optional<at::Tensor>& nested = std::nullopt,
+                                          const Quantize4bitOptions& options = {});
 
 }  // namespace shoestring

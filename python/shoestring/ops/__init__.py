@@ -1,5 +1,18 @@
 """The operators as Python functions: thin over torch.ops.shoestring, each with a readable reference beside it."""
 
 from shoestring.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from shoestring.ops.quantize_4bit import (
+    dequantize_4bit,
+    dequantize_4bit_reference,
+    quantize_4bit,
+    quantize_4bit_reference,
+)
 
-__all__ = ["linear_cross_entropy", "linear_cross_entropy_reference"]
+__all__ = [
+    "dequantize_4bit",
+    "dequantize_4bit_reference",
+    "linear_cross_entropy",
+    "linear_cross_entropy_reference",
+    "quantize_4bit",
+    "quantize_4bit_reference",
+]

@@ -33,12 +33,17 @@ endif()
 set(SHOESTRING_CUDA_ARCHITECTURES "80-real;90a-real;80-virtual" CACHE STRING "As CMAKE_CUDA_ARCHITECTURES")
 set(CMAKE_CUDA_ARCHITECTURES ${SHOESTRING_CUDA_ARCHITECTURES})
 enable_language(CUDA)
-set(CMAKE_CUDA_STANDARD 20)
 find_package(CUDAToolkit REQUIRED)
 set(SHOESTRING_CUDA_JSON "\"${CUDAToolkit_VERSION_MAJOR}.${CUDAToolkit_VERSION_MINOR}\"")
 message(STATUS "CUDA kernels: toolkit ${CUDAToolkit_VERSION}, architectures ${SHOESTRING_CUDA_ARCHITECTURES}")
 
-file(GLOB _sources CONFIGURE_DEPENDS cuda/*.cu cuda/*.cpp)
-add_library(shoestring_cuda SHARED ${_sources})
-target_include_directories(shoestring_cuda PRIVATE csrc cuda)
+# The kernels see no PyTorch header: they compile quickly, and the emulated build can use the same files.
+file(GLOB _kernels CONFIGURE_DEPENDS cuda/*.cu)
+add_library(shoestring_kernels OBJECT ${_kernels})
+target_include_directories(shoestring_kernels PRIVATE csrc csrc/include cuda)
+set_target_properties(shoestring_kernels PROPERTIES CUDA_STANDARD 17)  # CMake 3.25 knows no 20 for nvcc
+target_link_libraries(shoestring_kernels PRIVATE CUDA::cudart)
+
+add_library(shoestring_cuda SHARED cuda/runtime.cpp $<TARGET_OBJECTS:shoestring_kernels>)
+target_include_directories(shoestring_cuda PRIVATE csrc)
 target_link_libraries(shoestring_cuda PUBLIC shoestring shoestring::torch_cuda PRIVATE CUDA::cudart)

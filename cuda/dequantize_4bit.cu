@@ -3,6 +3,7 @@
 // memory, so a warp's look-ups never conflict.
 
 #include "common/launch.h"
+#include "kernels/cuda.h"
 #include "kernels/quantize_4bit.h"
 
 namespace shoestring::cuda {

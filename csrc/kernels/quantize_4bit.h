@@ -42,6 +42,13 @@ struct Dequantize4bitTable {
   void (*dequantize_fp16)(const Packed&, int64_t begin, int64_t end, uint16_t* out);
 };
 
+// All `count` elements; pointers of Packed are on the device, the code book's is not. Returns an error's text or null.
+struct Dequantize4bitCuda {
+  const char* (*dequantize_float)(const Packed&, int64_t count, void* out, void* stream);
+  const char* (*dequantize_bf16)(const Packed&, int64_t count, void* out, void* stream);
+  const char* (*dequantize_fp16)(const Packed&, int64_t count, void* out, void* stream);
+};
+
 }  // namespace shoestring::kernels
 
 SHOESTRING_CPU_TABLE(kernels::Quantize4bitTable, quantize_4bit)

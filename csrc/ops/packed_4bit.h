@@ -21,13 +21,15 @@ void check_packed(const char* op, const at::Tensor& packed, const at::Tensor& ab
                   const std::optional<at::Tensor>& nested, const c10::SymInt& numel, c10::string_view quant_type,
                   int64_t block_size, c10::Device device);
 
-/// A quantised tensor on the CPU as its kernels read it. It holds the parts, made contiguous where they were not.
+/// A quantised tensor as its kernels read it. It holds the parts, made contiguous where they were not.
 class PackedReader {
  public:
   PackedReader(const char* op, const at::Tensor& packed, const at::Tensor& absmax,
                const std::optional<at::Tensor>& nested, c10::string_view quant_type, int64_t block_size);
 
-  /// Elements [begin, begin + out.numel()) into `out`, contiguous fp32, bf16 or fp16, on all threads.
+  const kernels::Packed& view() const { return view_; }
+
+  /// On the CPU: elements [begin, begin + out.numel()) into `out`, contiguous fp32, bf16 or fp16, on all threads.
   void read(int64_t begin, const at::Tensor& out) const;
 
  private:

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 import torch
 from conftest import relative_error
@@ -214,3 +217,25 @@ def test_errors_name_the_argument(change: dict, message: str) -> None:
     arguments = {"hidden": torch.zeros(6, 4), "weight": torch.zeros(9, 4), "target": torch.zeros(6, dtype=torch.int64)}
     with pytest.raises((RuntimeError, IndexError), match=f"linear_cross_entropy: {message}"):
         shoestring.linear_cross_entropy(**{**arguments, **change})
+
+
+def test_memory_is_the_gradients_and_the_workspace() -> None:
+    """Peak over the inputs: grad_hidden + grad_weight + workspace (+ a few chunks of (tokens, features))."""
+    tokens, features, vocab, workspace = 4096, 128, 32768, 32
+    program = f"""
+import resource, torch, shoestring
+def run(tokens, vocab):
+    hidden = torch.randn(tokens, {features}, requires_grad=True)
+    weight = torch.randn(vocab, {features}, requires_grad=True)
+    target = torch.randint(vocab, (tokens,))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (shoestring.linear_cross_entropy(hidden, weight, target, workspace_mb={workspace}) * 2).backward()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+run(64, 1000)  # whatever the libraries allocate once
+print(run({tokens}, {vocab}))
+"""
+    used = float(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
+    gradients_mb = 4 * features * (tokens + vocab) / 2**20
+    logits_mb = 4 * tokens * vocab / 2**20
+    assert used < gradients_mb + workspace + 12, (used, gradients_mb)
+    assert used < logits_mb / 4

@@ -8,7 +8,11 @@
 #include <cstring>
 
 #if defined(__x86_64__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 takes its own undefined operands for mistakes
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
@@ -29,6 +33,7 @@ typedef uint16_t U16 __attribute__((vector_size(kBytes / 2)));  // one 16-bit va
 typedef uint8_t U8 __attribute__((vector_size(kBytes / 4)));    // one byte a lane
 
 #define SHOESTRING_INLINE static inline __attribute__((always_inline))
+#define SHOESTRING_METHOD inline __attribute__((always_inline))
 
 SHOESTRING_INLINE F32 splat(float x) { return F32{} + x; }
 
@@ -56,6 +61,75 @@ SHOESTRING_INLINE void store(float* p, F32 v, int64_t n) { __builtin_memcpy(p, &
 SHOESTRING_INLINE F32 max(F32 a, F32 b) { return a > b ? a : b; }
 SHOESTRING_INLINE F32 min(F32 a, F32 b) { return a < b ? a : b; }
 SHOESTRING_INLINE F32 abs(F32 x) { return as_float(as_bits(x) & 0x7fffffffu); }
+
+#if defined(__AVX512F__)
+SHOESTRING_INLINE F32 fma(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }
+SHOESTRING_INLINE F32 sqrt(F32 x) { return _mm512_sqrt_ps(x); }
+SHOESTRING_INLINE bool any(I32 mask) { return _mm512_movepi32_mask((__m512i)mask) != 0; }
+SHOESTRING_INLINE I32 widen(const uint8_t* p) {
+  return (I32)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+#elif defined(__AVX2__)
+SHOESTRING_INLINE F32 fma(F32 a, F32 b, F32 c) { return _mm256_fmadd_ps(a, b, c); }
+SHOESTRING_INLINE F32 sqrt(F32 x) { return _mm256_sqrt_ps(x); }
+SHOESTRING_INLINE bool any(I32 mask) { return _mm256_movemask_ps((__m256)mask) != 0; }
+SHOESTRING_INLINE I32 widen(const uint8_t* p) {
+  return (I32)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+#else
+SHOESTRING_INLINE F32 fma(F32 a, F32 b, F32 c) { return a * b + c; }  // rounded twice
+SHOESTRING_INLINE F32 sqrt(F32 x) {
+  for (int i = 0; i < kLanes; ++i) x[i] = __builtin_sqrtf(x[i]);
+  return x;
+}
+SHOESTRING_INLINE bool any(I32 mask) {
+  int32_t all = 0;
+  for (int i = 0; i < kLanes; ++i) all |= mask[i];
+  return all != 0;
+}
+SHOESTRING_INLINE I32 widen(const uint8_t* p) { return __builtin_convertvector(load_as<U8>(p), I32); }
+#endif
+
+// A table of eight numbers, looked up by the low three bits of each lane: in a register where there is one to hold it.
+#if defined(__AVX512F__)
+typedef F32 Table8;
+SHOESTRING_INLINE Table8 load_table8(const float* p) { return _mm512_broadcast_f32x8(_mm256_loadu_ps(p)); }
+SHOESTRING_INLINE F32 lookup(Table8 t, U32 i) { return _mm512_permutexvar_ps((__m512i)i, t); }
+#elif defined(__AVX2__)
+typedef F32 Table8;
+SHOESTRING_INLINE Table8 load_table8(const float* p) { return _mm256_loadu_ps(p); }
+SHOESTRING_INLINE F32 lookup(Table8 t, U32 i) { return _mm256_permutevar8x32_ps(t, (__m256i)i); }
+#else
+typedef const float* Table8;
+SHOESTRING_INLINE Table8 load_table8(const float* p) { return p; }
+SHOESTRING_INLINE F32 lookup(Table8 t, U32 i) {
+  F32 v;
+  for (int lane = 0; lane < kLanes; ++lane) v[lane] = t[i[lane] & 7u];
+  return v;
+}
+#endif
+
+// Stores four registers of numbers in [0, 255] as bytes, in order.
+SHOESTRING_INLINE void store_bytes(uint8_t* p, I32 a, I32 b, I32 c, I32 d) {
+#if defined(__AVX512F__)
+  const I32 v[4] = {a, b, c, d};
+  for (int i = 0; i < 4; ++i) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p) + i, _mm512_cvtepi32_epi8((__m512i)v[i]));
+  }
+#elif defined(__AVX2__)
+  // Packing works within 128-bit halves; the permutation puts the groups of four bytes in order again.
+  __m256i low = _mm256_packs_epi32((__m256i)a, (__m256i)b), high = _mm256_packs_epi32((__m256i)c, (__m256i)d);
+  __m256i bytes = _mm256_packus_epi16(low, high);
+  bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bytes);
+#else
+  const I32 v[4] = {a, b, c, d};
+  for (int i = 0; i < 4; ++i) {
+    U8 bytes = __builtin_convertvector(v[i], U8);
+    __builtin_memcpy(p + i * kLanes, &bytes, sizeof bytes);
+  }
+#endif
+}
 
 // bf16 is the upper half of an fp32; rounding is to nearest, ties to even, and NaN stays NaN.
 SHOESTRING_INLINE F32 from_bf16(U16 x) { return as_float(__builtin_convertvector(x, U32) << 16); }

@@ -33,4 +33,15 @@ TORCH_LIBRARY(shoestring, m) {
   m.def(
       "dequantize_4bit(Tensor packed, Tensor absmax, Tensor? nested=None, *, SymInt[] shape, ScalarType dtype, "
       "str quant_type='nf4', int block_size=64) -> Tensor");
+  // One step of AdamW on every parameter whose gradient is given; the others keep their step. The state of all of them
+  // lies in flat arenas, in the order of params, each beginning at a multiple of 256 elements: step (tensors) fp32;
+  // exp_avg and exp_avg_sq uint8 codes with one fp32 scale for 256 of them, or fp32 without scales.
+  m.def(
+      "adamw_(Tensor(a!)[] params, Tensor?[] grads, Tensor(b!) step, Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, "
+      "Tensor(e!) exp_avg_sq, Tensor(f!)? exp_avg_sq_scale, *, float lr, float beta1, float beta2, float eps, "
+      "float weight_decay, bool maximize=False) -> ()");
+  // Block-wise 8-bit state from values and back: codes of x's shape, and a scale for each 256 elements. An unsigned map
+  // (signed=False, for x >= 0) has no zero but for zero itself.
+  m.def("quantize_8bit(Tensor x, *, bool signed) -> (Tensor codes, Tensor scale)");
+  m.def("dequantize_8bit(Tensor codes, Tensor scale, *, bool signed) -> Tensor");
 }

@@ -3,6 +3,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
@@ -58,5 +59,29 @@ SHOESTRING_API std::tuple<at::Tensor, at::Tensor> quantize_absmax(const at::Tens
 SHOESTRING_API at::Tensor dequantize_4bit(const at::Tensor& packed, const at::Tensor& absmax, at::IntArrayRef shape,
                                           at::ScalarType dtype, const std::optional<at::Tensor>& nested = std::nullopt,
                                           const Quantize4bitOptions& options = {});
+
+/// The state of a group of parameters in flat arenas, in their order, each beginning at a multiple of 256 elements.
+struct AdamWState {
+  at::Tensor step;                                    // (parameters), fp32
+  at::Tensor exp_avg, exp_avg_sq;                     // (elements), uint8 codes or fp32
+  std::optional<at::Tensor> exp_avg_scale, exp_avg_sq_scale;  // (elements / 256), fp32; none for fp32 state
+};
+
+struct AdamWStepOptions {
+  TORCH_ARG(double, lr) = 1e-3;
+  TORCH_ARG(double, beta1) = 0.9;
+  TORCH_ARG(double, beta2) = 0.999;
+  TORCH_ARG(double, eps) = 1e-8;
+  TORCH_ARG(double, weight_decay) = 1e-2;
+  TORCH_ARG(bool, maximize) = false;
+};
+
+/// One step of AdamW, in place, on every parameter whose gradient is given. `shoestring::optim::AdamW` calls it.
+SHOESTRING_API void adamw_(const std::vector<at::Tensor>& params, const std::vector<std::optional<at::Tensor>>& grads,
+                           AdamWState& state, const AdamWStepOptions& options = {});
+
+/// x as block-wise 8-bit codes (x's shape) and one fp32 scale for each 256 elements; a negative x needs the signed map.
+SHOESTRING_API std::tuple<at::Tensor, at::Tensor> quantize_8bit(const at::Tensor& x, bool is_signed);
+SHOESTRING_API at::Tensor dequantize_8bit(const at::Tensor& codes, const at::Tensor& scale, bool is_signed);
 
 }  // namespace shoestring

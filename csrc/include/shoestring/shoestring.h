@@ -3,4 +3,5 @@
 /// Everything: operators, modules, optimizers, files.
 #include <shoestring/ops.h>
 #include <shoestring/safetensors.h>
+#include <shoestring/optim.h>
 #include <shoestring/version.h>

@@ -66,8 +66,8 @@ kernels::WeightType weight_type(const Tensor& param) {
 }
 
 // All tensors are one row of blocks: a thousand small ones share the threads as one large one does.
-void adamw_cpu(at::TensorList params, const OptionalTensors& grads, Tensor step, Tensor exp_avg,
-               const OptionalTensor& exp_avg_scale, Tensor exp_avg_sq, const OptionalTensor& exp_avg_sq_scale,
+void adamw_cpu(at::TensorList params, const OptionalTensors& grads, const Tensor& step, const Tensor& exp_avg,
+               const OptionalTensor& exp_avg_scale, const Tensor& exp_avg_sq, const OptionalTensor& exp_avg_sq_scale,
                double lr, double beta1, double beta2, double eps, double weight_decay, bool maximize) {
   // Everything is checked before anything changes.
   check_options(lr, beta1, beta2, eps, weight_decay);

@@ -6,6 +6,7 @@ build = _load.load()
 __version__ = build.version
 cmake_prefix_path = str(_load.PACKAGE / "share" / "cmake")
 
+from shoestring import optim  # noqa: E402
 from shoestring.ops import dequantize_4bit, linear_cross_entropy, quantize_4bit  # noqa: E402
 from shoestring.quantized_tensor import QuantizedTensor  # noqa: E402
 
@@ -15,5 +16,6 @@ __all__ = [
     "cmake_prefix_path",
     "dequantize_4bit",
     "linear_cross_entropy",
+    "optim",
     "quantize_4bit",
 ]

@@ -2,6 +2,6 @@
 
 /// Everything: operators, modules, optimizers, files.
 #include <shoestring/ops.h>
-#include <shoestring/safetensors.h>
 #include <shoestring/optim.h>
+#include <shoestring/safetensors.h>
 #include <shoestring/version.h>

@@ -1,5 +1,13 @@
 """The operators as Python functions: thin over torch.ops.shoestring, each with a readable reference beside it."""
 
+from shoestring.ops.adamw import (
+    adamw_,
+    adamw_reference,
+    dequantize_8bit,
+    dequantize_8bit_reference,
+    quantize_8bit,
+    quantize_8bit_reference,
+)
 from shoestring.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from shoestring.ops.quantize_4bit import (
     dequantize_4bit,
@@ -9,10 +17,16 @@ from shoestring.ops.quantize_4bit import (
 )
 
 __all__ = [
+    "adamw_",
+    "adamw_reference",
     "dequantize_4bit",
     "dequantize_4bit_reference",
+    "dequantize_8bit",
+    "dequantize_8bit_reference",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
     "quantize_4bit",
     "quantize_4bit_reference",
+    "quantize_8bit",
+    "quantize_8bit_reference",
 ]

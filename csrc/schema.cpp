@@ -44,4 +44,29 @@ TORCH_LIBRARY(shoestring, m) {
   // (signed=False, for x >= 0) has no zero but for zero itself.
   m.def("quantize_8bit(Tensor x, *, bool signed) -> (Tensor codes, Tensor scale)");
   m.def("dequantize_8bit(Tensor codes, Tensor scale, *, bool signed) -> Tensor");
+
+  // x (..., in_features) times the transpose of a frozen 4-bit weight (out_features, in_features), plus bias. The weight
+  // is dequantised a panel of rows at a time, never whole. Gradients by x and bias.
+  m.def(
+      "linear_4bit(Tensor x, Tensor packed, Tensor absmax, Tensor? nested=None, Tensor? bias=None, *, "
+      "SymInt out_features, str quant_type='nf4', int block_size=64) -> Tensor");
+  m.def(
+      "linear_4bit_backward(Tensor grad_output, Tensor packed, Tensor absmax, Tensor? nested, *, SymInt in_features, "
+      "str quant_type, int block_size) -> Tensor");
+
+  // x W^T + bias + scaling * (x A^T) B^T. W is frozen: dense (out_features, in_features) in x's dtype, or, where absmax
+  // is given, the packed bytes of a 4-bit weight. lora_A (rank, in_features), lora_B (out_features, rank), of any
+  // floating-point dtype. dropped: what A reads in place of x. Gradients by x, dropped, bias, lora_A and lora_B.
+  m.def(
+      "lora_linear(Tensor x, Tensor weight, Tensor? absmax, Tensor? nested, Tensor? bias, Tensor lora_A, Tensor lora_B, "
+      "Tensor? dropped=None, *, float scaling=1., str quant_type='nf4', int block_size=64) -> Tensor");
+  // The same, with x A^T (tokens, rank).
+  m.def(
+      "lora_linear_forward(Tensor x, Tensor weight, Tensor? absmax, Tensor? nested, Tensor? bias, Tensor lora_A, "
+      "Tensor lora_B, Tensor? dropped, *, float scaling, str quant_type, int block_size) -> (Tensor, Tensor)");
+  // The gradients that output_mask asks for (x, dropped, lora_A, lora_B); the others are empty. branch: what A read.
+  m.def(
+      "lora_linear_backward(Tensor grad_output, Tensor branch, Tensor low, Tensor weight, Tensor? absmax, "
+      "Tensor? nested, Tensor lora_A, Tensor lora_B, *, bool dropout, float scaling, str quant_type, int block_size, "
+      "bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)");
 }

@@ -1,7 +1,9 @@
 #pragma once
 
 #include <memory>
+#include <numeric>
 #include <string>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -40,6 +42,15 @@ inline at::Tensor scale_gradient(const at::Tensor& gradient, const at::Tensor& u
   if (torch::autograd::get_current_graph_task_keep_graph()) return gradient.mul(upstream);
   at::Tensor changed = gradient;
   return changed.mul_(upstream);
+}
+
+/// grad (..., features) summed over all but the last dimension: the gradient of a bias of type `dtype`.
+inline at::Tensor sum_to_bias(const at::Tensor& grad, at::ScalarType dtype) {
+  std::vector<int64_t> dims(grad.dim() - 1);
+  std::iota(dims.begin(), dims.end(), 0);
+  if (dims.empty()) return grad.to(dtype);
+  const auto sum_type = grad.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return grad.sum(dims, /*keepdim=*/false, sum_type).to(dtype);
 }
 
 }  // namespace shoestring

@@ -6,8 +6,14 @@ build = _load.load()
 __version__ = build.version
 cmake_prefix_path = str(_load.PACKAGE / "share" / "cmake")
 
-from shoestring import optim  # noqa: E402
-from shoestring.ops import dequantize_4bit, linear_cross_entropy, quantize_4bit  # noqa: E402
+from shoestring import lora, nn, optim  # noqa: E402
+from shoestring.ops import (  # noqa: E402
+    dequantize_4bit,
+    linear_4bit,
+    linear_cross_entropy,
+    lora_linear,
+    quantize_4bit,
+)
 from shoestring.quantized_tensor import QuantizedTensor  # noqa: E402
 
 __all__ = [
@@ -15,7 +21,11 @@ __all__ = [
     "build",
     "cmake_prefix_path",
     "dequantize_4bit",
+    "linear_4bit",
     "linear_cross_entropy",
+    "lora",
+    "lora_linear",
+    "nn",
     "optim",
     "quantize_4bit",
 ]

@@ -84,4 +84,22 @@ SHOESTRING_API void adamw_(const std::vector<at::Tensor>& params, const std::vec
 SHOESTRING_API std::tuple<at::Tensor, at::Tensor> quantize_8bit(const at::Tensor& x, bool is_signed);
 SHOESTRING_API at::Tensor dequantize_8bit(const at::Tensor& codes, const at::Tensor& scale, bool is_signed);
 
+/// x (..., in_features) times the transpose of a frozen 4-bit weight (out_features, in_features), plus bias. The weight
+/// is dequantised a panel of rows at a time. Gradients by x and bias.
+SHOESTRING_API at::Tensor linear_4bit(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& absmax,
+                                      int64_t out_features, const std::optional<at::Tensor>& bias = std::nullopt,
+                                      const std::optional<at::Tensor>& nested = std::nullopt,
+                                      const Quantize4bitOptions& options = {});
+
+/// `x W^T + bias + scaling * (x lora_A^T) lora_B^T` over a frozen W: dense (out_features, in_features) in x's dtype or,
+/// with `absmax`, the packed bytes of a 4-bit weight. lora_A (rank, in_features), lora_B (out_features, rank).
+/// `dropped` is what lora_A reads in place of x. Gradients by x, dropped, bias, lora_A and lora_B.
+SHOESTRING_API at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& lora_A,
+                                      const at::Tensor& lora_B, double scaling,
+                                      const std::optional<at::Tensor>& bias = std::nullopt,
+                                      const std::optional<at::Tensor>& absmax = std::nullopt,
+                                      const std::optional<at::Tensor>& nested = std::nullopt,
+                                      const std::optional<at::Tensor>& dropped = std::nullopt,
+                                      const Quantize4bitOptions& options = {});
+
 }  // namespace shoestring

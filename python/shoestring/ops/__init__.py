@@ -8,7 +8,9 @@ from shoestring.ops.adamw import (
     quantize_8bit,
     quantize_8bit_reference,
 )
+from shoestring.ops.linear_4bit import linear_4bit, linear_4bit_reference
 from shoestring.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from shoestring.ops.lora_linear import lora_linear, lora_linear_reference
 from shoestring.ops.quantize_4bit import (
     dequantize_4bit,
     dequantize_4bit_reference,
@@ -23,8 +25,12 @@ __all__ = [
     "dequantize_4bit_reference",
     "dequantize_8bit",
     "dequantize_8bit_reference",
+    "linear_4bit",
+    "linear_4bit_reference",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
+    "lora_linear",
+    "lora_linear_reference",
     "quantize_4bit",
     "quantize_4bit_reference",
     "quantize_8bit",

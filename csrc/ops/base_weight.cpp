@@ -1,0 +1,84 @@
+#include "ops/base_weight.h"
+
+#include <ATen/Functions.h>
+
+namespace shoestring {
+
+using at::Tensor;
+
+namespace {
+
+// A panel that stays in the second-level cache between its decoding and its product.
+constexpr int64_t kPanelBytes = int64_t{1} << 20;
+
+int64_t panel_rows(int64_t rows, int64_t columns) {
+  const int64_t fit = kPanelBytes / (std::max<int64_t>(columns, 1) * static_cast<int64_t>(sizeof(float)));
+  return std::max<int64_t>(1, std::min(rows, std::max<int64_t>(64, fit / 16 * 16)));
+}
+
+}  // namespace
+
+BaseWeight BaseWeight::dense(const Tensor& weight, at::ScalarType compute) {
+  BaseWeight base;
+  base.rows_ = weight.size(0);
+  base.columns_ = weight.size(1);
+  base.dense_ = weight;
+  const bool widen = weight.scalar_type() != compute;
+  base.step_ = widen ? panel_rows(base.rows_, base.columns_) : std::max<int64_t>(base.rows_, 1);
+  if (widen) base.buffer_ = at::empty({base.step_, base.columns_}, weight.options().dtype(compute));
+  return base;
+}
+
+BaseWeight BaseWeight::quantized(PackedReader reader, int64_t rows, int64_t columns, at::TensorOptions compute) {
+  BaseWeight base;
+  base.rows_ = rows;
+  base.columns_ = columns;
+  base.step_ = panel_rows(rows, columns);
+  base.reader_.emplace(std::move(reader));
+  base.narrow_ = at::empty({base.step_, columns}, compute.dtype(at::kFloat));
+  if (compute.dtype().toScalarType() == at::kDouble) base.buffer_ = at::empty({base.step_, columns}, compute);
+  return base;
+}
+
+Tensor BaseWeight::panel(int64_t begin, int64_t size) const {
+  Tensor part;
+  if (reader_.has_value()) {
+    part = narrow_.narrow(0, 0, size);
+    reader_->read(begin * columns_, part);
+  } else {
+    part = dense_.narrow(0, begin, size);
+  }
+  return buffer_.defined() ? buffer_.narrow(0, 0, size).copy_(part) : part;
+}
+
+Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Tensor& bias, const Tensor& low, const Tensor& up,
+                    double scaling, at::ScalarType dtype) {
+  const int64_t tokens = x.size(0);
+  Tensor out = at::empty({tokens, weight.rows()}, x.options().dtype(dtype));
+  const bool round = dtype != x.scalar_type();
+  weight.for_each_panel([&](int64_t begin, const Tensor& panel) {
+    const int64_t size = panel.size(0);
+    Tensor columns = out.narrow(1, begin, size);
+    Tensor to = round ? at::empty({tokens, size}, x.options()) : columns;
+    if (bias.defined()) {
+      at::addmm_out(to, bias.narrow(0, begin, size), x, panel.t());
+    } else {
+      at::mm_out(to, x, panel.t());
+    }
+    if (low.defined()) to.addmm_(low, up.narrow(0, begin, size).t(), /*beta=*/1, /*alpha=*/scaling);
+    if (round) columns.copy_(to);
+  });
+  return out;
+}
+
+Tensor times_weight(const BaseWeight& weight, const Tensor& grad, at::ScalarType compute) {
+  Tensor out = at::empty({grad.size(0), weight.columns()}, grad.options().dtype(compute));
+  if (weight.rows() == 0) return out.zero_();
+  weight.for_each_panel([&](int64_t begin, const Tensor& panel) {
+    Tensor part = grad.narrow(1, begin, panel.size(0)).to(compute);
+    at::addmm_out(out, out, part, panel, /*beta=*/begin == 0 ? 0 : 1, /*alpha=*/1);
+  });
+  return out;
+}
+
+}  // namespace shoestring

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "ops/packed_4bit.h"
+
+namespace shoestring {
+
+/// The type that products with `x` are computed in: fp32, or fp64 for fp64.
+inline at::ScalarType compute_type(const at::Tensor& x) {
+  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+/// x (..., features) as (tokens, features).
+inline at::Tensor as_matrix(const at::Tensor& x) {
+  int64_t tokens = 1;
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) tokens *= x.size(i);
+  return x.reshape({tokens, x.size(-1)});
+}
+
+/// x's shape with `features` in place of its last size.
+inline std::vector<c10::SymInt> with_last(const at::Tensor& x, const c10::SymInt& features) {
+  auto shape = x.sym_sizes().vec();
+  shape.back() = features;
+  return shape;
+}
+
+/// A frozen (rows, columns) weight, dense or 4-bit, read a panel of rows at a time in the compute type: as it lies
+/// where it is dense in that type, else through one buffer of about the cache's size.
+class BaseWeight {
+ public:
+  static BaseWeight dense(const at::Tensor& weight, at::ScalarType compute);
+  static BaseWeight quantized(PackedReader reader, int64_t rows, int64_t columns, at::TensorOptions compute);
+
+  int64_t rows() const { return rows_; }
+  int64_t columns() const { return columns_; }
+  /// Calls body(begin, panel) for panels (size, columns) that together are the weight, in order.
+  template <class Body>
+  void for_each_panel(Body body) const {
+    for (int64_t begin = 0; begin < rows_; begin += step_) {
+      body(begin, panel(begin, std::min(step_, rows_ - begin)));
+    }
+  }
+
+ private:
+  at::Tensor panel(int64_t begin, int64_t size) const;
+
+  int64_t rows_ = 0, columns_ = 0, step_ = 0;
+  at::Tensor dense_, buffer_, narrow_;
+  std::optional<PackedReader> reader_;
+};
+
+/// out (tokens, rows) of `dtype` = x (tokens, columns) weight^T + bias + scaling * low (tokens, rank) up^T. x, bias, low
+/// and up are in the compute type; bias may be undefined, and so may low and up together.
+at::Tensor apply_weight(const BaseWeight& weight, const at::Tensor& x, const at::Tensor& bias, const at::Tensor& low,
+                        const at::Tensor& up, double scaling, at::ScalarType dtype);
+
+/// grad (tokens, rows) weight, in `compute`: (tokens, columns). grad of any dtype is widened a panel's columns at a time.
+at::Tensor times_weight(const BaseWeight& weight, const at::Tensor& grad, at::ScalarType compute);
+
+}  // namespace shoestring

@@ -1,0 +1,94 @@
+#include <ATen/Functions.h>
+#include <torch/library.h>
+
+#include <shoestring/ops.h>
+
+#include "ops/base_weight.h"
+#include "ops/call.h"
+
+namespace shoestring {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr const char* kOp = "linear_4bit";
+
+void check_float(const char* op, const char* name, const Tensor& t) {
+  TORCH_CHECK(at::isFloatingType(t.scalar_type()), op, ": ", name, ": expected fp32, fp64, bf16 or fp16, received ",
+              t.scalar_type());
+}
+
+void check(const Tensor& x, const Tensor& packed, const Tensor& absmax, const OptionalTensor& nested,
+           const OptionalTensor& bias, const c10::SymInt& out_features, c10::string_view quant_type,
+           int64_t block_size) {
+  TORCH_CHECK(x.dim() >= 1, kOp, ": x: expected shape (..., in_features), received a scalar");
+  check_float(kOp, "x", x);
+  TORCH_CHECK(out_features >= 0, kOp, ": out_features: expected 0 or more, received ", out_features);
+  check_packed(kOp, packed, absmax, nested, out_features * x.sym_size(-1), quant_type, block_size, x.device());
+  if (bias.has_value()) {
+    check_float(kOp, "bias", *bias);
+    TORCH_CHECK(bias->dim() == 1 && bias->sym_size(0) == out_features && bias->device() == x.device(), kOp,
+                ": bias: expected shape (", out_features, ") on ", x.device(), ", received ", bias->sym_sizes(),
+                " on ", bias->device());
+  }
+}
+
+Tensor forward_cpu(const Tensor& x, const Tensor& packed, const Tensor& absmax, const OptionalTensor& nested,
+                   const OptionalTensor& bias, c10::SymInt out_features, c10::string_view quant_type,
+                   int64_t block_size) {
+  check(x, packed, absmax, nested, bias, out_features, quant_type, block_size);
+  const auto compute = compute_type(x);
+  const int64_t columns = x.size(-1), rows = out_features.expect_int();
+  auto weight = BaseWeight::quantized(PackedReader(kOp, packed, absmax, nested, quant_type, block_size), rows, columns,
+                                      x.options().dtype(compute));
+  Tensor flat = as_matrix(x).to(compute);
+  Tensor offset = bias.has_value() ? bias->to(compute) : Tensor();
+  return apply_weight(weight, flat, offset, Tensor(), Tensor(), 0, x.scalar_type())
+      .view_symint(with_last(x, out_features));
+}
+
+Tensor backward_cpu(const Tensor& grad_output, const Tensor& packed, const Tensor& absmax,
+                    const OptionalTensor& nested, c10::SymInt in_features, c10::string_view quant_type,
+                    int64_t block_size) {
+  const auto compute = compute_type(grad_output);
+  const int64_t rows = grad_output.size(-1), columns = in_features.expect_int();
+  check_packed("linear_4bit_backward", packed, absmax, nested, rows * in_features, quant_type, block_size,
+               grad_output.device());
+  auto weight = BaseWeight::quantized(PackedReader(kOp, packed, absmax, nested, quant_type, block_size), rows, columns,
+                                      grad_output.options().dtype(compute));
+  return times_weight(weight, as_matrix(grad_output), compute)
+      .to(grad_output.scalar_type())
+      .view_symint(with_last(grad_output, in_features));
+}
+
+Tensor forward_meta(const Tensor& x, const Tensor& packed, const Tensor& absmax, const OptionalTensor& nested,
+                    const OptionalTensor& bias, c10::SymInt out_features, c10::string_view quant_type,
+                    int64_t block_size) {
+  check(x, packed, absmax, nested, bias, out_features, quant_type, block_size);
+  return at::empty_symint(with_last(x, out_features), x.options());
+}
+
+Tensor backward_meta(const Tensor& grad_output, const Tensor&, const Tensor&, const OptionalTensor&,
+                     c10::SymInt in_features, c10::string_view, int64_t) {
+  return at::empty_symint(with_last(grad_output, in_features), grad_output.options());
+}
+
+TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
+  m.impl("linear_4bit", forward_cpu);
+  m.impl("linear_4bit_backward", backward_cpu);
+}
+TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
+  m.impl("linear_4bit", forward_meta);
+  m.impl("linear_4bit_backward", backward_meta);
+}
+
+}  // namespace
+
+Tensor linear_4bit(const Tensor& x, const Tensor& packed, const Tensor& absmax, int64_t out_features,
+                   const OptionalTensor& bias, const OptionalTensor& nested, const Quantize4bitOptions& options) {
+  static auto op = find<decltype(forward_cpu)>("shoestring::linear_4bit");
+  return op.call(x, packed, absmax, nested, bias, out_features, options.quant_type(), options.block_size());
+}
+
+}  // namespace shoestring

@@ -1,0 +1,130 @@
+"""Data sets of rows and the order in which rows are drawn: a pure function of the seed and the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoestring.data.errors import InputError
+
+IGNORE = -100  # label of a position that carries no loss
+
+
+class Rows(Protocol):
+    """A data set: ``rows(indices)`` gives inputs and labels, both int64 (rows, tokens), already shifted by one."""
+
+    def __len__(self) -> int: ...
+
+    def rows(self, indices: list[int]) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Consecutive blocks of ``seq_len`` positions of a flat token array; every position has a label."""
+
+    tokens: np.ndarray  # (count,), uint16 or uint32, usually memory-mapped
+    seq_len: int
+
+    def __len__(self) -> int:
+        return max(0, (len(self.tokens) - 1) // self.seq_len)
+
+    def rows(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        length = self.seq_len
+        block = np.stack([self.tokens[i * length : i * length + length + 1] for i in indices]).astype(np.int64)
+        return torch.from_numpy(block[:, :-1].copy()), torch.from_numpy(block[:, 1:].copy())
+
+
+@dataclass(frozen=True)
+class Examples:
+    """One example a row, padded on the right to the longest of its batch; labels outside the completion are IGNORE.
+
+    Padding needs no attention mask: under causal attention no real token sees a later one.
+    """
+
+    tokens: np.ndarray  # (count,), uint32, all examples one after the other
+    trained: np.ndarray  # (count,), bool: the token is part of a completion
+    starts: np.ndarray  # (examples + 1,), int64
+    pad: int
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def rows(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        spans = [(int(self.starts[i]), int(self.starts[i + 1])) for i in indices]
+        width = max(stop - start for start, stop in spans) - 1
+        inputs = torch.full((len(indices), width), self.pad, dtype=torch.int64)
+        labels = torch.full((len(indices), width), IGNORE, dtype=torch.int64)
+        for row, (start, stop) in enumerate(spans):
+            ids = torch.from_numpy(self.tokens[start:stop].astype(np.int64))
+            trained = torch.from_numpy(self.trained[start + 1 : stop].copy())
+            inputs[row, : stop - start - 1] = ids[:-1]
+            labels[row, : stop - start - 1] = torch.where(trained, ids[1:], IGNORE)
+        return inputs, labels
+
+    def subset(self, indices: list[int]) -> "Examples":
+        """Return the named examples as a data set of their own."""
+        spans = [slice(int(self.starts[i]), int(self.starts[i + 1])) for i in indices]
+        starts = np.cumsum([0, *(s.stop - s.start for s in spans)])
+        return Examples(
+            np.concatenate([self.tokens[s] for s in spans]), np.concatenate([self.trained[s] for s in spans]), starts, self.pad
+        )
+
+
+def split_blocks(tokens: np.ndarray, seq_len: int, val_fraction: float) -> tuple[Blocks, Blocks]:
+    """Split a flat token array into training blocks (the head) and validation blocks (the tail).
+
+    The files were shuffled by the seed before they were written one after the other, so the tail is a fair sample.
+    """
+    held_out = int(len(tokens) * val_fraction)
+    if val_fraction > 0:
+        held_out = max(held_out, seq_len + 1)
+    train, val = Blocks(tokens[: len(tokens) - held_out], seq_len), Blocks(tokens[len(tokens) - held_out :], seq_len)
+    if len(train) == 0:
+        raise InputError(
+            f"--data: {len(tokens)} tokens are too few for a training and a validation block of --seq-len {seq_len}; "
+            "give more text or a smaller --seq-len"
+        )
+    return train, val
+
+
+def split_examples(examples: Examples, seed: int, val_fraction: float) -> tuple[Examples, Examples]:
+    """Split examples by a permutation drawn from the seed; with ``val_fraction`` above 0 at least one is held out."""
+    held_out = max(1, int(len(examples) * val_fraction)) if val_fraction > 0 else 0
+    if len(examples) <= held_out:
+        raise InputError(f"--data: {len(examples)} example(s) are too few to train on and to hold out {held_out} for validation")
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
+    train = examples.subset(sorted(order[held_out:]))
+    val = examples.subset(sorted(order[:held_out])) if held_out else Examples(
+        examples.tokens[:0], examples.trained[:0], np.zeros(1, np.int64), examples.pad
+    )
+    return train, val
+
+
+@dataclass
+class BatchOrder:
+    """The rows of every step: each pass over the data is a new permutation, drawn from (seed, pass)."""
+
+    rows: int  # in the data set
+    batch_size: int  # rows in a micro-batch
+    accumulate: int  # micro-batches in a step
+    seed: int
+
+    def __post_init__(self) -> None:
+        self._pass, self._permutation = -1, torch.empty(0, dtype=torch.int64)
+
+    def step(self, step: int) -> list[list[int]]:
+        """Return the rows of each micro-batch of a step, counted from 0."""
+        first = step * self.accumulate * self.batch_size
+        drawn = [self._draw(first + i) for i in range(self.accumulate * self.batch_size)]
+        return [drawn[i : i + self.batch_size] for i in range(0, len(drawn), self.batch_size)]
+
+    def _draw(self, position: int) -> int:
+        number, place = divmod(position, self.rows)
+        if number != self._pass:
+            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + number) % (1 << 63))
+            self._pass, self._permutation = number, torch.randperm(self.rows, generator=generator)
+        return int(self._permutation[place])

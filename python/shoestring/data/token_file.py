@@ -1,0 +1,88 @@
+"""The flat token file: 64 bytes of header, then the tokens, little-endian; read through a memory map.
+
+Header: magic ``shoetok\\x01`` (8 bytes), uint32 vocabulary size, uint32 bytes per token (2 or 4), uint64 token count,
+40 zero bytes. Tokens are uint16 where the vocabulary allows it, uint32 otherwise.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoestring.data.errors import InputError
+from shoestring.data.files import atomic_file
+from shoestring.data.text import documents
+from shoestring.data.tokenizer import encode_batch
+
+MAGIC = b"shoetok\x01"
+HEADER = struct.Struct("<8sIIQ40x")
+BATCH_CHARACTERS = 1 << 20  # tokenised at once: work for every core; the encodings take about 100 bytes a token
+
+
+def write_token_file(path: Path, files: list[Path], tokenizer: Any) -> int:
+    """Tokenise ``files`` in the given order into ``path``, end-of-text after each document; return the token count."""
+    vocab_size = len(tokenizer)
+    dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+    count = 0
+    with atomic_file(path) as out:
+        out.write(HEADER.pack(MAGIC, vocab_size, dtype.itemsize, 0))
+        for ids in _token_lists(files, tokenizer):
+            out.write(np.asarray(ids, dtype).tobytes())
+            count += len(ids)
+        out.seek(0)
+        out.write(HEADER.pack(MAGIC, vocab_size, dtype.itemsize, count))
+    return count
+
+
+def _pieces(files: list[Path]) -> Iterator[tuple[str, bool]]:
+    """Yield (text, whether a document ends with it)."""
+    for path in files:
+        for document in documents(path):
+            previous: str | None = None
+            for piece in document:
+                if previous is not None:
+                    yield previous, False
+                previous = piece
+            if previous is not None:
+                yield previous, True
+
+
+def _token_lists(files: list[Path], tokenizer: Any) -> Iterator[list[int]]:
+    texts: list[str] = []
+    ends: list[bool] = []
+    characters = 0
+
+    def encode() -> Iterator[list[int]]:
+        for ids, end in zip(encode_batch(tokenizer, texts), ends):
+            yield [*ids, tokenizer.eos_token_id] if end else ids
+
+    for text, end in _pieces(files):
+        texts.append(text)
+        ends.append(end)
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS:
+            yield from encode()
+            texts, ends, characters = [], [], 0
+    yield from encode()
+
+
+def read_token_file(path: Path) -> tuple[np.ndarray, int]:
+    """Memory-map ``path``; return its tokens (1-D, uint16 or uint32) and the vocabulary size.
+
+    Raises InputError where the header is not ours or does not fit the size of the file.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        head = file.read(HEADER.size)
+    if len(head) < HEADER.size or head[:8] != MAGIC:
+        raise InputError(f"{path}: not a token file (its first bytes are not the magic 'shoetok\\x01')")
+    _, vocab_size, item, count = HEADER.unpack(head)
+    if item not in (2, 4) or count * item != size - HEADER.size:
+        raise InputError(f"{path}: header says {count} tokens of {item} bytes, the file holds {size - HEADER.size} bytes")
+    if count == 0:
+        raise InputError(f"{path}: the token file holds no token")
+    return np.memmap(path, dtype=f"<u{item}", mode="r", offset=HEADER.size, shape=(count,)), vocab_size

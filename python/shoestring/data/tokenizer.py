@@ -1,0 +1,80 @@
+"""Byte-level BPE tokenizers: trained on the data, saved and loaded as Hugging Face tokenizer directories."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoestring.data.errors import InputError
+from shoestring.data.text import documents
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCABULARY = 257  # 256 bytes and the end-of-text token
+
+
+def train_bpe(files: list[Path], vocab_size: int) -> "PreTrainedTokenizerFast":
+    """Train a byte-level BPE tokenizer (Sennrich et al. 2016; byte level as in GPT-2) on the text of ``files``.
+
+    The vocabulary holds at most ``vocab_size`` tokens, fewer where the text does not give as many merges.
+    """
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise InputError(f"--vocab-size: expected at least {SMALLEST_VOCABULARY} (256 bytes and end of text), got {vocab_size}")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_pieces(files), trainer=trainer)
+    return wrap(tokenizer)
+
+
+def _pieces(files: list[Path]) -> Iterator[str]:
+    for path in files:
+        for document in documents(path):
+            yield from document
+
+
+def wrap(tokenizer: Any) -> "PreTrainedTokenizerFast":
+    """Give a bare tokenizer the interface and the files of the Hugging Face ecosystem."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Load the tokenizer of a local directory; raises InputError where there is none."""
+    known = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "vocab.txt")
+    if not any((folder / name).is_file() for name in known):
+        raise InputError(f"{folder}: no tokenizer there (expected tokenizer.json or the files of its model)")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # the tokenizer classes raise whatever their parser raises
+        raise InputError(f"{folder}: the tokenizer cannot be loaded ({type(error).__name__}: {error})") from None
+    if tokenizer.eos_token_id is None:
+        raise InputError(f"{folder}: the tokenizer names no end-of-text token; set eos_token in tokenizer_config.json")
+    return tokenizer
+
+
+def encode_batch(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """Token ids of each text, without a beginning or an end token."""
+    if not texts:
+        return []
+    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]

@@ -1,0 +1,1 @@
+"""Training: configuration, models, the loop, checkpoints and reports, used by the command line."""

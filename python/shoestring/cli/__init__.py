@@ -1,0 +1,1 @@
+"""The `shoestring` command."""

@@ -1,0 +1,133 @@
+"""Commands and their options. Errors that the user can mend are one line and exit code 2."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from shoestring.data.errors import InputError
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
+)
+
+
+@app.callback()
+def shoestring() -> None:
+    """Train and fine-tune language models in little memory."""
+
+
+Data = Annotated[list[Path], typer.Option("--data", help="Text files, JSONL files or directories; give it once for each.")]
+Out = Annotated[Path, typer.Option(help="Directory of the run; must be new or empty.")]
+Glob = Annotated[str, typer.Option("--glob", help="Which files of a directory are read.")]
+SeqLen = Annotated[int, typer.Option(help="Tokens in a row.")]
+BatchSize = Annotated[int, typer.Option(help="Rows in a micro-batch.")]
+Accumulate = Annotated[int, typer.Option(help="Micro-batches in a step.")]
+Steps = Annotated[int, typer.Option(help="Optimizer steps.")]
+LearningRate = Annotated[float, typer.Option("--lr", help="Highest learning rate.")]
+Warmup = Annotated[int, typer.Option(help="Steps of linear warm-up.")]
+Schedule = Annotated[str, typer.Option(help="constant, linear, cosine or wsd.")]
+Dtype = Annotated[str, typer.Option(help="fp32, or bf16 (autocast over fp32 trained weights).")]
+Clip = Annotated[float, typer.Option(help="Largest gradient norm; 0 does not clip.")]
+WeightDecay = Annotated[float, typer.Option(help="Decoupled weight decay of matrices.")]
+Seed = Annotated[int, typer.Option(help="Weights, data order and split follow from it.")]
+ValFraction = Annotated[float, typer.Option(help="Share of the data held out for validation.")]
+EvalEvery = Annotated[int, typer.Option(help="Steps between validations.")]
+EvalBatches = Annotated[int, typer.Option(help="Most batches in a validation.")]
+CheckpointEvery = Annotated[int, typer.Option(help="Steps between checkpoints.")]
+Checkpointing = Annotated[bool, typer.Option("--gradient-checkpointing/--no-gradient-checkpointing", help="Recompute activations.")]
+OptimizerState = Annotated[str, typer.Option(help="8bit or fp32; plain runs always keep fp32.")]
+Workspace = Annotated[int, typer.Option(help="Memory of the fused loss, in MiB.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out from its newest checkpoint, bit for bit.")]
+Plain = Annotated[bool, typer.Option("--plain", help="The same with plain PyTorch, to compare.")]
+Threads = Annotated[Optional[int], typer.Option(help="CPU threads; by default what PyTorch takes.")]
+
+
+@app.command()
+def train(
+    data: Data,
+    out: Out,
+    glob: Glob = "*",
+    preset: Annotated[str, typer.Option(help="Size: tiny, mini, small, medium, base, large or 1b.")] = "small",
+    vocab_size: Annotated[int, typer.Option(help="Tokens of the BPE tokenizer that is trained on the data.")] = 16384,
+    tokenizer: Annotated[Optional[Path], typer.Option(help="Take this tokenizer directory instead of training one.")] = None,
+    seq_len: SeqLen = 512,
+    batch_size: BatchSize = 8,
+    accumulate: Accumulate = 1,
+    steps: Steps = 200,
+    lr: LearningRate = 1e-3,
+    warmup: Warmup = 10,
+    schedule: Schedule = "cosine",
+    dtype: Dtype = "fp32",
+    clip: Clip = 1.0,
+    weight_decay: WeightDecay = 0.1,
+    seed: Seed = 0,
+    val_fraction: ValFraction = 0.02,
+    eval_every: EvalEvery = 50,
+    eval_batches: EvalBatches = 8,
+    checkpoint_every: CheckpointEvery = 50,
+    gradient_checkpointing: Checkpointing = False,
+    optimizer_state: OptimizerState = "8bit",
+    workspace_mb: Workspace = 64,
+    resume: Resume = False,
+    plain: Plain = False,
+    threads: Threads = None,
+) -> None:
+    """Train a Llama-architecture model from scratch on text."""
+    from shoestring.cli.train import train as run
+    from shoestring.training.config import TrainConfig
+    from shoestring.training.run import RunOptions
+
+    config = TrainConfig(
+        seq_len=seq_len, batch_size=batch_size, accumulate=accumulate, steps=steps, lr=lr, warmup=warmup, schedule=schedule,
+        dtype=dtype, clip=clip, weight_decay=weight_decay, seed=seed, val_fraction=val_fraction, eval_every=eval_every,
+        eval_batches=eval_batches, gradient_checkpointing=gradient_checkpointing, optimizer_state=optimizer_state,
+        workspace_mb=workspace_mb, plain=plain, preset=preset, vocab_size=vocab_size,
+        tokenizer=str(tokenizer) if tokenizer else None,
+    )  # fmt: skip
+    finish(run(config, RunOptions(out, resume, checkpoint_every, threads), data, glob), out)
+
+
+def finish(summary: dict[str, Any], out: Path) -> None:
+    """Tell the result and where the report is."""
+    from shoestring.cli.console import gigabytes
+
+    val = f", validation loss {summary['val_loss']:.3f}" if summary["val_loss"] is not None else ""
+    print(
+        f"loss {summary['train_loss']:.3f}{val}, {summary['tokens_per_second']:,.0f} tokens/s, "
+        f"peak memory {gigabytes(summary['peak_memory'])}; report: {out / 'report.html'}"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; return the exit code: 0, 2 for input that cannot be used, 130 for Ctrl-C."""
+    command = typer.main.get_command(app)
+    try:
+        result = command.main(args=argv, prog_name="shoestring", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except InputError as error:
+        message = str(error)
+    except KeyboardInterrupt:
+        print("shoestring: interrupted; --resume continues from the last checkpoint", file=sys.stderr)
+        return 130
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EIO):
+            raise
+        message = f"{error.filename or 'writing'}: {os.strerror(error.errno)}; what was complete before is kept"
+    except Exception as error:
+        if not hasattr(error, "exit_code"):
+            raise
+        if not hasattr(error, "format_message"):  # an abort at a prompt, or typer.Exit
+            return int(error.exit_code)
+        message = error.format_message()  # a usage error: unknown option, missing argument, wrong type
+    print(f"shoestring: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

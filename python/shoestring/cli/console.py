@@ -1,0 +1,74 @@
+"""Progress on the terminal: a bar where there is one, a line now and then where there is none."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+LINES = 20  # printed over a run without a terminal
+
+
+class Console:
+    """Shows loss, validation loss, tokens/s, memory and the time left of a run. Use as a context manager."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._every = max(1, steps // LINES)
+        self._bar: Any = None
+        self._task: Any = None
+        self._seconds: list[float] = []
+
+    def __enter__(self) -> "Console":
+        if sys.stdout.isatty():
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self._bar = Progress(
+                BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("starting", total=self._steps)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def step(self, metrics: dict[str, Any], val_loss: float | None) -> None:
+        """Show one finished step."""
+        number = metrics["step"]
+        self._seconds.append(metrics["seconds"])
+        text = describe(metrics, val_loss)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=number, description=text)
+        elif number % self._every == 0 or number in (1, self._steps) or "val_loss" in metrics:
+            recent = self._seconds[-self._every :]
+            left = (self._steps - number) * sum(recent) / len(recent)
+            width = len(str(self._steps))
+            print(f"step {number:>{width}}/{self._steps}  {text}  {clock(left)} left", flush=True)
+
+
+def describe(metrics: dict[str, Any], val_loss: float | None) -> str:
+    """One line about one step."""
+    val = f"  val {val_loss:.3f}" if val_loss is not None else ""
+    return (
+        f"loss {metrics['loss']:.3f}{val}  lr {metrics['lr']:.1e}  "
+        f"{metrics['tokens_per_second']:,.0f} tok/s  peak {gigabytes(metrics['peak'])}"
+    )
+
+
+def gigabytes(count: float) -> str:
+    """Bytes as GB (10^9), with megabytes below one."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def clock(seconds: float) -> str:
+    """Seconds as m:ss or h:mm:ss."""
+    whole = int(seconds)
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+def say(text: str) -> None:
+    """Print a line for the person at the terminal."""
+    print(f"{time.strftime('%H:%M:%S')}  {text}" if sys.stdout.isatty() else text, flush=True)

@@ -1,0 +1,62 @@
+"""`shoestring train`: a Llama-architecture model from scratch."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoestring.cli.console import Console, say
+from shoestring.data.batches import split_blocks
+from shoestring.data.files import atomic_directory
+from shoestring.data.text import check_text, find_files
+from shoestring.data.token_file import read_token_file, write_token_file
+from shoestring.data.tokenizer import load_tokenizer, train_bpe
+from shoestring.training import memory
+from shoestring.training.config import PRESETS, Fingerprint, TrainConfig
+from shoestring.training.models import build_llama, fused_loss, plain_loss
+from shoestring.training.report import write_report
+from shoestring.training.run import RunOptions, execute, file_list, run_folder
+
+
+def train(config: TrainConfig, options: RunOptions, data: list[Path], pattern: str) -> dict[str, Any]:
+    """Train from scratch and return the summary; raises InputError for input that cannot be used."""
+    config.check()
+    options.check()
+    files = find_files(data, pattern)
+    check_text(files)
+    tokenizer = load_tokenizer(Path(config.tokenizer)) if config.tokenizer else None
+    fingerprint = Fingerprint.of(config, data=file_list(files))
+    with run_folder(options, "train", fingerprint) as run:
+        folder = run / "tokenizer"
+        if folder.is_dir():
+            tokenizer = load_tokenizer(folder)
+        else:
+            if tokenizer is None:
+                say(f"training a tokenizer of {config.vocab_size} tokens on {len(files)} files")
+                tokenizer = train_bpe(files, config.vocab_size)
+            with atomic_directory(folder) as partial:
+                tokenizer.save_pretrained(partial)
+        if not (run / "tokens.bin").is_file():
+            shuffled = list(files)
+            random.Random(config.seed).shuffle(shuffled)
+            write_token_file(run / "tokens.bin", shuffled, tokenizer)
+        tokens, vocab_size = read_token_file(run / "tokens.bin")
+        rows = split_blocks(tokens, config.seq_len, config.val_fraction)
+        baseline = memory.resident_bytes()
+        torch.manual_seed(config.seed)
+        model = build_llama(PRESETS[config.preset], vocab_size, config.seq_len, tokenizer.eos_token_id)
+        size = sum(p.numel() for p in model.parameters())
+        say(f"{size / 1e6:.1f} M parameters, vocabulary {vocab_size}, {len(tokens):,} tokens, {config.steps} steps")
+
+        def save(target: Path) -> None:
+            model.save_pretrained(target)
+            tokenizer.save_pretrained(target)
+
+        make_loss = (lambda: plain_loss(model)) if config.plain else (lambda: fused_loss(model, config.workspace_mb))
+        with Console(config.steps) as console:
+            summary = execute(config, options, fingerprint, model, make_loss, rows, console, baseline, save, "model")
+        write_report(run)
+    return summary

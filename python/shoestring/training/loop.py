@@ -1,0 +1,150 @@
+"""The training loop of both commands, the same with our operators and with plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from shoestring.data.batches import IGNORE, BatchOrder, Rows
+from shoestring.data.errors import InputError
+from shoestring.training import memory
+from shoestring.training.checkpoint import save_checkpoint
+from shoestring.training.config import LoopConfig
+from shoestring.training.metrics import MetricsLog
+from shoestring.training.models import Loss
+from shoestring.training.schedule import learning_rate
+
+
+class Progress(Protocol):
+    """Shows a step; see cli.console."""
+
+    def step(self, metrics: dict[str, Any], val_loss: float | None) -> None: ...
+
+
+@dataclass
+class Trainer:
+    """Everything a loop needs; the command puts it together."""
+
+    config: LoopConfig
+    model: nn.Module
+    loss: Loss
+    optimizer: torch.optim.Optimizer
+    train: Rows
+    val: Rows
+    run: Path
+    checkpoint_every: int
+    progress: Progress
+    fingerprint: dict[str, Any]
+    saved_activations: int = 0  # bytes that autograd kept in the first micro-batch of this process
+    val_loss: float | None = None  # the last one
+    best_val_loss: float | None = None
+
+    def fit(self, start: int = 0) -> None:
+        """Train from step ``start`` (counted from 0) to the end; raises InputError when the loss is not finite."""
+        config = self.config
+        order = BatchOrder(len(self.train), config.batch_size, config.accumulate, config.seed)
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.model.train()
+        with MetricsLog(self.run / "metrics.jsonl", keep_through=start) as log:
+            for step in range(start, config.steps):
+                began = time.perf_counter()
+                lr = learning_rate(step, lr=config.lr, steps=config.steps, warmup=config.warmup, schedule=config.schedule)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = lr
+                loss, tokens = self._accumulate(step, order, first=step == start)
+                norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip or math.inf).item()
+                self._require_finite(step, loss, norm)
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+                seconds = time.perf_counter() - began
+                row = {
+                    "step": step + 1, "loss": loss, "lr": lr, "grad_norm": norm, "tokens": tokens, "seconds": seconds,
+                    "tokens_per_second": tokens / seconds, "rss": memory.resident_bytes(), "peak": memory.peak_bytes(),
+                }  # fmt: skip
+                self._after_step(step + 1, row, log)
+
+    def _accumulate(self, step: int, order: BatchOrder, first: bool) -> tuple[float, int]:
+        """Forward and backward of one step; the mean is over all labelled positions of all its micro-batches."""
+        batches = [self.train.rows(rows) for rows in order.step(step)]
+        labelled = sum(int((labels != IGNORE).sum()) for _, labels in batches)
+        total = 0.0
+        for number, (inputs, labels) in enumerate(batches):
+            saved = memory.SavedActivations(self.model)
+            with saved if first and number == 0 else nullcontext():
+                with self.autocast():
+                    loss = self.loss(inputs, labels) / max(1, labelled)
+            if first and number == 0:
+                self.saved_activations = saved.bytes
+            value = loss.item()
+            if not math.isfinite(value):
+                self._require_finite(step, value, 0.0)
+            loss.backward()
+            total += value
+        return total, sum(int(inputs.numel()) for inputs, _ in batches)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """bf16 matrix products over fp32 weights, or nothing."""
+        return torch.autocast("cpu", torch.bfloat16) if self.config.dtype == "bf16" else nullcontext()
+
+    def _require_finite(self, step: int, loss: float, norm: float) -> None:
+        for name, value in (("loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                raise InputError(
+                    f"step {step + 1}: the {name} is {value}; training stopped before the weights changed; "
+                    f"lower --lr ({self.config.lr:g}) or set --clip; the last checkpoint in {self.run} is kept"
+                )
+
+    def _after_step(self, step: int, row: dict[str, Any], log: MetricsLog) -> None:
+        config, last = self.config, step == self.config.steps
+        if len(self.val) and (step % config.eval_every == 0 or last):
+            self.val_loss = row["val_loss"] = self.evaluate()
+            self.best_val_loss = min(self.val_loss, self.best_val_loss if self.best_val_loss is not None else math.inf)
+        log.add(row)
+        self.progress.step(row, self.val_loss)
+        if step % self.checkpoint_every == 0 or last:
+            log.sync()
+            state = {"val_loss": self.val_loss, "best_val_loss": self.best_val_loss, "fingerprint": self.fingerprint}
+            save_checkpoint(self.run, step, self.model, self.optimizer, state)
+
+    def evaluate(self) -> float:
+        """Mean loss over the first ``eval_batches`` batches of the validation rows."""
+        size = self.config.batch_size
+        self.model.eval()
+        total, labelled = 0.0, 0
+        with torch.no_grad(), self.autocast():
+            for first in range(0, min(len(self.val), size * self.config.eval_batches), size):
+                inputs, labels = self.val.rows(list(range(first, min(first + size, len(self.val)))))
+                total += float(self.loss(inputs, labels))
+                labelled += int((labels != IGNORE).sum())
+        self.model.train()
+        value = total / max(1, labelled)
+        if not math.isfinite(value):
+            raise InputError(f"the validation loss is {value}; lower --lr ({self.config.lr:g}); the last checkpoint in {self.run} is kept")
+        return value
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Weight decay for matrices, none for norms and biases."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def make_optimizer(model: nn.Module, config: LoopConfig) -> torch.optim.Optimizer:
+    """AdamW: PyTorch's fused one for plain runs, ours otherwise."""
+    groups = parameter_groups(model, config.weight_decay)
+    if config.plain:
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    from shoestring.optim import AdamW
+
+    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, state=config.optimizer_state)

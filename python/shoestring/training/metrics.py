@@ -1,0 +1,46 @@
+"""metrics.jsonl: one line a step; after a kill it is cut back to the checkpoint that is resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from shoestring.data.files import atomic_file
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a metrics file; a line cut off by a kill ends it."""
+    rows: list[dict[str, Any]] = []
+    if not path.is_file():
+        return rows
+    for line in path.read_text("utf-8", errors="replace").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+class MetricsLog:
+    """Appends steps to ``path``; lines after step ``keep_through`` are dropped first."""
+
+    def __init__(self, path: Path, keep_through: int) -> None:
+        kept = [row for row in read_metrics(path) if row["step"] <= keep_through]
+        with atomic_file(path) as file:
+            file.write("".join(json.dumps(row) + "\n" for row in kept).encode())
+        self._file = open(path, "ab", buffering=0)
+
+    def add(self, row: dict[str, Any]) -> None:
+        self._file.write((json.dumps(row) + "\n").encode())
+
+    def sync(self) -> None:
+        """Make the lines durable: a checkpoint must not be newer than its log."""
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()

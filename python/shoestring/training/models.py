@@ -1,0 +1,185 @@
+"""Models: built from a preset, or loaded from a checked Hugging Face directory; and their loss, ours or plain."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoestring.data.batches import IGNORE
+from shoestring.data.errors import InputError
+from shoestring.training.config import Preset
+
+Loss = Callable[[Tensor, Tensor], Tensor]  # (inputs, labels) -> sum of the losses of all labelled positions
+
+WEIGHT_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]  # fetched for a hub model
+
+
+def quiet_transformers() -> None:
+    """Keep the library's progress bars and notes off the terminal: the command has its own."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def build_llama(preset: Preset, vocab_size: int, seq_len: int, end_of_text: int) -> nn.Module:
+    """Build a randomly initialised Llama (fp32); its numbers come from PyTorch's generator, so seed that first."""
+    from transformers.models.llama.configuration_llama import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+    quiet_transformers()
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=preset.hidden,
+        intermediate_size=preset.mlp,
+        num_hidden_layers=preset.layers,
+        num_attention_heads=preset.heads,
+        num_key_value_heads=preset.kv_heads,
+        max_position_embeddings=max(seq_len, 2048),
+        tie_word_embeddings=preset.tied,
+        bos_token_id=end_of_text,
+        eos_token_id=end_of_text,
+        pad_token_id=end_of_text,
+    )
+    return LlamaForCausalLM(config)
+
+
+def locate_model(name: str) -> Path:
+    """Return the local directory of a model: the path itself, or the snapshot of a Hugging Face Hub id."""
+    path = Path(name)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise InputError(f"--model {name}: expected a model directory, got a file")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name) or name.endswith("/"):
+        raise InputError(f"--model {name}: no such directory, and not the form of a Hugging Face Hub id (owner/name)")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=WEIGHT_FILES))
+    except Exception as error:  # offline, missing, gated, no space: one line for each
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise InputError(
+            f"--model {name}: no such directory, and the Hugging Face Hub did not give it ({type(error).__name__}: {reason})"
+        ) from None
+
+
+def check_model_directory(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Check config.json and every weight file before anything is allocated; return the shape of each stored tensor.
+
+    The safetensors reader checks header size, offsets, overlaps and the file's length; its errors are given in our words.
+    """
+    config = folder / "config.json"
+    if not config.is_file():
+        raise InputError(f"--model {folder}: no config.json there; expected a Hugging Face model directory")
+    try:
+        json.loads(config.read_text("utf-8"))
+    except ValueError as error:
+        raise InputError(f"{config}: not valid JSON ({error})") from None
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = _sharded(folder, index)
+    elif (folder / "model.safetensors").is_file():
+        files = [folder / "model.safetensors"]
+    else:
+        raise InputError(f"--model {folder}: no weights there (model.safetensors or its sharded index); only safetensors are read")
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        try:
+            with safe_open(file, "pt") as opened:
+                for key in opened.keys():
+                    shapes[key] = tuple(opened.get_slice(key).get_shape())
+        except Exception as error:  # SafetensorError is not exported everywhere; OSError for unreadable files
+            raise InputError(f"{file}: not a sound safetensors file ({error})") from None
+    return shapes
+
+
+def _sharded(folder: Path, index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise InputError(f"{index}: not a valid index of sharded weights ({type(error).__name__}: {error})") from None
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise InputError(f"{index}: names the weight file {name!r}, which is not in the directory")
+    return [folder / name for name in names]
+
+
+def load_model(folder: Path, dtype: torch.dtype) -> nn.Module:
+    """Load a causal language model from a local directory; every weight must be there and fit the configuration."""
+    stored = check_model_directory(folder)
+    quiet_transformers()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        with torch.device("meta"):
+            expected = AutoModelForCausalLM.from_config(config).state_dict()
+    except Exception as error:
+        raise InputError(f"{folder}: config.json does not describe a causal language model ({type(error).__name__}: {error})") from None
+    for key, tensor in expected.items():
+        if key in stored and stored[key] != tuple(tensor.shape):
+            raise InputError(
+                f"{folder}: {key} has shape {list(stored[key])} in the weights, but config.json asks for {list(tensor.shape)}"
+            )
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+    except Exception as error:
+        raise InputError(f"{folder}: the weights cannot be loaded ({type(error).__name__}: {error})") from None
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise InputError(f"{folder}: {len(missing)} weight(s) of the architecture are missing, the first is {missing[0]}")
+    return model
+
+
+def plain_loss(model: nn.Module) -> Loss:
+    """Sum of cross-entropies over the model's full logits, as plain PyTorch does it (bf16 logits are widened to fp32)."""
+
+    def loss(inputs: Tensor, labels: Tensor) -> Tensor:
+        logits = model(input_ids=inputs, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+    return loss
+
+
+def fused_loss(model: nn.Module, workspace_mb: int) -> Loss:
+    """The same sum without logits: hidden states go straight into ``shoestring.linear_cross_entropy``."""
+    from shoestring import linear_cross_entropy
+
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    softcap = float(getattr(model.config, "final_logit_softcapping", None) or 0.0)
+
+    def loss(inputs: Tensor, labels: Tensor) -> Tensor:
+        hidden = decoder(input_ids=inputs, use_cache=False).last_hidden_state
+        return linear_cross_entropy(
+            hidden, head.weight, labels, head.bias, ignore_index=IGNORE, reduction="sum", softcap=softcap, workspace_mb=workspace_mb
+        )
+
+    return loss
+
+
+def check_same_loss(model: nn.Module, inputs: Tensor, workspace_mb: int) -> None:
+    """Refuse an architecture that changes its logits in a way that the fused loss does not know (a few tokens decide)."""
+    few, labels = inputs[:1, :8], inputs[:1, 1:9]
+    few = few[:, : labels.shape[1]]
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        expected, received = plain_loss(model)(few, labels).item(), fused_loss(model, workspace_mb)(few, labels).item()
+    model.train(training)
+    if abs(expected - received) > 0.02 * abs(expected):
+        raise InputError(
+            f"--model: {type(model).__name__} changes its logits after the output layer (loss {expected:.4f} from the logits, "
+            f"{received:.4f} without them); use --plain for this architecture"
+        )

@@ -1,0 +1,134 @@
+"""A run and its folder: what both commands do before, around and after the loop."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoestring.data.batches import Rows
+from shoestring.data.errors import InputError
+from shoestring.data.files import atomic_directory, remove_partial, write_json
+from shoestring.training import memory
+from shoestring.training.checkpoint import checkpoints, load_checkpoint
+from shoestring.training.config import Fingerprint, LoopConfig
+from shoestring.training.loop import Progress, Trainer, make_optimizer
+from shoestring.training.models import Loss
+from shoestring.training.summary import summarise
+
+
+@dataclass
+class RunOptions:
+    """What may differ between a run and its continuation."""
+
+    out: Path
+    resume: bool = False
+    checkpoint_every: int = 50
+    threads: int | None = None
+
+    def check(self) -> None:
+        """Refuse a folder that is in use, before anything else happens."""
+        if self.checkpoint_every < 1:
+            raise InputError(f"--checkpoint-every: expected at least 1, got {self.checkpoint_every}")
+        if self.threads is not None and self.threads < 1:
+            raise InputError(f"--threads: expected at least 1, got {self.threads}")
+        if self.out.exists() and not self.out.is_dir():
+            raise InputError(f"--out {self.out}: exists and is not a directory")
+        used = self.out.is_dir() and any(self.out.iterdir())
+        if used and not self.resume:
+            raise InputError(f"--out {self.out}: the directory is not empty; give another, or --resume to continue the run in it")
+        if used and not (self.out / "run.json").is_file() and any(not p.name.endswith(".partial") for p in self.out.iterdir()):
+            raise InputError(f"--resume {self.out}: not the directory of a run (no run.json in it)")
+
+
+def file_list(files: list[Path]) -> list[list[Any]]:
+    """Name and size of each data file: what a continued run must find again."""
+    return [[path.name, path.stat().st_size] for path in files]
+
+
+@contextmanager
+def run_folder(options: RunOptions, command: str, fingerprint: Fingerprint) -> Iterator[Path]:
+    """Create (or check) the run folder with its run.json; a folder made here goes again if nothing was trained.
+
+    Also sets the number of threads: a continued run takes the recorded one, because sums depend on it.
+    """
+    out, record = options.out, options.out / "run.json"
+    recorded: dict[str, Any] = {}
+    if record.is_file():
+        import json
+
+        try:
+            recorded = json.loads(record.read_text("utf-8"))
+            if recorded["command"] != command:
+                raise InputError(f"--resume {out}: this is a run of `shoestring {recorded['command']}`, not of `shoestring {command}`")
+            fingerprint.require_equal(recorded["fingerprint"], str(out))
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"{record}: not the record of a run ({type(error).__name__}: {error})") from None
+    threads = options.threads or recorded.get("threads") or torch.get_num_threads()
+    torch.set_num_threads(threads)
+    created = [parent for parent in [out, *out.parents] if not parent.exists()]
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        remove_partial(out)
+        remove_partial(out / "checkpoints")
+        if not recorded or recorded.get("threads") != threads:
+            versions = {"torch": torch.__version__, "threads": threads}
+            write_json(record, {"command": command, **versions, "fingerprint": fingerprint.values})
+        yield out
+    except BaseException:
+        if not recorded and not checkpoints(out) and not (out / "metrics.jsonl").exists():
+            for path in created:
+                shutil.rmtree(path, ignore_errors=True) if path == out else path.rmdir()
+            if not created:  # the folder was there, empty, before
+                for path in out.iterdir():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        raise
+
+
+def execute(
+    config: LoopConfig,
+    options: RunOptions,
+    fingerprint: Fingerprint,
+    model: nn.Module,
+    make_loss: Callable[[], Loss],
+    data: tuple[Rows, Rows],
+    progress: Progress,
+    baseline: int,
+    save: Callable[[Path], None],
+    result: str,
+) -> dict[str, Any]:
+    """Train, save the result folder, write the summary and the report; return the summary.
+
+    ``baseline`` is the resident memory before the model was made; ``save`` fills the folder ``run/result``.
+    """
+    run = options.out
+    optimizer = make_optimizer(model, config)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    trainer = Trainer(
+        config, model, make_loss(), optimizer, *data, run, options.checkpoint_every, progress, fingerprint.values
+    )
+    start = 0
+    existing = checkpoints(run)
+    if existing:
+        state = load_checkpoint(existing[-1], model, optimizer)
+        start, trainer.val_loss, trainer.best_val_loss = state["step"], state["val_loss"], state["best_val_loss"]
+    began = time.time()
+    trainer.fit(start)
+    peak = memory.peak_bytes()
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_disable()
+    with atomic_directory(run / result) as folder:
+        save(folder)
+    summary = summarise(trainer, baseline, peak, time.time() - began)
+    write_json(run / "summary.json", summary)
+    return summary

@@ -1,0 +1,108 @@
+"""The figures of a finished run: losses, speed, and memory part by part."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shoestring.training import memory
+from shoestring.training.memory import Part
+from shoestring.training.metrics import read_metrics
+
+if TYPE_CHECKING:
+    from shoestring.training.loop import Trainer
+
+LAST = 10  # steps whose mean is the final training loss: one step alone is noisy
+
+
+def summarise(trainer: "Trainer", baseline: int, peak: int, seconds: float) -> dict[str, Any]:
+    """Return what summary.json holds; memory in bytes, time in seconds.
+
+    ``tokens_per_second`` is the median over steps, so that evaluation, checkpoints and a pause do not count.
+    """
+    rows = read_metrics(trainer.run / "metrics.jsonl")
+    # The first step of a process also warms up threads and caches.
+    speeds = [row["tokens_per_second"] for row in rows[1:] or rows]
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    return {
+        "plain": trainer.config.plain,
+        "steps": len(rows),
+        "trained_parameters": trained,
+        "train_loss": statistics.fmean(row["loss"] for row in rows[-LAST:]),
+        "val_loss": trainer.val_loss,
+        "best_val_loss": trainer.best_val_loss,
+        "tokens": sum(row["tokens"] for row in rows),
+        "tokens_per_second": statistics.median(speeds),
+        "seconds": seconds,
+        "peak_memory": max([peak, *(row["peak"] for row in rows)]),
+        "threads": torch.get_num_threads(),
+        "memory": [asdict(part) for part in memory_parts(trainer, baseline, peak)],
+    }
+
+
+def memory_parts(trainer: "Trainer", baseline: int, peak: int) -> list[Part]:
+    """Split the peak of this process: what each part should take by its formula, and what it took."""
+    config, model = trainer.config, trainer.model
+    trained = [p for p in model.parameters() if p.requires_grad]
+    count = sum(p.numel() for p in trained)
+    weights, expected_weights, weights_formula = _weights(model)
+    if config.plain or config.optimizer_state == "fp32":
+        optimizer_formula, expected_optimizer = "8 B x trained", 8 * count
+    else:  # two 8-bit codes, and two fp32 scales for each block of 256
+        optimizer_formula, expected_optimizer = "(2 + 8/256) B x trained", 2 * count + 8 * count // 256
+    gradients = sum(p.numel() * p.element_size() for p in trained)
+    activations, activations_formula = _activations(trainer)
+    parts = [
+        Part("program", "Python, PyTorch, libraries", None, baseline),
+        Part("weights", weights_formula, expected_weights, weights),
+        Part("gradients", "4 B x trained", 4 * count, gradients),
+        Part("optimizer", optimizer_formula, expected_optimizer, memory.optimizer_bytes(trainer.optimizer)),
+        Part("activations", activations_formula, activations, trainer.saved_activations),
+    ]
+    tokens = config.batch_size * config.seq_len
+    vocab = model.get_output_embeddings().weight.shape[0]
+    if config.plain:
+        formula, expected = f"logits, gradient: 2 x {tokens} x {vocab} x 4 B", 8 * tokens * vocab
+    else:
+        formula, expected = "loss workspace", config.workspace_mb << 20
+    rest = peak - sum(part.measured for part in parts)
+    return [*parts, Part("buffers", formula, expected, max(0, rest))]
+
+
+def _weights(model: nn.Module) -> tuple[int, int, str]:
+    """Measured bytes, bytes by formula, and the formula; a 4-bit weight takes 0.5 B and a share of its fp32 scale."""
+    full = packed = scales = 0
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            packed += module.in_features * module.out_features
+            state = getattr(getattr(module, "weight", None), "quant_state", None)  # kept outside parameters and buffers
+            scales += memory.storage_bytes([state.absmax]) if state is not None else 0
+    for parameter in model.parameters():
+        full += parameter.numel() if parameter.is_floating_point() else 0
+    size = next(p.element_size() for p in model.parameters() if p.is_floating_point())
+    formula = f"{size} B x {full / 1e6:.1f} M"
+    if packed:
+        formula += f" + 0.5625 B x {packed / 1e6:.1f} M"
+    return memory.weight_bytes(model) + scales, size * full + packed * 9 // 16, formula
+
+
+def _activations(trainer: "Trainer") -> tuple[int | None, str]:
+    """Estimate of what autograd keeps: a Llama block keeps about 12 hidden and 4 MLP vectors for each token."""
+    config, shape = trainer.config, trainer.model.config
+    layers, hidden = getattr(shape, "num_hidden_layers", None), getattr(shape, "hidden_size", None)
+    mlp = getattr(shape, "intermediate_size", None)
+    if not (layers and hidden and mlp):
+        return None, "not known for this architecture"
+    tokens = config.batch_size * config.seq_len
+    if config.gradient_checkpointing:
+        estimate, formula = tokens * 4 * layers * hidden, f"{tokens} x {layers} x {hidden} x 4 B (block inputs)"
+    else:
+        estimate, formula = tokens * 4 * layers * (12 * hidden + 4 * mlp), f"{tokens} x {layers} x (12x{hidden} + 4x{mlp}) x 4 B"
+    if config.plain:
+        vocab = trainer.model.get_output_embeddings().weight.shape[0]
+        estimate, formula = estimate + 4 * tokens * vocab, formula + f" + {tokens} x {vocab} x 4 B"
+    return estimate, formula

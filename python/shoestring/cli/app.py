@@ -93,6 +93,56 @@ def train(
     finish(run(config, RunOptions(out, resume, checkpoint_every, threads), data, glob), out)
 
 
+@app.command()
+def finetune(
+    data: Data,
+    out: Out,
+    model: Annotated[str, typer.Option(help="Hugging Face model directory, or an id of the Hub.")],
+    glob: Glob = "*",
+    full: Annotated[bool, typer.Option("--full", help="Train all weights instead of an adapter.")] = False,
+    quantize: Annotated[str, typer.Option(help="nf4 (QLoRA) or none (LoRA): how the frozen weights are kept.")] = "nf4",
+    rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 16,
+    alpha: Annotated[float, typer.Option(help="Adapters are scaled by alpha / rank.")] = 32.0,
+    target_modules: Annotated[str, typer.Option(help="all-linear, or names separated by commas.")] = "all-linear",
+    merge: Annotated[bool, typer.Option("--merge", help="Also save the model with the adapter merged into it.")] = False,
+    seq_len: SeqLen = 512,
+    batch_size: BatchSize = 8,
+    accumulate: Accumulate = 1,
+    steps: Steps = 200,
+    lr: LearningRate = 2e-4,
+    warmup: Warmup = 10,
+    schedule: Schedule = "cosine",
+    dtype: Dtype = "fp32",
+    clip: Clip = 1.0,
+    weight_decay: WeightDecay = 0.0,
+    seed: Seed = 0,
+    val_fraction: ValFraction = 0.02,
+    eval_every: EvalEvery = 50,
+    eval_batches: EvalBatches = 8,
+    checkpoint_every: CheckpointEvery = 50,
+    gradient_checkpointing: Checkpointing = False,
+    optimizer_state: OptimizerState = "8bit",
+    workspace_mb: Workspace = 64,
+    resume: Resume = False,
+    plain: Plain = False,
+    threads: Threads = None,
+) -> None:
+    """Fine-tune a causal language model on text, prompt/completion or chat records."""
+    from shoestring.cli.finetune import finetune as run
+    from shoestring.training.config import FinetuneConfig
+    from shoestring.training.run import RunOptions
+
+    config = FinetuneConfig(
+        seq_len=seq_len, batch_size=batch_size, accumulate=accumulate, steps=steps, lr=lr, warmup=warmup, schedule=schedule,
+        dtype=dtype, clip=clip, weight_decay=weight_decay, seed=seed, val_fraction=val_fraction, eval_every=eval_every,
+        eval_batches=eval_batches, gradient_checkpointing=gradient_checkpointing, optimizer_state=optimizer_state,
+        workspace_mb=workspace_mb, plain=plain, model=model, full=full, rank=rank, alpha=alpha,
+        quantize=None if full or quantize == "none" else quantize,
+        target_modules=target_modules.split(",") if "," in target_modules else target_modules,
+    )  # fmt: skip
+    finish(run(config, RunOptions(out, resume, checkpoint_every, threads), data, glob, merge), out)
+
+
 def finish(summary: dict[str, Any], out: Path) -> None:
     """Tell the result and where the report is."""
     from shoestring.cli.console import gigabytes

@@ -45,6 +45,7 @@ def train(config: TrainConfig, options: RunOptions, data: list[Path], pattern: s
             write_token_file(run / "tokens.bin", shuffled, tokenizer)
         tokens, vocab_size = read_token_file(run / "tokens.bin")
         rows = split_blocks(tokens, config.seq_len, config.val_fraction)
+        memory.import_models()
         baseline = memory.resident_bytes()
         torch.manual_seed(config.seed)
         model = build_llama(PRESETS[config.preset], vocab_size, config.seq_len, tokenizer.eos_token_id)

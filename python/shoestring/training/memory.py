@@ -100,3 +100,9 @@ class Part:
     formula: str
     expected: int | None  # bytes by the formula, where there is one
     measured: int  # bytes
+
+
+def import_models() -> None:
+    """Import what every causal model needs, so that the program's own memory is not counted as the model's."""
+    from transformers import AutoModelForCausalLM  # noqa: F401
+    from transformers.models.llama import modeling_llama  # noqa: F401

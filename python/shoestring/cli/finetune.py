@@ -1,0 +1,107 @@
+"""`shoestring finetune`: LoRA, QLoRA or all weights of an existing model."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoestring.cli.console import Console, say
+from shoestring.data.batches import Rows, split_blocks, split_examples
+from shoestring.data.errors import InputError
+from shoestring.data.examples import CHAT, TEXT, encode_examples, kind_of, read_segments
+from shoestring.data.files import atomic_directory
+from shoestring.data.text import check_text, find_files
+from shoestring.data.token_file import read_token_file, write_token_file
+from shoestring.data.tokenizer import load_tokenizer
+from shoestring.training import memory
+from shoestring.training.adapters import apply_lora, merge_adapter, save_adapter
+from shoestring.training.config import FinetuneConfig, Fingerprint
+from shoestring.training.models import check_model_directory, check_same_loss, fused_loss, load_model, locate_model, plain_loss
+from shoestring.training.report import write_report
+from shoestring.training.run import RunOptions, execute, file_list, run_folder
+
+
+def finetune(config: FinetuneConfig, options: RunOptions, data: list[Path], pattern: str, merge: bool) -> dict[str, Any]:
+    """Fine-tune and return the summary; raises InputError for input that cannot be used."""
+    config.check()
+    options.check()
+    if merge and config.full:
+        raise InputError("--merge: there is no adapter to merge with --full, which saves the whole model anyway")
+    folder = locate_model(config.model)
+    check_model_directory(folder)
+    tokenizer = load_tokenizer(folder)
+    files = find_files(data, pattern)
+    kind = kind_of(files)
+    segments = None
+    if kind == TEXT:
+        check_text(files)
+    else:
+        segments = read_segments(files, kind, tokenizer)
+    fingerprint = Fingerprint.of(config, data=file_list(files), model_files=_model_files(folder))
+    base_dtype = torch.bfloat16 if config.dtype == "bf16" and not config.full else torch.float32
+    with run_folder(options, "finetune", fingerprint) as run:
+        rows = _rows(run, files, segments, kind, tokenizer, config)
+        memory.import_models()
+        baseline = memory.resident_bytes()
+        torch.manual_seed(config.seed)
+        model = load_model(folder, base_dtype)
+        if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+            raise InputError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model's embedding fewer")
+        if not config.plain:
+            check_same_loss(model, rows[0].rows([0])[0], config.workspace_mb)
+        if not config.full:
+            model = apply_lora(model, config)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        say(f"{trained / 1e6:.2f} M trained parameters, {len(rows[0]):,} rows of {kind}, {config.steps} steps")
+
+        def save(target: Path) -> None:
+            if config.full:
+                model.save_pretrained(target)
+                tokenizer.save_pretrained(target)
+            else:
+                save_adapter(model, target, config.plain)
+
+        make_loss = (lambda: plain_loss(model)) if config.plain else (lambda: fused_loss(model, config.workspace_mb))
+        result = "model" if config.full else "adapter"
+        with Console(config.steps) as console:
+            summary = execute(config, options, fingerprint, model, make_loss, rows, console, baseline, save, result)
+        if merge:
+            del model
+            base = merge_adapter(load_model(folder, base_dtype), run / "adapter", config.plain)
+            with atomic_directory(run / "model") as partial:
+                base.save_pretrained(partial)
+                tokenizer.save_pretrained(partial)
+        write_report(run)
+    return summary
+
+
+def _rows(
+    run: Path, files: list[Path], segments: list[Any] | None, kind: str, tokenizer: Any, config: FinetuneConfig
+) -> tuple[Rows, Rows]:
+    if segments is not None:
+        encoded = encode_examples(segments, tokenizer, config.seq_len, kind == CHAT)
+        if encoded.shortened:
+            say(f"{encoded.shortened} example(s) were cut to --seq-len {config.seq_len}; {encoded.dropped} of them left out: no completion left")
+        return split_examples(encoded.examples, config.seed, config.val_fraction)
+    if not (run / "tokens.bin").is_file():
+        shuffled = list(files)
+        random.Random(config.seed).shuffle(shuffled)
+        write_token_file(run / "tokens.bin", shuffled, tokenizer)
+    return split_blocks(read_token_file(run / "tokens.bin")[0], config.seq_len, config.val_fraction)
+
+
+def _model_files(folder: Path) -> list[list[Any]]:
+    """Name, size and a digest of what can be read at once of each file that decides the model."""
+    listed: list[list[Any]] = []
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            head = file.read(1 << 20)
+            file.seek(max(0, size - (1 << 20)))
+            digest = hashlib.sha256(head + file.read(1 << 20)).hexdigest()[:16]
+        listed.append([path.name, size, digest])
+    return listed

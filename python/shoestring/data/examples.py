@@ -1,0 +1,145 @@
+"""Fine-tuning examples: prompt/completion and chat records as tokens, with the completion marked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoestring.data.batches import Examples
+from shoestring.data.errors import InputError
+from shoestring.data.text import is_jsonl, read_jsonl
+from shoestring.data.tokenizer import encode_batch
+
+# For tokenizers without a chat template: the role on a line of its own, the text, and the end-of-text token.
+DEFAULT_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ':\\n' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
+)
+TEXT, COMPLETION, CHAT = "text", "prompt/completion", "chat"
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The examples of some files, and what happened to those that did not fit."""
+
+    examples: Examples
+    shortened: int  # cut at the end to seq_len
+    dropped: int  # nothing of the completion was left within seq_len
+
+
+def kind_of(files: list[Path]) -> str:
+    """Tell what the files hold by the first record of each JSONL file: text, prompt/completion or chat; never a mixture."""
+    kinds = {path: _kind(path) if is_jsonl(path) else TEXT for path in files}
+    first = next(iter(kinds.values()))
+    for path, kind in kinds.items():
+        if kind != first:
+            raise InputError(f"{path}: holds {kind} records, {files[0]} holds {first}; give one kind at a time")
+    return first
+
+
+def _kind(path: Path) -> str:
+    for number, record in read_jsonl(path):
+        if "messages" in record:
+            return CHAT
+        if "prompt" in record and "completion" in record:
+            return COMPLETION
+        if "text" in record:
+            return TEXT
+        raise InputError(
+            f"{path}: line {number} has the fields {sorted(record)}; expected \"text\", \"prompt\" and \"completion\", or \"messages\""
+        )
+    raise InputError(f"{path}: no record in the file")
+
+
+def read_segments(files: list[Path], kind: str, tokenizer: Any) -> list[list[tuple[str, bool]]]:
+    """Return each example as pieces of text, each marked whether it is trained on; checks every record."""
+    segments = []
+    for path in files:
+        for number, record in read_jsonl(path):
+            where = f"{path}: line {number}"
+            segments.append(_chat(record, where, tokenizer) if kind == CHAT else _completion(record, where, tokenizer))
+    return segments
+
+
+def _completion(record: dict[str, Any], where: str, tokenizer: Any) -> list[tuple[str, bool]]:
+    prompt, completion = record.get("prompt"), record.get("completion")
+    if not isinstance(prompt, str) or not isinstance(completion, str):
+        raise InputError(f"{where}: expected the strings \"prompt\" and \"completion\"; its fields are {sorted(record)}")
+    if not completion:
+        raise InputError(f"{where}: the completion is empty, so there is nothing to learn")
+    return [(prompt, False), (completion + tokenizer.eos_token, True)]
+
+
+def _chat(record: dict[str, Any], where: str, tokenizer: Any) -> list[tuple[str, bool]]:
+    messages = record.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise InputError(f"{where}: expected a list \"messages\"; its fields are {sorted(record)}")
+    for message in messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise InputError(f"{where}: each message needs the strings \"role\" and \"content\"")
+    pieces: list[tuple[str, bool]] = []
+    done = ""
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = _render(messages[:turn], where, tokenizer, ask=True)
+        answered = _render(messages[: turn + 1], where, tokenizer, ask=False)
+        if not prompt.startswith(done) or not answered.startswith(prompt):
+            raise InputError(f"{where}: the chat template of the tokenizer rewrites earlier turns, so the completion cannot be told apart")
+        pieces += [(prompt[len(done) :], False), (answered[len(prompt) :], True)]
+        done = answered
+    if not pieces:
+        raise InputError(f"{where}: no message has the role \"assistant\", so there is nothing to learn")
+    return pieces
+
+
+def _render(messages: list[dict[str, str]], where: str, tokenizer: Any, ask: bool) -> str:
+    if not messages:
+        return ""
+    template = tokenizer.chat_template or DEFAULT_CHAT_TEMPLATE
+    try:
+        return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=ask)
+    except Exception as error:  # templates raise what their author chose
+        raise InputError(f"{where}: the chat template refuses these messages ({type(error).__name__}: {error})") from None
+
+
+def encode_examples(segments: list[list[tuple[str, bool]]], tokenizer: Any, seq_len: int, chat: bool) -> Encoded:
+    """Tokenise examples; each is cut to ``seq_len`` + 1 tokens, and left out where no trained token remains.
+
+    A tokenizer that begins every text with a token (Llama's does) begins each example with it; chat templates have their own.
+    """
+    begin = [] if chat else beginning(tokenizer)
+    pieces = [piece for example in segments for piece in example]
+    encoded = iter(encode_batch(tokenizer, [text for text, _ in pieces]))
+    tokens: list[np.ndarray] = []
+    marks: list[np.ndarray] = []
+    shortened = dropped = 0
+    for example in segments:
+        ids, trained = list(begin), [False] * len(begin)
+        for _, mark in example:
+            part = next(encoded)
+            ids += part
+            trained += [mark] * len(part)
+        if len(ids) > seq_len + 1:
+            shortened += 1
+        ids, trained = ids[: seq_len + 1], trained[: seq_len + 1]
+        if not any(trained[1:]):
+            dropped += 1
+            continue
+        tokens.append(np.asarray(ids, np.uint32))
+        marks.append(np.asarray(trained, bool))
+    if not tokens:
+        raise InputError(f"--data: no example has a completion within --seq-len {seq_len} tokens; give a larger --seq-len")
+    starts = np.cumsum([0, *map(len, tokens)])
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return Encoded(Examples(np.concatenate(tokens), np.concatenate(marks), starts, pad), shortened, dropped)
+
+
+def beginning(tokenizer: Any) -> list[int]:
+    """The token with which this tokenizer begins a text, if it does."""
+    ids = tokenizer("")["input_ids"]
+    return [ids[0]] if ids and ids[0] == tokenizer.bos_token_id else []

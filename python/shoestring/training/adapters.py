@@ -1,0 +1,110 @@
+"""LoRA in both ways: ours, and plain (PEFT, over bitsandbytes for 4 bits), starting from the same numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoestring.data.errors import InputError
+from shoestring.training.config import FinetuneConfig
+
+
+def apply_lora(model: nn.Module, config: FinetuneConfig) -> nn.Module:
+    """Freeze ``model``, add adapters to it, and start them from numbers that depend on the seed and the module's name."""
+    model.requires_grad_(False)
+    try:
+        adapted = _plain(model, config) if config.plain else _ours(model, config)
+    except ValueError as error:  # no module of that name, a rank that does not fit
+        raise InputError(f"--target-modules {config.target_modules}, --rank {config.rank}: {error}") from None
+    start_adapters(adapted, config.seed)
+    return adapted
+
+
+def _ours(model: nn.Module, config: FinetuneConfig) -> nn.Module:
+    from shoestring import lora
+
+    return lora.apply(
+        model, rank=config.rank, alpha=config.alpha, target_modules=config.target_modules, quantize=config.quantize
+    )
+
+
+def _plain(model: nn.Module, config: FinetuneConfig) -> nn.Module:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise InputError("--plain: fine-tuning with plain PyTorch needs PEFT; install it with `pip install peft`") from None
+    if config.quantize == "nf4":
+        quantize_with_bitsandbytes(model)
+    lora = LoraConfig(
+        r=config.rank, lora_alpha=config.alpha, target_modules=config.target_modules, lora_dropout=0.0, task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, lora)
+
+
+def quantize_with_bitsandbytes(model: nn.Module) -> None:
+    """Replace each linear layer but the output layer by ``bitsandbytes.nn.Linear4bit``, one by one to save memory."""
+    try:
+        import bitsandbytes as bnb
+    except ImportError:
+        raise InputError("--plain --quantize nf4: needs bitsandbytes; install it with `pip install bitsandbytes`") from None
+    head = model.get_output_embeddings()
+    layers = [(name, layer) for name, layer in model.named_modules() if type(layer) is nn.Linear and layer is not head]
+    for name, layer in layers:
+        packed = bnb.nn.Linear4bit(
+            layer.in_features, layer.out_features, bias=layer.bias is not None, compute_dtype=layer.weight.dtype,
+            compress_statistics=False, quant_type="nf4", device="meta",
+        )  # fmt: skip
+        packed.weight = bnb.nn.Params4bit(
+            layer.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=False, module=packed
+        ).to("cpu")  # this is what quantises
+        packed.bias = layer.bias
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, packed)
+        layer.weight = None
+    model.is_loaded_in_4bit = True  # PEFT asks the model before it takes its 4-bit layer
+
+
+def start_adapters(model: nn.Module, seed: int) -> None:
+    """Fill every lora_A as PEFT does (uniform within 1/sqrt(inputs)) and lora_B with zeros, from (seed, module name).
+
+    Both twins then start from the same adapters, whatever order they were made in.
+    """
+    for name, parameter in model.named_parameters():
+        if ".lora_A" in name and parameter.requires_grad:
+            module = name.split(".lora_A")[0].removeprefix("base_model.model.")
+            digest = hashlib.sha256(f"{seed} {module}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            bound = 1 / math.sqrt(parameter.shape[1])
+            with torch.no_grad():
+                parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
+        elif ".lora_B" in name and parameter.requires_grad:
+            torch.nn.init.zeros_(parameter)
+
+
+def save_adapter(model: Any, folder: Path, plain: bool) -> None:
+    """Write the adapter in PEFT's format."""
+    if plain:
+        model.save_pretrained(str(folder))
+        (folder / "README.md").unlink(missing_ok=True)  # a model card to fill in
+        return
+    from shoestring import lora
+
+    lora.save_adapter(model, folder)
+
+
+def merge_adapter(base: nn.Module, adapter: Path, plain: bool) -> nn.Module:
+    """Add a saved adapter to a full-precision model; return the model."""
+    if plain:
+        from peft import PeftModel
+
+        return PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
+    from shoestring import lora
+
+    lora.load_adapter(base, adapter)
+    merged = lora.merge(base)
+    return base if merged is None else merged

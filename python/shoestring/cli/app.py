@@ -143,6 +143,65 @@ def finetune(
     finish(run(config, RunOptions(out, resume, checkpoint_every, threads), data, glob, merge), out)
 
 
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    model: Annotated[str, typer.Option(help="Hugging Face model directory, or an id of the Hub.")],
+    adapter: Annotated[Optional[Path], typer.Option(help="PEFT adapter directory to put on the model.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to write.")] = 100,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
+    top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens of this total probability.")] = 0.95,
+    seed: Seed = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message in the chat template.")] = False,
+) -> None:
+    """Continue a prompt with a model, and an adapter if given."""
+    from shoestring.cli.generate import Sampling
+    from shoestring.cli.generate import generate as run
+
+    print(run(model, adapter, prompt, Sampling(max_new_tokens, temperature, top_p, seed), chat))
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Directories of finished runs; ratios are to the first.")],
+    out: Annotated[Path, typer.Option(help="Where compare.html and compare.png go.")] = Path("."),
+) -> None:
+    """Put finished runs side by side: a table, and curves, memory and speed in compare.html."""
+    from shoestring.cli.console import print_table
+    from shoestring.training.report import write_comparison
+
+    if not out.is_dir():
+        raise InputError(f"--out {out}: no such directory")
+    print_table(write_comparison(runs, out))
+    print(f"report: {out / 'compare.html'}")
+
+
+@app.command()
+def tokenize(
+    data: Data,
+    out: Annotated[Path, typer.Option(help="Token file to write.")],
+    glob: Glob = "*",
+    tokenizer: Annotated[Optional[Path], typer.Option(help="Tokenizer directory to use.")] = None,
+    vocab_size: Annotated[Optional[int], typer.Option(help="Train a BPE tokenizer of this size on the data instead.")] = None,
+) -> None:
+    """Write text as one flat file of tokens, which the C++ examples read too."""
+    from shoestring.cli.tokenize import tokenize as run
+
+    print(f"{run(data, glob, out, tokenizer, vocab_size):,} tokens in {out}")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Directory for data, runs and the report; must be new or empty.")] = Path("runs/demo"),
+    steps: Annotated[int, typer.Option(help="Steps of each training run.")] = 80,
+    finetune_steps: Annotated[int, typer.Option(help="Steps of each fine-tuning run.")] = 30,
+) -> None:
+    """Train and fine-tune a small model on text of this machine, each beside plain PyTorch, and compare."""
+    from shoestring.cli.demo import demo as run
+
+    run(out, steps, finetune_steps)
+
+
 def finish(summary: dict[str, Any], out: Path) -> None:
     """Tell the result and where the report is."""
     from shoestring.cli.console import gigabytes
@@ -177,7 +236,3 @@ def main(argv: list[str] | None = None) -> int:
         message = error.format_message()  # a usage error: unknown option, missing argument, wrong type
     print(f"shoestring: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

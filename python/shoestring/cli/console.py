@@ -72,3 +72,12 @@ def clock(seconds: float) -> str:
 def say(text: str) -> None:
     """Print a line for the person at the terminal."""
     print(f"{time.strftime('%H:%M:%S')}  {text}" if sys.stdout.isatty() else text, flush=True)
+
+
+def print_table(rows: list[list[str]]) -> None:
+    """Print rows in columns, the first row being the head; all but the first column are numbers."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for number, row in enumerate(rows):
+        print("  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))))
+        if number == 0:
+            print("  ".join("-" * width for width in widths))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ def _ours(model: nn.Module, config: FinetuneConfig) -> nn.Module:
 
 
 def _plain(model: nn.Module, config: FinetuneConfig) -> nn.Module:
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it asks for an optional inference package
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
@@ -63,6 +65,8 @@ def quantize_with_bitsandbytes(model: nn.Module) -> None:
             layer.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=False, module=packed
         ).to("cpu")  # this is what quantises
         packed.bias = layer.bias
+        # Its evaluation path repacks the weight for good on some CPUs; here training goes on after a validation.
+        packed.support_avx512bf16_for_cpu = False
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, packed)
         layer.weight = None

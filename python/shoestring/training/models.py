@@ -23,8 +23,11 @@ WEIGHT_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]  # fet
 
 def quiet_transformers() -> None:
     """Keep the library's progress bars and notes off the terminal: the command has its own."""
+    import warnings
+
     from transformers.utils import logging
 
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.|peft\.")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 

@@ -1,4 +1,179 @@
-"""report stub to be replaced"""
+"""report.html and report.png of one run, compare.html and compare.png of several."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+from dataclasses import dataclass
 from pathlib import Path
-def write_report(run: Path) -> None:
-    pass
+from typing import Any
+
+from shoestring.data.errors import InputError
+from shoestring.data.files import atomic_file
+from shoestring.training.metrics import read_metrics
+from shoestring.training.plots import draw_comparison, draw_run
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #1f2430; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+img { width: 100%; } table { border-collapse: collapse; } td, th { padding: .25rem .9rem .25rem 0; text-align: left; }
+th { border-bottom: 2px solid #d5d9e2; } td { border-bottom: 1px solid #eceef3; } .n { text-align: right; }
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a finished run folder tells."""
+
+    name: str
+    folder: Path
+    record: dict[str, Any]  # run.json
+    summary: dict[str, Any]
+    metrics: list[dict[str, Any]]
+
+
+def read_run(folder: Path) -> Run:
+    """Read a finished run; raises InputError where the folder does not hold one."""
+    try:
+        record = json.loads((folder / "run.json").read_text("utf-8"))
+        summary = json.loads((folder / "summary.json").read_text("utf-8"))
+    except FileNotFoundError as error:
+        name = Path(str(error.filename)).name
+        raise InputError(f"{folder}: not a finished run (no {name} in it)") from None
+    except (ValueError, NotADirectoryError) as error:
+        raise InputError(f"{folder}: not a finished run ({error})") from None
+    metrics = read_metrics(folder / "metrics.jsonl")
+    missing = {"train_loss", "tokens_per_second", "peak_memory", "memory"} - set(summary)
+    if missing or not metrics:
+        raise InputError(f"{folder}: summary.json or metrics.jsonl is incomplete ({', '.join(sorted(missing)) or 'no steps'})")
+    return Run(folder.name, folder, record, summary, metrics)
+
+
+def megabytes(count: float | None) -> str:
+    """Bytes as whole MB (10^6); a dash where there is no figure."""
+    return "–" if count is None else f"{count / 1e6:,.0f}"
+
+
+def figures(run: Run) -> dict[str, str]:
+    """The figures that tables show, in words and units."""
+    summary = run.summary
+    val = summary["val_loss"]
+    return {
+        "training loss": f"{summary['train_loss']:.4f}",
+        "validation loss": "–" if val is None else f"{val:.4f}",
+        "tokens/s": f"{summary['tokens_per_second']:,.0f}",
+        "peak memory, MB": megabytes(summary["peak_memory"]),
+    }
+
+
+def write_report(folder: Path) -> None:
+    """Write report.png and report.html into a finished run."""
+    run = read_run(folder)
+    picture = draw_run(run)
+    parts = [
+        [part["name"], part["formula"], megabytes(part["expected"]), megabytes(part["measured"])] for part in run.summary["memory"]
+    ]
+    parts.append(["peak of the process", "high-water mark of the resident set", "–", megabytes(run.summary["peak_memory"])])
+    settings = [[key, json.dumps(value)] for key, value in run.record["fingerprint"].items() if key not in ("data", "model_files")]
+    body = (
+        f"<h1>{html.escape(_title(run))}</h1>{_image(picture, 'loss curves and memory')}"
+        + "<h2>Result</h2>" + _table([], [[key, value] for key, value in figures(run).items()])
+        + "<h2>Memory</h2>" + _table(["part", "formula", "by formula, MB", "measured, MB"], parts, numbers=2)
+        + "<h2>Settings</h2>" + _table([], settings)
+    )  # fmt: skip
+    _write(folder, "report", picture, body, _title(run))
+
+
+def write_comparison(folders: list[Path], out: Path) -> list[list[str]]:
+    """Write compare.png and compare.html into ``out``; return the rows of the table, the first being its head.
+
+    Each run also gets its ratios to the first.
+    """
+    runs = [read_run(folder) for folder in folders]
+    picture = draw_comparison(runs)
+    _write(out, "compare", picture, _section(" and ".join(run.name for run in runs), runs, picture), "Comparison of runs")
+    return _joined(runs)
+
+
+def write_sections(out: Path, title: str, groups: dict[str, list[Path]]) -> dict[str, list[list[str]]]:
+    """Write report.html into ``out`` with a comparison for each group of runs, and a picture of each; return the tables."""
+    body, tables = f"<h1>{html.escape(title)}</h1>", {}
+    for name, folders in groups.items():
+        runs = [read_run(folder) for folder in folders]
+        picture = draw_comparison(runs)
+        with atomic_file(out / f"{name}.png") as file:
+            file.write(picture)
+        body += _section(name, runs, picture)
+        tables[name] = _joined(runs)
+    _write_page(out / "report.html", body, title)
+    return tables
+
+
+def _section(title: str, runs: list[Run], picture: bytes) -> str:
+    head, rows = comparison(runs)
+    names = [part["name"] for part in runs[0].summary["memory"]]
+    memory = [[name, *(megabytes(_part(run, name)) for run in runs)] for name in names]
+    return (
+        f"<h2>{html.escape(title)}</h2>{_image(picture, 'loss, memory and speed of each run')}"
+        + _table(head, rows, numbers=len(head) - 1)
+        + "<h2>Memory, MB, measured</h2>" + _table(["part", *(run.name for run in runs)], memory, numbers=len(runs))
+    )  # fmt: skip
+
+
+def _joined(runs: list[Run]) -> list[list[str]]:
+    head, rows = comparison(runs)
+    return [head, *rows]
+
+
+def comparison(runs: list[Run]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a table of runs, the first being what the others are divided by (validation loss where there is one)."""
+    first = runs[0].summary
+    loss = "val_loss" if all(run.summary["val_loss"] is not None for run in runs) else "train_loss"
+    head = ["run", *figures(runs[0]), "loss ratio", "memory ratio", "speed ratio"]
+    rows = []
+    for run in runs:
+        ratios = [
+            run.summary[loss] / first[loss],
+            run.summary["peak_memory"] / first["peak_memory"],
+            run.summary["tokens_per_second"] / first["tokens_per_second"],
+        ]
+        rows.append([run.name, *figures(run).values(), *(f"{ratio:.3f}" for ratio in ratios)])
+    return head, rows
+
+
+def _part(run: Run, name: str) -> float | None:
+    return next((part["measured"] for part in run.summary["memory"] if part["name"] == name), None)
+
+
+def _title(run: Run) -> str:
+    how = "plain PyTorch" if run.summary["plain"] else "shoestring"
+    return f"{run.record['command']} with {how}: {run.name}"
+
+
+def _image(picture: bytes, text: str) -> str:
+    return f'<img alt="{html.escape(text)}" src="data:image/png;base64,{base64.b64encode(picture).decode()}">'
+
+
+def _table(head: list[str], rows: list[list[str]], numbers: int = 0) -> str:
+    def cells(tag: str, row: list[str]) -> str:
+        right = len(row) - numbers  # the last columns are numbers
+        return "".join(
+            f"<{tag}{' class=n' if i >= right else ''}>{html.escape(str(cell))}</{tag}>" for i, cell in enumerate(row)
+        )
+
+    top = f"<tr>{cells('th', head)}</tr>" if head else ""
+    below = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return f"<table>{top}{below}</table>"
+
+
+def _write(folder: Path, name: str, picture: bytes, body: str, title: str) -> None:
+    with atomic_file(folder / f"{name}.png") as file:
+        file.write(picture)
+    _write_page(folder / f"{name}.html", body, title)
+
+
+def _write_page(path: Path, body: str, title: str) -> None:
+    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
+    with atomic_file(path) as file:
+        file.write(f'<!doctype html><html lang="en">{head}{body}</html>\n'.encode())

@@ -1,0 +1,71 @@
+"""`shoestring demo`: the main job on text of this machine, each run beside its plain twin."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from shoestring.cli.console import print_table, say
+from shoestring.cli.demo_data import package_documentation, standard_library
+from shoestring.cli.turns import run_in_turns
+from shoestring.data.errors import InputError
+from shoestring.training.report import write_sections
+
+VOCABULARY = 16384
+# 8192 tokens a step: with this vocabulary plain PyTorch's logits are half a gigabyte, three times over.
+SHAPE = ["--seq-len", "512", "--batch-size", "16", "--val-fraction", "0.02", "--eval-batches", "2"]
+
+
+def demo(out: Path, steps: int, finetune_steps: int) -> None:
+    """Train, fine-tune, compare; every run is a process of its own."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"--out {out}: exists and is not an empty directory; remove it or give another")
+    if steps < 1 or finetune_steps < 1:
+        raise InputError(f"--steps, --finetune-steps: expected at least 1, got {steps} and {finetune_steps}")
+    began = time.monotonic()
+    data, train, tune = out / "data", out / "train", out / "finetune"
+    for folder in (data, train, tune):
+        folder.mkdir(parents=True)
+    size = standard_library(data / "stdlib.jsonl")
+    say(f"source of Python's standard library: {size / 1e6:.1f} MB; a tokenizer of {VOCABULARY} tokens is trained on it")
+    tokens = ["tokenize", "--data", str(data / "stdlib.jsonl"), "--vocab-size", str(VOCABULARY), "--out", str(data / "stdlib.bin")]
+    run_in_turns({"tokenize": tokens}, data)
+
+    common = ["train", "--data", str(data / "stdlib.jsonl"), "--tokenizer", str(data / "stdlib-tokenizer"), "--preset", "mini"]
+    common += [*SHAPE, "--steps", str(steps), "--lr", "4e-3", *_every(steps)]
+    say(f"training twice, in turns: {steps} steps with plain PyTorch, and with shoestring")
+    run_in_turns(
+        {
+            "plain": [*common, "--plain", "--out", str(train / "plain")],
+            "shoestring": [*common, "--out", str(train / "shoestring")],
+        },
+        train,
+    )
+
+    size = package_documentation(data / "docs.jsonl")
+    model = train / "shoestring" / "model"
+    common = ["finetune", "--model", str(model), "--data", str(data / "docs.jsonl"), *SHAPE]
+    common += ["--steps", str(finetune_steps), "--lr", "4e-3", *_every(finetune_steps)]
+    say(f"fine-tuning on {size / 1e6:.1f} MB of package documentation, in turns: PEFT, PEFT with bitsandbytes, shoestring (QLoRA)")
+    run_in_turns(
+        {
+            "peft-lora": [*common, "--plain", "--quantize", "none", "--out", str(tune / "peft-lora")],
+            "peft-bitsandbytes": [*common, "--plain", "--quantize", "nf4", "--out", str(tune / "peft-bitsandbytes")],
+            "shoestring": [*common, "--quantize", "nf4", "--out", str(tune / "shoestring")],
+        },
+        tune,
+    )
+
+    groups = {
+        "train": [train / name for name in ("plain", "shoestring")],
+        "finetune": [tune / name for name in ("peft-lora", "peft-bitsandbytes", "shoestring")],
+    }
+    tables = write_sections(out, "shoestring beside plain PyTorch", groups)
+    for name, rows in tables.items():
+        print(f"\n{name}")
+        print_table(rows)
+    print(f"\n{time.monotonic() - began:.0f} s in all. Report: {out / 'report.html'}")
+
+
+def _every(steps: int) -> list[str]:
+    return ["--eval-every", str(max(1, steps // 4)), "--checkpoint-every", str(max(1, steps // 2))]

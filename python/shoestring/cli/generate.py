@@ -1,0 +1,88 @@
+"""`shoestring generate`: see what a model has learnt."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shoestring.data.errors import InputError
+from shoestring.data.examples import DEFAULT_CHAT_TEMPLATE, beginning
+from shoestring.data.tokenizer import encode_batch, load_tokenizer
+from shoestring.training.models import load_model, locate_model
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn; temperature 0 takes the likeliest."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+
+    def check(self) -> None:
+        """Raise InputError for the first value that cannot be used."""
+        if self.max_new_tokens < 1:
+            raise InputError(f"--max-new-tokens: expected at least 1, got {self.max_new_tokens}")
+        if not 0 <= self.temperature < float("inf"):
+            raise InputError(f"--temperature: expected 0 or more, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"--top-p: expected more than 0, at most 1, got {self.top_p}")
+
+
+def generate(name: str, adapter: Path | None, prompt: str, sampling: Sampling, chat: bool) -> str:
+    """Return the model's continuation of ``prompt`` (with ``chat``: its answer to it)."""
+    sampling.check()
+    if adapter is not None:
+        check_adapter(adapter)
+    folder = locate_model(name)
+    tokenizer = load_tokenizer(folder)
+    model = load_model(folder, torch.float32)
+    if adapter is not None:
+        from shoestring import lora
+
+        try:
+            lora.load_adapter(model, adapter)
+        except (ValueError, RuntimeError, KeyError) as error:
+            raise InputError(f"--adapter {adapter}: does not fit {name} ({error})") from None
+    if chat:
+        template = tokenizer.chat_template or DEFAULT_CHAT_TEMPLATE
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], chat_template=template, tokenize=False, add_generation_prompt=True
+        )
+        ids = encode_batch(tokenizer, [text])[0]
+    else:
+        ids = beginning(tokenizer) + encode_batch(tokenizer, [prompt])[0]
+    ids = ids or [tokenizer.eos_token_id]  # an empty prompt: begin after the end of a document
+    torch.manual_seed(sampling.seed)
+    model.eval()
+    sample = sampling.temperature > 0
+    options = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p} if sample else {"do_sample": False}
+    inputs = torch.tensor([ids])
+    with torch.no_grad():
+        output = model.generate(
+            input_ids=inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=sampling.max_new_tokens,
+            pad_token_id=tokenizer.eos_token_id, **options,
+        )  # fmt: skip
+    return tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+
+
+def check_adapter(folder: Path) -> None:
+    """Check the two files of a PEFT adapter before a model is loaded."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / name).is_file():
+            raise InputError(f"--adapter {folder}: no {name} there; expected a PEFT adapter directory")
+    try:
+        json.loads((folder / "adapter_config.json").read_text("utf-8"))
+    except ValueError as error:
+        raise InputError(f"{folder / 'adapter_config.json'}: not valid JSON ({error})") from None
+    from safetensors import safe_open
+
+    try:
+        with safe_open(folder / "adapter_model.safetensors", "pt") as stored:
+            stored.keys()
+    except Exception as error:
+        raise InputError(f"{folder / 'adapter_model.safetensors'}: not a sound safetensors file ({error})") from None

@@ -1,0 +1,32 @@
+"""`shoestring tokenize`: text to the flat token file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shoestring.data.errors import InputError
+from shoestring.data.files import atomic_directory
+from shoestring.data.text import check_text, find_files
+from shoestring.data.token_file import write_token_file
+from shoestring.data.tokenizer import load_tokenizer, train_bpe
+
+
+def tokenize(data: list[Path], pattern: str, out: Path, tokenizer_folder: Path | None, vocab_size: int | None) -> int:
+    """Write ``out``, and beside it ``out``-tokenizer if the tokenizer is trained here; return the number of tokens."""
+    if (tokenizer_folder is None) == (vocab_size is None):
+        raise InputError("give either --tokenizer DIR, to use one, or --vocab-size N, to train one on the data")
+    trained = out.with_name(out.stem + "-tokenizer")
+    for path in (out, *([trained] if vocab_size else [])):
+        if path.exists():
+            raise InputError(f"--out {out}: {path} exists; give another name or remove it")
+    if not out.parent.is_dir():
+        raise InputError(f"--out {out}: no directory {out.parent}")
+    files = find_files(data, pattern)
+    check_text(files)
+    if tokenizer_folder is not None:
+        return write_token_file(out, files, load_tokenizer(tokenizer_folder))
+    assert vocab_size is not None
+    tokenizer = train_bpe(files, vocab_size)
+    with atomic_directory(trained) as partial:
+        tokenizer.save_pretrained(partial)
+    return write_token_file(out, files, tokenizer)

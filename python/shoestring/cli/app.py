@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -11,6 +9,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from shoestring.data.errors import InputError
+from shoestring.data.files import disk_error
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
@@ -218,21 +217,23 @@ def main(argv: list[str] | None = None) -> int:
     command = typer.main.get_command(app)
     try:
         result = command.main(args=argv, prog_name="shoestring", standalone_mode=False)
+        if result == 130:  # the parser has turned Ctrl-C into this code
+            raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
     except InputError as error:
         message = str(error)
     except KeyboardInterrupt:
-        print("shoestring: interrupted; --resume continues from the last checkpoint", file=sys.stderr)
+        print("shoestring: interrupted; a training run continues with --resume", file=sys.stderr)
         return 130
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EIO):
-            raise
-        message = f"{error.filename or 'writing'}: {os.strerror(error.errno)}; what was complete before is kept"
     except Exception as error:
-        if not hasattr(error, "exit_code"):
+        disk = disk_error(error)
+        if disk is not None:
+            message = f"{disk.filename or 'writing'}: {disk.strerror}; what was complete before is kept"
+        elif not hasattr(error, "exit_code"):
             raise
-        if not hasattr(error, "format_message"):  # an abort at a prompt, or typer.Exit
+        elif not hasattr(error, "format_message"):  # an abort at a prompt
             return int(error.exit_code)
-        message = error.format_message()  # a usage error: unknown option, missing argument, wrong type
+        else:
+            message = error.format_message()  # a usage error: unknown option, missing argument, wrong type
     print(f"shoestring: error: {' '.join(message.split())}", file=sys.stderr)
     return 2

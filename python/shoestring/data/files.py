@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -75,3 +76,19 @@ def remove_partial(folder: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
         else:
             leftover.unlink(missing_ok=True)
+
+
+def disk_error(error: BaseException) -> OSError | None:
+    """Return the disk's refusal (full, quota, read-only, no permission, broken) behind ``error``, if that is what it is.
+
+    Libraries that write files wrap the system's error or keep only its text.
+    """
+    refusals = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in refusals:
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    if os.strerror(errno.ENOSPC) in str(error):
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return None

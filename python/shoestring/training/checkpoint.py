@@ -30,33 +30,13 @@ def save_checkpoint(run: Path, step: int, model: nn.Module, optimizer: torch.opt
 
     folder = run / "checkpoints" / f"step-{step:08d}"
     with atomic_directory(folder) as partial:
-        try:
-            save_file({name: tensor.contiguous() for name, tensor in trained_tensors(model).items()}, partial / "weights.safetensors")
-        except Exception as error:  # the writer wraps the system's error; the number stands in its text
-            raise as_os_error(error) from None
-        with open(partial / "optimizer.pt", "wb") as file:
-            try:
-                torch.save({"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}, file)
-            except RuntimeError as error:
-                raise as_os_error(error) from None
+        save_file({name: tensor.contiguous() for name, tensor in trained_tensors(model).items()}, partial / "weights.safetensors")
+        with open(partial / "optimizer.pt", "wb") as file:  # given a path, torch.save hides what the disk said
+            torch.save({"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}, file)
         (partial / "state.json").write_text(json.dumps({"step": step, **state}))
     for old in checkpoints(run)[:-KEEP]:  # renamed first: a kill while removing leaves nothing that looks complete
         shutil.rmtree(old.rename(old.with_name(old.name + PARTIAL)), ignore_errors=True)
     return folder
-
-
-def as_os_error(error: Exception) -> Exception:
-    """Return the OSError behind an error of a writing library, or the error itself."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError):
-            return seen
-        seen = seen.__cause__ or seen.__context__
-    if "No space left" in str(error) or "os error 28" in str(error):
-        import errno
-
-        return OSError(errno.ENOSPC, "No space left on device")
-    return error
 
 
 def checkpoints(run: Path) -> list[Path]:

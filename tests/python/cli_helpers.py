@@ -1,0 +1,69 @@
+"""What the tests of the command line share: runs of the command in this process, small text, a small model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoestring.cli.app import main
+
+WORDS = "the cat sat on a mat while two dogs ran over hills and far away to see rivers".split()
+# The smallest model and steps that still learn; one thread, because the machine may be busy with other tests.
+TINY = ["--preset", "tiny", "--vocab-size", "300", "--seq-len", "32", "--batch-size", "4", "--warmup", "2", "--threads", "1"]
+TUNE = ["--seq-len", "32", "--batch-size", "4", "--warmup", "2", "--rank", "4", "--threads", "1"]
+
+
+def text(lines: int = 200) -> str:
+    """Lines of words that follow each other by a rule, so that there is something to learn."""
+    return "\n".join(" ".join(WORDS[(i * 7 + j * (i % 5 + 1)) % len(WORDS)] for j in range(12)) for i in range(lines)) + "\n"
+
+
+def run(*arguments: object) -> int:
+    """Run the command in this process and give the number of threads back afterwards."""
+    threads = torch.get_num_threads()
+    try:
+        return main([str(argument) for argument in arguments])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def succeed(*arguments: object) -> None:
+    assert run(*arguments) == 0
+
+
+def refuse(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Run a command that must end with code 2 and one line on stderr; return the line."""
+    capsys.readouterr()
+    assert run(*arguments) == 2
+    errors = capsys.readouterr().err
+    lines = [line for line in errors.splitlines() if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith("shoestring: error: "), errors
+    return lines[0]
+
+
+def losses(folder: Path) -> list[tuple[float, float, float | None]]:
+    """(loss, gradient norm, validation loss) of every step of a run."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["loss"], row["grad_norm"], row.get("val_loss")) for row in rows]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)
+
+
+def assert_same_weights(a: Path, b: Path) -> None:
+    first, second = weights(a), weights(b)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+def write_jsonl(path: Path, records: list[object]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path

@@ -1,0 +1,149 @@
+"""`shoestring finetune` and `generate`: each kind of data, LoRA and QLoRA beside PEFT, full, merged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from cli_helpers import TINY, TUNE, assert_same_weights, losses, run, succeed, text, weights, write_jsonl
+
+from shoestring.training import loop
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "text.txt").write_text(text())
+    steps = ["--steps", "20", "--lr", "1e-2", "--plain"]
+    succeed("train", "--data", folder / "text.txt", "--out", folder / "run", *TINY, *steps)
+    return folder / "run" / "model"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text.txt").write_text(text(60).upper())
+    pairs = [(f"the cat {i}", f" sat on {i}") for i in range(40)]
+    chats = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in pairs]
+    return {
+        "text": folder / "text.txt",
+        "completion": write_jsonl(folder / "completion.jsonl", [{"prompt": a, "completion": b} for a, b in pairs]),
+        "chat": write_jsonl(folder / "chat.jsonl", chats),
+    }
+
+
+def command(model: Path, data: Path, out: Path, *more: object) -> list[object]:
+    steps = ["--steps", "8", "--eval-every", "4", "--checkpoint-every", "4", "--lr", "1e-2"]
+    return ["finetune", "--model", model, "--data", data, "--out", out, *TUNE, *steps, *more]
+
+
+@pytest.mark.parametrize("kind", ["text", "completion", "chat"])
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_twins_learn_the_same(model: Path, data: dict[str, Path], tmp_path: Path, kind: str, quantize: str) -> None:
+    succeed(*command(model, data[kind], tmp_path / "ours", "--quantize", quantize))
+    succeed(*command(model, data[kind], tmp_path / "plain", "--quantize", quantize, "--plain"))
+    ours, plain = losses(tmp_path / "ours"), losses(tmp_path / "plain")
+    assert ours[0][0] == pytest.approx(plain[0][0], rel=1e-4) and ours[0][1] == pytest.approx(plain[0][1], rel=1e-2)
+    assert ours[-1][0] < 0.95 * ours[0][0]
+    for a, b in zip(ours, plain, strict=True):
+        assert a[0] == pytest.approx(b[0], rel=0.01)
+    first, second = weights(tmp_path / "ours" / "adapter"), weights(tmp_path / "plain" / "adapter")
+    assert {name: tensor.shape for name, tensor in first.items()} == {name: tensor.shape for name, tensor in second.items()}
+
+
+def test_full_finetuning_changes_every_weight(model: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    succeed(*command(model, data["text"], tmp_path / "ours", "--full"))
+    succeed(*command(model, data["text"], tmp_path / "plain", "--full", "--plain"))
+    for a, b in zip(losses(tmp_path / "ours"), losses(tmp_path / "plain"), strict=True):
+        assert a[0] == pytest.approx(b[0], rel=0.01)
+    before, after = weights(model), weights(tmp_path / "ours" / "model")
+    assert before.keys() == after.keys() and not any(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("plain", [[], ["--plain"]], ids=["ours", "plain"])
+def test_merged_model_says_what_the_adapter_says(
+    model: Path, data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], plain: list[str]
+) -> None:
+    succeed(*command(model, data["completion"], tmp_path / "run", "--quantize", "none", "--merge", *plain))
+    options = ["--temperature", "0", "--max-new-tokens", "12", "the cat 3"]
+    capsys.readouterr()
+    succeed("generate", "--model", tmp_path / "run" / "model", *options)
+    merged = capsys.readouterr().out
+    succeed("generate", "--model", model, "--adapter", tmp_path / "run" / "adapter", *options)
+    adapted = capsys.readouterr().out
+    succeed("generate", "--model", model, *options)
+    assert merged == adapted != capsys.readouterr().out
+
+
+def test_peft_reads_our_adapter(model: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    succeed(*command(model, data["text"], tmp_path / "run", "--quantize", "none", "--eval-batches", "100"))
+    peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path / "run" / "adapter")
+    from shoestring.data.batches import split_blocks
+    from shoestring.data.token_file import read_token_file
+    from shoestring.training.models import plain_loss
+
+    _, val = split_blocks(read_token_file(tmp_path / "run" / "tokens.bin")[0], 32, 0.02)
+    inputs, labels = val.rows(list(range(len(val))))
+    peft.eval()
+    with torch.no_grad():
+        loss = plain_loss(peft)(inputs, labels).item() / labels.numel()
+    assert loss == pytest.approx(losses(tmp_path / "run")[-1][2], rel=1e-5)
+
+
+def test_target_modules_are_honoured(model: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    for plain in ([], ["--plain"]):
+        out = tmp_path / f"run{len(plain)}"
+        succeed(*command(model, data["text"], out, "--target-modules", "q_proj,v_proj", "--steps", 1, *plain))
+        names = {name.split(".lora_")[0].rpartition(".")[2] for name in weights(out / "adapter")}
+        assert names == {"q_proj", "v_proj"}
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_stopped_run_continues_bit_for_bit(
+    model: Path, data: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    succeed(*command(model, data[kind], tmp_path / "straight"))
+    with monkeypatch.context() as patch:
+
+        def stopped(*_: object) -> None:
+            raise MemoryError
+
+        add = loop.MetricsLog.add
+        patch.setattr(loop.MetricsLog, "add", lambda log, row: stopped() if row["step"] == 6 else add(log, row))
+        with pytest.raises(MemoryError):
+            run(*command(model, data[kind], tmp_path / "run"))
+    succeed(*command(model, data[kind], tmp_path / "run", "--resume"))
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+    assert_same_weights(tmp_path / "run" / "adapter", tmp_path / "straight" / "adapter")
+
+
+def test_a_chat_answers(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    succeed("generate", "--model", model, "--chat", "--max-new-tokens", "5", "the cat", "--seed", "1")
+    first = capsys.readouterr().out
+    succeed("generate", "--model", model, "--chat", "--max-new-tokens", "5", "the cat", "--seed", "1")
+    assert capsys.readouterr().out == first
+
+
+def test_resume_with_another_model_names_it(
+    model: Path, data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import shutil
+
+    from cli_helpers import refuse
+    from safetensors.torch import save_file
+
+    copy = tmp_path / "model"
+    shutil.copytree(model, copy)
+    succeed(*command(copy, data["text"], tmp_path / "run", "--steps", 1, "--plain"))
+    changed = weights(copy)
+    changed["model.norm.weight"] += 1
+    save_file(changed, copy / "model.safetensors", metadata={"format": "pt"})
+    line = refuse(capsys, *command(copy, data["text"], tmp_path / "run", "--steps", 1, "--plain", "--resume"))
+    assert "model_files differs" in line
+    config = json.loads((copy / "config.json").read_text())
+    assert config["hidden_size"] == 32

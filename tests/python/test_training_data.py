@@ -116,6 +116,7 @@ def test_examples_are_padded_and_split() -> None:
     inputs, labels = examples.rows([0, 1])
     assert inputs.tolist() == [[1, 2, 0], [4, 5, 6]]
     assert labels.tolist() == [[2, 3, IGNORE], [IGNORE, IGNORE, 7]]
+    assert examples.count([0, 1]) == 5
     train, val = split_examples(examples, seed=0, val_fraction=0.1)
     assert (len(train), len(val)) == (1, 1)
 

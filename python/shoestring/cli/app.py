@@ -191,7 +191,7 @@ def tokenize(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Directory for data, runs and the report; must be new or empty.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option(help="Directory for data, runs and the report; a demo there is replaced.")] = Path("runs/demo"),
     steps: Annotated[int, typer.Option(help="Steps of each training run.")] = 80,
     finetune_steps: Annotated[int, typer.Option(help="Steps of each fine-tuning run.")] = 30,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 
@@ -9,23 +10,22 @@ from shoestring.cli.console import print_table, say
 from shoestring.cli.demo_data import package_documentation, standard_library
 from shoestring.cli.turns import run_in_turns
 from shoestring.data.errors import InputError
+from shoestring.data.files import write_json
 from shoestring.training.report import write_sections
 
 VOCABULARY = 16384
+MARK = "demo.json"  # says that a folder is a demo's
 # 8192 tokens a step: with this vocabulary plain PyTorch's logits are half a gigabyte, three times over.
 SHAPE = ["--seq-len", "512", "--batch-size", "16", "--val-fraction", "0.02", "--eval-batches", "2"]
 
 
 def demo(out: Path, steps: int, finetune_steps: int) -> None:
     """Train, fine-tune, compare; every run is a process of its own."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"--out {out}: exists and is not an empty directory; remove it or give another")
     if steps < 1 or finetune_steps < 1:
         raise InputError(f"--steps, --finetune-steps: expected at least 1, got {steps} and {finetune_steps}")
     began = time.monotonic()
-    data, train, tune = out / "data", out / "train", out / "finetune"
-    for folder in (data, train, tune):
-        folder.mkdir(parents=True)
+    data, train, tune = _prepare(out)
+    write_json(out / MARK, {"steps": steps, "finetune_steps": finetune_steps})
     size = standard_library(data / "stdlib.jsonl")
     say(f"source of Python's standard library: {size / 1e6:.1f} MB; a tokenizer of {VOCABULARY} tokens is trained on it")
     tokens = ["tokenize", "--data", str(data / "stdlib.jsonl"), "--vocab-size", str(VOCABULARY), "--out", str(data / "stdlib.bin")]
@@ -65,6 +65,17 @@ def demo(out: Path, steps: int, finetune_steps: int) -> None:
         print(f"\n{name}")
         print_table(rows)
     print(f"\n{time.monotonic() - began:.0f} s in all. Report: {out / 'report.html'}")
+
+
+def _prepare(out: Path) -> list[Path]:
+    """Make the folders of a demo; those of a demo before it are replaced, anything else is not touched."""
+    if out.exists() and not (out / MARK).is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"--out {out}: exists and is not the directory of a demo; give another")
+    folders = [out / name for name in ("data", "train", "finetune")]
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    return folders
 
 
 def _every(steps: int) -> list[str]:

@@ -15,9 +15,14 @@ IGNORE = -100  # label of a position that carries no loss
 
 
 class Rows(Protocol):
-    """A data set: ``rows(indices)`` gives inputs and labels, both int64 (rows, tokens), already shifted by one."""
+    """A data set: ``rows(indices)`` gives inputs and labels, both int64 (rows, tokens), already shifted by one.
+
+    ``count(indices)`` is the number of their tokens, padding left out.
+    """
 
     def __len__(self) -> int: ...
+
+    def count(self, indices: list[int]) -> int: ...
 
     def rows(self, indices: list[int]) -> tuple[Tensor, Tensor]: ...
 
@@ -31,6 +36,9 @@ class Blocks:
 
     def __len__(self) -> int:
         return max(0, (len(self.tokens) - 1) // self.seq_len)
+
+    def count(self, indices: list[int]) -> int:
+        return len(indices) * self.seq_len
 
     def rows(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         length = self.seq_len
@@ -52,6 +60,9 @@ class Examples:
 
     def __len__(self) -> int:
         return len(self.starts) - 1
+
+    def count(self, indices: list[int]) -> int:
+        return sum(int(self.starts[i + 1] - self.starts[i]) - 1 for i in indices)
 
     def rows(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         spans = [(int(self.starts[i]), int(self.starts[i + 1])) for i in indices]

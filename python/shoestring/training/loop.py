@@ -72,7 +72,8 @@ class Trainer:
 
     def _accumulate(self, step: int, order: BatchOrder, first: bool) -> tuple[float, int]:
         """Forward and backward of one step; the mean is over all labelled positions of all its micro-batches."""
-        batches = [self.train.rows(rows) for rows in order.step(step)]
+        drawn = order.step(step)
+        batches = [self.train.rows(rows) for rows in drawn]
         labelled = sum(int((labels != IGNORE).sum()) for _, labels in batches)
         total = 0.0
         for number, (inputs, labels) in enumerate(batches):
@@ -87,7 +88,7 @@ class Trainer:
                 self._require_finite(step, value, 0.0)
             loss.backward()
             total += value
-        return total, sum(int(inputs.numel()) for inputs, _ in batches)
+        return total, sum(self.train.count(rows) for rows in drawn)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """bf16 matrix products over fp32 weights, or nothing."""

@@ -14,6 +14,7 @@ import pytest
 from cli_helpers import TINY, refuse, run, succeed, text, write_jsonl
 
 from shoestring.cli import console, demo_data, turns
+from shoestring.cli.app import spread
 from shoestring.data.errors import InputError
 from shoestring.data.token_file import read_token_file
 from shoestring.data.tokenizer import load_tokenizer
@@ -32,7 +33,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_tokenize_trains_and_reuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text(text(30))
     file = write_jsonl(tmp_path / "b.jsonl", [{"text": "first"}, {"text": "second"}])
-    succeed("tokenize", "--data", tmp_path / "a.txt", "--data", file, "--vocab-size", 280, "--out", tmp_path / "t.bin")
+    succeed("tokenize", "--data", tmp_path / "a.txt", file, "--vocab-size", 280, "--out", tmp_path / "t.bin")
     assert capsys.readouterr().out.endswith(f" tokens in {tmp_path / 't.bin'}\n")
     tokenizer = load_tokenizer(tmp_path / "t-tokenizer")
     tokens, vocab = read_token_file(tmp_path / "t.bin")
@@ -133,6 +134,13 @@ def test_demo_leaves_other_folders_alone(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "mine").touch()
     assert "not the directory of a demo" in refuse(capsys, "demo", "--out", tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
+def test_data_takes_several_files() -> None:
+    assert spread(["train", "--data", "a", "b", "--plain", "--out", "o", "--data", "c"]) == [
+        "train", "--data", "a", "--data", "b", "--plain", "--out", "o", "--data", "c",
+    ]  # fmt: skip
+    assert spread(["compare", "a", "b", "--out", "c"]) == ["compare", "a", "b", "--out", "c"]
 
 
 def test_figures_for_people() -> None:

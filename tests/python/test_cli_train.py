@@ -60,13 +60,15 @@ def test_run_folder_is_complete(twins: tuple[Path, Path]) -> None:
         assert tokenizer.decode(tokenizer("far away 漢\n")["input_ids"]) == "far away 漢\n"
 
 
-def test_our_optimizer_state_is_smaller(twins: tuple[Path, Path]) -> None:
+def test_memory_follows_its_formula(twins: tuple[Path, Path]) -> None:
     measured = []
     for folder in twins:
         parts = {part["name"]: part for part in json.loads((folder / "summary.json").read_text())["memory"]}
-        assert parts["optimizer"]["measured"] == pytest.approx(parts["optimizer"]["expected"], rel=0.35)  # tiny: padding shows
+        for part in ("weights", "gradients", "optimizer"):
+            assert parts[part]["measured"] == pytest.approx(parts[part]["expected"], rel=0.001)
+        assert parts["activations"]["measured"] == pytest.approx(parts["activations"]["expected"], rel=0.1)
         measured.append(parts["optimizer"]["measured"])
-    assert measured[0] < 0.4 * measured[1]
+    assert measured[0] < 0.3 * measured[1]  # 8-bit state
 
 
 def test_accumulation_gives_the_same_gradient(data: Path, tmp_path: Path) -> None:

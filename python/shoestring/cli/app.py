@@ -21,7 +21,7 @@ def shoestring() -> None:
     """Train and fine-tune language models in little memory."""
 
 
-Data = Annotated[list[Path], typer.Option("--data", help="Text files, JSONL files or directories; give it once for each.")]
+Data = Annotated[list[Path], typer.Option("--data", help="Text files, JSONL files or directories; several may follow.")]
 Out = Annotated[Path, typer.Option(help="Directory of the run; must be new or empty.")]
 Glob = Annotated[str, typer.Option("--glob", help="Which files of a directory are read.")]
 SeqLen = Annotated[int, typer.Option(help="Tokens in a row.")]
@@ -212,11 +212,24 @@ def finish(summary: dict[str, Any], out: Path) -> None:
     )
 
 
+def spread(argv: list[str]) -> list[str]:
+    """Let `--data` take several files, as the shell gives them for a pattern: `--data *.txt` means `--data` for each."""
+    arguments: list[str] = []
+    listing = False
+    for argument in argv:
+        if argument.startswith("-"):
+            listing = argument == "--data"
+        elif listing and arguments[-1] != "--data":
+            arguments.append("--data")
+        arguments.append(argument)
+    return arguments
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit code: 0, 2 for input that cannot be used, 130 for Ctrl-C."""
     command = typer.main.get_command(app)
     try:
-        result = command.main(args=argv, prog_name="shoestring", standalone_mode=False)
+        result = command.main(args=spread(sys.argv[1:] if argv is None else argv), prog_name="shoestring", standalone_mode=False)
         if result == 130:  # the parser has turned Ctrl-C into this code
             raise KeyboardInterrupt
         return result if isinstance(result, int) else 0

@@ -50,10 +50,14 @@ def memory_parts(trainer: "Trainer", baseline: int, peak: int) -> list[Part]:
     trained = [p for p in model.parameters() if p.requires_grad]
     count = sum(p.numel() for p in trained)
     weights, expected_weights, weights_formula = _weights(model)
-    if config.plain or config.optimizer_state == "fp32":
+    blocks = sum(-(-p.numel() // 256) for p in trained)  # ours begins each tensor at a whole block of its state
+    if config.plain:
         optimizer_formula, expected_optimizer = "8 B x trained", 8 * count
-    else:  # two 8-bit codes, and two fp32 scales for each block of 256
-        optimizer_formula, expected_optimizer = "(2 + 8/256) B x trained", 2 * count + 8 * count // 256
+    elif config.optimizer_state == "fp32":
+        optimizer_formula, expected_optimizer = "8 B x trained, tensors in blocks of 256", 2048 * blocks
+    else:  # two 8-bit codes for each element, and two fp32 scales for each block
+        optimizer_formula, expected_optimizer = "(2 + 8/256) B x trained, tensors in blocks of 256", 520 * blocks
+    expected_optimizer += 4 * len(trained)  # each tensor's step
     gradients = sum(p.numel() * p.element_size() for p in trained)
     activations, activations_formula = _activations(trainer)
     parts = [

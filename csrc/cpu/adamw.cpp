@@ -98,7 +98,7 @@ void step(const AdamWTensor& t, int64_t first, int64_t last) {
     const T* grad = static_cast<const T*>(t.grad) + begin;
     T padded_param[kStateBlock], padded_grad[kStateBlock];
     const bool whole = count == kStateBlock;
-    if (!whole) {  // the last block of a tensor: zeros change neither scale
+    if (!whole) {  // the last block of a tensor is filled up with zeros, which change neither scale
       __builtin_memset(padded_param, 0, sizeof padded_param);
       __builtin_memset(padded_grad, 0, sizeof padded_grad);
       __builtin_memcpy(padded_param, param, count * sizeof(T));
@@ -110,8 +110,13 @@ void step(const AdamWTensor& t, int64_t first, int64_t last) {
       block_float<Weight>(t.rule, p, g, static_cast<float*>(t.exp_avg) + begin,
                           static_cast<float*>(t.exp_avg_sq) + begin);
     } else {
-      block_8bit<Weight>(t.rule, p, g, static_cast<uint8_t*>(t.exp_avg) + begin,
-                         static_cast<uint8_t*>(t.exp_avg_sq) + begin, t.exp_avg_scale[block], t.exp_avg_sq_scale[block]);
+      uint8_t* m = static_cast<uint8_t*>(t.exp_avg) + begin;
+      uint8_t* v = static_cast<uint8_t*>(t.exp_avg_sq) + begin;
+      if (!whole) {
+        __builtin_memset(m + count, 127, kStateBlock - count);
+        __builtin_memset(v + count, 0, kStateBlock - count);
+      }
+      block_8bit<Weight>(t.rule, p, g, m, v, t.exp_avg_scale[block], t.exp_avg_sq_scale[block]);
     }
     if (!whole) __builtin_memcpy(param, padded_param, count * sizeof(T));
   }

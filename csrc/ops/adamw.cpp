@@ -169,6 +169,8 @@ void adamw_meta(at::TensorList params, const OptionalTensors& grads, const Tenso
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) { m.impl("adamw_", adamw_cpu); }
+// Sparse gradients come here too, to be refused in words.
+TORCH_LIBRARY_IMPL(shoestring, SparseCPU, m) { m.impl("adamw_", adamw_cpu); }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) { m.impl("adamw_", adamw_meta); }
 
 }  // namespace

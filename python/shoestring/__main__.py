@@ -22,16 +22,18 @@ def report() -> str:
     )
 
 
-def main() -> None:
+def main() -> int:
+    """The exit code."""
     if sys.argv[1:] == ["--cmake-dir"]:
         print(shoestring.cmake_prefix_path)
     elif len(sys.argv) == 1:
         print(report())
     else:
-        from shoestring.cli.app import main as command_line
+        from shoestring.cli import main as command_line
 
-        command_line()
+        return command_line()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,7 +1,8 @@
-"""`python -m shoestring.cli` is the `shoestring` command."""
+"""``python -m shoestring.cli``: the command without the report of ``python -m shoestring``."""
 
 import sys
 
-from shoestring.cli.app import main
+from shoestring.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,6 +7,8 @@ def main(argv: list[str] | None = None) -> int:
     """The `shoestring` command; returns its exit code."""
     try:
         from shoestring.cli.app import main as run
+
+        return run(argv)
     except ModuleNotFoundError as error:
         if (error.name or "shoestring").startswith("shoestring"):
             raise
@@ -16,4 +18,3 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    return run(argv)

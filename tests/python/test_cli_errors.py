@@ -139,8 +139,8 @@ UNSOUND = "model.safetensors: not a sound safetensors file ("
         (header(lambda f: f["model.norm.weight"].update(shape=[1 << 40, 1 << 40])), UNSOUND),
         (header(lambda f: f["model.norm.weight"].update(dtype="F99")), UNSOUND),
         (header(lambda f: f.update(extra=f.pop("model.norm.weight"))), "missing, the first is model.norm.weight"),
-        (config(hidden_size=64), "in the weights, but config.json asks for"),
-        (config(vocab_size=301), "model.embed_tokens.weight has shape [300, 32] in the weights, but config.json asks for [301, 32]"),
+        (config(hidden_size=128), "in the weights, but config.json asks for"),
+        (config(vocab_size=301), "model.embed_tokens.weight has shape [300, 64] in the weights, but config.json asks for [301, 64]"),
         (
             lambda model: (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}'),
             "names the weight file '../x.safetensors', which is not in the directory",
@@ -226,10 +226,10 @@ def test_compare_needs_finished_runs(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 640 KiB: room for a tokenizer and a checkpoint or two of the tiny model."""
+    """A file system of 4 MiB: room for a tokenizer and a checkpoint or two of the tiny model."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=640k", "tmpfs", folder], capture_output=True).returncode:
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True).returncode:
         pytest.skip("a small file system cannot be mounted here; the next test simulates one")
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_helpers import TINY, TUNE, assert_same_weights, losses, run, succeed, text, weights, write_jsonl
+from cli_helpers import TINY, TUNE, assert_same_weights, losses, refuse, run, succeed, text, weights, write_jsonl
 
 from shoestring.training import loop
 
@@ -49,6 +49,10 @@ def test_twins_learn_the_same(model: Path, data: dict[str, Path], tmp_path: Path
     assert ours[-1][0] < 0.95 * ours[0][0]
     for a, b in zip(ours, plain, strict=True):
         assert a[0] == pytest.approx(b[0], rel=0.01)
+    for run_folder in (tmp_path / "ours", tmp_path / "plain"):
+        for part in json.loads((run_folder / "summary.json").read_text())["memory"]:
+            if part["name"] in ("weights", "gradients", "optimizer"):
+                assert part["measured"] == pytest.approx(part["expected"], rel=0.01), part
     first, second = weights(tmp_path / "ours" / "adapter"), weights(tmp_path / "plain" / "adapter")
     assert {name: tensor.shape for name, tensor in first.items()} == {name: tensor.shape for name, tensor in second.items()}
 
@@ -96,11 +100,19 @@ def test_peft_reads_our_adapter(model: Path, data: dict[str, Path], tmp_path: Pa
 
 
 def test_target_modules_are_honoured(model: Path, data: dict[str, Path], tmp_path: Path) -> None:
-    for plain in ([], ["--plain"]):
-        out = tmp_path / f"run{len(plain)}"
-        succeed(*command(model, data["text"], out, "--target-modules", "q_proj,v_proj", "--steps", 1, *plain))
+    for number, (targets, plain) in enumerate((targets, plain) for targets in ("q_proj", "q_proj,v_proj") for plain in ([], ["--plain"])):
+        out = tmp_path / f"run{number}"
+        succeed(*command(model, data["text"], out, "--target-modules", targets, "--steps", 1, *plain))
         names = {name.split(".lora_")[0].rpartition(".")[2] for name in weights(out / "adapter")}
-        assert names == {"q_proj", "v_proj"}
+        assert names == set(targets.split(","))
+
+
+def test_targets_that_match_nothing(
+    model: Path, data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for plain in ([], ["--plain"]):
+        line = refuse(capsys, *command(model, data["text"], tmp_path / "run", "--target-modules", "nothing", *plain))
+        assert "--target-modules" in line and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("kind", ["text", "chat"])
@@ -134,7 +146,6 @@ def test_resume_with_another_model_names_it(
 ) -> None:
     import shutil
 
-    from cli_helpers import refuse
     from safetensors.torch import save_file
 
     copy = tmp_path / "model"
@@ -145,5 +156,3 @@ def test_resume_with_another_model_names_it(
     save_file(changed, copy / "model.safetensors", metadata={"format": "pt"})
     line = refuse(capsys, *command(copy, data["text"], tmp_path / "run", "--steps", 1, "--plain", "--resume"))
     assert "model_files differs" in line
-    config = json.loads((copy / "config.json").read_text())
-    assert config["hidden_size"] == 32

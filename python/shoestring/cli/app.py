@@ -137,7 +137,7 @@ def finetune(
         eval_batches=eval_batches, gradient_checkpointing=gradient_checkpointing, optimizer_state=optimizer_state,
         workspace_mb=workspace_mb, plain=plain, model=model, full=full, rank=rank, alpha=alpha,
         quantize=None if full or quantize == "none" else quantize,
-        target_modules=target_modules.split(",") if "," in target_modules else target_modules,
+        target_modules=target_modules if target_modules == "all-linear" else target_modules.split(","),
     )  # fmt: skip
     finish(run(config, RunOptions(out, resume, checkpoint_every, threads), data, glob, merge), out)
 

@@ -22,7 +22,7 @@ class Preset:
 
 
 PRESETS = {
-    "tiny": Preset(32, 2, 2, 2, 96),
+    "tiny": Preset(64, 2, 2, 2, 192),
     "mini": Preset(128, 4, 4, 4, 384),
     "small": Preset(256, 6, 4, 4, 768),
     "medium": Preset(512, 8, 8, 8, 1536),

@@ -38,11 +38,18 @@ def resident_bytes() -> int:
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages behind ``tensors``: tied weights and views count once."""
-    storages = {}
-    for tensor in tensors:
+    return sum(dict(pair for tensor in tensors for pair in storages(tensor)).values())
+
+
+def storages(tensor: Tensor) -> Iterable[tuple[int, int]]:
+    """Yield (address, bytes) of each storage of a tensor; a wrapper such as a quantised weight has several."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        for name in flatten()[0]:
+            yield from storages(getattr(tensor, name))
+    else:
         storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+        yield storage.data_ptr(), storage.nbytes()
 
 
 def _state_tensors(value: Any) -> Iterable[Tensor]:
@@ -62,22 +69,22 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of parameters and buffers."""
-    return storage_bytes([*model.parameters(), *model.buffers()])
+    """Bytes of parameters and buffers, and of the scales that bitsandbytes keeps outside of both."""
+    states = [getattr(p, "quant_state", None) for p in model.parameters()]
+    scales = [state.absmax for state in states if state is not None]
+    return storage_bytes([*model.parameters(), *model.buffers(), *scales])
 
 
 class SavedActivations:
     """Counts the bytes that autograd keeps for the backward pass of what runs inside the block (weights left out)."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._weights = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
+        self._weights = {address for p in [*model.parameters(), *model.buffers()] for address, _ in storages(p)}
         self._seen: dict[int, int] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._weights:
-            self._seen[storage.data_ptr()] = storage.nbytes()
+        self._seen.update(pair for pair in storages(tensor) if pair[0] not in self._weights)
         return tensor
 
     def __enter__(self) -> "SavedActivations":

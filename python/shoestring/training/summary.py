@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -78,20 +79,15 @@ def memory_parts(trainer: "Trainer", baseline: int, peak: int) -> list[Part]:
 
 
 def _weights(model: nn.Module) -> tuple[int, int, str]:
-    """Measured bytes, bytes by formula, and the formula; a 4-bit weight takes 0.5 B and a share of its fp32 scale."""
-    full = packed = scales = 0
-    for module in model.modules():
-        if type(module).__name__ == "Linear4bit":
-            packed += module.in_features * module.out_features
-            state = getattr(getattr(module, "weight", None), "quant_state", None)  # kept outside parameters and buffers
-            scales += memory.storage_bytes([state.absmax]) if state is not None else 0
+    """Measured bytes, bytes by formula, and the formula; a 4-bit weight takes 0.5 B and 1/64 of its fp32 scale."""
+    counts: dict[float, int] = {}  # elements by their bytes
     for parameter in model.parameters():
-        full += parameter.numel() if parameter.is_floating_point() else 0
-    size = next(p.element_size() for p in model.parameters() if p.is_floating_point())
-    formula = f"{size} B x {full / 1e6:.1f} M"
-    if packed:
-        formula += f" + 0.5625 B x {packed / 1e6:.1f} M"
-    return memory.weight_bytes(model) + scales, size * full + packed * 9 // 16, formula
+        state = getattr(parameter, "quant_state", None)  # bitsandbytes'
+        packed = state is not None or hasattr(parameter, "__tensor_flatten__")
+        size = 0.5 + 4 / 64 if packed else parameter.element_size()
+        counts[size] = counts.get(size, 0) + (math.prod(state.shape) if state is not None else parameter.numel())
+    formula = " + ".join(f"{size:g} B x {count / 1e6:.2f} M" for size, count in counts.items())
+    return memory.weight_bytes(model), int(sum(size * count for size, count in counts.items())), formula
 
 
 def _activations(trainer: "Trainer") -> tuple[int | None, str]:

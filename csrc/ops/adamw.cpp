@@ -4,6 +4,7 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/core/List.h>
 #include <torch/library.h>
 
@@ -168,7 +169,25 @@ void adamw_meta(at::TensorList params, const OptionalTensors& grads, const Tenso
               " parameters, received ", grads.size());
 }
 
+// An optimizer step is no part of a graph.
+void adamw_autograd(at::TensorList params, const OptionalTensors& grads, const Tensor& step, const Tensor& exp_avg,
+                    const OptionalTensor& exp_avg_scale, const Tensor& exp_avg_sq,
+                    const OptionalTensor& exp_avg_sq_scale, double lr, double beta1, double beta2, double eps,
+                    double weight_decay, bool maximize) {
+  if (at::GradMode::is_enabled()) {
+    for (const Tensor& p : params) {
+      TORCH_CHECK(!p.requires_grad(), kOp, ": params: a step on parameters that require gradients is not recorded for "
+                  "backward; call it under torch.no_grad()");
+    }
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  static auto op = find<decltype(adamw_cpu)>("shoestring::adamw_");
+  op.call(params, grads, step, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, lr, beta1, beta2, eps,
+          weight_decay, maximize);
+}
+
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) { m.impl("adamw_", adamw_cpu); }
+TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("adamw_", adamw_autograd); }
 // Sparse gradients come here too, to be refused in words.
 TORCH_LIBRARY_IMPL(shoestring, SparseCPU, m) { m.impl("adamw_", adamw_cpu); }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) { m.impl("adamw_", adamw_meta); }

@@ -1,0 +1,173 @@
+#include "checkpoint.h"
+
+#include <ATen/ops/scalar_tensor.h>
+#include <dirent.h>
+#include <fcntl.h>
+#include <shoestring/optim.h>
+#include <shoestring/safetensors.h>
+#include <sys/stat.h>
+#include <torch/optim/adamw.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "options.h"
+
+// std::filesystem is not used: LibTorch exports an older library's copy of it, which crashes where it is called.
+
+namespace {
+
+using at::Tensor;
+using shoestring::SafetensorsFile;
+using OurState = shoestring::optim::AdamWParamState;
+using PlainState = torch::optim::AdamWParamState;
+
+constexpr size_t kKept = 2;
+const std::string kPrefix = "checkpoint-", kSuffix = ".safetensors";
+
+std::string path_of(const std::string& folder, int64_t step) {
+  return folder + "/" + kPrefix + std::to_string(step) + kSuffix;
+}
+
+// The steps of the checkpoints in a folder, newest first. A file that was being written has another name.
+std::vector<int64_t> checkpoints(const std::string& folder) {
+  std::vector<int64_t> steps;
+  const std::unique_ptr<DIR, int (*)(DIR*)> dir(::opendir(folder.c_str()), ::closedir);
+  while (const dirent* entry = dir ? ::readdir(dir.get()) : nullptr) {
+    const std::string name = entry->d_name;
+    if (name.size() <= kPrefix.size() + kSuffix.size() || name.rfind(kPrefix, 0) != 0) continue;
+    const char* end = name.data() + name.size() - kSuffix.size();
+    int64_t step = 0;
+    const auto parsed = std::from_chars(name.data() + kPrefix.size(), end, step);
+    if (parsed.ec == std::errc() && parsed.ptr == end && end == kSuffix) steps.push_back(step);
+  }
+  std::sort(steps.rbegin(), steps.rend());
+  return steps;
+}
+
+// A parameter's optimizer state by name, ours or LibTorch's.
+std::vector<std::pair<std::string, Tensor>> named_state(const torch::optim::OptimizerParamState& state) {
+  if (const auto* s = dynamic_cast<const OurState*>(&state)) {
+    return {{"step", s->step()},
+            {"exp_avg", s->exp_avg()},
+            {"exp_avg_scale", s->exp_avg_scale()},
+            {"exp_avg_sq", s->exp_avg_sq()},
+            {"exp_avg_sq_scale", s->exp_avg_sq_scale()}};
+  }
+  const auto& s = dynamic_cast<const PlainState&>(state);
+  return {{"step", at::scalar_tensor(s.step(), at::kLong)}, {"exp_avg", s.exp_avg()}, {"exp_avg_sq", s.exp_avg_sq()}};
+}
+
+std::unique_ptr<torch::optim::OptimizerParamState> load_state(const SafetensorsFile& file, const std::string& prefix,
+                                                              bool ours) {
+  const auto load = [&](const char* name) { return file.load(prefix + name); };
+  if (!ours) {
+    auto state = std::make_unique<PlainState>();
+    state->step(load("step").item<int64_t>());
+    state->exp_avg(load("exp_avg"));
+    state->exp_avg_sq(load("exp_avg_sq"));
+    return state;
+  }
+  auto state = std::make_unique<OurState>();
+  state->step(load("step"));
+  state->exp_avg(load("exp_avg"));
+  state->exp_avg_scale(load("exp_avg_scale"));
+  state->exp_avg_sq(load("exp_avg_sq"));
+  state->exp_avg_sq_scale(load("exp_avg_sq_scale"));
+  return state;
+}
+
+void require_same_run(const SafetensorsFile& file, const std::string& path, const Fingerprint& fingerprint) {
+  for (const auto& [name, now] : fingerprint) {
+    const auto found = file.metadata().find(name);
+    const std::string before = found == file.metadata().end() ? "nothing" : found->second;
+    if (before != now) {
+      throw InputError("--resume " + path + ": " + name + " differs: the run has " + before + ", this command has " +
+                       now + "; give the same value or another --out");
+    }
+  }
+}
+
+}  // namespace
+
+void make_folder(const std::string& folder) {
+  for (size_t at = 0; at != std::string::npos;) {
+    at = folder.find('/', at + 1);
+    const std::string part = folder.substr(0, at);
+    struct stat info {};
+    const bool made = ::mkdir(part.c_str(), 0777) == 0 || (::stat(part.c_str(), &info) == 0 && S_ISDIR(info.st_mode));
+    if (!made) throw InputError("--out " + folder + ": cannot make the folder: " + std::strerror(errno));
+  }
+}
+
+bool has_checkpoint(const std::string& folder) { return !checkpoints(folder).empty(); }
+
+void save_checkpoint(const std::string& folder, int64_t step, const torch::nn::Module& model,
+                     torch::optim::Optimizer& optimizer, const Fingerprint& fingerprint) {
+  shoestring::TensorDict tensors;
+  for (const auto& item : model.named_parameters()) {
+    tensors.insert("model." + item.key(), item.value());
+    const auto found = optimizer.state().find(item.value().unsafeGetTensorImpl());
+    if (found == optimizer.state().end()) continue;
+    for (const auto& [name, tensor] : named_state(*found->second)) {
+      if (tensor.defined()) tensors.insert("optimizer." + item.key() + "." + name, tensor);
+    }
+  }
+  auto metadata = fingerprint;
+  metadata["step"] = std::to_string(step);
+  shoestring::save_safetensors(path_of(folder, step), tensors, metadata);
+
+  // A newer one than this is damaged: the run has continued from an older one.
+  size_t kept = 0;
+  for (int64_t other : checkpoints(folder)) {
+    if (other > step || ++kept > kKept) ::unlink(path_of(folder, other).c_str());
+  }
+}
+
+int64_t load_checkpoint(const std::string& folder, const torch::nn::Module& model, torch::optim::Optimizer& optimizer,
+                        const Fingerprint& fingerprint) {
+  const bool ours = dynamic_cast<shoestring::optim::AdamW*>(&optimizer) != nullptr;
+  std::string refused;
+  for (int64_t step : checkpoints(folder)) {
+    const std::string path = path_of(folder, step);
+    std::unique_ptr<SafetensorsFile> file;
+    try {
+      file = std::make_unique<SafetensorsFile>(path);
+    } catch (const c10::Error& error) {  // a damaged file: the one before it is still good
+      if (refused.empty()) refused = error.what_without_backtrace();
+      continue;
+    }
+    require_same_run(*file, path, fingerprint);
+    for (const auto& item : model.named_parameters()) {
+      file->load_into("model." + item.key(), item.value());
+      const std::string prefix = "optimizer." + item.key() + ".";
+      if (!file->contains(prefix + "step")) continue;  // it has had no gradient yet
+      optimizer.state()[item.value().unsafeGetTensorImpl()] = load_state(*file, prefix, ours);
+    }
+    if (!refused.empty()) std::fprintf(stderr, "train_gpt: passed over a damaged checkpoint: %s\n", refused.c_str());
+    return step;
+  }
+  throw InputError("--resume " + folder + ": " +
+                   (refused.empty() ? "there is no checkpoint to continue from" : refused));
+}
+
+void save_model(const std::string& folder, const torch::nn::Module& model, const std::string& config) {
+  const std::string path = folder + "/config.json", temporary = path + ".tmp";
+  std::FILE* file = std::fopen(temporary.c_str(), "w");
+  const bool written =
+      file && std::fputs(config.c_str(), file) >= 0 && std::fflush(file) == 0 && ::fsync(::fileno(file)) == 0;
+  const int error = errno;
+  if (file) std::fclose(file);
+  if (!written || std::rename(temporary.c_str(), path.c_str()) != 0) {
+    ::unlink(temporary.c_str());
+    throw InputError(path + ": cannot write: " + std::strerror(written ? errno : error));
+  }
+  // The weights last: where they are, the directory is complete.
+  shoestring::save_safetensors(folder + "/model.safetensors", model.named_parameters(), {{"format", "pt"}});
+}

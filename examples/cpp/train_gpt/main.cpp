@@ -1,0 +1,199 @@
+// Trains a Llama-style model from scratch on a token file, in C++ alone. The two lines that shoestring changes are
+// marked: the loss, which never holds the logits, and the optimizer, whose state takes 2 bytes a parameter instead
+// of 8.
+// --plain takes LibTorch's own in their place.
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/cross_entropy_loss.h>
+#include <ATen/ops/linear.h>
+#include <shoestring/ops.h>
+#include <shoestring/optim.h>
+#include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/adamw.h>
+#include <torch/utils.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <fstream>
+#include <numbers>
+#include <string>
+
+#include "checkpoint.h"
+#include "data.h"
+#include "model.h"
+#include "options.h"
+
+using at::Tensor;
+
+namespace {
+
+constexpr int64_t kValidationBatches = 8;
+constexpr std::tuple<double, double> kBetas{0.9, 0.95};
+
+// rows (rows, tokens + 1): the mean loss over all positions.
+Tensor loss_of(LlamaForCausalLM& model, const Tensor& rows, bool plain) {
+  const int64_t tokens = rows.size(1) - 1;
+  const Tensor hidden = model(rows.narrow(1, 0, tokens)), target = rows.narrow(1, 1, tokens);
+  if (plain) {
+    return at::cross_entropy_loss(at::linear(hidden, model->output_weight()).flatten(0, 1), target.flatten());
+  }
+  return shoestring::linear_cross_entropy(hidden, model->output_weight(), target);  // shoestring
+}
+
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(LlamaForCausalLM& model, const Options& options) {
+  std::vector<Tensor> matrices, norms;  // no weight decay for the latter
+  for (const Tensor& p : model->parameters()) (p.dim() >= 2 ? matrices : norms).push_back(p);
+  const auto make = [&]<class AdamW, class AdamWOptions>() {
+    const auto defaults = AdamWOptions(options.lr).betas(kBetas).weight_decay(options.weight_decay);
+    auto undecayed = std::make_unique<AdamWOptions>(defaults);
+    undecayed->weight_decay(0);
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    groups.emplace_back(matrices, std::make_unique<AdamWOptions>(defaults));
+    groups.emplace_back(norms, std::move(undecayed));
+    return std::unique_ptr<torch::optim::Optimizer>(std::make_unique<AdamW>(groups, defaults));
+  };
+  if (options.plain) return make.operator()<torch::optim::AdamW, torch::optim::AdamWOptions>();
+  return make.operator()<shoestring::optim::AdamW, shoestring::optim::AdamWOptions>();  // shoestring: 8-bit state
+}
+
+// Linear warm-up, then a cosine down to 0 (Loshchilov & Hutter 2017): a pure function of the step.
+double learning_rate(int64_t step, const Options& o) {
+  if (step < o.warmup) return o.lr * static_cast<double>(step + 1) / static_cast<double>(o.warmup);
+  const double progress =
+      static_cast<double>(step - o.warmup) / static_cast<double>(std::max<int64_t>(1, o.steps - o.warmup));
+  return o.lr * 0.5 * (1 + std::cos(std::numbers::pi * progress));
+}
+
+// High-water mark of the process's memory, in MiB.
+int64_t peak_memory() {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.rfind("VmHWM:", 0) == 0) return std::stoll(line.substr(6)) / 1024;
+  }
+  return 0;
+}
+
+class Progress {
+ public:
+  explicit Progress(const Options& options) : options_(options), terminal_(::isatty(STDOUT_FILENO)) {}
+
+  // A line that is rewritten on a terminal; elsewhere about twenty lines a run.
+  void show(int64_t step, double loss, double seconds) {
+    const int64_t tokens = options_.batch_size * options_.seq_len * options_.accumulate;
+    if (steps_++ > 0) timed_ += seconds;  // the first step also allocates
+    const bool last = step == options_.steps;
+    if (!terminal_ && !last && step % std::max<int64_t>(1, options_.steps / 20) != 0) return;
+    std::printf("%sstep %lld/%lld  loss %.4f  %.0f tokens/s  peak %lld MiB%s", terminal_ ? "\r\033[K" : "",
+                static_cast<long long>(step), static_cast<long long>(options_.steps), loss,
+                static_cast<double>(tokens) / seconds, static_cast<long long>(peak_memory()),
+                terminal_ && !last ? "" : "\n");
+    std::fflush(stdout);
+  }
+  double tokens_per_second() const {
+    const int64_t tokens = options_.batch_size * options_.seq_len * options_.accumulate;
+    return timed_ > 0 ? static_cast<double>(tokens * (steps_ - 1)) / timed_ : 0;
+  }
+
+ private:
+  const Options& options_;
+  bool terminal_;
+  int64_t steps_ = 0;
+  double timed_ = 0;
+};
+
+double validate(LlamaForCausalLM& model, const Blocks& blocks, const Options& options) {
+  torch::NoGradGuard no_grad;
+  const int64_t count = std::min(blocks.count, kValidationBatches * options.batch_size);
+  double total = 0;
+  for (int64_t begin = 0; begin < count; begin += options.batch_size) {
+    std::vector<int64_t> numbers;
+    for (int64_t i = begin; i < std::min(begin + options.batch_size, count); ++i) numbers.push_back(i);
+    total += loss_of(model, blocks.rows(numbers), options.plain).item<double>() * static_cast<double>(numbers.size());
+  }
+  return total / static_cast<double>(count);
+}
+
+void require_finite(const char* what, double value, int64_t step, const Options& options) {
+  if (std::isfinite(value)) return;
+  throw InputError("step " + std::to_string(step + 1) + ": the " + what + " is " + std::to_string(value) +
+                   "; training stopped before the weights changed; lower --lr or set --clip" +
+                   (has_checkpoint(options.out) ? "; the last checkpoint in " + options.out + " is kept" : ""));
+}
+
+void train(const Options& options) {
+  if (options.threads > 0) at::set_num_threads(static_cast<int>(options.threads));
+  const int64_t libtorch = peak_memory();
+  const TokenFile file(options.data);
+  const auto [blocks, held_out] = split(file, options.seq_len);
+  if (!options.resume && has_checkpoint(options.out)) {
+    throw InputError("--out " + options.out + ": holds a run already; continue it with --resume or give another --out");
+  }
+  auto fingerprint = deciding_options(options);
+  fingerprint["data"] = file.fingerprint();
+
+  torch::manual_seed(static_cast<uint64_t>(options.seed));
+  const LlamaConfig config{file.vocab_size(), options.hidden,   options.layers,
+                           options.heads,     options.kv_heads, std::max<int64_t>(options.seq_len, 2048)};
+  LlamaForCausalLM model(config);
+  const auto optimizer = make_optimizer(model, options);
+  int64_t parameters = 0;
+  for (const Tensor& p : model->parameters()) parameters += p.numel();
+  const int64_t start = options.resume ? load_checkpoint(options.out, *model, *optimizer, fingerprint) : 0;
+  make_folder(options.out);
+  std::printf("%.1f M parameters, %lld tokens, vocabulary %lld, %s, %d threads%s\n",
+              static_cast<double>(parameters) / 1e6, static_cast<long long>(file.size()),
+              static_cast<long long>(file.vocab_size()), options.plain ? "plain LibTorch" : "shoestring",
+              at::get_num_threads(), start > 0 ? (", from step " + std::to_string(start)).c_str() : "");
+
+  BatchOrder order(blocks.count, options.batch_size, options.seed);
+  Progress progress(options);
+  for (int64_t step = start; step < options.steps; ++step) {
+    const auto began = std::chrono::steady_clock::now();
+    for (auto& group : optimizer->param_groups()) group.options().set_lr(learning_rate(step, options));
+    double loss = 0;
+    for (int64_t i = 0; i < options.accumulate; ++i) {
+      const Tensor rows = blocks.rows(order.batch(step * options.accumulate + i));
+      const Tensor part = loss_of(model, rows, options.plain) / options.accumulate;
+      require_finite("loss", part.item<double>(), step, options);
+      loss += part.item<double>();
+      part.backward();
+    }
+    const double limit = options.clip > 0 ? options.clip : std::numeric_limits<double>::infinity();
+    require_finite("gradient norm", torch::nn::utils::clip_grad_norm_(model->parameters(), limit), step, options);
+    optimizer->step();
+    optimizer->zero_grad();
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - began;
+    progress.show(step + 1, loss, seconds.count());
+    if ((step + 1) % options.checkpoint_every == 0 || step + 1 == options.steps) {
+      save_checkpoint(options.out, step + 1, *model, *optimizer, fingerprint);
+    }
+  }
+  const double validation = validate(model, held_out, options);
+  save_model(options.out, *model, config.json());
+  std::printf("validation loss %.6f, %.0f tokens/s, peak %lld MiB, of which %lld MiB are LibTorch itself\nsaved %s\n",
+              validation, progress.tokens_per_second(), static_cast<long long>(peak_memory()),
+              static_cast<long long>(libtorch), (options.out + "/model.safetensors").c_str());
+}
+
+int report(const std::string& message) {
+  const bool beside_progress = ::isatty(STDOUT_FILENO) && ::isatty(STDERR_FILENO);
+  std::fprintf(stderr, "%strain_gpt: %s\n", beside_progress ? "\n" : "", message.substr(0, message.find('\n')).c_str());
+  return 2;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    train(parse_options(argc, argv));
+    return 0;
+  } catch (const c10::Error& error) {
+    return report(error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    return report(error.what());
+  }
+}

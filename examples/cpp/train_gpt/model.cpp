@@ -1,0 +1,117 @@
+#include "model.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/outer.h>
+#include <ATen/ops/pow.h>
+#include <ATen/ops/rms_norm.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
+#include <ATen/ops/silu.h>
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/autograd/generated/variable_factories.h>
+#include <torch/nn/init.h>
+
+using at::Tensor;
+
+namespace {
+
+constexpr double kInitStd = 0.02;
+
+torch::nn::Linear linear(int64_t in, int64_t out) {
+  torch::nn::Linear layer(torch::nn::LinearOptions(in, out).bias(false));
+  torch::nn::init::normal_(layer->weight, 0, kInitStd);
+  return layer;
+}
+
+Rotary rotary(const LlamaConfig& config, int64_t tokens) {
+  const Tensor exponent = at::arange(0, config.head_dim(), 2, at::kFloat) / config.head_dim();
+  const Tensor angle = at::outer(at::arange(tokens, at::kFloat), at::pow(config.rope_theta, exponent).reciprocal());
+  const Tensor both = at::cat({angle, angle}, -1);
+  return {both.cos(), both.sin()};
+}
+
+// x (rows, heads, tokens, head_dim). The halves of a head, not neighbours, form the pairs: the layout of the weights.
+Tensor rotate(const Tensor& x, const Rotary& rotary) {
+  const auto halves = x.chunk(2, -1);
+  return x * rotary.cos + at::cat({-halves[1], halves[0]}, -1) * rotary.sin;
+}
+
+}  // namespace
+
+RMSNormImpl::RMSNormImpl(int64_t size, double eps)
+    : weight(register_parameter("weight", torch::ones({size}))), eps(eps) {}
+
+Tensor RMSNormImpl::forward(const Tensor& x) { return at::rms_norm(x, weight.sizes(), weight, eps); }
+
+AttentionImpl::AttentionImpl(const LlamaConfig& config)
+    : head_dim(config.head_dim()), grouped(config.kv_heads != config.heads) {
+  const int64_t narrow = config.kv_heads * head_dim;
+  q_proj = register_module("q_proj", linear(config.hidden, config.hidden));
+  k_proj = register_module("k_proj", linear(config.hidden, narrow));
+  v_proj = register_module("v_proj", linear(config.hidden, narrow));
+  o_proj = register_module("o_proj", linear(config.hidden, config.hidden));
+}
+
+Tensor AttentionImpl::forward(const Tensor& x, const Rotary& rotary) {
+  const int64_t rows = x.size(0), tokens = x.size(1);
+  // (rows, tokens, heads * head_dim) -> (rows, heads, tokens, head_dim)
+  const auto heads = [&](const Tensor& t) { return t.view({rows, tokens, -1, head_dim}).transpose(1, 2); };
+  const Tensor q = rotate(heads(q_proj(x)), rotary), k = rotate(heads(k_proj(x)), rotary), v = heads(v_proj(x));
+  const Tensor out = at::scaled_dot_product_attention(q, k, v, {}, 0.0, /*is_causal=*/true, std::nullopt, grouped);
+  return o_proj(out.transpose(1, 2).reshape({rows, tokens, -1}));
+}
+
+MlpImpl::MlpImpl(const LlamaConfig& config) {
+  gate_proj = register_module("gate_proj", linear(config.hidden, config.intermediate()));
+  up_proj = register_module("up_proj", linear(config.hidden, config.intermediate()));
+  down_proj = register_module("down_proj", linear(config.intermediate(), config.hidden));
+}
+
+Tensor MlpImpl::forward(const Tensor& x) { return down_proj(at::silu(gate_proj(x)) * up_proj(x)); }
+
+DecoderLayerImpl::DecoderLayerImpl(const LlamaConfig& config) {
+  self_attn = register_module("self_attn", Attention(config));
+  mlp = register_module("mlp", Mlp(config));
+  input_layernorm = register_module("input_layernorm", RMSNorm(config.hidden, config.rms_norm_eps));
+  post_attention_layernorm = register_module("post_attention_layernorm", RMSNorm(config.hidden, config.rms_norm_eps));
+}
+
+Tensor DecoderLayerImpl::forward(const Tensor& x, const Rotary& rotary) {
+  const Tensor attended = x + self_attn(input_layernorm(x), rotary);
+  return attended + mlp(post_attention_layernorm(attended));
+}
+
+DecoderImpl::DecoderImpl(const LlamaConfig& config) : config(config) {
+  embed_tokens = register_module("embed_tokens", torch::nn::Embedding(config.vocab_size, config.hidden));
+  torch::nn::init::normal_(embed_tokens->weight, 0, kInitStd);
+  torch::nn::ModuleList list;
+  for (int64_t i = 0; i < config.layers; ++i) {
+    layers.emplace_back(config);
+    list->push_back(layers.back());
+  }
+  register_module("layers", list);
+  norm = register_module("norm", RMSNorm(config.hidden, config.rms_norm_eps));
+}
+
+Tensor DecoderImpl::forward(const Tensor& tokens) {
+  const Rotary angles = rotary(config, tokens.size(1));
+  Tensor x = embed_tokens(tokens);
+  for (auto& layer : layers) x = layer(x, angles);
+  return norm(x);
+}
+
+LlamaForCausalLMImpl::LlamaForCausalLMImpl(const LlamaConfig& config)
+    : config(config), model(register_module("model", Decoder(config))) {}
+
+Tensor LlamaForCausalLMImpl::forward(const Tensor& tokens) { return model(tokens); }
+
+std::string LlamaConfig::json() const {
+  return c10::str("{\n  \"architectures\": [\"LlamaForCausalLM\"],\n  \"model_type\": \"llama\",\n  \"vocab_size\": ",
+                  vocab_size, ",\n  \"hidden_size\": ", hidden, ",\n  \"intermediate_size\": ", intermediate(),
+                  ",\n  \"num_hidden_layers\": ", layers, ",\n  \"num_attention_heads\": ", heads,
+                  ",\n  \"num_key_value_heads\": ", kv_heads, ",\n  \"head_dim\": ", head_dim(),
+                  ",\n  \"max_position_embeddings\": ", max_tokens, ",\n  \"rms_norm_eps\": ", rms_norm_eps,
+                  ",\n  \"rope_theta\": ", rope_theta,
+                  ",\n  \"hidden_act\": \"silu\",\n  \"tie_word_embeddings\": true,\n  \"bos_token_id\": null,\n  "
+                  "\"eos_token_id\": null,\n  \"dtype\": \"float32\"\n}\n");
+}

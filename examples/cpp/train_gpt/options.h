@@ -1,0 +1,28 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <stdexcept>
+#include <string>
+
+/// What the person who runs the program can mend: printed as one line, exit code 2.
+struct InputError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct Options {
+  std::string data, out;
+  int64_t layers = 6, hidden = 256, heads = 4, kv_heads = 4;
+  int64_t steps = 200, batch_size = 8, seq_len = 256, accumulate = 1;
+  double lr = 1e-3;
+  int64_t warmup = 10;
+  double weight_decay = 0.1, clip = 1.0;
+  int64_t seed = 0, checkpoint_every = 100, threads = 0;
+  bool resume = false, plain = false;
+};
+
+/// The command line, checked. Raises InputError; `--help` prints the options and ends the program.
+Options parse_options(int argc, char** argv);
+
+/// The options that decide every bit of the result, by name: a run continues only with the same ones.
+std::map<std::string, std::string> deciding_options(const Options& options);

@@ -1,0 +1,237 @@
+"""The C++ example: built against the installed package, trained, killed, resumed, and its model read by transformers."""
+
+import math
+import os
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import shoestring
+
+REPOSITORY = Path(__file__).parents[2]
+VOCAB, TOKENS, SEQ_LEN, HELD_OUT = 512, 20_000, 32, 0.02
+SMALL = ["--layers", "2", "--hidden", "32", "--heads", "4", "--kv-heads", "2", "--batch-size", "8", "--threads", "2",
+         "--seq-len", str(SEQ_LEN), "--steps", "30", "--lr", "1e-2", "--warmup", "2", "--checkpoint-every", "5"]  # fmt: skip
+
+ENVIRONMENT = os.environ | {"OMP_WAIT_POLICY": "passive"}  # threads that spin are slow on a busy machine
+
+
+@pytest.fixture(scope="module")
+def program() -> Path:
+    """Configures and builds the example; the folder is kept, so that a second run only relinks what changed."""
+    build = REPOSITORY / "build" / "train_gpt"
+    configure = ["cmake", "-S", REPOSITORY / "examples/cpp/train_gpt", "-B", build, "-DCMAKE_BUILD_TYPE=Release",
+                 "-DCMAKE_CXX_FLAGS_RELEASE=-O0",  # the work is in the libraries
+                 f"-DCMAKE_PREFIX_PATH={shoestring.cmake_prefix_path}", f"-DTorch_ROOT={Path(torch.__file__).parent}"]  # fmt: skip
+    if shutil.which("ccache"):
+        configure.append("-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
+    for command in (configure, ["cmake", "--build", build, "--parallel", "2"]):
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert done.returncode == 0, done.stdout
+    return build / "train_gpt"
+
+
+def token_file(path: Path, tokens: np.ndarray, **header: int | bytes) -> Path:
+    fields = {"magic": b"shoetok\x01", "vocab": VOCAB, "width": 2, "count": len(tokens)} | header
+    path.write_bytes(struct.pack("<8sIIQ40x", *fields.values()) + tokens.astype("<u2").tobytes())
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokens() -> np.ndarray:
+    """Every other token follows from the one before it: something to learn within 30 steps."""
+    generator = np.random.default_rng(0)
+    tokens, follower = generator.integers(0, VOCAB, TOKENS), generator.permutation(VOCAB)
+    tokens[1::2] = follower[tokens[0::2] % 32]
+    tokens[0::2] %= 32
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, tokens: np.ndarray) -> Path:
+    return token_file(tmp_path_factory.mktemp("data") / "tokens.bin", tokens)
+
+
+def train(program: Path, data: Path, out: Path, *options: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
+    command = [program, "--data", data, "--out", out, *SMALL, *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, **kwargs)
+
+
+def losses(output: str) -> list[float]:
+    return [float(line.split("loss ")[1].split()[0]) for line in output.splitlines() if line.startswith("step ")]
+
+
+def validation_loss(output: str) -> float:
+    return float(output.split("validation loss ")[1].split(",")[0])
+
+
+def killed_after(program: Path, data: Path, out: Path, step: int, *options: str) -> None:
+    """Starts a run and kills it once it has shown this step."""
+    command = [program, "--data", data, "--out", out, *SMALL, *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        for line in process.stdout:
+            if line.startswith(f"step {step}/"):
+                process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def whole(program: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """An uninterrupted run, for several tests."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    done = train(program, data, out)
+    assert done.returncode == 0, done.stderr
+    return out, done.stdout
+
+
+def test_loss_falls(whole: tuple[Path, str]) -> None:
+    out, output = whole
+    curve = losses(output)
+    assert len(curve) == 30
+    assert curve[0] == pytest.approx(math.log(VOCAB), rel=0.02)
+    assert curve[-1] < 0.7 * curve[0]
+    assert {p.name for p in out.glob("checkpoint-*")} == {"checkpoint-25.safetensors", "checkpoint-30.safetensors"}
+
+
+def test_plain_is_the_same_training(program: Path, data: Path, whole: tuple[Path, str], tmp_path: Path) -> None:
+    done = train(program, data, tmp_path / "plain", "--plain")
+    assert done.returncode == 0, done.stderr
+    assert losses(done.stdout)[0] == pytest.approx(losses(whole[1])[0], abs=1e-4)  # before the optimizers differ
+    assert validation_loss(done.stdout) == pytest.approx(validation_loss(whole[1]), rel=0.01)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_resume_after_a_kill_is_exact(
+    program: Path, data: Path, whole: tuple[Path, str], tmp_path: Path, plain: bool
+) -> None:
+    options = ["--plain"] if plain else []
+    expected = whole[0]
+    if plain:
+        expected = tmp_path / "whole"
+        assert train(program, data, expected, *options).returncode == 0
+    out = tmp_path / "killed"
+    killed_after(program, data, out, 13, *options)
+    assert not (out / "model.safetensors").exists()
+    newest = max(out.glob("checkpoint-*"), key=lambda p: int(p.stem.split("-")[1]))
+    torn = out / "checkpoint-29.safetensors"  # what a broken disk may leave: passed over, with a word
+    torn.write_bytes(newest.read_bytes()[:-100])
+
+    done = train(program, data, out, "--resume", *options)
+    assert done.returncode == 0, done.stderr
+    assert "passed over a damaged checkpoint" in done.stderr
+    assert f"from step {newest.stem.split('-')[1]}" in done.stdout
+    assert not torn.exists()
+    assert (out / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
+    resumed, unbroken = (load_file(folder / "checkpoint-30.safetensors") for folder in (out, expected))
+    assert resumed.keys() == unbroken.keys()
+    assert all(torch.equal(resumed[key], unbroken[key]) for key in resumed)
+    state = "exp_avg" if plain else "exp_avg_scale"
+    assert f"optimizer.model.embed_tokens.weight.{state}" in resumed
+
+
+def test_transformers_computes_the_same(whole: tuple[Path, str], tokens: np.ndarray) -> None:
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    out, output = whole
+    blocks = (TOKENS - 1) // SEQ_LEN
+    held_out = int(blocks * HELD_OUT)
+    rows = np.stack([tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1] for i in range(blocks - held_out, blocks)])
+    rows = torch.from_numpy(rows.astype(np.int64))
+
+    def loss(**changes: object) -> float:
+        model, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, **changes)
+        assert isinstance(model, LlamaForCausalLM)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        with torch.no_grad():
+            logits = model(input_ids=rows[:, :-1]).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
+
+    assert loss() == pytest.approx(validation_loss(output), abs=1e-5)
+    # The comparison would notice another position encoding or another norm.
+    assert abs(loss(rope_parameters={"rope_type": "default", "rope_theta": 100.0}) - validation_loss(output)) > 1e-4
+    assert abs(loss(rms_norm_eps=1e-2) - validation_loss(output)) > 1e-4
+
+
+def refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
+    assert done.returncode == 2
+    assert done.stderr.startswith("train_gpt: ") and done.stderr.count("\n") == 1, done.stderr
+    for part in parts:
+        assert part in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (lambda path, tokens: path, "cannot open: No such file"),
+        (lambda path, tokens: path.parent, "not a token file"),
+        (lambda path, tokens: (path.write_bytes(b""), path)[1], "not a token file"),
+        (lambda path, tokens: (path.write_text("text " * 100), path)[1], "not a token file"),
+        (lambda path, tokens: token_file(path, tokens, magic=b"shoetok\x02"), "not a token file"),
+        (lambda path, tokens: token_file(path, tokens, width=3), "expected 2 or 4 bytes per token, received 3"),
+        (lambda path, tokens: token_file(path, tokens, vocab=0), "received the size 0"),
+        (lambda path, tokens: token_file(path, tokens, count=2**63), "the header says 9223372036854775808 tokens"),
+        (lambda path, tokens: token_file(path, tokens, count=TOKENS + 1), "the header says 20001 tokens of 2 bytes, but 40000"),
+        (lambda path, tokens: token_file(path, tokens[:0]), "holds no token"),
+        (lambda path, tokens: token_file(path, tokens[:33]), "33 tokens are too few"),
+        (lambda path, tokens: token_file(path, tokens, vocab=100), "outside the vocabulary of 100"),
+    ],
+)
+def test_bad_data(program: Path, tokens: np.ndarray, tmp_path: Path, make: Callable[..., Path], part: str) -> None:
+    refused(train(program, make(tmp_path / "tokens.bin", tokens), tmp_path / "out"), "--data", part)
+    assert not list(tmp_path.glob("out/*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (["--size", "1"], "'--size' is no option"),
+        (["--steps"], "--steps: expected a value"),
+        (["--steps", "0"], "--steps: expected a whole number, at least 1, received '0'"),
+        (["--lr", "nan"], "--lr: expected a number, at least 0, received 'nan'"),
+        (["--hidden", "36"], "--hidden: expected a multiple of twice --heads, 8, received 36"),
+        (["--kv-heads", "3"], "--kv-heads: expected a divisor of --heads, 4, received 3"),
+        (["--resume"], "there is no checkpoint"),
+        (["--out", "/proc/none/run"], "cannot make the folder"),
+        (["--lr", "1e30", "--clip", "0"], "; training stopped before the weights changed"),
+    ],
+)
+def test_bad_options(program: Path, data: Path, tmp_path: Path, options: list[str], part: str) -> None:
+    refused(train(program, data, tmp_path / "out", *options), part)
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_a_run_is_not_mixed_with_another(program: Path, data: Path, whole: tuple[Path, str], tmp_path: Path) -> None:
+    out, _ = whole
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    other = token_file(tmp_path / "other.bin", np.zeros(TOKENS))
+    refused(train(program, data, out), "holds a run already; continue it with --resume or give another --out")
+    refused(train(program, data, out, "--resume", "--hidden", "64"), "hidden differs: the run has 32, this command has 64")
+    refused(train(program, data, out, "--resume", "--plain"), "plain differs: the run has no, this command has yes")
+    refused(train(program, other, out, "--resume"), "data differs: ")
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+
+
+def test_a_full_disk(program: Path, data: Path, tmp_path: Path) -> None:
+    # A limit on the size of files stands in for it; Python ignores the signal that would come with it.
+    limit = (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    done = train(program, data, tmp_path / "out", restore_signals=False,
+                 preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))  # fmt: skip
+    refused(done, "checkpoint-5.safetensors: cannot write: File too large")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_needs_no_python(program: Path) -> None:
+    done = subprocess.run([program, "--help"], capture_output=True, text=True, env={"PATH": os.devnull})
+    assert done.returncode == 0
+    assert "--resume" in done.stdout
+    linked = subprocess.run(["ldd", program], capture_output=True, text=True).stdout
+    assert "libshoestring.so" in linked and "libpython" not in linked

@@ -58,7 +58,7 @@ SHOESTRING_INLINE void update(const AdamWRule& rule, typename Weight::Type* para
 }
 
 template <class Weight>
-void block_float(const AdamWRule& rule, typename Weight::Type* param, const typename Weight::Type* grad, float* exp_avg,
+void block_float(AdamWRule rule, typename Weight::Type* param, const typename Weight::Type* grad, float* exp_avg,
                  float* exp_avg_sq) {
   for (int64_t i = 0; i < kStateBlock; i += kLanes) {
     F32 m = load(exp_avg + i), v = load(exp_avg_sq + i);
@@ -69,14 +69,14 @@ void block_float(const AdamWRule& rule, typename Weight::Type* param, const type
 }
 
 template <class Weight>
-void block_8bit(const AdamWRule& rule, typename Weight::Type* param, const typename Weight::Type* grad,
+void block_8bit(AdamWRule rule, typename Weight::Type* param, const typename Weight::Type* grad,
                 uint8_t* exp_avg, uint8_t* exp_avg_sq, float& exp_avg_scale, float& exp_avg_sq_scale) {
   alignas(kBytes) float m_block[kStateBlock], v_block[kStateBlock];
-  const Decoder<true> decode_m;
-  const Decoder<false> decode_v;
+  const Decoder<true> decode_m(exp_avg_scale);
+  const Decoder<false> decode_v(exp_avg_sq_scale);
   I32 most_m{}, most_v{};
   for (int64_t i = 0; i < kStateBlock; i += kLanes) {
-    F32 m = decode_m(exp_avg + i) * exp_avg_scale, v = decode_v(exp_avg_sq + i) * exp_avg_sq_scale;
+    F32 m = decode_m(exp_avg + i), v = decode_v(exp_avg_sq + i);
     update<Weight>(rule, param + i, grad + i, m, v);
     store(m_block + i, m);
     store(v_block + i, v);
@@ -154,9 +154,9 @@ void dequantize(const uint8_t* codes, const float* scale, int64_t n, bool is_sig
     const int64_t count = n - begin < kLanes ? n - begin : kLanes;
     uint8_t some[kLanes] = {};
     __builtin_memcpy(some, codes + begin, count);
-    const F32 value = is_signed ? Decoder<true>()(some) : Decoder<false>()(some);
-    const F32 scaled = value * scale[begin / kStateBlock];
-    __builtin_memcpy(x + begin, &scaled, count * sizeof(float));
+    const float block = scale[begin / kStateBlock];
+    const F32 value = is_signed ? Decoder<true>(block)(some) : Decoder<false>(block)(some);
+    __builtin_memcpy(x + begin, &value, count * sizeof(float));
   }
 }
 

@@ -17,24 +17,39 @@ SHOESTRING_INLINE constexpr const DynamicMap& dynamic_map() {
 }
 
 template <bool kSigned>
-struct Decoder {
-  Table8 offset = load_table8(dynamic_map<kSigned>().offset);
-  Table8 slope = load_table8(dynamic_map<kSigned>().slope);
+class Decoder {
+ public:
+  // For codes of a block with this scale.
+#if defined(__AVX2__)
+  explicit SHOESTRING_METHOD Decoder(float scale)
+      : offset_(load_table8(dynamic_map<kSigned>().offset) * scale),
+        slope_(load_table8(dynamic_map<kSigned>().slope) * scale) {}
+#else
+  explicit SHOESTRING_METHOD Decoder(float scale) : scale_(scale) {}
+#endif
 
-  // The values of kLanes codes, in units of the block's scale.
+  // The values of kLanes codes, within 1e-6: the scale is in the constants.
   SHOESTRING_METHOD F32 operator()(const uint8_t* codes) const {
     constexpr const DynamicMap& map = dynamic_map<kSigned>();
     F32 count = __builtin_convertvector(widen(codes), F32) + (kSigned ? -127.f : 1.f);
     F32 magnitude = kSigned ? abs(count) : count;
 #if defined(__AVX2__)
     U32 segment = as_bits(kSigned ? magnitude + map.bias : magnitude) >> 23;
-    F32 value = fma(magnitude, lookup(slope, segment), lookup(offset, segment));
+    F32 value = fma(magnitude, lookup(slope_, segment), lookup(offset_, segment));
 #else
-    F32 value;  // without a fused multiply-add the last bit would differ
+    F32 value;  // without a fused multiply-add the last bits would differ
     for (int i = 0; i < kLanes; ++i) value[i] = map.value[static_cast<int>(magnitude[i])];
+    value *= scale_;
 #endif
     return kSigned ? as_float(as_bits(value) | (as_bits(count) & 0x80000000u)) : value;
   }
+
+ private:
+#if defined(__AVX2__)
+  Table8 offset_, slope_;
+#else
+  float scale_;
+#endif
 };
 
 // The decade of a magnitude, guessed from the bits of the float, which are a piecewise linear logarithm: the segment or
@@ -79,13 +94,14 @@ struct Encoder {
       nearest = fraction < nearest ? fraction : nearest;
       I32 count = (fixed >> 16) - (scaled > map.middle[map.highest - 1]);
       if constexpr (kSigned) {
-        I32 sign = (I32)as_bits(scaled) >> 31;
-        code[j] = ((count ^ sign) - sign) + 127;
+        code[j] = copy_sign(count, scaled);
       } else {
-        code[j] = (count - 1) & (raw != 0.f);
+        // Zero alone has code zero. The bits of what is so small that they would lower a code stand for code 1 anyway.
+        I32 bits = (I32)as_bits(raw);
+        code[j] = count < bits ? count : bits;
       }
     }
-    store_bytes(codes, code[0], code[1], code[2], code[3]);
+    store_bytes(codes, code[0], code[1], code[2], code[3], kSigned ? 127 : 0);
     if (__builtin_expect(any(nearest < 2 * kernels::kNear), 0)) settle(x, inverse, codes);
   }
 

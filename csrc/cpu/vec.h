@@ -58,8 +58,17 @@ SHOESTRING_INLINE F32 load(const float* p, int64_t n, float fill) {
 }
 SHOESTRING_INLINE void store(float* p, F32 v, int64_t n) { __builtin_memcpy(p, &v, n * sizeof(float)); }
 
+// b where either is NaN.
+#if defined(__AVX512F__)
+SHOESTRING_INLINE F32 max(F32 a, F32 b) { return _mm512_max_ps(a, b); }
+SHOESTRING_INLINE F32 min(F32 a, F32 b) { return _mm512_min_ps(a, b); }
+#elif defined(__AVX2__)
+SHOESTRING_INLINE F32 max(F32 a, F32 b) { return _mm256_max_ps(a, b); }
+SHOESTRING_INLINE F32 min(F32 a, F32 b) { return _mm256_min_ps(a, b); }
+#else
 SHOESTRING_INLINE F32 max(F32 a, F32 b) { return a > b ? a : b; }
 SHOESTRING_INLINE F32 min(F32 a, F32 b) { return a < b ? a : b; }
+#endif
 SHOESTRING_INLINE F32 abs(F32 x) { return as_float(as_bits(x) & 0x7fffffffu); }
 
 #if defined(__AVX512F__)
@@ -109,24 +118,37 @@ SHOESTRING_INLINE F32 lookup(Table8 t, U32 i) {
 }
 #endif
 
-// Stores four registers of numbers in [0, 255] as bytes, in order.
-SHOESTRING_INLINE void store_bytes(uint8_t* p, I32 a, I32 b, I32 c, I32 d) {
+// -x where the sign bit of `sign` is set, else x; may be 0 where `sign` is 0.
+SHOESTRING_INLINE I32 copy_sign(I32 x, F32 sign) {
 #if defined(__AVX512F__)
-  const I32 v[4] = {a, b, c, d};
-  for (int i = 0; i < 4; ++i) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p) + i, _mm512_cvtepi32_epi8((__m512i)v[i]));
-  }
+  return (I32)_mm512_mask_sub_epi32((__m512i)x, _mm512_movepi32_mask((__m512i)sign), (__m512i)I32{}, (__m512i)x);
 #elif defined(__AVX2__)
+  return (I32)_mm256_sign_epi32((__m256i)x, (__m256i)sign);
+#else
+  I32 mask = (I32)as_bits(sign) >> 31;
+  return (x ^ mask) - mask;
+#endif
+}
+
+// Stores four registers of numbers, in order, as bytes; with `bias` they are in [0, 255].
+SHOESTRING_INLINE void store_bytes(uint8_t* p, I32 a, I32 b, I32 c, I32 d, int bias) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
   // Packing works within 128-bit halves; the permutation puts the groups of four bytes in order again.
-  __m256i low = _mm256_packs_epi32((__m256i)a, (__m256i)b), high = _mm256_packs_epi32((__m256i)c, (__m256i)d);
+  const __m256i offset = _mm256_set1_epi16(static_cast<int16_t>(bias));
+  __m256i low = _mm256_add_epi16(_mm256_packs_epi32((__m256i)a, (__m256i)b), offset);
+  __m256i high = _mm256_add_epi16(_mm256_packs_epi32((__m256i)c, (__m256i)d), offset);
   __m256i bytes = _mm256_packus_epi16(low, high);
   bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bytes);
 #else
-  const I32 v[4] = {a, b, c, d};
+  const I32 v[4] = {a + bias, b + bias, c + bias, d + bias};
   for (int i = 0; i < 4; ++i) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p) + i, _mm512_cvtepi32_epi8((__m512i)v[i]));
+#else
     U8 bytes = __builtin_convertvector(v[i], U8);
     __builtin_memcpy(p + i * kLanes, &bytes, sizeof bytes);
+#endif
   }
 #endif
 }

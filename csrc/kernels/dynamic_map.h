@@ -25,8 +25,8 @@ struct DynamicMap {
   float middle[257];    // [count]: larger magnitudes round to count + 1 or above
 
   // Encoding by segment, the decades in order after what rounds to zero: next[i] is the largest value in segment i,
-  // and a value x in it has the count floor(min(inverse_offset[i] + x * inverse_slope[i], limit[i]) / 65536), unless
-  // that is within kNear / 65536 of the next integer, where only `middle` can tell. Exact for counts below `highest`.
+  // and a value x in it has the count lowest + floor(min(inverse_offset[i] + x * inverse_slope[i], limit[i]) / 65536),
+  // unless that is within kNear / 65536 of an integer, where only `middle` can tell. Exact for counts below `highest`.
   float next[8], inverse_offset[8], inverse_slope[8], limit[8];
 };
 
@@ -69,15 +69,15 @@ constexpr DynamicMap make_dynamic_map(bool is_signed) {
     const int b = first + i - 1;
     if (i == 0) {  // a second moment never becomes zero by rounding: the smallest positive code instead
       map.next[0] = is_signed ? map.middle[0] : 0.f;
-      map.inverse_offset[0] = is_signed ? 0.5f * 65536 : 2.5f * 65536;
+      map.inverse_offset[0] = is_signed ? 0.5f * 65536 : 1.5f * 65536;
       map.limit[0] = map.inverse_offset[0];
       continue;
     }
     const double scale = 1 / power_of_ten(7 - i), bins = 1 << b;
     map.next[i] = i < 7 ? map.middle[(1 << (b + 1)) - 1] : 2.f;
     map.inverse_slope[i] = static_cast<float>(65536 * bins / (0.9 * scale));
-    map.inverse_offset[i] = static_cast<float>(65536 * bins * (1 - 0.1 / 0.9) + kNear);
-    map.limit[i] = 65536.f * ((1 << (b + 1)) - 0.5f);
+    map.inverse_offset[i] = static_cast<float>(65536 * (bins * (1 - 0.1 / 0.9) - map.lowest) + kNear);
+    map.limit[i] = 65536.f * ((1 << (b + 1)) - 0.5f - map.lowest);
   }
   return map;
 }

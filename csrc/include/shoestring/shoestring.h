@@ -1,6 +1,8 @@
 #pragma once
 
 /// Everything: operators, modules, optimizers, files.
+#include <shoestring/lora.h>
+#include <shoestring/nn.h>
 #include <shoestring/ops.h>
 #include <shoestring/optim.h>
 #include <shoestring/safetensors.h>

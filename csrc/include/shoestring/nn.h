@@ -1,0 +1,124 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <ostream>
+#include <string>
+
+#include <torch/nn/cloneable.h>
+#include <torch/nn/pimpl.h>
+
+#include <shoestring/export.h>
+#include <shoestring/ops.h>
+
+namespace shoestring::nn {
+
+struct Linear4bitOptions {
+  Linear4bitOptions(int64_t in_features, int64_t out_features)
+      : in_features_(in_features), out_features_(out_features) {}
+  TORCH_ARG(int64_t, in_features);
+  TORCH_ARG(int64_t, out_features);
+  TORCH_ARG(bool, bias) = true;
+  TORCH_ARG(Quantize4bitOptions, quantize) = {};
+  /// 8-bit scales (double quantisation).
+  TORCH_ARG(bool, nested) = false;
+};
+
+/// A linear layer over a frozen 4-bit weight (QLoRA). The bytes are bitsandbytes' flat order, held as
+/// (out_features, in_features / 2) where rows are whole blocks, else flat. `to(dtype)` leaves them alone.
+class SHOESTRING_API Linear4bitImpl : public torch::nn::Cloneable<Linear4bitImpl> {
+ public:
+  Linear4bitImpl(int64_t in_features, int64_t out_features)
+      : Linear4bitImpl(Linear4bitOptions(in_features, out_features)) {}
+  explicit Linear4bitImpl(const Linear4bitOptions& options);
+
+  /// Draws a weight as torch::nn::Linear does, and quantises it.
+  void reset() override;
+  void pretty_print(std::ostream& stream) const override;
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Dtype dtype, bool non_blocking = false) override;
+  using torch::nn::Module::to;
+
+  /// (..., in_features) to (..., out_features), in x's dtype.
+  at::Tensor forward(const at::Tensor& x);
+  /// Takes the values of a dense (out_features, in_features) weight.
+  void set_weight(const at::Tensor& dense);
+  /// The dense weight: fp32, bf16 or fp16.
+  at::Tensor dequantize(at::ScalarType dtype) const;
+
+  Linear4bitOptions options;
+  at::Tensor packed;  // uint8
+  at::Tensor absmax;  // fp32, or uint8 codes where the scales are nested
+  at::Tensor nested;  // undefined, or fp32: see quantize_absmax
+  at::Tensor bias;    // undefined without bias
+
+ private:
+  void keep_parts(const at::Tensor& packed_was, const at::Tensor& absmax_was, const at::Tensor& nested_was);
+};
+TORCH_MODULE(Linear4bit);
+
+struct LinearOptions {
+  LinearOptions(int64_t in_features, int64_t out_features) : in_features_(in_features), out_features_(out_features) {}
+  TORCH_ARG(int64_t, in_features);
+  TORCH_ARG(int64_t, out_features);
+  TORCH_ARG(bool, bias) = true;
+};
+
+struct AdapterOptions {
+  TORCH_ARG(int64_t, rank) = 16;
+  /// The low-rank product is multiplied by alpha / rank, or by alpha / sqrt(rank) with rslora.
+  TORCH_ARG(double, alpha) = 32;
+  TORCH_ARG(bool, rslora) = false;
+  /// Probability of dropping an element of what lora_A reads, in training.
+  TORCH_ARG(double, dropout) = 0;
+};
+
+/// torch::nn::Linear (the same parameters under the same names) that can be quantised and can take on a LoRA adapter
+/// where it stands. A LibTorch module calls the layer that its own holder points at, so a layer cannot be replaced from
+/// outside: declare `shoestring::nn::Linear` in place of `torch::nn::Linear`, and `shoestring::lora::apply` converts it.
+class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl> {
+ public:
+  LinearImpl(int64_t in_features, int64_t out_features) : LinearImpl(LinearOptions(in_features, out_features)) {}
+  explicit LinearImpl(const LinearOptions& options);
+
+  void reset() override;
+  void pretty_print(std::ostream& stream) const override;
+  at::Tensor forward(const at::Tensor& x);
+
+  /// Replaces the dense weight by a frozen 4-bit one, the submodule `base`.
+  void quantize(const Quantize4bitOptions& options = {}, bool nested = false);
+  /// Freezes weight and bias and adds lora_A (kaiming uniform) and lora_B (zero): fp32, fp64 over an fp64 weight.
+  void add_adapter(const AdapterOptions& options = {});
+  /// Takes on an adapter with given values, in place of one that it may have.
+  void load_adapter(const AdapterOptions& options, const at::Tensor& lora_A, const at::Tensor& lora_B);
+  /// Adds the adapter to the weight, which becomes dense, in the base's dtype. reversible: keeps what unmerge() needs.
+  void merge(bool reversible = true);
+  /// Undoes merge(): the former weight, bit for bit, and its adapter.
+  void unmerge();
+
+  bool is_quantized() const { return !base.is_empty(); }
+  bool has_adapter() const { return adapter.has_value(); }
+  double scaling() const;
+
+  LinearOptions options;
+  at::Tensor weight;            // undefined where quantised
+  at::Tensor bias;              // undefined without bias
+  at::Tensor lora_A, lora_B;    // (rank, in_features), (out_features, rank); undefined without an adapter
+  Linear4bit base{nullptr};
+  std::optional<AdapterOptions> adapter;
+
+ private:
+  struct Former {
+    at::Tensor weight, lora_A, lora_B;
+    Linear4bit base{nullptr};
+    std::optional<AdapterOptions> adapter;
+  };
+  void set_adapter(const AdapterOptions& adapter_options, const at::Tensor& A, const at::Tensor& B);
+  at::TensorOptions adapter_type() const;
+
+  at::ScalarType dtype_ = at::kFloat;  // of the weight, also where it is 4-bit
+  std::optional<Former> former_;
+};
+TORCH_MODULE(Linear);
+
+}  // namespace shoestring::nn

@@ -1,0 +1,157 @@
+#include <cmath>
+#include <utility>
+
+#include <torch/nn/init.h>
+
+#include <shoestring/nn.h>
+
+#include "lora/names.h"
+
+namespace shoestring::nn {
+
+using at::Tensor;
+
+namespace {
+
+std::optional<Tensor> optional(const Tensor& t) { return t.defined() ? std::optional<Tensor>(t) : std::nullopt; }
+
+}  // namespace
+
+LinearImpl::LinearImpl(const LinearOptions& options) : options(options) { reset(); }
+
+// Also what clone() calls on a copy: the layer comes out in the form that it has, for the values to be copied into.
+void LinearImpl::reset() {
+  const bool quantized = is_quantized();
+  const auto form = quantized ? base->options : Linear4bitOptions(1, 1);
+  const auto adapter_options = std::exchange(adapter, std::nullopt);
+  base = nullptr;
+  former_.reset();
+  if (weight.defined()) dtype_ = weight.scalar_type();
+  weight = register_parameter("weight", torch::empty({options.out_features(), options.in_features()}, dtype_));
+  torch::nn::init::kaiming_uniform_(weight, std::sqrt(5));
+  if (options.bias()) {
+    const double bound = 1 / std::sqrt(static_cast<double>(options.in_features()));
+    bias = register_parameter("bias", torch::empty({options.out_features()}, dtype_).uniform_(-bound, bound));
+  }
+  if (quantized) quantize(form.quantize(), form.nested());
+  if (adapter_options.has_value()) add_adapter(*adapter_options);
+}
+
+void LinearImpl::quantize(const Quantize4bitOptions& quantize_options, bool nested) {
+  TORCH_CHECK(!is_quantized() && !has_adapter(),
+              "nn::Linear: quantize: expected a dense layer without an adapter, received one that is ",
+              is_quantized() ? "quantised already" : "adapted already");
+  auto form = Linear4bitOptions(options.in_features(), options.out_features())
+                  .bias(false)
+                  .quantize(quantize_options)
+                  .nested(nested);
+  // Given a 1 x 1 form first, so that no random weight of the full size is drawn.
+  Linear4bit quantized(Linear4bitOptions(1, 1).bias(false).quantize(quantize_options).nested(nested));
+  quantized->options = form;
+  dtype_ = weight.scalar_type();
+  quantized->set_weight(weight.detach());
+  base = register_module("base", quantized);
+  parameters_.erase("weight");
+  weight = Tensor();
+}
+
+void LinearImpl::set_adapter(const AdapterOptions& adapter_options, const Tensor& A, const Tensor& B) {
+  if (weight.defined()) weight.requires_grad_(false);
+  if (bias.defined()) bias.requires_grad_(false);
+  adapter = adapter_options;
+  lora_A = register_parameter("lora_A", A);
+  lora_B = register_parameter("lora_B", B);
+}
+
+void LinearImpl::add_adapter(const AdapterOptions& adapter_options) {
+  TORCH_CHECK(!has_adapter(), "nn::Linear: add_adapter: expected a layer without an adapter; merge the one it has first");
+  lora::check_adapter("nn::Linear: add_adapter", adapter_options);
+  const auto type = adapter_type();
+  // Drawn in the order of PEFT and of shoestring.lora, so that a seed gives the same start in both languages.
+  Tensor A = torch::empty({adapter_options.rank(), options.in_features()});
+  torch::nn::init::kaiming_uniform_(A, std::sqrt(5));
+  torch::nn::init::kaiming_uniform_(torch::empty({options.out_features(), adapter_options.rank()}), std::sqrt(5));
+  torch::nn::init::kaiming_uniform_(A, std::sqrt(5));
+  if (!is_quantized()) A = A.to(weight.scalar_type());
+  set_adapter(adapter_options, A.to(type), torch::zeros({options.out_features(), adapter_options.rank()}, type));
+}
+
+void LinearImpl::load_adapter(const AdapterOptions& adapter_options, const Tensor& A, const Tensor& B) {
+  const auto type = adapter_type();
+  if (has_adapter()) {
+    parameters_.erase("lora_A");
+    parameters_.erase("lora_B");
+  }
+  set_adapter(adapter_options, A.detach().to(type).clone(), B.detach().to(type).clone());
+}
+
+at::TensorOptions LinearImpl::adapter_type() const {
+  if (is_quantized()) return base->packed.options().dtype(at::kFloat);
+  return weight.options().dtype(weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat).requires_grad(false);
+}
+
+double LinearImpl::scaling() const {
+  const double rank = static_cast<double>(adapter->rank());
+  return adapter->alpha() / (adapter->rslora() ? std::sqrt(rank) : rank);
+}
+
+Tensor LinearImpl::forward(const Tensor& x) {
+  if (!has_adapter()) {
+    if (!is_quantized()) return at::linear(x, weight, bias);
+    return linear_4bit(x, base->packed, base->absmax, options.out_features(), optional(bias), optional(base->nested),
+                       base->options.quantize());
+  }
+  std::optional<Tensor> dropped;
+  if (is_training() && adapter->dropout() > 0) dropped = at::dropout(x, adapter->dropout(), true);
+  if (!is_quantized()) {
+    return lora_linear(x, weight, lora_A, lora_B, scaling(), optional(bias), std::nullopt, std::nullopt, dropped);
+  }
+  return lora_linear(x, base->packed, lora_A, lora_B, scaling(), optional(bias), base->absmax, optional(base->nested),
+                     dropped, base->options.quantize());
+}
+
+void LinearImpl::merge(bool reversible) {
+  TORCH_CHECK(has_adapter(), "nn::Linear: merge: expected a layer with an adapter, received one without");
+  torch::NoGradGuard no_grad;
+  const auto dtype = is_quantized() ? dtype_ : weight.scalar_type();
+  const auto exact = dtype == at::kDouble ? at::kDouble : at::kFloat;
+  Tensor dense = is_quantized() ? base->dequantize(at::kFloat) : weight.to(exact);
+  Tensor merged = at::addmm(dense, lora_B.to(exact), lora_A.to(exact), 1, scaling()).to(dtype);
+  former_.reset();
+  if (reversible) former_ = Former{weight, lora_A, lora_B, base, adapter};
+  if (is_quantized()) {
+    unregister_module("base");
+    base = nullptr;
+  } else {
+    parameters_.erase("weight");
+  }
+  parameters_.erase("lora_A");
+  parameters_.erase("lora_B");
+  lora_A = lora_B = Tensor();
+  adapter.reset();
+  weight = register_parameter("weight", merged, /*requires_grad=*/false);
+}
+
+void LinearImpl::unmerge() {
+  TORCH_CHECK(former_.has_value(),
+              "nn::Linear: unmerge: expected a layer merged with reversible, received one without a former weight");
+  Former former = *std::exchange(former_, std::nullopt);
+  parameters_.erase("weight");
+  weight = Tensor();
+  if (former.weight.defined()) {
+    weight = register_parameter("weight", former.weight.detach(), /*requires_grad=*/false);
+  } else {
+    base = register_module("base", former.base);
+  }
+  set_adapter(*former.adapter, former.lora_A.detach(), former.lora_B.detach());
+}
+
+void LinearImpl::pretty_print(std::ostream& stream) const {
+  stream << "shoestring::nn::Linear(in_features=" << options.in_features()
+         << ", out_features=" << options.out_features() << ", bias=" << (options.bias() ? "true" : "false");
+  if (is_quantized()) stream << ", " << base->options.quantize().quant_type();
+  if (has_adapter()) stream << ", rank=" << adapter->rank() << ", alpha=" << adapter->alpha();
+  stream << ")";
+}
+
+}  // namespace shoestring::nn

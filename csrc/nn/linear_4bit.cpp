@@ -1,0 +1,88 @@
+#include <cmath>
+#include <tuple>
+
+#include <torch/nn/init.h>
+
+#include <shoestring/nn.h>
+
+namespace shoestring::nn {
+
+using at::Tensor;
+
+Linear4bitImpl::Linear4bitImpl(const Linear4bitOptions& options) : options(options) { reset(); }
+
+void Linear4bitImpl::reset() {
+  Tensor dense = torch::empty({options.out_features(), options.in_features()});
+  torch::nn::init::kaiming_uniform_(dense, std::sqrt(5));
+  set_weight(dense);
+  packed = register_buffer("packed", packed);
+  absmax = register_buffer("absmax", absmax);
+  if (options.nested()) nested = register_buffer("nested", nested);
+  if (options.bias()) {
+    const double bound = 1 / std::sqrt(static_cast<double>(options.in_features()));
+    bias = register_parameter("bias", torch::empty({options.out_features()}).uniform_(-bound, bound));
+  }
+}
+
+void Linear4bitImpl::set_weight(const Tensor& dense) {
+  TORCH_CHECK(dense.dim() == 2 && dense.size(0) == options.out_features() && dense.size(1) == options.in_features(),
+              "Linear4bit: set_weight: dense: expected shape (", options.out_features(), ", ", options.in_features(),
+              "), received ", dense.sizes());
+  torch::NoGradGuard no_grad;
+  auto [bytes, scales] = quantize_4bit(dense, options.quantize());
+  Tensor second;
+  if (options.nested()) std::tie(scales, second) = quantize_absmax(scales);
+  const int64_t block = options.quantize().block_size(), rows = options.out_features();
+  if (options.in_features() > 0 && options.in_features() % block == 0) {
+    bytes = bytes.view({rows, options.in_features() / 2});
+    scales = scales.view({rows, options.in_features() / block});
+  }
+  if (!packed.defined()) {
+    packed = bytes;
+    absmax = scales;
+    nested = second;
+    return;
+  }
+  packed.set_data(bytes);
+  absmax.set_data(scales);
+  if (second.defined()) nested.set_data(second);
+}
+
+Tensor Linear4bitImpl::dequantize(at::ScalarType dtype) const {
+  return dequantize_4bit(packed, absmax, {options.out_features(), options.in_features()}, dtype,
+                         nested.defined() ? std::optional<Tensor>(nested) : std::nullopt, options.quantize());
+}
+
+Tensor Linear4bitImpl::forward(const Tensor& x) {
+  return linear_4bit(x, packed, absmax, options.out_features(),
+                     bias.defined() ? std::optional<Tensor>(bias) : std::nullopt,
+                     nested.defined() ? std::optional<Tensor>(nested) : std::nullopt, options.quantize());
+}
+
+// torch::nn::Module converts every buffer, whole numbers too: the parts are put back, on the device they went to.
+void Linear4bitImpl::keep_parts(const Tensor& packed_was, const Tensor& absmax_was, const Tensor& nested_was) {
+  packed.set_data(packed_was.to(packed.device()));
+  absmax.set_data(absmax_was.to(absmax.device()));
+  if (nested.defined()) nested.set_data(nested_was.to(nested.device()));
+}
+
+void Linear4bitImpl::to(torch::Device device, torch::Dtype dtype, bool non_blocking) {
+  Tensor bytes = packed.detach(), scales = absmax.detach(), second = nested.defined() ? nested.detach() : nested;
+  Module::to(device, dtype, non_blocking);
+  keep_parts(bytes, scales, second);
+}
+
+void Linear4bitImpl::to(torch::Dtype dtype, bool non_blocking) {
+  Tensor bytes = packed.detach(), scales = absmax.detach(), second = nested.defined() ? nested.detach() : nested;
+  Module::to(dtype, non_blocking);
+  keep_parts(bytes, scales, second);
+}
+
+void Linear4bitImpl::pretty_print(std::ostream& stream) const {
+  stream << "shoestring::nn::Linear4bit(in_features=" << options.in_features()
+         << ", out_features=" << options.out_features() << ", bias=" << (options.bias() ? "true" : "false") << ", "
+         << options.quantize().quant_type() << ", block_size=" << options.quantize().block_size()
+         << ", nested=" << (options.nested() ? "true" : "false") << ")";
+}
+
+}  // namespace shoestring::nn

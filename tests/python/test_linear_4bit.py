@@ -1,0 +1,165 @@
+import json
+
+import pytest
+import torch
+from conftest import relative_error
+from torch import Tensor, nn
+
+import shoestring
+from shoestring.nn import Linear4bit
+from shoestring.ops import linear_4bit_reference
+
+# (tokens, in, out): one token; less than a register; rows that straddle blocks; more rows than one panel of 1 MiB.
+SHAPES = [(1, 64, 32), (3, 5, 7), (33, 100, 70), (40, 2048, 300)]
+
+
+def parts(q: shoestring.QuantizedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    return q.packed, q.absmax, q.nested
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int], nested: bool) -> None:
+    """Output and gradients are no further from fp64 than eager PyTorch's, on the same dequantised weight."""
+    tokens, columns, rows = shape
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        weight = shoestring.quantize_4bit(torch.randn(rows, columns).to(dtype), nested=nested)
+        x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(rows).to(dtype)
+        upstream = torch.randn(tokens, rows).to(dtype)
+        dense = weight.dequantize(torch.float32)
+        results = []
+        for compute in (None, torch.float64, torch.float32):
+            leaves = [t.to(compute or dtype).requires_grad_() for t in (x, bias)]
+            if compute is None:
+                y = shoestring.linear_4bit(leaves[0], weight, leaves[1])
+                assert y.dtype == dtype
+            else:
+                y = nn.functional.linear(leaves[0], dense.to(compute), leaves[1])
+            results.append((y, *torch.autograd.grad(y, leaves, upstream.to(y.dtype))))
+        for name, ours, exact, eager in zip(("y", "x", "bias"), *results, strict=True):
+            assert ours.shape == exact.shape
+            bound = 1.5 * relative_error(eager.to(dtype), exact) + 2e-7
+            assert relative_error(ours, exact) <= bound, (name, dtype)
+
+
+def test_gradcheck() -> None:
+    weight = shoestring.quantize_4bit(torch.randn(6, 5), block_size=32)
+    x = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, b: shoestring.linear_4bit(x, weight, b), (x, bias))
+
+
+def test_opcheck_and_compile() -> None:
+    op = torch.ops.shoestring.linear_4bit.default
+    for nested in (False, True):
+        weight = shoestring.quantize_4bit(torch.randn(6, 64), nested=nested)
+        x, bias = torch.randn(4, 64, requires_grad=True), torch.randn(6, requires_grad=True)
+        torch.library.opcheck(op, (x, *parts(weight), bias), {"out_features": 6})
+        torch.library.opcheck(op, (x.detach(), *parts(weight)), {"out_features": 6})
+
+    layer = Linear4bit(64, 6)
+    compiled = torch.compile(lambda x: layer(torch.tanh(x)) * 2, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (3, 5):
+        x = torch.randn(tokens, 64, requires_grad=True)
+        y, expected = compiled(x), layer(torch.tanh(x)) * 2
+        assert torch.equal(y, expected)
+        (g,), (e,) = torch.autograd.grad(y.sum(), x), torch.autograd.grad(expected.sum(), x)
+        assert torch.equal(g, e)
+
+
+def test_strides_leading_dimensions_and_nothing() -> None:
+    weight = shoestring.quantize_4bit(torch.randn(6, 64))
+    x = torch.randn(64, 4, 3).permute(2, 1, 0)
+    torch.testing.assert_close(shoestring.linear_4bit(x, weight), linear_4bit_reference(x, weight))
+    vector = torch.randn(64)
+    torch.testing.assert_close(shoestring.linear_4bit(vector, weight), linear_4bit_reference(vector, weight))
+    nothing = torch.randn(2, 0, 64, requires_grad=True)
+    y = shoestring.linear_4bit(nothing, weight)
+    assert y.shape == (2, 0, 6)
+    assert torch.autograd.grad(y.sum(), nothing)[0].shape == (2, 0, 64)
+
+
+def test_autocast_repeatable_and_no_double_backward() -> None:
+    weight = shoestring.quantize_4bit(torch.randn(6, 64))
+    x = torch.randn(5, 64, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = shoestring.linear_4bit(x, weight)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, shoestring.linear_4bit(x.bfloat16(), weight))
+    assert torch.autograd.grad(y.float().sum(), x)[0].dtype == torch.float32
+    assert torch.equal(shoestring.linear_4bit(x, weight), shoestring.linear_4bit(x, weight))
+    (gradient,) = torch.autograd.grad(shoestring.linear_4bit(x, weight).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="linear_4bit: the backward pass is not differentiable"):
+        gradient.sum().backward()
+
+
+def test_saves_nothing_of_the_input() -> None:
+    """Backward needs the weight alone: no saved tensor beside its parts."""
+    weight = shoestring.quantize_4bit(torch.randn(64, 64))
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        shoestring.linear_4bit(torch.randn(512, 64, requires_grad=True), weight)
+    assert {t.data_ptr() for t in saved} == {weight.packed.data_ptr(), weight.absmax.data_ptr()}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_state_dict_is_bitsandbytes(quant_type: str, nested: bool) -> None:
+    """Our keys load into bitsandbytes' state, its own load here, and both give the same weight."""
+    bnb = pytest.importorskip("bitsandbytes")
+    linear = nn.Linear(96, 40).to(torch.bfloat16)
+    ours = Linear4bit.from_linear(linear, quant_type, nested=nested)
+    theirs = bnb.nn.Linear4bit(96, 40, quant_type=quant_type, compress_statistics=nested)
+    theirs.load_state_dict(linear.to(torch.bfloat16).state_dict())
+    theirs = theirs.to(torch.bfloat16).to("cpu")
+    theirs.weight = theirs.weight._quantize("cpu") if theirs.weight.quant_state is None else theirs.weight
+
+    mine, reference = ours.state_dict(), theirs.state_dict()
+    assert mine.keys() == reference.keys()
+    for key, value in mine.items():
+        if "quant_state" in key:
+            a, b = (json.loads(bytes(t.tolist())) for t in (value, reference[key]))
+            assert a == b
+        else:
+            assert torch.equal(value, reference[key]), key
+
+    loaded = Linear4bit(96, 40)
+    loaded.load_state_dict(reference)
+    assert torch.equal(loaded.weight.dequantize(), ours.weight.dequantize())
+    assert loaded.weight.dtype == torch.bfloat16 and torch.equal(loaded.bias, ours.bias.float())
+    dense = Linear4bit(96, 40, quant_type=quant_type, nested=nested)
+    dense.load_state_dict(linear.state_dict())
+    assert torch.equal(dense.weight.packed, ours.weight.packed)
+
+
+def test_module() -> None:
+    linear = nn.Linear(64, 10).eval()
+    layer = Linear4bit.from_linear(linear)
+    assert isinstance(layer, nn.Linear) and not layer.training and layer.bias is linear.bias
+    assert not layer.weight.requires_grad and "nf4" in repr(layer)
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(layer(x), linear_4bit_reference(x, layer.weight, layer.bias))
+    cast = Linear4bit.from_linear(linear, compute_dtype=torch.bfloat16)
+    assert cast(x).dtype == torch.float32
+    assert torch.equal(cast(x), layer(x.bfloat16()).float())
+    torch.manual_seed(3)
+    fresh = Linear4bit(64, 10)
+    torch.manual_seed(3)
+    assert torch.equal(fresh.weight.packed, Linear4bit.from_linear(nn.Linear(64, 10)).weight.packed)
+
+
+def test_errors() -> None:
+    weight = shoestring.quantize_4bit(torch.randn(6, 64))
+    with pytest.raises(RuntimeError, match="linear_4bit: packed: expected 189 bytes"):
+        shoestring.linear_4bit(torch.randn(3, 63), weight)
+    with pytest.raises(RuntimeError, match="linear_4bit: x: expected fp32, fp64, bf16 or fp16, received Long"):
+        shoestring.linear_4bit(torch.ones(3, 64, dtype=torch.long), weight)
+    with pytest.raises(RuntimeError, match=r"linear_4bit: bias: expected shape \(6\)"):
+        shoestring.linear_4bit(torch.randn(3, 64), weight, torch.randn(5))
+    layer = Linear4bit(64, 6)
+    state = layer.state_dict()
+    with pytest.raises(ValueError, match=r"Linear4bit: weight: expected shape \(5, 64\), received \(6, 64\)"):
+        Linear4bit(64, 5, bias=False).load_state_dict(state)
+    state["weight.quant_map"] = torch.zeros(16)
+    with pytest.raises(ValueError, match="quant_map: expected the nf4 values"):
+        layer.load_state_dict(state)

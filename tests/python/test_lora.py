@@ -1,0 +1,390 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import relative_error
+from torch import Tensor, nn
+
+import shoestring
+from shoestring.lora import LoraLinear
+from shoestring.nn import Linear4bit
+from shoestring.ops import lora_linear_reference
+
+OPERATOR = torch.ops.shoestring.lora_linear.default
+# (tokens, in, out, rank): a vector's worth; odd; rows that straddle blocks; more rows than one panel of 1 MiB.
+SHAPES = [(1, 64, 32, 4), (3, 5, 7, 2), (33, 100, 70, 16), (40, 2048, 300, 8)]
+
+
+def make(shape: tuple[int, int, int, int], dtype: torch.dtype, adapter: torch.dtype) -> dict[str, Tensor]:
+    tokens, columns, rows, rank = shape
+    return {
+        "x": torch.randn(tokens, columns).to(dtype),
+        "bias": torch.randn(rows).to(dtype),
+        "lora_A": torch.randn(rank, columns).to(adapter) / columns**0.5,
+        "lora_B": torch.randn(rows, rank).to(adapter),
+        "dropped": torch.nn.functional.dropout(torch.randn(tokens, columns), 0.3).to(dtype),
+    }
+
+
+@pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropped"])
+@pytest.mark.parametrize("base", ["dense", "nf4", "nested"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int, int], base: str, dropout: bool) -> None:
+    """Output and all gradients are no further from fp64 than eager PyTorch in fp32, rounded to the dtype."""
+    # fp32 adapters over a 16-bit base are the usual case.
+    for dtype, adapter in ((torch.float32,) * 2, (torch.bfloat16, torch.float32), (torch.float16,) * 2):
+        tensors = make(shape, dtype, adapter)
+        if not dropout:
+            del tensors["dropped"]
+        weight = (torch.randn(shape[2], shape[1]) / shape[1] ** 0.5).to(dtype)
+        if base != "dense":
+            weight = shoestring.quantize_4bit(weight, nested=base == "nested")
+        dense = weight if base == "dense" else weight.dequantize(torch.float32)
+        upstream = torch.randn(shape[0], shape[2]).to(dtype)
+        results = []
+        for compute in (None, torch.float64, torch.float32):
+            leaves = {k: t.detach().to(compute or t.dtype).requires_grad_() for k, t in tensors.items()}
+            if compute is None:
+                y = shoestring.lora_linear(weight=weight, scaling=0.7, **leaves)
+                assert y.dtype == dtype
+            else:
+                y = lora_linear_reference(weight=dense.to(compute), scaling=0.7, **leaves)
+            results.append((y, *torch.autograd.grad(y, tuple(leaves.values()), upstream.to(y.dtype))))
+        for name, ours, exact, eager in zip(("y", *tensors), *results, strict=True):
+            assert ours.shape == exact.shape
+            bound = 1.5 * relative_error(eager.to(ours.dtype), exact) + 2e-7
+            assert relative_error(ours, exact) <= bound, (name, dtype)
+
+
+@pytest.mark.parametrize("base", ["dense", "nf4"])
+@pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropped"])
+def test_gradcheck(base: str, dropout: bool) -> None:
+    t = {k: v.double().requires_grad_() for k, v in make((4, 5, 6, 2), torch.float64, torch.float64).items()}
+    if not dropout:
+        del t["dropped"]
+    weight = torch.randn(6, 5, dtype=torch.float64)
+    if base == "nf4":
+        weight = shoestring.quantize_4bit(weight.float(), block_size=32)
+    names = tuple(t)
+    assert torch.autograd.gradcheck(
+        lambda *leaves: shoestring.lora_linear(weight=weight, scaling=1.3, **dict(zip(names, leaves, strict=True))),
+        tuple(t.values()),
+    )
+
+
+def test_opcheck() -> None:
+    t = {k: v.requires_grad_() for k, v in make((4, 64, 6, 2), torch.float32, torch.float32).items()}
+    q = shoestring.quantize_4bit(torch.randn(6, 64))
+    rest = (t["bias"], t["lora_A"], t["lora_B"])
+    torch.library.opcheck(OPERATOR, (t["x"], torch.randn(6, 64), None, None, *rest), {"scaling": 2.0})
+    torch.library.opcheck(OPERATOR, (t["x"], q.packed, q.absmax, None, *rest, t["dropped"]), {"scaling": 2.0})
+    codes, nested = torch.ops.shoestring.quantize_absmax(q.absmax.flatten())
+    detached = tuple(v.detach() for v in rest)
+    torch.library.opcheck(OPERATOR, (t["x"].detach(), q.packed, codes, nested, *detached), {"scaling": 2.0})
+
+
+def test_only_what_is_needed() -> None:
+    """Gradients that nobody asked for are not made; x is saved once; strides and an empty batch work."""
+    t = make((6, 64, 10, 4), torch.float32, torch.float32)
+    weight, A, B = torch.randn(10, 64), t["lora_A"].requires_grad_(), t["lora_B"].requires_grad_()
+    x = torch.randn(64, 6).t()
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(s) or s, lambda s: s):
+        y = shoestring.lora_linear(x, weight, A, B)
+    assert sorted(s.numel() for s in saved) == sorted([x.numel(), 6 * 4, weight.numel(), A.numel(), B.numel()])
+    expected = lora_linear_reference(x, weight, A, B)
+    torch.testing.assert_close(y, expected)
+    for a, b in zip(torch.autograd.grad(y.sum(), (A, B)), torch.autograd.grad(expected.sum(), (A, B)), strict=True):
+        torch.testing.assert_close(a, b)
+    empty = shoestring.lora_linear(torch.randn(0, 64), weight, A, B)
+    assert empty.shape == (0, 10)
+    assert all(not g.any() for g in torch.autograd.grad(empty.sum(), (A, B)))
+
+
+def test_autocast_repeatable_and_no_double_backward() -> None:
+    t = make((6, 64, 10, 4), torch.float32, torch.float32)
+    weight, A, B = torch.randn(10, 64), t["lora_A"].requires_grad_(), t["lora_B"].requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = shoestring.lora_linear(t["x"], weight, A, B)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, shoestring.lora_linear(t["x"].bfloat16(), weight.bfloat16(), A, B))
+    first, second = (shoestring.lora_linear(t["x"], weight, A, B) for _ in range(2))
+    assert torch.equal(first, second)
+    gradient = torch.autograd.grad(first.sum(), A, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="lora_linear: the backward pass is not differentiable"):
+        gradient.sum().backward()
+
+
+def test_operator_errors() -> None:
+    t = make((3, 64, 10, 4), torch.float32, torch.float32)
+    x, A, B, weight = t["x"], t["lora_A"], t["lora_B"], torch.randn(10, 64)
+    with pytest.raises(RuntimeError, match=r"lora_linear: lora_A: expected shape \(rank, 63\)"):
+        shoestring.lora_linear(x[:, 1:], weight, A, B)
+    with pytest.raises(RuntimeError, match=r"lora_linear: lora_B: expected shape \(out_features, 4\)"):
+        shoestring.lora_linear(x, weight, A, B[:, 1:])
+    with pytest.raises(RuntimeError, match=r"lora_linear: weight: expected shape \(10, 64\)"):
+        shoestring.lora_linear(x, weight[1:], A, B)
+    with pytest.raises(RuntimeError, match="lora_linear: weight: expected x's dtype and device"):
+        shoestring.lora_linear(x, weight.bfloat16(), A, B)
+    with pytest.raises(RuntimeError, match="lora_linear: weight: expected a frozen weight"):
+        shoestring.lora_linear(x, weight.requires_grad_(), A, B)
+
+
+# ---- whole models ------------------------------------------------------------------------------------------------
+
+
+def llama(tied: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).to(dtype).eval()
+
+
+def randomise(model: nn.Module) -> nn.Module:
+    """Gives lora_B values other than zero, so that the adapters do something."""
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def logits(model: nn.Module, seed: int = 3) -> Tensor:
+    ids = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        return model(ids).logits
+
+
+@pytest.mark.parametrize("options", [{}, {"init": "gaussian"}, {"rslora": True}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_starts_as_peft_does(options: dict, dtype: torch.dtype) -> None:
+    """One seed gives the same adapters on the same layers, and the base stays what it was."""
+    peft = pytest.importorskip("peft")
+    ours, theirs = llama(True, dtype), llama(True, dtype)
+    before = logits(ours)
+    torch.manual_seed(5)
+    assert shoestring.lora.apply(ours, rank=8, alpha=16, **options) is ours
+    torch.manual_seed(5)
+    config = peft.LoraConfig(
+        r=8, lora_alpha=16, target_modules="all-linear", use_rslora=options.get("rslora", False),
+        init_lora_weights=options.get("init", True),
+    )  # fmt: skip
+    theirs = peft.get_peft_model(theirs, config)
+    mine = {k: v for k, v in ours.named_parameters() if v.requires_grad}
+    peers = {
+        k.removeprefix("base_model.model.").removesuffix(".weight"): v
+        for k, v in theirs.named_parameters()
+        if v.requires_grad
+    }
+    assert mine.keys() == peers.keys() and len(mine) == 28
+    for name, value in mine.items():
+        assert value.dtype == torch.float32 and torch.equal(value, peers[name]), name
+    if dtype == torch.float32:
+        torch.testing.assert_close(logits(ours), before)  # lora_B is zero
+        torch.manual_seed(1)
+        randomise(ours)
+        torch.manual_seed(1)
+        randomise(theirs)
+        assert (logits(ours) - logits(theirs)).abs().max() <= 1e-6
+        assert (logits(ours) - before).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("rslora", [False, True], ids=["lora", "rslora"])
+def test_files_go_to_peft_and_back(tmp_path: Path, rslora: bool) -> None:
+    peft = pytest.importorskip("peft")
+    ours = randomise(shoestring.lora.apply(llama(), rank=4, alpha=12, rslora=rslora))
+    expected = logits(ours)
+    shoestring.lora.save_adapter(ours, tmp_path / "ours")
+    assert sorted(os.listdir(tmp_path / "ours")) == ["adapter_config.json", "adapter_model.safetensors"]
+    theirs = peft.PeftModel.from_pretrained(llama(), str(tmp_path / "ours")).eval()
+    assert (logits(theirs) - expected).abs().max() <= 1e-6
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    for adapter in ("ours", "theirs"):
+        bare = shoestring.lora.load_adapter(llama(), tmp_path / adapter)
+        assert (logits(bare) - expected).abs().max() <= 1e-6
+        other = shoestring.lora.apply(llama(), rank=4, alpha=1)
+        own = next(p for p in other.parameters() if p.requires_grad)
+        assert (logits(shoestring.lora.load_adapter(other, tmp_path / adapter)) - expected).abs().max() <= 1e-6
+        assert own is next(p for p in other.parameters() if p.requires_grad)  # optimizers keep their tensors
+
+
+def test_ranks_and_alphas_by_pattern(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "layers.1.mlp.up_proj"], rank_pattern={"up_proj": 2},
+        alpha_pattern={"layers.0.self_attn.q_proj": 5},
+    )  # fmt: skip
+    theirs = randomise(peft.get_peft_model(llama(), config)).eval()
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    ours = shoestring.lora.load_adapter(llama(), tmp_path / "theirs")
+    assert (logits(ours) - logits(theirs)).abs().max() <= 1e-6
+    shoestring.lora.save_adapter(ours, tmp_path / "ours")
+    again = peft.PeftModel.from_pretrained(llama(), str(tmp_path / "ours")).eval()
+    assert (logits(again) - logits(theirs)).abs().max() <= 1e-6
+
+
+def test_minimal_old_file(tmp_path: Path) -> None:
+    ours = randomise(shoestring.lora.apply(llama(), rank=4, alpha=8, target_modules=["v_proj"]))
+    shoestring.lora.save_adapter(ours, tmp_path)
+    minimal = {"peft_type": "LORA", "r": 4, "target_modules": ["v_proj"]}  # lora_alpha is 8 by default
+    (tmp_path / "adapter_config.json").write_text(json.dumps(minimal))
+    assert torch.equal(logits(shoestring.lora.load_adapter(llama(), tmp_path)), logits(ours))
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_merge_is_exact_and_unmerge_restores_every_byte(quantize: str | None, dtype: torch.dtype) -> None:
+    model = randomise(shoestring.lora.apply(llama(dtype=dtype), rank=4, quantize=quantize))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    expected = logits(model)
+    layer = model.model.layers[0].mlp.up_proj
+    for _ in range(3):
+        weight = layer.weight.dequantize(torch.float32) if quantize else layer.weight
+        A, B = layer.lora_A["default"], layer.lora_B["default"]
+        exact = weight.double() + layer.scaling * B.double() @ A.double()
+        shoestring.lora.merge(model)
+        assert type(layer) is nn.Linear and layer.weight.dtype == dtype
+        assert not any("lora" in key or "absmax" in key for key in model.state_dict())
+        # One rounding: half a unit in the last place, and the fp32 sum's own error before it.
+        unit = torch.finfo(dtype).eps / 2 + 4 * torch.finfo(torch.float32).eps
+        assert ((layer.weight.double() - exact).abs() <= unit * exact.abs() + 1e-6 * exact.abs().max()).all()
+        if dtype == torch.float32:
+            torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-5)
+        shoestring.lora.unmerge(model)
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert torch.equal(logits(model), expected)
+    shoestring.lora.merge(model, reversible=False)
+    with pytest.raises(ValueError, match="lora.unmerge: model: expected one merged"):
+        shoestring.lora.unmerge(model)
+
+
+def test_qlora_trains_and_resumes() -> None:
+    model = shoestring.lora.apply(llama(tied=True), rank=4, quantize="nf4", nested=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight and type(model.lm_head) is nn.Linear
+    ids = torch.randint(97, (4, 16))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    losses = []
+    for _ in range(8):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+    twin = shoestring.lora.apply(llama(tied=True), rank=4, quantize="nf4", nested=True)
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(logits(twin), logits(model))
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_compiles_whole(quantize: str | None) -> None:
+    model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 8, bias=False))
+    randomise(shoestring.lora.apply(model, rank=4, quantize=quantize, target_modules=["0", "2"]))
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for tokens in (3, 5):
+        x = torch.randn(tokens, 64)
+        for a, b in zip(
+            torch.autograd.grad(compiled(x).sum(), trained), torch.autograd.grad(model(x).sum(), trained), strict=True
+        ):
+            torch.testing.assert_close(a, b)
+
+
+def test_dropout_is_pefts() -> None:
+    peft = pytest.importorskip("peft")
+    ours = randomise(shoestring.lora.apply(nn.Sequential(nn.Linear(64, 32)), rank=4, alpha=4, dropout=0.5))
+    config = peft.LoraConfig(r=4, lora_alpha=4, lora_dropout=0.5, target_modules=["0"])
+    theirs = peft.get_peft_model(nn.Sequential(nn.Linear(64, 32)), config)
+    theirs.load_state_dict(
+        {k: v for k, v in zip(theirs.state_dict(), ours.state_dict().values(), strict=True)}
+    )
+    x = torch.randn(6, 64)
+    results = []
+    for model in (ours, theirs):
+        torch.manual_seed(9)
+        results.append(model.train()(x))
+    torch.testing.assert_close(*results)
+    assert not torch.equal(ours(x), ours(x))
+    assert torch.equal(ours.eval()(x), ours(x))
+
+
+def test_targets() -> None:
+    def chosen(target_modules: object, model: nn.Module | None = None) -> list[str]:
+        model = shoestring.lora.apply(model or llama(), rank=2, target_modules=target_modules)
+        return [n for n, m in model.named_modules() if isinstance(m, LoraLinear)]
+
+    assert chosen(["q_proj", "1.mlp.up_proj"]) == [
+        "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj",
+    ]  # fmt: skip
+    assert chosen(r".*\.0\..*[kv]_proj") == ["model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj"]
+    assert chosen(["lm_head"]) == ["lm_head"]
+    assert chosen("all-linear", nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Linear4bit(64, 2))) == ["0", "2"]
+    # QLoRA quantises every linear layer but the head, with an adapter or without.
+    model = shoestring.lora.apply(llama(), rank=2, target_modules=["q_proj"], quantize="nf4")
+    assert type(model.model.layers[0].mlp.up_proj) is Linear4bit and type(model.lm_head) is nn.Linear
+    # The layer stays the same object: hooks and other references to it keep working.
+    model = nn.Sequential(nn.Linear(4, 4))
+    layer, seen = model[0], []
+    layer.register_forward_hook(lambda *_: seen.append(1))
+    shoestring.lora.apply(model, rank=2, target_modules=["0"])
+    model(torch.randn(2, 4))
+    assert model[0] is layer and seen == [1]
+
+
+def test_errors(tmp_path: Path) -> None:
+    apply, load = shoestring.lora.apply, shoestring.lora.load_adapter
+    for options, message in [
+        ({"rank": 0}, "rank: expected an integer of at least 1, received 0"),
+        ({"alpha": float("nan")}, "alpha: expected a finite number"),
+        ({"quantize": "int3"}, "quantize: expected None, 'nf4' or 'fp4', received 'int3'"),
+        ({"init": "pissa"}, "init: expected 'default' or 'gaussian', received 'pissa'"),
+        ({"dropout": 1.0}, r"dropout: expected a probability in \[0, 1\), received 1.0"),
+        ({"target_modules": ["qkv"]}, r"received \['qkv'\], which matches nothing; this model has down_proj, gate_proj"),
+        ({"target_modules": ["mlp"]}, "expected linear layers .* received model.layers.0.mlp, a LlamaMLP"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            apply(llama(), **options)
+    model = apply(llama(), rank=2, target_modules=["q_proj"])
+    with pytest.raises(ValueError, match="expected one without adapters, but model.layers.0.self_attn.q_proj has one"):
+        apply(model)
+    for function in (shoestring.lora.merge, lambda m: shoestring.lora.save_adapter(m, tmp_path / "no")):
+        with pytest.raises(ValueError, match="expected one with adapters, received one without"):
+            function(llama())
+    assert not (tmp_path / "no").exists()
+
+    shoestring.lora.save_adapter(model, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    weights = (tmp_path / "adapter_model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="expected a linear layer in the model, found none of that name"):
+        load(nn.Sequential(nn.Linear(4, 4)), tmp_path)
+    small = llama()
+    small.model.layers[1].self_attn.q_proj = nn.Linear(64, 32)
+    with pytest.raises(ValueError, match=r"expected lora_A and lora_B of shapes \(\(2, 64\), \(32, 2\)\)"):
+        load(small, tmp_path)
+    assert not any(isinstance(m, LoraLinear) for m in small.modules())  # nothing half-done
+    with pytest.raises(ValueError, match="expected values for model.layers.0.self_attn.v_proj"):
+        load(apply(llama(), target_modules=["q_proj", "v_proj"]), tmp_path)
+    for change, message in [
+        ({"use_dora": True}, "use_dora: expected False, since nothing else is supported here, received True"),
+        ({"bias": "all"}, "bias: expected 'none'"),
+        ({"peft_type": "IA3"}, "peft_type: expected 'LORA', received 'IA3'"),
+    ]:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ValueError, match=message):
+            load(llama(), tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{")
+    with pytest.raises(ValueError, match="adapter_config.json: expected JSON"):
+        load(llama(), tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter_model.safetensors").write_bytes(weights[:-5])
+    with pytest.raises(ValueError, match="expected a safetensors file, received a damaged one"):
+        load(llama(), tmp_path)
+    with pytest.raises(FileNotFoundError):
+        load(llama(), tmp_path / "nowhere")

@@ -1,0 +1,180 @@
+#include "catch.h"
+
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/sgd.h>
+#include <torch/serialize.h>
+#include <torch/utils.h>
+
+#include <shoestring/lora.h>
+
+using at::Tensor;
+using shoestring::lora::LoraOptions;
+using shoestring::nn::AdapterOptions;
+using shoestring::nn::Linear;
+using Catch::Matchers::Contains;
+
+namespace {
+
+// Calls its own holders, as a user's module does; the head is left to torch::nn.
+struct NetImpl : torch::nn::Cloneable<NetImpl> {
+  Linear up{nullptr}, down{nullptr};
+  torch::nn::Linear head{nullptr};
+  NetImpl() { reset(); }
+  void reset() override {
+    up = register_module("up_proj", Linear(64, 128));
+    down = register_module("down_proj", Linear(128, 64));
+    head = register_module("head", torch::nn::Linear(64, 5));
+  }
+  Tensor forward(const Tensor& x) { return head(down(at::relu(up(x)))); }
+};
+TORCH_MODULE(Net);
+
+Net make(const LoraOptions& options) {
+  torch::manual_seed(4);
+  Net net;
+  shoestring::lora::apply(*net, options);
+  torch::NoGradGuard no_grad;
+  for (auto& layer : {net->up, net->down}) {
+    if (layer->has_adapter()) layer->lora_B.normal_(0, 0.1);
+  }
+  return net;
+}
+
+LoraOptions options(const char* quantize, bool nested = false) {
+  return LoraOptions().quantize(quantize).nested(nested).adapter(AdapterOptions().rank(4).alpha(8));
+}
+
+struct Directory {
+  std::filesystem::path path =
+      std::filesystem::temp_directory_path() / ("shoestring_lora_" + std::to_string(::getpid()));
+  ~Directory() { std::filesystem::remove_all(path); }
+  std::string operator/(const std::string& name) const { return (path / name).string(); }
+};
+
+}  // namespace
+
+TEST_CASE("lora::apply adapts layers where they stand, and they train", "[lora]") {
+  for (const char* quantize : {"none", "nf4", "fp4"}) {
+    CAPTURE(quantize);
+    Net net = make(options(quantize));
+    CHECK(net->up->is_quantized() == (std::string(quantize) != "none"));
+    std::vector<Tensor> trained;
+    for (const auto& parameter : net->parameters()) {
+      if (parameter.requires_grad()) trained.push_back(parameter);
+    }
+    REQUIRE(trained.size() == 4);
+    torch::optim::SGD optimizer(trained, 0.1);
+    Tensor x = torch::randn({32, 64}), target = torch::randn({32, 5});
+    double first = 0, last = 0;
+    for (int step = 0; step < 20; ++step) {
+      optimizer.zero_grad();
+      Tensor loss = at::mse_loss(net->forward(x), target);
+      loss.backward();
+      optimizer.step();
+      (step == 0 ? first : last) = loss.item<double>();
+    }
+    CHECK(last < 0.95 * first);
+  }
+}
+
+TEST_CASE("an adapted layer agrees with fp64", "[lora]") {
+  for (const char* quantize : {"none", "nf4"}) {
+    Net net = make(options(quantize));
+    auto& layer = net->up;
+    Tensor base = layer->is_quantized() ? layer->base->dequantize(at::kFloat) : layer->weight;
+    Tensor A = layer->lora_A.detach().to(at::kDouble), B = layer->lora_B.detach().to(at::kDouble);
+    Tensor dense = base.to(at::kDouble) + layer->scaling() * at::matmul(B, A);
+    Tensor x = torch::randn({7, 64}).requires_grad_();
+    Tensor y = layer->forward(x), upstream = torch::randn_like(y);
+    Tensor exact = at::linear(x.detach().to(at::kDouble), dense, layer->bias.detach().to(at::kDouble));
+    CHECK((y.detach() - exact).norm().item<double>() < 1e-6 * exact.norm().item<double>());
+    auto gradients = torch::autograd::grad({y}, {x, layer->lora_A, layer->lora_B}, {upstream});
+    Tensor G = upstream.to(at::kDouble), X = x.detach().to(at::kDouble);
+    const std::vector<Tensor> expected{at::matmul(G, dense), layer->scaling() * at::matmul(at::matmul(B.t(), G.t()), X),
+                                       layer->scaling() * at::matmul(G.t(), at::matmul(X, A.t()))};
+    for (int i = 0; i < 3; ++i) {
+      CHECK((gradients[i] - expected[i]).norm().item<double>() < 1e-6 * expected[i].norm().item<double>());
+    }
+  }
+}
+
+TEST_CASE("merge adds the adapter; unmerge restores every byte", "[lora]") {
+  for (const char* quantize : {"none", "nf4"}) {
+    for (bool nested : {false, true}) {
+      Net net = make(options(quantize, nested));
+      Tensor x = torch::randn({7, 64}), y = net->forward(x);
+      auto& layer = net->up;
+      Tensor bytes = (layer->is_quantized() ? layer->base->packed : layer->weight).clone();
+      for (int cycle = 0; cycle < 3; ++cycle) {
+        shoestring::lora::merge(*net);
+        CHECK(layer->weight.sizes() == at::IntArrayRef({128, 64}));
+        CHECK_FALSE(layer->has_adapter());
+        CHECK(layer->named_parameters().size() == 2);
+        CHECK(at::allclose(net->forward(x), y, 1e-5, 1e-5));
+        shoestring::lora::unmerge(*net);
+        CHECK(at::equal(layer->is_quantized() ? layer->base->packed : layer->weight, bytes));
+        CHECK(at::equal(net->forward(x), y));
+      }
+    }
+  }
+}
+
+TEST_CASE("adapted modules clone and serialise", "[lora]") {
+  Net net = make(options("nf4", true));
+  Tensor x = torch::randn({3, 64}), y = net->forward(x);
+  auto copy = std::dynamic_pointer_cast<shoestring::nn::LinearImpl>(net->up->clone());
+  CHECK(at::equal(copy->forward(x), net->up->forward(x)));
+  std::stringstream stream;
+  torch::save(net, stream);
+  torch::manual_seed(8);
+  Net other;
+  shoestring::lora::apply(*other, options("nf4", true));
+  torch::load(other, stream);
+  CHECK(at::equal(other->forward(x), y));
+}
+
+TEST_CASE("adapters are written and read in PEFT's format", "[lora]") {
+  Directory directory;
+  Net net = make(options("none").target_modules({"up_proj"}));
+  Tensor x = torch::randn({3, 64}), y = net->forward(x);
+  shoestring::lora::save_adapter(*net, directory / "a");
+  std::ifstream file(directory / "a/adapter_config.json");
+  std::stringstream text;
+  text << file.rdbuf();
+  for (const char* part : {"\"peft_type\": \"LORA\"", "\"r\": 4", "\"lora_alpha\": 8", "\"up_proj\""}) {
+    CHECK_THAT(text.str(), Contains(part));
+  }
+  torch::manual_seed(4);
+  Net bare;
+  shoestring::lora::load_adapter(*bare, directory / "a");
+  CHECK(at::equal(bare->forward(x), y));
+  CHECK_FALSE(bare->down->has_adapter());
+  CHECK_FALSE(bare->head->weight.requires_grad());
+
+  Net all = make(options("none"));
+  CHECK_THROWS_WITH(shoestring::lora::load_adapter(*all, directory / "a"),
+                    Contains("expected values for down_proj, which has an adapter; found none"));
+  CHECK_THROWS_WITH(shoestring::lora::load_adapter(*bare, directory / "none"), Contains("adapter_config.json"));
+  std::ofstream(directory / "a/adapter_config.json") << R"({"peft_type": "LORA", "use_dora": true})";
+  CHECK_THROWS_WITH(shoestring::lora::load_adapter(*bare, directory / "a"), Contains("use_dora: expected none"));
+}
+
+TEST_CASE("lora::apply refuses what it cannot do, and then changes nothing", "[lora]") {
+  Net net;
+  CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().target_modules({"head"})),
+                    Contains("expected shoestring::nn::Linear layers, received head"));
+  CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().target_modules({"q_proj"})), Contains("match none"));
+  CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().quantize("int4")), Contains("expected none, nf4 or fp4"));
+  CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().adapter(AdapterOptions().rank(0))),
+                    Contains("rank: expected at least 1, received 0"));
+  CHECK_THROWS_WITH(shoestring::lora::merge(*net), Contains("expected one with adapters"));
+  for (const auto& parameter : net->parameters()) CHECK(parameter.requires_grad());
+  shoestring::lora::apply(*net);
+  CHECK_THROWS_WITH(shoestring::lora::apply(*net), Contains("expected one without adapters, but up_proj has one"));
+}

@@ -14,7 +14,7 @@ class QuantizedTensor(Tensor):
     """A 4-bit tensor with the shape and the dtype of what it stands for; ``shoestring.quantize_4bit`` makes it.
 
     The bytes are always bitsandbytes' flat order: blocks of ``block_size`` along the flattened elements, the even
-    element in a byte's upper four bits. Where a weight's rows are whole blocks (K divisible by ``block_size``), the same
+    element in a byte's upper four bits. Where a weight's rows are whole blocks (K divisible by ``block_size``) the same
     bytes are held as (N, K / 2) and the scales as (N, K / block_size), so that a slice of rows is itself a quantised
     tensor; otherwise both are flat. That is what FSDP2 needs to shard by rows: its hooks (``fsdp_pre_all_gather``
     returns ``packed`` and ``absmax``, ``fsdp_post_all_gather`` puts a QuantizedTensor around what was gathered) attach

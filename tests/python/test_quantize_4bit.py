@@ -48,7 +48,7 @@ def test_bytes_are_bitsandbytes(capability: str, quant_type: str) -> None:
                 assert torch.equal(shoestring.dequantize_4bit(q), expected), (block, dtype, n)
 
 
-# Scales: one, which is its own mean; a group; a short group at the end. Even, since bitsandbytes compiles for odd sizes.
+# Scales: one, its own mean; a group; a short group at the end. Even sizes: for odd ones bitsandbytes compiles.
 @pytest.mark.parametrize("n", [2, 64 * 256, 64 * 256 * 3 + 64 * 5 + 2], ids=str)
 def test_nested_scales_are_bitsandbytes(capability: str, n: int) -> None:
     x = torch.randn(n) * torch.rand(n).exp()

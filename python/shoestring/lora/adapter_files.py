@@ -125,7 +125,9 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str]) -> nn.Modu
         _check_layer(folder / WEIGHTS, name, modules.get(name), lora_A, lora_B)
     extra = [n for n, m in modules.items() if isinstance(m, LoraLinear) and n not in pairs]
     if extra:
-        raise ValueError(f"lora.load_adapter: {folder}: expected values for {extra[0]}, which has an adapter; found none")
+        raise ValueError(
+            f"lora.load_adapter: {folder}: expected values for {extra[0]}, which has an adapter; found none"
+        )
 
     model.requires_grad_(False)
     for name, (lora_A, lora_B) in pairs.items():
@@ -157,8 +159,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     for option, accepted in PLAIN.items():
         if config.get(option) not in accepted:
             raise ValueError(
-                f"lora.load_adapter: {path}: {option}: expected {accepted[-1]!r}, since nothing else is supported here, "
-                f"received {config[option]!r}"
+                f"lora.load_adapter: {path}: {option}: expected {accepted[-1]!r}, since nothing else is supported "
+                f"here, received {config[option]!r}"
             )
     return config
 
@@ -169,13 +171,16 @@ def _read_weights(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
     except FileNotFoundError:
         raise
     except Exception as error:  # the parser's own class is not exported
-        raise ValueError(f"lora.load_adapter: {path}: expected a safetensors file, received a damaged one: {error}") from None
+        raise ValueError(
+            f"lora.load_adapter: {path}: expected a safetensors file, received a damaged one: {error}"
+        ) from None
     names: dict[str, None] = {}
     for key in tensors:
         name = key.removeprefix(PREFIX).removesuffix(".weight").removesuffix(".lora_A").removesuffix(".lora_B")
         if f"{PREFIX}{name}.lora_A.weight" not in tensors or f"{PREFIX}{name}.lora_B.weight" not in tensors:
             raise ValueError(
-                f"lora.load_adapter: {path}: expected pairs {PREFIX}<module>.lora_A.weight and .lora_B.weight, received {key}"
+                f"lora.load_adapter: {path}: expected pairs {PREFIX}<module>.lora_A.weight and .lora_B.weight, "
+                f"received {key}"
             )
         names[name] = None
     return {n: (tensors[f"{PREFIX}{n}.lora_A.weight"], tensors[f"{PREFIX}{n}.lora_B.weight"]) for n in names}

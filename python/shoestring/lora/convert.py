@@ -124,7 +124,9 @@ def unmerge(model: nn.Module) -> nn.Module:
     """
     layers = [m for m in model.modules() if "unmerged" in m.__dict__]
     if not layers:
-        raise ValueError("lora.unmerge: model: expected one merged with reversible=True, received one without former weights")
+        raise ValueError(
+            "lora.unmerge: model: expected one merged with reversible=True, received one without former weights"
+        )
     for layer in layers:
         unmerge_layer(layer)
     return model

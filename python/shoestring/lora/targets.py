@@ -21,7 +21,7 @@ def all_linear(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def matches(name: str, target_modules: str | Sequence[str]) -> bool:
-    """A list names modules, or what their names end with after a dot; a string is a regular expression for the whole."""
+    """A list names modules, or what their names end with after a dot; a string is a pattern for the whole name."""
     if isinstance(target_modules, str):
         return re.fullmatch(target_modules, name) is not None
     return any(name == t or name.endswith("." + t) for t in target_modules)

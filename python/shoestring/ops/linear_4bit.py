@@ -16,7 +16,7 @@ def linear_4bit(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) 
         bias: (out_features), any floating-point dtype.
 
     Returns:
-        (..., out_features), x's dtype. Bitwise repeatable. Differentiable once by x and bias; saves nothing of x's size.
+        (..., out_features), x's dtype. Bitwise repeatable. Differentiable once by x and bias; x is not saved.
 
     Raises:
         RuntimeError: a shape or dtype that does not fit.

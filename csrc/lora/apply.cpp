@@ -81,11 +81,13 @@ void merge(torch::nn::Module& module, bool reversible) {
 }
 
 void unmerge(torch::nn::Module& module) {
-  const auto all = linears(module);
-  TORCH_CHECK_VALUE(!all.empty(), "lora::unmerge: module: expected shoestring::nn::Linear layers, found none");
-  for (const auto& [name, linear] : all) {
-    if (!linear->has_adapter()) linear->unmerge();
+  int64_t count = 0;
+  for (const auto& [name, linear] : linears(module)) {
+    if (!linear->can_unmerge()) continue;
+    linear->unmerge();
+    ++count;
   }
+  TORCH_CHECK_VALUE(count > 0, "lora::unmerge: module: expected one merged with reversible, received one without former weights");
 }
 
 }  // namespace shoestring::lora

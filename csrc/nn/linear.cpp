@@ -58,6 +58,7 @@ void LinearImpl::quantize(const Quantize4bitOptions& quantize_options, bool nest
 void LinearImpl::set_adapter(const AdapterOptions& adapter_options, const Tensor& A, const Tensor& B) {
   if (weight.defined()) weight.requires_grad_(false);
   if (bias.defined()) bias.requires_grad_(false);
+  former_.reset();  // there is no way back past a new adapter
   adapter = adapter_options;
   lora_A = register_parameter("lora_A", A);
   lora_B = register_parameter("lora_B", B);

@@ -2,6 +2,7 @@
 
 #include <sstream>
 
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/serialize.h>
 #include <torch/utils.h>
 

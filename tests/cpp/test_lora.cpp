@@ -8,6 +8,7 @@
 
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/serialize.h>
 #include <torch/utils.h>
 
@@ -123,6 +124,15 @@ TEST_CASE("merge adds the adapter; unmerge restores every byte", "[lora]") {
       }
     }
   }
+}
+
+TEST_CASE("merging leaves layers without an adapter alone", "[lora]") {
+  Net net = make(options("nf4").target_modules({"up_proj"}));
+  Tensor x = torch::randn({7, 64}), y = net->forward(x);
+  shoestring::lora::merge(*net, /*reversible=*/false);
+  CHECK(net->down->is_quantized());
+  CHECK(at::allclose(net->forward(x), y, 1e-5, 1e-5));
+  CHECK_THROWS_WITH(shoestring::lora::unmerge(*net), Contains("received one without former weights"));
 }
 
 TEST_CASE("adapted modules clone and serialise", "[lora]") {

@@ -221,6 +221,7 @@ def test_errors(tmp_path: Path) -> None:
         ({"rank": 0}, "rank: expected an integer of at least 1, received 0"),
         ({"alpha": float("nan")}, "alpha: expected a finite number"),
         ({"quantize": "int3"}, "quantize: expected None, 'nf4' or 'fp4', received 'int3'"),
+        ({"quantize": "nf4", "block_size": 48}, "block_size: expected one of .* received 48"),
         ({"init": "pissa"}, "init: expected 'default' or 'gaussian', received 'pissa'"),
         ({"dropout": 1.0}, r"dropout: expected a probability in \[0, 1\), received 1.0"),
         ({"target_modules": ["qkv"]}, r"received \['qkv'\], which matches nothing; this model has down_proj, gate"),
@@ -228,6 +229,8 @@ def test_errors(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             apply(llama(), **options)
+    with pytest.raises(ValueError, match="quantize: expected fp32, bf16 or fp16 weights, received torch.float64 in 0"):
+        apply(nn.Sequential(nn.Linear(64, 4)).double(), quantize="nf4")
     model = apply(llama(), rank=2, target_modules=["q_proj"])
     with pytest.raises(ValueError, match="expected one without adapters, but model.layers.0.self_attn.q_proj has one"):
         apply(model)

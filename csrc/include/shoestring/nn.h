@@ -74,7 +74,7 @@ struct AdapterOptions {
 };
 
 /// torch::nn::Linear (the same parameters under the same names) that can be quantised and can take on a LoRA adapter
-/// where it stands. A LibTorch module calls the layer that its own holder points at, so a layer cannot be replaced from
+/// where it stands. A LibTorch module calls the layer its own holder points at, so a layer cannot be replaced from
 /// outside: declare `shoestring::nn::Linear` in place of `torch::nn::Linear`, and `shoestring::lora::apply` converts it.
 class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl> {
  public:
@@ -98,6 +98,7 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl> {
 
   bool is_quantized() const { return !base.is_empty(); }
   bool has_adapter() const { return adapter.has_value(); }
+  bool can_unmerge() const { return former_.has_value(); }
   double scaling() const;
 
   LinearOptions options;

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shoestring.lora.layer import LoraLinear, attach, merge_layer, unmerge_layer
 from shoestring.lora.targets import all_linear, find_targets
 from shoestring.nn.linear_4bit import Linear4bit, quantize_weight
-from shoestring.ops.quantize_4bit import CODES
+from shoestring.ops.quantize_4bit import BLOCK_SIZES, CODES
 
 
 def apply(
@@ -54,6 +54,8 @@ def apply(
     taken = next((name for name, module in model.named_modules() if isinstance(module, LoraLinear)), None)
     if taken is not None:
         raise ValueError(f"lora.apply: model: expected one without adapters, but {taken} has one; merge it first")
+    if quantize is not None:
+        _check_quantizable(model, block_size)
     dtypes = {name: layer.weight.dtype for name, layer in targets.items() if type(layer) is nn.Linear}
     model.requires_grad_(False)
     if quantize is not None:
@@ -80,6 +82,16 @@ def _check(rank: int, alpha: float, quantize: str | None, init: str, dropout: fl
         raise ValueError(f"lora.apply: init: expected 'default' or 'gaussian', received {init!r}")
     if not 0 <= dropout < 1:
         raise ValueError(f"lora.apply: dropout: expected a probability in [0, 1), received {dropout!r}")
+
+
+def _check_quantizable(model: nn.Module, block_size: int) -> None:
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(f"lora.apply: block_size: expected one of {BLOCK_SIZES}, received {block_size!r}")
+    for name, layer in all_linear(model).items():
+        if layer.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"lora.apply: quantize: expected fp32, bf16 or fp16 weights, received {layer.weight.dtype} in {name}"
+            )
 
 
 def _draw(layer: nn.Linear, rank: int, init: str, base_dtype: torch.dtype | None) -> Tensor:

@@ -85,6 +85,7 @@ def attach(
 ) -> LoraLinear:
     """Gives ``linear``, which stays the same object, an adapter; freezes its own parameters."""
     linear.requires_grad_(False)
+    linear.__dict__.pop("unmerged", None)  # of an earlier merge: there is no way back past a new adapter
     linear.__class__ = LoraLinear
     assert isinstance(linear, LoraLinear)
     linear.lora_A = nn.ParameterDict({ADAPTER: nn.Parameter(lora_A)})

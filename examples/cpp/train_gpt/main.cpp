@@ -119,7 +119,8 @@ double validate(LlamaForCausalLM& model, const Blocks& blocks, const Options& op
 
 void require_finite(const char* what, double value, int64_t step, const Options& options) {
   if (std::isfinite(value)) return;
-  throw InputError("step " + std::to_string(step + 1) + ": the " + what + " is " + std::to_string(value) +
+  throw InputError("step " + std::to_string(step + 1) + ": the " + what + " is " +
+                   (std::isnan(value) ? "nan" : "infinite") +
                    "; training stopped before the weights changed; lower --lr or set --clip" +
                    (has_checkpoint(options.out) ? "; the last checkpoint in " + options.out + " is kept" : ""));
 }

@@ -36,7 +36,7 @@ const Flag kFlags[] = {
     {"clip", &Options::clip, 0, true, "largest gradient norm; 0: no clipping"},
     {"seed", &Options::seed, 0, true, "of the weights and the order of the data"},
     {"checkpoint-every", &Options::checkpoint_every, 1, false, "steps between checkpoints; the last two are kept"},
-    {"threads", &Options::threads, 0, false, "0: as many as PyTorch chooses"},
+    {"threads", &Options::threads, 0, false, "0: as many as PyTorch chooses; bits can depend on the number"},
     {"resume", &Options::resume, 0, false, "continue the run in --out"},
     {"plain", &Options::plain, 0, true, "LibTorch's own loss and AdamW, for comparison"},
 };

@@ -69,11 +69,14 @@ def _curves(axes: Any, run: "Run", colour: str, label: str = "", dashed: bool = 
 
 def draw_run(run: "Run") -> bytes:
     """Loss curves beside the memory of each part, by formula and measured; return a PNG."""
+    from matplotlib.ticker import MaxNLocator
+
     figure = _figure(11, 4.4)
     left, right = figure.subplots(1, 2, width_ratios=[1.1, 1])
     _prepare(left, "Loss", "step", "nats a token")
     _curves(left, run, RUN_COLOURS[0])
     left.legend(frameon=False, fontsize=9)
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
     parts = run.summary["memory"]
     _prepare(right, f"Memory: peak of the process {run.summary['peak_memory'] / 1e6:,.0f} MB", "MB", grid="x")
     places = range(len(parts))
@@ -106,6 +109,7 @@ def draw_comparison(runs: list["Run"]) -> bytes:
     for number, run in enumerate(runs):
         _curves(curves, run, RUN_COLOURS[number % len(RUN_COLOURS)], run.name, dashed=bool(run.summary["plain"]))
     curves.legend(frameon=False, fontsize=8)
+    curves.xaxis.set_major_locator(MaxNLocator(integer=True))
     names = [run.name for run in runs]
     places = list(range(len(runs)))
     _prepare(memory, "Peak memory, MB", grid="x")

@@ -71,9 +71,9 @@ def memory_parts(trainer: "Trainer", baseline: int, peak: int) -> list[Part]:
     tokens = config.batch_size * config.seq_len
     vocab = model.get_output_embeddings().weight.shape[0]
     if config.plain:
-        formula, expected = f"logits, gradient: 2 x {tokens} x {vocab} x 4 B", 8 * tokens * vocab
+        formula, expected = f"logits and gradient, 2 x {tokens} x {vocab} x 4 B (the backward pass and the allocator come on top)", 8 * tokens * vocab
     else:
-        formula, expected = "loss workspace", config.workspace_mb << 20
+        formula, expected = "loss workspace (the backward pass and the allocator come on top)", config.workspace_mb << 20
     rest = peak - sum(part.measured for part in parts)
     return [*parts, Part("buffers", formula, expected, max(0, rest))]
 

@@ -42,13 +42,14 @@ def command(model: Path, data: Path, out: Path, *more: object) -> list[object]:
 @pytest.mark.parametrize("kind", ["text", "completion", "chat"])
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
 def test_twins_learn_the_same(model: Path, data: dict[str, Path], tmp_path: Path, kind: str, quantize: str) -> None:
-    succeed(*command(model, data[kind], tmp_path / "ours", "--quantize", quantize))
+    state = "8bit" if kind == "text" else "fp32"  # a few tokens a step and a high rate show the rounding of 8-bit state
+    succeed(*command(model, data[kind], tmp_path / "ours", "--quantize", quantize, "--optimizer-state", state))
     succeed(*command(model, data[kind], tmp_path / "plain", "--quantize", quantize, "--plain"))
     ours, plain = losses(tmp_path / "ours"), losses(tmp_path / "plain")
     assert ours[0][0] == pytest.approx(plain[0][0], rel=1e-4) and ours[0][1] == pytest.approx(plain[0][1], rel=1e-2)
     assert ours[-1][0] < 0.95 * ours[0][0]
     for a, b in zip(ours, plain, strict=True):
-        assert a[0] == pytest.approx(b[0], rel=0.01)
+        assert a[0] == pytest.approx(b[0], rel=0.01 if state == "8bit" else 1e-3)
     for run_folder in (tmp_path / "ours", tmp_path / "plain"):
         for part in json.loads((run_folder / "summary.json").read_text())["memory"]:
             if part["name"] in ("weights", "gradients", "optimizer"):

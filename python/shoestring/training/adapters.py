@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import math
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,13 @@ from shoestring.training.config import FinetuneConfig
 
 
 def apply_lora(model: nn.Module, config: FinetuneConfig) -> nn.Module:
-    """Freeze ``model``, add adapters to it, and start them from numbers that depend on the seed and the module's name."""
+    """Freeze ``model`` and add adapters to it. Ours draw the numbers that PEFT draws, so one seed starts both alike."""
     model.requires_grad_(False)
+    torch.manual_seed(config.seed)
     try:
-        adapted = _plain(model, config) if config.plain else _ours(model, config)
+        return _plain(model, config) if config.plain else _ours(model, config)
     except ValueError as error:  # no module of that name, a rank that does not fit
         raise InputError(f"--target-modules {config.target_modules}, --rank {config.rank}: {error}") from None
-    start_adapters(adapted, config.seed)
-    return adapted
 
 
 def _ours(model: nn.Module, config: FinetuneConfig) -> nn.Module:
@@ -71,23 +68,6 @@ def quantize_with_bitsandbytes(model: nn.Module) -> None:
         setattr(model.get_submodule(parent), child, packed)
         layer.weight = None
     model.is_loaded_in_4bit = True  # PEFT asks the model before it takes its 4-bit layer
-
-
-def start_adapters(model: nn.Module, seed: int) -> None:
-    """Fill every lora_A as PEFT does (uniform within 1/sqrt(inputs)) and lora_B with zeros, from (seed, module name).
-
-    Both twins then start from the same adapters, whatever order they were made in.
-    """
-    for name, parameter in model.named_parameters():
-        if ".lora_A" in name and parameter.requires_grad:
-            module = name.split(".lora_A")[0].removeprefix("base_model.model.")
-            digest = hashlib.sha256(f"{seed} {module}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            bound = 1 / math.sqrt(parameter.shape[1])
-            with torch.no_grad():
-                parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
-        elif ".lora_B" in name and parameter.requires_grad:
-            torch.nn.init.zeros_(parameter)
 
 
 def save_adapter(model: Any, folder: Path, plain: bool) -> None:

@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -59,6 +60,16 @@ void AtomicFile::fail(const char* what, int error) const {
                 " bytes: free some space or choose another folder");
   }
   TORCH_CHECK(false, caller_, ": ", path_, ": ", what, ": ", std::strerror(error));
+}
+
+void make_folders(const std::string& caller, const std::string& path) {
+  for (size_t end = 0; end != std::string::npos;) {
+    end = path.find('/', end + 1);
+    const std::string part = path.substr(0, end);
+    struct stat info {};
+    const bool there = ::mkdir(part.c_str(), 0777) == 0 || (::stat(part.c_str(), &info) == 0 && S_ISDIR(info.st_mode));
+    TORCH_CHECK(there, caller, ": ", path, ": cannot make the folder: ", std::strerror(errno));
+  }
 }
 
 }  // namespace shoestring

@@ -25,4 +25,8 @@ class AtomicFile {
   int64_t written_ = 0;
 };
 
+/// Makes a folder, and those above it, where they are not there. (Not std::filesystem: LibTorch exports an older
+/// library's copy of it, which crashes where it is called.)
+void make_folders(const std::string& caller, const std::string& path);
+
 }  // namespace shoestring

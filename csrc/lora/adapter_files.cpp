@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <filesystem>
 #include <fstream>
 #include <map>
 #include <regex>
@@ -122,9 +121,7 @@ void save_adapter(const torch::nn::Module& module, const std::string& directory)
     tensors.insert(kPrefix + name + kA, linear->lora_A.detach());
     tensors.insert(kPrefix + name + kB, linear->lora_B.detach());
   }
-  std::error_code error;
-  std::filesystem::create_directories(directory, error);
-  TORCH_CHECK(!error, "lora::save_adapter: ", directory, ": cannot make the directory: ", error.message());
+  make_folders("lora::save_adapter", directory);
   save_safetensors(directory + "/" + kWeights, tensors, {{"format", "pt"}});
   const std::string text = describe(module, layers).dump(2) + "\n";
   AtomicFile file("lora::save_adapter", directory + "/" + kConfig);

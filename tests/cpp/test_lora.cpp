@@ -1,8 +1,5 @@
 #include "catch.h"
 
-#include <unistd.h>
-
-#include <filesystem>
 #include <fstream>
 #include <sstream>
 
@@ -13,6 +10,8 @@
 #include <torch/utils.h>
 
 #include <shoestring/lora.h>
+
+#include "folder.h"
 
 using at::Tensor;
 using shoestring::lora::LoraOptions;
@@ -50,13 +49,6 @@ Net make(const LoraOptions& options) {
 LoraOptions options(const char* quantize, bool nested = false) {
   return LoraOptions().quantize(quantize).nested(nested).adapter(AdapterOptions().rank(4).alpha(8));
 }
-
-struct Directory {
-  std::filesystem::path path =
-      std::filesystem::temp_directory_path() / ("shoestring_lora_" + std::to_string(::getpid()));
-  ~Directory() { std::filesystem::remove_all(path); }
-  std::string operator/(const std::string& name) const { return (path / name).string(); }
-};
 
 }  // namespace
 
@@ -150,7 +142,7 @@ TEST_CASE("adapted modules clone and serialise", "[lora]") {
 }
 
 TEST_CASE("adapters are written and read in PEFT's format", "[lora]") {
-  Directory directory;
+  Folder directory;
   Net net = make(options("none").target_modules({"up_proj"}));
   Tensor x = torch::randn({3, 64}), y = net->forward(x);
   shoestring::lora::save_adapter(*net, directory / "a");

@@ -192,8 +192,8 @@ def tokenize(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Directory for data, runs and the report; a demo there is replaced.")] = Path("runs/demo"),
-    steps: Annotated[int, typer.Option(help="Steps of each training run.")] = 80,
-    finetune_steps: Annotated[int, typer.Option(help="Steps of each fine-tuning run.")] = 30,
+    steps: Annotated[int, typer.Option(help="Steps of each training run.")] = 60,
+    finetune_steps: Annotated[int, typer.Option(help="Steps of each fine-tuning run.")] = 24,
 ) -> None:
     """Train and fine-tune a small model on text of this machine, each beside plain PyTorch, and compare."""
     from shoestring.cli.demo import demo as run

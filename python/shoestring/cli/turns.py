@@ -6,6 +6,7 @@ median step times can be compared; each is a process of its own, so that its pea
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -21,14 +22,17 @@ TURN = 12.0  # seconds: several steps long, so that the one step that a pause fa
 def run_in_turns(commands: dict[str, list[str]], logs: Path) -> None:
     """Run `shoestring ARGUMENTS` for each name to its end, showing the lines of each; raises InputError if one fails."""
     width = max(map(len, commands))
+    # Waiting threads sleep: where others use the machine too, threads that spin take the time of those that work.
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     running: dict[str, subprocess.Popen[str]] = {}
     readers = []
     try:
         for name, arguments in commands.items():
             with open(logs / f"{name}.err", "w") as errors:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "shoestring.cli", *arguments], stdout=subprocess.PIPE, stderr=errors, text=True
-                )
+                    [sys.executable, "-m", "shoestring.cli", *arguments],
+                    stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
+                )  # fmt: skip
             process.send_signal(signal.SIGSTOP)
             running[name] = process
             readers.append(threading.Thread(target=_show, args=(f"{name:>{width}} | ", process), daemon=True))

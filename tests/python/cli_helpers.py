@@ -12,13 +12,29 @@ from shoestring.cli.app import main
 
 WORDS = "the cat sat on a mat while two dogs ran over hills and far away to see rivers".split()
 # The smallest model and steps that still learn; one thread, because the machine may be busy with other tests.
-TINY = ["--preset", "tiny", "--vocab-size", "300", "--seq-len", "32", "--batch-size", "4", "--warmup", "2", "--threads", "1"]
+TINY = [
+    "--preset",
+    "tiny",
+    "--vocab-size",
+    "300",
+    "--seq-len",
+    "32",
+    "--batch-size",
+    "4",
+    "--warmup",
+    "2",
+    "--threads",
+    "1",
+]
 TUNE = ["--seq-len", "32", "--batch-size", "4", "--warmup", "2", "--rank", "4", "--threads", "1"]
 
 
 def text(lines: int = 200) -> str:
     """Lines of words that follow each other by a rule, so that there is something to learn."""
-    return "\n".join(" ".join(WORDS[(i * 7 + j * (i % 5 + 1)) % len(WORDS)] for j in range(12)) for i in range(lines)) + "\n"
+    return (
+        "\n".join(" ".join(WORDS[(i * 7 + j * (i % 5 + 1)) % len(WORDS)] for j in range(12)) for i in range(lines))
+        + "\n"
+    )
 
 
 def run(*arguments: object) -> int:

@@ -49,14 +49,19 @@ GOOD = b'{"text": "a b c"}\n'
         (write(b"good \xff bad"), "data.txt: not UTF-8 at byte 5 "),
         (write(GOOD + b'{"text": \n', "a.jsonl"), "a.jsonl: line 2 is not valid JSON"),
         (write(GOOD + b'["text"]\n', "a.jsonl"), "a.jsonl: line 2 is not a JSON object but list"),
-        (write(GOOD + b'{"body": "x"}\n', "a.jsonl"), "a.jsonl: line 2 has no \"text\" string; its fields are ['body']"),
+        (
+            write(GOOD + b'{"body": "x"}\n', "a.jsonl"),
+            "a.jsonl: line 2 has no \"text\" string; its fields are ['body']",
+        ),
         (write(b'{"text": ""}\n', "a.jsonl"), "no text in the 1 file(s)"),
         (write(b"[" * 100_000, "a.jsonl"), "a.jsonl: line 1 is not valid JSON"),
         (write(b"too short"), "too few for a training and a validation block of --seq-len 32"),
     ],
     ids=lambda value: value[:24].replace(" ", "-") if isinstance(value, str) else "",
 )
-def test_bad_data(tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], Path], message: str) -> None:
+def test_bad_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], Path], message: str
+) -> None:
     out = tmp_path / "deep" / "run"
     assert message in refuse(capsys, "train", "--data", make(tmp_path), "--out", out, *TINY, "--plain")
     assert not (tmp_path / "deep").exists()
@@ -65,10 +70,13 @@ def test_bad_data(tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Call
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        ([{"prompt": "a", "completion": "b"}, {"prompt": "a"}], "line 2: expected the strings \"prompt\" and \"completion\""),
+        (
+            [{"prompt": "a", "completion": "b"}, {"prompt": "a"}],
+            'line 2: expected the strings "prompt" and "completion"',
+        ),
         ([{"prompt": "a", "completion": ""}], "line 1: the completion is empty"),
-        ([{"messages": []}], "line 1: expected a list \"messages\""),
-        ([{"messages": [{"role": "user", "content": "a"}]}], "line 1: no message has the role \"assistant\""),
+        ([{"messages": []}], 'line 1: expected a list "messages"'),
+        ([{"messages": [{"role": "user", "content": "a"}]}], 'line 1: no message has the role "assistant"'),
         ([{"messages": [{"role": "user", "content": 3}]}], "line 1: each message needs the strings"),
         ([{"messages": [{"content": "a"}]}], "line 1: each message needs the strings"),
         ([{"instruction": "a"}], "line 1 has the fields ['instruction']"),
@@ -81,7 +89,9 @@ def test_bad_examples(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], records: list[object], message: str
 ) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", records)
-    line = refuse(capsys, "finetune", "--model", run_folder / "model", "--data", file, "--out", tmp_path / "run", *TUNE, "--plain")
+    line = refuse(
+        capsys, "finetune", "--model", run_folder / "model", "--data", file, "--out", tmp_path / "run", *TUNE, "--plain"
+    )
     assert message in line
     assert not (tmp_path / "run").exists()
 
@@ -140,12 +150,20 @@ UNSOUND = "model.safetensors: not a sound safetensors file ("
         (header(lambda f: f["model.norm.weight"].update(dtype="F99")), UNSOUND),
         (header(lambda f: f.update(extra=f.pop("model.norm.weight"))), "missing, the first is model.norm.weight"),
         (config(hidden_size=128), "in the weights, but config.json asks for"),
-        (config(vocab_size=301), "model.embed_tokens.weight has shape [300, 64] in the weights, but config.json asks for [301, 64]"),
         (
-            lambda model: (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}'),
+            config(vocab_size=301),
+            "model.embed_tokens.weight has shape [300, 64] in the weights, but config.json asks for [301, 64]",
+        ),
+        (
+            lambda model: (model / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"a": "../x.safetensors"}}'
+            ),
             "names the weight file '../x.safetensors', which is not in the directory",
         ),
-        (lambda model: (model / "model.safetensors.index.json").write_text("[]"), "not a valid index of sharded weights"),
+        (
+            lambda model: (model / "model.safetensors.index.json").write_text("[]"),
+            "not a valid index of sharded weights",
+        ),
     ],
     ids=lambda value: "",
 )
@@ -156,7 +174,9 @@ def test_bad_model(
     shutil.copytree(run_folder / "model", model)
     damage(model)
     data = write(text(20).encode())(tmp_path)
-    assert message in refuse(capsys, "finetune", "--model", model, "--data", data, "--out", tmp_path / "run", *TUNE, "--plain")
+    assert message in refuse(
+        capsys, "finetune", "--model", model, "--data", data, "--out", tmp_path / "run", *TUNE, "--plain"
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -199,9 +219,19 @@ def test_folder_in_use(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "no run.json in it" in refuse(capsys, "train", "--data", data, "--out", tmp_path, *TINY, "--resume")
     assert "exists and is not a directory" in refuse(capsys, "train", "--data", data, "--out", data, *TINY)
     line = refuse(
-        capsys, "finetune", "--model", run_folder / "model", "--data", data, "--out", run_folder, *TUNE, "--resume", "--plain"
+        capsys,
+        "finetune",
+        "--model",
+        run_folder / "model",
+        "--data",
+        data,
+        "--out",
+        run_folder,
+        *TUNE,
+        "--resume",
+        "--plain",
     )
-    assert "this is a run of `shoestring train`, not of `shoestring finetune`" in line
+    assert "a run of `shoestring train`, not of `shoestring finetune`" in line
 
 
 def test_empty_folder_stays_and_stays_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,7 +259,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 4 MiB: room for a tokenizer and a checkpoint or two of the tiny model."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True).returncode:
+    if (
+        os.geteuid() != 0
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True).returncode
+    ):
         pytest.skip("a small file system cannot be mounted here; the next test simulates one")
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)
@@ -264,7 +297,9 @@ def test_full_disk_while_a_checkpoint_is_written(
     monkeypatch.setattr(torch, "save", full)
     data = write(text(50).encode())(tmp_path)
     steps = ["--steps", "3", "--checkpoint-every", "1", "--plain"]
-    assert "No space left on device" in refuse(capsys, "train", "--data", data, "--out", tmp_path / "run", *TINY, *steps)
+    assert "No space left on device" in refuse(
+        capsys, "train", "--data", data, "--out", tmp_path / "run", *TINY, *steps
+    )
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]
 
 

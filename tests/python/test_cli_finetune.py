@@ -55,7 +55,9 @@ def test_twins_learn_the_same(model: Path, data: dict[str, Path], tmp_path: Path
             if part["name"] in ("weights", "gradients", "optimizer"):
                 assert part["measured"] == pytest.approx(part["expected"], rel=0.01), part
     first, second = weights(tmp_path / "ours" / "adapter"), weights(tmp_path / "plain" / "adapter")
-    assert {name: tensor.shape for name, tensor in first.items()} == {name: tensor.shape for name, tensor in second.items()}
+    assert {name: tensor.shape for name, tensor in first.items()} == {
+        name: tensor.shape for name, tensor in second.items()
+    }
 
 
 def test_full_finetuning_changes_every_weight(model: Path, data: dict[str, Path], tmp_path: Path) -> None:
@@ -101,7 +103,9 @@ def test_peft_reads_our_adapter(model: Path, data: dict[str, Path], tmp_path: Pa
 
 
 def test_target_modules_are_honoured(model: Path, data: dict[str, Path], tmp_path: Path) -> None:
-    for number, (targets, plain) in enumerate((targets, plain) for targets in ("q_proj", "q_proj,v_proj") for plain in ([], ["--plain"])):
+    for number, (targets, plain) in enumerate(
+        (targets, plain) for targets in ("q_proj", "q_proj,v_proj") for plain in ([], ["--plain"])
+    ):
         out = tmp_path / f"run{number}"
         succeed(*command(model, data["text"], out, "--target-modules", targets, "--steps", 1, *plain))
         names = {name.split(".lora_")[0].rpartition(".")[2] for name in weights(out / "adapter")}

@@ -25,7 +25,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.txt").write_text(text())
     for name, state in (("plain", "1"), ("again", "2")):
-        arguments = ["--data", folder / "text.txt", "--out", folder / name, *TINY, "--steps", "4", "--plain", "--seed", state]
+        arguments = [
+            "--data",
+            folder / "text.txt",
+            "--out",
+            folder / name,
+            *TINY,
+            "--steps",
+            "4",
+            "--plain",
+            "--seed",
+            state,
+        ]
         succeed("train", *arguments)
     return [folder / "plain", folder / "again"]
 
@@ -53,7 +64,9 @@ def test_compare_divides_by_the_first(runs: list[Path], tmp_path: Path, capsys: 
     first, second = (json.loads((folder / "summary.json").read_text()) for folder in runs)
     assert lines[2].split()[0] == "plain" and lines[2].split()[-3:] == ["1.000"] * 3
     assert float(lines[3].split()[-3]) == pytest.approx(second["val_loss"] / first["val_loss"], abs=1e-3)
-    assert float(lines[3].split()[-1]) == pytest.approx(second["tokens_per_second"] / first["tokens_per_second"], abs=1e-3)
+    assert float(lines[3].split()[-1]) == pytest.approx(
+        second["tokens_per_second"] / first["tokens_per_second"], abs=1e-3
+    )
     assert (tmp_path / "compare.png").read_bytes()[:4] == b"\x89PNG"
     assert "data:image/png;base64," in (tmp_path / "compare.html").read_text()
 
@@ -65,7 +78,9 @@ def test_generate_continues(runs: list[Path], capsys: pytest.CaptureFixture[str]
         succeed("generate", "--model", runs[0] / "model", "--max-new-tokens", 20, "--seed", seed, "the cat")
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] != outputs[2]
-    assert "--temperature: expected 0 or more" in refuse(capsys, "generate", "--model", runs[0] / "model", "--temperature=-1", "x")
+    assert "--temperature: expected 0 or more" in refuse(
+        capsys, "generate", "--model", runs[0] / "model", "--temperature=-1", "x"
+    )
     succeed("generate", "--model", runs[0] / "model", "--max-new-tokens", 2, "")
 
 
@@ -92,7 +107,9 @@ def test_demo_text(tmp_path: Path) -> None:
 def fake(monkeypatch: pytest.MonkeyPatch, scripts: dict[str, str]) -> dict[str, list[str]]:
     """Let the turns run small scripts in place of the command."""
     start = subprocess.Popen
-    monkeypatch.setattr(turns.subprocess, "Popen", lambda arguments, **more: start([sys.executable, "-c", arguments[-1]], **more))
+    monkeypatch.setattr(
+        turns.subprocess, "Popen", lambda arguments, **more: start([sys.executable, "-c", arguments[-1]], **more)
+    )
     return {name: [script] for name, script in scripts.items()}
 
 
@@ -107,7 +124,9 @@ while ran < 0.5:
 """
 
 
-def test_only_one_runs_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_one_runs_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(turns, "TURN", 0.2)
     turns.run_in_turns(fake(monkeypatch, {"one": BUSY, "two": BUSY}), tmp_path)
     owners = []
@@ -115,12 +134,18 @@ def test_only_one_runs_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         owner, _, times = line.partition(" | ")
         owners.append((float(times.split()[0]), owner))
     changes = sum(a[1] != b[1] for a, b in zip(sorted(owners), sorted(owners)[1:]))
-    assert {owner for _, owner in owners} == {"one", "two"} and 1 <= changes <= 12  # side by side there would be a hundred
+    assert {owner for _, owner in owners} == {
+        "one",
+        "two",
+    } and 1 <= changes <= 12  # side by side there would be a hundred
 
 
 def test_a_failing_run_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "TURN", 0.2)
-    scripts = {"bad": "import sys; sys.exit('no good')", "slow": f"import time; open({str(tmp_path / 'pid')!r}, 'w').write(str(__import__('os').getpid())); time.sleep(60)"}
+    scripts = {
+        "bad": "import sys; sys.exit('no good')",
+        "slow": f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)",
+    }
     began = time.monotonic()
     with pytest.raises(InputError, match="the run bad ended with exit code 1: no good"):
         turns.run_in_turns(fake(monkeypatch, scripts), tmp_path)
@@ -151,7 +176,9 @@ def test_figures_for_people() -> None:
 def test_lines_without_a_terminal_are_few(capsys: pytest.CaptureFixture[str]) -> None:
     with console.Console(1000) as shown:
         for step in range(1, 1001):
-            shown.step({"step": step, "loss": 1.0, "lr": 0.1, "seconds": 2.0, "tokens_per_second": 5.0, "peak": 1e9}, None)
+            shown.step(
+                {"step": step, "loss": 1.0, "lr": 0.1, "seconds": 2.0, "tokens_per_second": 5.0, "peak": 1e9}, None
+            )
     lines = capsys.readouterr().out.splitlines()
     assert 20 <= len(lines) <= 22
     assert lines[1] == "step   50/1000  loss 1.000  lr 1.0e-01  5 tok/s  peak 1.00 GB  31:40 left"

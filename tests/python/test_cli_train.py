@@ -55,7 +55,10 @@ def test_run_folder_is_complete(twins: tuple[Path, Path]) -> None:
         summary = json.loads((folder / "summary.json").read_text())
         assert summary["plain"] == (folder.name == "plain") and summary["steps"] == 12
         assert sum(part["measured"] for part in summary["memory"]) == pytest.approx(summary["peak_memory"], rel=0.02)
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder / "model"), AutoTokenizer.from_pretrained(folder / "model")
+        model, tokenizer = (
+            AutoModelForCausalLM.from_pretrained(folder / "model"),
+            AutoTokenizer.from_pretrained(folder / "model"),
+        )
         assert model.config.vocab_size == len(tokenizer) == 300
         assert tokenizer.decode(tokenizer("far away 漢\n")["input_ids"]) == "far away 漢\n"
 
@@ -79,7 +82,9 @@ def test_accumulation_gives_the_same_gradient(data: Path, tmp_path: Path) -> Non
         assert a[:2] == pytest.approx(b[:2], rel=1e-4) and a[2] is None
 
 
-@pytest.mark.parametrize("option", ["--gradient-checkpointing", "--dtype=bf16", "--optimizer-state=fp32", "--schedule=wsd"])
+@pytest.mark.parametrize(
+    "option", ["--gradient-checkpointing", "--dtype=bf16", "--optimizer-state=fp32", "--schedule=wsd"]
+)
 def test_options_reach_the_run(data: Path, twins: tuple[Path, Path], tmp_path: Path, option: str) -> None:
     succeed(*command(data, tmp_path / "run", option))
     ours, reference = losses(tmp_path / "run"), losses(twins[0])
@@ -158,8 +163,14 @@ def test_killed_run_continues_bit_for_bit(data: Path, twins: tuple[Path, Path], 
     out = tmp_path / "run"
     arguments = [str(argument) for argument in command(data, out, "--resume")]
     # The process kills itself: with a checkpoint written but not renamed, just after a rename, and within the steps.
-    for where, count in (("before " + str(out / "checkpoints"), 1), ("after " + str(out / "checkpoints"), 2), ("metrics", 3)):
-        process = subprocess.run([sys.executable, "-c", KILLER, where, str(count), *arguments], capture_output=True, text=True)
+    for where, count in (
+        ("before " + str(out / "checkpoints"), 1),
+        ("after " + str(out / "checkpoints"), 2),
+        ("metrics", 3),
+    ):
+        process = subprocess.run(
+            [sys.executable, "-c", KILLER, where, str(count), *arguments], capture_output=True, text=True
+        )
         assert process.returncode == -signal.SIGKILL, process.stderr
     assert list((out / "checkpoints").iterdir())
     succeed(*arguments)
@@ -188,7 +199,9 @@ def test_resume_with_another_setting_names_it(
     assert before == {path: path.stat().st_mtime_ns for path in twins[0].rglob("*")}
 
 
-def test_resume_with_other_data_names_it(twins: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_with_other_data_names_it(
+    twins: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "text.txt").write_text(text(50))
     assert "data differs" in refuse(capsys, *command(tmp_path / "text.txt", twins[0], "--resume"))
 
@@ -224,7 +237,9 @@ def test_threads_are_recorded_and_taken_again(data: Path, tmp_path: Path) -> Non
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        arguments = [argument for argument in command(data, tmp_path / "run", *more) if argument not in ("--threads", "1")]
+        arguments = [
+            argument for argument in command(data, tmp_path / "run", *more) if argument not in ("--threads", "1")
+        ]
         succeed(*arguments)
         assert json.loads((tmp_path / "run" / "run.json").read_text())["threads"] == 1
     finally:

@@ -35,7 +35,9 @@ def test_text_in_pieces_is_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("before", [0, 1, 6, 7, 8, 20])
 @pytest.mark.parametrize("bad", [b"\xff", b"\xc3(", b"\xe6\xbc"])
-def test_bad_byte_is_named_by_its_offset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, bad: bytes) -> None:
+def test_bad_byte_is_named_by_its_offset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, bad: bytes
+) -> None:
     monkeypatch.setattr(text_module, "CHUNK", 7)
     (tmp_path / "a.txt").write_bytes(b"x" * before + bad)
     with pytest.raises(InputError, match=rf"a\.txt: not UTF-8 at byte {before} "):
@@ -112,7 +114,9 @@ def test_order_is_a_pure_function_of_seed_and_step() -> None:
 
 
 def test_examples_are_padded_and_split() -> None:
-    examples = Examples(np.arange(1, 8, dtype=np.uint32), np.array([0, 1, 1, 0, 0, 0, 1], bool), np.array([0, 3, 7]), pad=0)
+    examples = Examples(
+        np.arange(1, 8, dtype=np.uint32), np.array([0, 1, 1, 0, 0, 0, 1], bool), np.array([0, 3, 7]), pad=0
+    )
     inputs, labels = examples.rows([0, 1])
     assert inputs.tolist() == [[1, 2, 0], [4, 5, 6]]
     assert labels.tolist() == [[2, 3, IGNORE], [IGNORE, IGNORE, 7]]
@@ -127,7 +131,9 @@ def trained_text(tokenizer, examples: Examples, row: int) -> str:
 
 
 def test_loss_is_on_the_completion_only(tmp_path: Path, tokenizer) -> None:
-    file = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the cat", "completion": " sat on"}, {"prompt": "", "completion": "far"}])
+    file = write_jsonl(
+        tmp_path / "a.jsonl", [{"prompt": "the cat", "completion": " sat on"}, {"prompt": "", "completion": "far"}]
+    )
     assert kind_of([file]) == COMPLETION
     encoded = encode_examples(read_segments([file], COMPLETION, tokenizer), tokenizer, 32, chat=False)
     assert trained_text(tokenizer, encoded.examples, 0) == " sat on" + tokenizer.eos_token
@@ -150,7 +156,11 @@ def test_chat_trains_on_every_answer(tmp_path: Path, tokenizer) -> None:
 def test_long_examples_are_cut_and_counted(tmp_path: Path, tokenizer) -> None:
     file = write_jsonl(
         tmp_path / "a.jsonl",
-        [{"prompt": "x" * 50, "completion": "lost"}, {"prompt": "x", "completion": "y" * 50}, {"prompt": "x", "completion": "y"}],
+        [
+            {"prompt": "x" * 50, "completion": "lost"},
+            {"prompt": "x", "completion": "y" * 50},
+            {"prompt": "x", "completion": "y"},
+        ],
     )
     encoded = encode_examples(read_segments([file], COMPLETION, tokenizer), tokenizer, 16, chat=False)
     assert (len(encoded.examples), encoded.shortened, encoded.dropped) == (2, 2, 1)
@@ -158,7 +168,9 @@ def test_long_examples_are_cut_and_counted(tmp_path: Path, tokenizer) -> None:
 
 
 def test_template_that_rewrites_the_past_is_refused(tmp_path: Path, tokenizer) -> None:
-    file = write_jsonl(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}])
+    file = write_jsonl(
+        tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    )
     template, tokenizer.chat_template = tokenizer.chat_template, "{{ messages | length }} {{ messages[-1]['content'] }}"
     try:
         with pytest.raises(InputError, match="rewrites earlier turns"):

@@ -11,9 +11,7 @@ import typer
 from shoestring.data.errors import InputError
 from shoestring.data.files import disk_error
 
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
-)
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 @app.callback()
@@ -39,10 +37,14 @@ ValFraction = Annotated[float, typer.Option(help="Share of the data held out for
 EvalEvery = Annotated[int, typer.Option(help="Steps between validations.")]
 EvalBatches = Annotated[int, typer.Option(help="Most batches in a validation.")]
 CheckpointEvery = Annotated[int, typer.Option(help="Steps between checkpoints.")]
-Checkpointing = Annotated[bool, typer.Option("--gradient-checkpointing/--no-gradient-checkpointing", help="Recompute activations.")]
+Checkpointing = Annotated[
+    bool, typer.Option("--gradient-checkpointing/--no-gradient-checkpointing", help="Recompute activations.")
+]
 OptimizerState = Annotated[str, typer.Option(help="8bit or fp32; plain runs always keep fp32.")]
 Workspace = Annotated[int, typer.Option(help="Memory of the fused loss, in MiB.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out from its newest checkpoint, bit for bit.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue the run in --out from its newest checkpoint, bit for bit.")
+]
 Plain = Annotated[bool, typer.Option("--plain", help="The same with plain PyTorch, to compare.")]
 Threads = Annotated[Optional[int], typer.Option(help="CPU threads; by default what PyTorch takes.")]
 
@@ -54,7 +56,9 @@ def train(
     glob: Glob = "*",
     preset: Annotated[str, typer.Option(help="Size: tiny, mini, small, medium, base, large or 1b.")] = "small",
     vocab_size: Annotated[int, typer.Option(help="Tokens of the BPE tokenizer that is trained on the data.")] = 16384,
-    tokenizer: Annotated[Optional[Path], typer.Option(help="Take this tokenizer directory instead of training one.")] = None,
+    tokenizer: Annotated[
+        Optional[Path], typer.Option(help="Take this tokenizer directory instead of training one.")
+    ] = None,
     seq_len: SeqLen = 512,
     batch_size: BatchSize = 8,
     accumulate: Accumulate = 1,
@@ -83,8 +87,8 @@ def train(
     from shoestring.training.run import RunOptions
 
     config = TrainConfig(
-        seq_len=seq_len, batch_size=batch_size, accumulate=accumulate, steps=steps, lr=lr, warmup=warmup, schedule=schedule,
-        dtype=dtype, clip=clip, weight_decay=weight_decay, seed=seed, val_fraction=val_fraction, eval_every=eval_every,
+        seq_len=seq_len, batch_size=batch_size, accumulate=accumulate, steps=steps, lr=lr, warmup=warmup,
+        schedule=schedule, dtype=dtype, clip=clip, weight_decay=weight_decay, seed=seed, val_fraction=val_fraction, eval_every=eval_every,
         eval_batches=eval_batches, gradient_checkpointing=gradient_checkpointing, optimizer_state=optimizer_state,
         workspace_mb=workspace_mb, plain=plain, preset=preset, vocab_size=vocab_size,
         tokenizer=str(tokenizer) if tokenizer else None,
@@ -103,7 +107,9 @@ def finetune(
     rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 16,
     alpha: Annotated[float, typer.Option(help="Adapters are scaled by alpha / rank.")] = 32.0,
     target_modules: Annotated[str, typer.Option(help="all-linear, or names separated by commas.")] = "all-linear",
-    merge: Annotated[bool, typer.Option("--merge", help="Also save the model with the adapter merged into it.")] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Also save the model with the adapter merged into it.")
+    ] = False,
     seq_len: SeqLen = 512,
     batch_size: BatchSize = 8,
     accumulate: Accumulate = 1,
@@ -132,8 +138,8 @@ def finetune(
     from shoestring.training.run import RunOptions
 
     config = FinetuneConfig(
-        seq_len=seq_len, batch_size=batch_size, accumulate=accumulate, steps=steps, lr=lr, warmup=warmup, schedule=schedule,
-        dtype=dtype, clip=clip, weight_decay=weight_decay, seed=seed, val_fraction=val_fraction, eval_every=eval_every,
+        seq_len=seq_len, batch_size=batch_size, accumulate=accumulate, steps=steps, lr=lr, warmup=warmup,
+        schedule=schedule, dtype=dtype, clip=clip, weight_decay=weight_decay, seed=seed, val_fraction=val_fraction, eval_every=eval_every,
         eval_batches=eval_batches, gradient_checkpointing=gradient_checkpointing, optimizer_state=optimizer_state,
         workspace_mb=workspace_mb, plain=plain, model=model, full=full, rank=rank, alpha=alpha,
         quantize=None if full or quantize == "none" else quantize,
@@ -181,7 +187,9 @@ def tokenize(
     out: Annotated[Path, typer.Option(help="Token file to write.")],
     glob: Glob = "*",
     tokenizer: Annotated[Optional[Path], typer.Option(help="Tokenizer directory to use.")] = None,
-    vocab_size: Annotated[Optional[int], typer.Option(help="Train a BPE tokenizer of this size on the data instead.")] = None,
+    vocab_size: Annotated[
+        Optional[int], typer.Option(help="Train a BPE tokenizer of this size on the data instead.")
+    ] = None,
 ) -> None:
     """Write text as one flat file of tokens, which the C++ examples read too."""
     from shoestring.cli.tokenize import tokenize as run
@@ -191,7 +199,9 @@ def tokenize(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Directory for data, runs and the report; a demo there is replaced.")] = Path("runs/demo"),
+    out: Annotated[
+        Path, typer.Option(help="Directory for data, runs and the report; a demo there is replaced.")
+    ] = Path("runs/demo"),
     steps: Annotated[int, typer.Option(help="Steps of each training run.")] = 60,
     finetune_steps: Annotated[int, typer.Option(help="Steps of each fine-tuning run.")] = 24,
 ) -> None:
@@ -213,7 +223,7 @@ def finish(summary: dict[str, Any], out: Path) -> None:
 
 
 def spread(argv: list[str]) -> list[str]:
-    """Let `--data` take several files, as the shell gives them for a pattern: `--data *.txt` means `--data` for each."""
+    """Let `--data` take several files, as the shell writes a pattern: `--data *.txt` means `--data` for each."""
     arguments: list[str] = []
     listing = False
     for argument in argv:
@@ -229,7 +239,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit code: 0, 2 for input that cannot be used, 130 for Ctrl-C."""
     command = typer.main.get_command(app)
     try:
-        result = command.main(args=spread(sys.argv[1:] if argv is None else argv), prog_name="shoestring", standalone_mode=False)
+        result = command.main(
+            args=spread(sys.argv[1:] if argv is None else argv), prog_name="shoestring", standalone_mode=False
+        )
         if result == 130:  # the parser has turned Ctrl-C into this code
             raise KeyboardInterrupt
         return result if isinstance(result, int) else 0

@@ -19,7 +19,7 @@ class Console:
         self._task: Any = None
         self._seconds: list[float] = []
 
-    def __enter__(self) -> "Console":
+    def __enter__(self) -> Console:
         if sys.stdout.isatty():
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -78,6 +78,10 @@ def print_table(rows: list[list[str]]) -> None:
     """Print rows in columns, the first row being the head; all but the first column are numbers."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for number, row in enumerate(rows):
-        print("  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))))
+        print(
+            "  ".join(
+                cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))
+            )
+        )
         if number == 0:
             print("  ".join("-" * width for width in widths))

@@ -27,11 +27,29 @@ def demo(out: Path, steps: int, finetune_steps: int) -> None:
     data, train, tune = _prepare(out)
     write_json(out / MARK, {"steps": steps, "finetune_steps": finetune_steps})
     size = standard_library(data / "stdlib.jsonl")
-    say(f"source of Python's standard library: {size / 1e6:.1f} MB; a tokenizer of {VOCABULARY} tokens is trained on it")
-    tokens = ["tokenize", "--data", str(data / "stdlib.jsonl"), "--vocab-size", str(VOCABULARY), "--out", str(data / "stdlib.bin")]
+    say(
+        f"source of Python's standard library: {size / 1e6:.1f} MB; a tokenizer of {VOCABULARY} tokens is trained on it"
+    )
+    tokens = [
+        "tokenize",
+        "--data",
+        str(data / "stdlib.jsonl"),
+        "--vocab-size",
+        str(VOCABULARY),
+        "--out",
+        str(data / "stdlib.bin"),
+    ]
     run_in_turns({"tokenize": tokens}, data)
 
-    common = ["train", "--data", str(data / "stdlib.jsonl"), "--tokenizer", str(data / "stdlib-tokenizer"), "--preset", "mini"]
+    common = [
+        "train",
+        "--data",
+        str(data / "stdlib.jsonl"),
+        "--tokenizer",
+        str(data / "stdlib-tokenizer"),
+        "--preset",
+        "mini",
+    ]
     common += [*SHAPE, "--steps", str(steps), "--lr", "4e-3", *_every(steps)]
     say(f"training twice, in turns: {steps} steps with plain PyTorch, and with shoestring")
     run_in_turns(
@@ -46,7 +64,10 @@ def demo(out: Path, steps: int, finetune_steps: int) -> None:
     model = train / "shoestring" / "model"
     common = ["finetune", "--model", str(model), "--data", str(data / "docs.jsonl"), *SHAPE]
     common += ["--steps", str(finetune_steps), "--lr", "4e-3", *_every(finetune_steps)]
-    say(f"fine-tuning on {size / 1e6:.1f} MB of package documentation, in turns: PEFT, PEFT with bitsandbytes, shoestring (QLoRA)")
+    say(
+        f"fine-tuning on {size / 1e6:.1f} MB of package documentation, in turns: "
+        "PEFT, PEFT with bitsandbytes, shoestring (QLoRA)"
+    )
     run_in_turns(
         {
             "peft-lora": [*common, "--plain", "--quantize", "none", "--out", str(tune / "peft-lora")],

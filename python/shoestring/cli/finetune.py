@@ -20,12 +20,21 @@ from shoestring.data.tokenizer import load_tokenizer
 from shoestring.training import memory
 from shoestring.training.adapters import apply_lora, merge_adapter, save_adapter
 from shoestring.training.config import FinetuneConfig, Fingerprint
-from shoestring.training.models import check_model_directory, check_same_loss, fused_loss, load_model, locate_model, plain_loss
+from shoestring.training.models import (
+    check_model_directory,
+    check_same_loss,
+    fused_loss,
+    load_model,
+    locate_model,
+    plain_loss,
+)
 from shoestring.training.report import write_report
 from shoestring.training.run import RunOptions, execute, file_list, run_folder
 
 
-def finetune(config: FinetuneConfig, options: RunOptions, data: list[Path], pattern: str, merge: bool) -> dict[str, Any]:
+def finetune(
+    config: FinetuneConfig, options: RunOptions, data: list[Path], pattern: str, merge: bool
+) -> dict[str, Any]:
     """Fine-tune and return the summary; raises InputError for input that cannot be used."""
     config.check()
     options.check()
@@ -85,7 +94,10 @@ def _rows(
     if segments is not None:
         encoded = encode_examples(segments, tokenizer, config.seq_len, kind == CHAT)
         if encoded.shortened:
-            say(f"{encoded.shortened} example(s) were cut to --seq-len {config.seq_len}; {encoded.dropped} of them left out: no completion left")
+            say(
+                f"{encoded.shortened} example(s) were cut to --seq-len {config.seq_len}; "
+                f"{encoded.dropped} of them left out: no completion left"
+            )
         return split_examples(encoded.examples, config.seed, config.val_fraction)
     if not (run / "tokens.bin").is_file():
         shuffled = list(files)

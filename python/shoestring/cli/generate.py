@@ -60,7 +60,11 @@ def generate(name: str, adapter: Path | None, prompt: str, sampling: Sampling, c
     torch.manual_seed(sampling.seed)
     model.eval()
     sample = sampling.temperature > 0
-    options = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p} if sample else {"do_sample": False}
+    options = (
+        {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
+        if sample
+        else {"do_sample": False}
+    )
     inputs = torch.tensor([ids])
     with torch.no_grad():
         output = model.generate(

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 from shoestring.data.errors import InputError
@@ -20,7 +19,7 @@ TURN = 12.0  # seconds: several steps long, so that the one step that a pause fa
 
 
 def run_in_turns(commands: dict[str, list[str]], logs: Path) -> None:
-    """Run `shoestring ARGUMENTS` for each name to its end, showing the lines of each; raises InputError if one fails."""
+    """Run `shoestring ARGUMENTS` for each name to its end, showing its lines; raises InputError if one fails."""
     width = max(map(len, commands))
     # Waiting threads sleep: where others use the machine too, threads that spin take the time of those that work.
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}

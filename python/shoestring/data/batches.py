@@ -76,12 +76,15 @@ class Examples:
             labels[row, : stop - start - 1] = torch.where(trained, ids[1:], IGNORE)
         return inputs, labels
 
-    def subset(self, indices: list[int]) -> "Examples":
+    def subset(self, indices: list[int]) -> Examples:
         """Return the named examples as a data set of their own."""
         spans = [slice(int(self.starts[i]), int(self.starts[i + 1])) for i in indices]
         starts = np.cumsum([0, *(s.stop - s.start for s in spans)])
         return Examples(
-            np.concatenate([self.tokens[s] for s in spans]), np.concatenate([self.trained[s] for s in spans]), starts, self.pad
+            np.concatenate([self.tokens[s] for s in spans]),
+            np.concatenate([self.trained[s] for s in spans]),
+            starts,
+            self.pad,
         )
 
 
@@ -106,11 +109,15 @@ def split_examples(examples: Examples, seed: int, val_fraction: float) -> tuple[
     """Split examples by a permutation drawn from the seed; with ``val_fraction`` above 0 at least one is held out."""
     held_out = max(1, int(len(examples) * val_fraction)) if val_fraction > 0 else 0
     if len(examples) <= held_out:
-        raise InputError(f"--data: {len(examples)} example(s) are too few to train on and to hold out {held_out} for validation")
+        raise InputError(
+            f"--data: {len(examples)} example(s) are too few to train on and to hold out {held_out} for validation"
+        )
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
     train = examples.subset(sorted(order[held_out:]))
-    val = examples.subset(sorted(order[:held_out])) if held_out else Examples(
-        examples.tokens[:0], examples.trained[:0], np.zeros(1, np.int64), examples.pad
+    val = (
+        examples.subset(sorted(order[:held_out]))
+        if held_out
+        else Examples(examples.tokens[:0], examples.trained[:0], np.zeros(1, np.int64), examples.pad)
     )
     return train, val
 

@@ -32,7 +32,7 @@ class Encoded:
 
 
 def kind_of(files: list[Path]) -> str:
-    """Tell what the files hold by the first record of each JSONL file: text, prompt/completion or chat; never a mixture."""
+    """Tell what the files hold by the first record of each: text, prompt/completion or chat; never a mixture."""
     kinds = {path: _kind(path) if is_jsonl(path) else TEXT for path in files}
     first = next(iter(kinds.values()))
     for path, kind in kinds.items():
@@ -50,7 +50,8 @@ def _kind(path: Path) -> str:
         if "text" in record:
             return TEXT
         raise InputError(
-            f"{path}: line {number} has the fields {sorted(record)}; expected \"text\", \"prompt\" and \"completion\", or \"messages\""
+            f"{path}: line {number} has the fields {sorted(record)}; "
+            f'expected "text", "prompt" and "completion", or "messages"'
         )
     raise InputError(f"{path}: no record in the file")
 
@@ -68,7 +69,7 @@ def read_segments(files: list[Path], kind: str, tokenizer: Any) -> list[list[tup
 def _completion(record: dict[str, Any], where: str, tokenizer: Any) -> list[tuple[str, bool]]:
     prompt, completion = record.get("prompt"), record.get("completion")
     if not isinstance(prompt, str) or not isinstance(completion, str):
-        raise InputError(f"{where}: expected the strings \"prompt\" and \"completion\"; its fields are {sorted(record)}")
+        raise InputError(f'{where}: expected the strings "prompt" and "completion"; its fields are {sorted(record)}')
     if not completion:
         raise InputError(f"{where}: the completion is empty, so there is nothing to learn")
     return [(prompt, False), (completion + tokenizer.eos_token, True)]
@@ -77,10 +78,10 @@ def _completion(record: dict[str, Any], where: str, tokenizer: Any) -> list[tupl
 def _chat(record: dict[str, Any], where: str, tokenizer: Any) -> list[tuple[str, bool]]:
     messages = record.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise InputError(f"{where}: expected a list \"messages\"; its fields are {sorted(record)}")
+        raise InputError(f'{where}: expected a list "messages"; its fields are {sorted(record)}')
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise InputError(f"{where}: each message needs the strings \"role\" and \"content\"")
+            raise InputError(f'{where}: each message needs the strings "role" and "content"')
     pieces: list[tuple[str, bool]] = []
     done = ""
     for turn, message in enumerate(messages):
@@ -89,11 +90,13 @@ def _chat(record: dict[str, Any], where: str, tokenizer: Any) -> list[tuple[str,
         prompt = _render(messages[:turn], where, tokenizer, ask=True)
         answered = _render(messages[: turn + 1], where, tokenizer, ask=False)
         if not prompt.startswith(done) or not answered.startswith(prompt):
-            raise InputError(f"{where}: the chat template of the tokenizer rewrites earlier turns, so the completion cannot be told apart")
+            raise InputError(
+                f"{where}: the chat template of the tokenizer rewrites earlier turns; the completion cannot be told apart"
+            )
         pieces += [(prompt[len(done) :], False), (answered[len(prompt) :], True)]
         done = answered
     if not pieces:
-        raise InputError(f"{where}: no message has the role \"assistant\", so there is nothing to learn")
+        raise InputError(f'{where}: no message has the role "assistant", so there is nothing to learn')
     return pieces
 
 
@@ -102,15 +105,20 @@ def _render(messages: list[dict[str, str]], where: str, tokenizer: Any, ask: boo
         return ""
     template = tokenizer.chat_template or DEFAULT_CHAT_TEMPLATE
     try:
-        return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=ask)
+        return tokenizer.apply_chat_template(
+            messages, chat_template=template, tokenize=False, add_generation_prompt=ask
+        )
     except Exception as error:  # templates raise what their author chose
-        raise InputError(f"{where}: the chat template refuses these messages ({type(error).__name__}: {error})") from None
+        raise InputError(
+            f"{where}: the chat template refuses these messages ({type(error).__name__}: {error})"
+        ) from None
 
 
 def encode_examples(segments: list[list[tuple[str, bool]]], tokenizer: Any, seq_len: int, chat: bool) -> Encoded:
     """Tokenise examples; each is cut to ``seq_len`` + 1 tokens, and left out where no trained token remains.
 
-    A tokenizer that begins every text with a token (Llama's does) begins each example with it; chat templates have their own.
+    A tokenizer that begins every text with a token (Llama's does) begins each example with it; chat templates write it
+    themselves.
     """
     begin = [] if chat else beginning(tokenizer)
     pieces = [piece for example in segments for piece in example]
@@ -133,7 +141,9 @@ def encode_examples(segments: list[list[tuple[str, bool]]], tokenizer: Any, seq_
         tokens.append(np.asarray(ids, np.uint32))
         marks.append(np.asarray(trained, bool))
     if not tokens:
-        raise InputError(f"--data: no example has a completion within --seq-len {seq_len} tokens; give a larger --seq-len")
+        raise InputError(
+            f"--data: no example has a completion within --seq-len {seq_len} tokens; give a larger --seq-len"
+        )
     starts = np.cumsum([0, *map(len, tokens)])
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return Encoded(Examples(np.concatenate(tokens), np.concatenate(marks), starts, pad), shortened, dropped)

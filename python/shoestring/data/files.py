@@ -79,7 +79,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def disk_error(error: BaseException) -> OSError | None:
-    """Return the disk's refusal (full, quota, read-only, no permission, broken) behind ``error``, if that is what it is.
+    """Return the disk's refusal (full, quota, read-only, no permission, broken) behind ``error``, if it is one.
 
     Libraries that write files wrap the system's error or keep only its text.
     """

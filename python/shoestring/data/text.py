@@ -59,7 +59,9 @@ def read_text(path: Path) -> Iterator[str]:
                 pending += decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
                 offset = consumed - held + error.start
-                raise InputError(f"{path}: not UTF-8 at byte {offset} ({error.reason}); convert the file to UTF-8") from None
+                raise InputError(
+                    f"{path}: not UTF-8 at byte {offset} ({error.reason}); convert the file to UTF-8"
+                ) from None
             consumed += len(block)
             if not block:
                 break
@@ -103,7 +105,7 @@ def documents(path: Path) -> Iterator[Iterator[str]]:
     for number, record in read_jsonl(path):
         text = record.get("text")
         if not isinstance(text, str):
-            raise InputError(f"{path}: line {number} has no \"text\" string; its fields are {sorted(record)}")
+            raise InputError(f'{path}: line {number} has no "text" string; its fields are {sorted(record)}')
         yield iter((text,))
 
 

@@ -82,7 +82,9 @@ def read_token_file(path: Path) -> tuple[np.ndarray, int]:
         raise InputError(f"{path}: not a token file (its first bytes are not the magic 'shoetok\\x01')")
     _, vocab_size, item, count = HEADER.unpack(head)
     if item not in (2, 4) or count * item != size - HEADER.size:
-        raise InputError(f"{path}: header says {count} tokens of {item} bytes, the file holds {size - HEADER.size} bytes")
+        raise InputError(
+            f"{path}: header says {count} tokens of {item} bytes, the file holds {size - HEADER.size} bytes"
+        )
     if count == 0:
         raise InputError(f"{path}: the token file holds no token")
     return np.memmap(path, dtype=f"<u{item}", mode="r", offset=HEADER.size, shape=(count,)), vocab_size

@@ -16,13 +16,15 @@ END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # 256 bytes and the end-of-text token
 
 
-def train_bpe(files: list[Path], vocab_size: int) -> "PreTrainedTokenizerFast":
+def train_bpe(files: list[Path], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer (Sennrich et al. 2016; byte level as in GPT-2) on the text of ``files``.
 
     The vocabulary holds at most ``vocab_size`` tokens, fewer where the text does not give as many merges.
     """
     if vocab_size < SMALLEST_VOCABULARY:
-        raise InputError(f"--vocab-size: expected at least {SMALLEST_VOCABULARY} (256 bytes and end of text), got {vocab_size}")
+        raise InputError(
+            f"--vocab-size: expected at least {SMALLEST_VOCABULARY} (256 bytes and end of text), got {vocab_size}"
+        )
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -44,7 +46,7 @@ def _pieces(files: list[Path]) -> Iterator[str]:
             yield from document
 
 
-def wrap(tokenizer: Any) -> "PreTrainedTokenizerFast":
+def wrap(tokenizer: Any) -> PreTrainedTokenizerFast:
     """Give a bare tokenizer the interface and the files of the Hugging Face ecosystem."""
     from transformers import PreTrainedTokenizerFast
 

@@ -36,11 +36,17 @@ def _plain(model: nn.Module, config: FinetuneConfig) -> nn.Module:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
-        raise InputError("--plain: fine-tuning with plain PyTorch needs PEFT; install it with `pip install peft`") from None
+        raise InputError(
+            "--plain: fine-tuning with plain PyTorch needs PEFT; install it with `pip install peft`"
+        ) from None
     if config.quantize == "nf4":
         quantize_with_bitsandbytes(model)
     lora = LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, target_modules=config.target_modules, lora_dropout=0.0, task_type="CAUSAL_LM"
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=config.target_modules,
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
     )
     return get_peft_model(model, lora)
 
@@ -50,7 +56,9 @@ def quantize_with_bitsandbytes(model: nn.Module) -> None:
     try:
         import bitsandbytes as bnb
     except ImportError:
-        raise InputError("--plain --quantize nf4: needs bitsandbytes; install it with `pip install bitsandbytes`") from None
+        raise InputError(
+            "--plain --quantize nf4: needs bitsandbytes; install it with `pip install bitsandbytes`"
+        ) from None
     head = model.get_output_embeddings()
     layers = [(name, layer) for name, layer in model.named_modules() if type(layer) is nn.Linear and layer is not head]
     for name, layer in layers:

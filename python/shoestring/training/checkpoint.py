@@ -21,7 +21,9 @@ def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def save_checkpoint(run: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Path:
+def save_checkpoint(
+    run: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+) -> Path:
     """Write ``run/checkpoints/step-N``: weights, optimizer, random state, and ``state`` as JSON; keep the newest two.
 
     The folder is filled under a temporary name, synced to the disk and renamed, so that a kill leaves the old one.
@@ -30,7 +32,10 @@ def save_checkpoint(run: Path, step: int, model: nn.Module, optimizer: torch.opt
 
     folder = run / "checkpoints" / f"step-{step:08d}"
     with atomic_directory(folder) as partial:
-        save_file({name: tensor.contiguous() for name, tensor in trained_tensors(model).items()}, partial / "weights.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in trained_tensors(model).items()},
+            partial / "weights.safetensors",
+        )
         with open(partial / "optimizer.pt", "wb") as file:  # given a path, torch.save hides what the disk said
             torch.save({"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}, file)
         (partial / "state.json").write_text(json.dumps({"step": step, **state}))
@@ -69,7 +74,9 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     except InputError:
         raise
     except Exception as error:  # damaged from outside: none of this is left behind by a kill
-        raise InputError(f"{folder}: the checkpoint is damaged ({type(error).__name__}: {error}); remove it to use the one before") from None
+        raise InputError(
+            f"{folder}: the checkpoint is damaged ({type(error).__name__}: {error}); remove it to use the one before"
+        ) from None
     optimizer.load_state_dict(saved_state["optimizer"])
     torch.set_rng_state(saved_state["rng"])
     return state

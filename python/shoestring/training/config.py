@@ -116,7 +116,7 @@ class Fingerprint:
     values: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: LoopConfig, **more: Any) -> "Fingerprint":
+    def of(cls, config: LoopConfig, **more: Any) -> Fingerprint:
         """Collect the fields of ``config`` and whatever else decides the run, as JSON values."""
         values = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(config).items()}
         return cls({**values, **more})

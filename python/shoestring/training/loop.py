@@ -55,7 +55,9 @@ class Trainer:
         with MetricsLog(self.run / "metrics.jsonl", keep_through=start) as log:
             for step in range(start, config.steps):
                 began = time.perf_counter()
-                lr = learning_rate(step, lr=config.lr, steps=config.steps, warmup=config.warmup, schedule=config.schedule)
+                lr = learning_rate(
+                    step, lr=config.lr, steps=config.steps, warmup=config.warmup, schedule=config.schedule
+                )
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr
                 loss, tokens = self._accumulate(step, order, first=step == start)
@@ -127,7 +129,10 @@ class Trainer:
         self.model.train()
         value = total / max(1, labelled)
         if not math.isfinite(value):
-            raise InputError(f"the validation loss is {value}; lower --lr ({self.config.lr:g}); the last checkpoint in {self.run} is kept")
+            raise InputError(
+                f"the validation loss is {value}; lower --lr ({self.config.lr:g}); "
+                f"the last checkpoint in {self.run} is kept"
+            )
         return value
 
 

@@ -87,7 +87,7 @@ class SavedActivations:
         self._seen.update(pair for pair in storages(tensor) if pair[0] not in self._weights)
         return tensor
 
-    def __enter__(self) -> "SavedActivations":
+    def __enter__(self) -> SavedActivations:
         self._hooks.__enter__()
         return self
 

@@ -39,7 +39,7 @@ class MetricsLog:
         """Make the lines durable: a checkpoint must not be newer than its log."""
         os.fsync(self._file.fileno())
 
-    def __enter__(self) -> "MetricsLog":
+    def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,14 +69,15 @@ def locate_model(name: str) -> Path:
     except Exception as error:  # offline, missing, gated, no space: one line for each
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise InputError(
-            f"--model {name}: no such directory, and the Hugging Face Hub did not give it ({type(error).__name__}: {reason})"
+            f"--model {name}: no such directory, and the Hugging Face Hub did not give it "
+            f"({type(error).__name__}: {reason})"
         ) from None
 
 
 def check_model_directory(folder: Path) -> dict[str, tuple[int, ...]]:
     """Check config.json and every weight file before anything is allocated; return the shape of each stored tensor.
 
-    The safetensors reader checks header size, offsets, overlaps and the file's length; its errors are given in our words.
+    The safetensors reader checks header size, offsets, overlaps and the file's length; its errors become one line.
     """
     config = folder / "config.json"
     if not config.is_file():
@@ -92,7 +92,9 @@ def check_model_directory(folder: Path) -> dict[str, tuple[int, ...]]:
     elif (folder / "model.safetensors").is_file():
         files = [folder / "model.safetensors"]
     else:
-        raise InputError(f"--model {folder}: no weights there (model.safetensors or its sharded index); only safetensors are read")
+        raise InputError(
+            f"--model {folder}: no weights there (model.safetensors or its sharded index); only safetensors are read"
+        )
     from safetensors import safe_open
 
     shapes: dict[str, tuple[int, ...]] = {}
@@ -128,11 +130,14 @@ def load_model(folder: Path, dtype: torch.dtype) -> nn.Module:
         with torch.device("meta"):
             expected = AutoModelForCausalLM.from_config(config).state_dict()
     except Exception as error:
-        raise InputError(f"{folder}: config.json does not describe a causal language model ({type(error).__name__}: {error})") from None
+        raise InputError(
+            f"{folder}: config.json does not describe a causal language model ({type(error).__name__}: {error})"
+        ) from None
     for key, tensor in expected.items():
         if key in stored and stored[key] != tuple(tensor.shape):
             raise InputError(
-                f"{folder}: {key} has shape {list(stored[key])} in the weights, but config.json asks for {list(tensor.shape)}"
+                f"{folder}: {key} has shape {list(stored[key])} in the weights, "
+                f"but config.json asks for {list(tensor.shape)}"
             )
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -142,12 +147,14 @@ def load_model(folder: Path, dtype: torch.dtype) -> nn.Module:
         raise InputError(f"{folder}: the weights cannot be loaded ({type(error).__name__}: {error})") from None
     missing = sorted(info["missing_keys"])
     if missing:
-        raise InputError(f"{folder}: {len(missing)} weight(s) of the architecture are missing, the first is {missing[0]}")
+        raise InputError(
+            f"{folder}: {len(missing)} weight(s) of the architecture are missing, the first is {missing[0]}"
+        )
     return model
 
 
 def plain_loss(model: nn.Module) -> Loss:
-    """Sum of cross-entropies over the model's full logits, as plain PyTorch does it (bf16 logits are widened to fp32)."""
+    """Sum of cross-entropies over the model's full logits, as plain PyTorch does it (bf16 logits widened to fp32)."""
 
     def loss(inputs: Tensor, labels: Tensor) -> Tensor:
         logits = model(input_ids=inputs, use_cache=False).logits
@@ -166,14 +173,21 @@ def fused_loss(model: nn.Module, workspace_mb: int) -> Loss:
     def loss(inputs: Tensor, labels: Tensor) -> Tensor:
         hidden = decoder(input_ids=inputs, use_cache=False).last_hidden_state
         return linear_cross_entropy(
-            hidden, head.weight, labels, head.bias, ignore_index=IGNORE, reduction="sum", softcap=softcap, workspace_mb=workspace_mb
+            hidden,
+            head.weight,
+            labels,
+            head.bias,
+            ignore_index=IGNORE,
+            reduction="sum",
+            softcap=softcap,
+            workspace_mb=workspace_mb,
         )
 
     return loss
 
 
 def check_same_loss(model: nn.Module, inputs: Tensor, workspace_mb: int) -> None:
-    """Refuse an architecture that changes its logits in a way that the fused loss does not know (a few tokens decide)."""
+    """Refuse an architecture that changes its logits in a way the fused loss does not know (a few tokens decide)."""
     few, labels = inputs[:1, :8], inputs[:1, 1:9]
     few = few[:, : labels.shape[1]]
     training = model.training
@@ -183,6 +197,7 @@ def check_same_loss(model: nn.Module, inputs: Tensor, workspace_mb: int) -> None
     model.train(training)
     if abs(expected - received) > 0.02 * abs(expected):
         raise InputError(
-            f"--model: {type(model).__name__} changes its logits after the output layer (loss {expected:.4f} from the logits, "
+            f"--model: {type(model).__name__} changes its logits after the output layer "
+            f"(loss {expected:.4f} from the logits, "
             f"{received:.4f} without them); use --plain for this architecture"
         )

@@ -53,21 +53,35 @@ def smooth(values: list[float]) -> list[float]:
     return smoothed
 
 
-def _curves(axes: Any, run: "Run", colour: str, label: str = "", dashed: bool = False) -> None:
+def _curves(axes: Any, run: Run, colour: str, label: str = "", dashed: bool = False) -> None:
     steps = [row["step"] for row in run.metrics]
     losses = [row["loss"] for row in run.metrics]
     over = 3 if dashed else 2  # equal curves lie on each other: the dashed one on top shows both
     axes.plot(steps, losses, color=colour, alpha=0.25, linewidth=0.8)
     axes.plot(
-        steps, smooth(losses), color=colour, linewidth=1.8, label=label or "training", linestyle=(0, (4, 4)) if dashed else "-", zorder=over
+        steps,
+        smooth(losses),
+        color=colour,
+        linewidth=1.8,
+        label=label or "training",
+        linestyle=(0, (4, 4)) if dashed else "-",
+        zorder=over,
     )
     val = [(row["step"], row["val_loss"]) for row in run.metrics if "val_loss" in row]
     if val:
         marker = {"marker": "D", "markerfacecolor": "none"} if dashed else {"marker": "o"}
-        axes.plot(*zip(*val), color=colour, markersize=5, linewidth=0, label=f"{label} validation".strip(), zorder=over, **marker)
+        axes.plot(
+            *zip(*val),
+            color=colour,
+            markersize=5,
+            linewidth=0,
+            label=f"{label} validation".strip(),
+            zorder=over,
+            **marker,
+        )
 
 
-def draw_run(run: "Run") -> bytes:
+def draw_run(run: Run) -> bytes:
     """Loss curves beside the memory of each part, by formula and measured; return a PNG."""
     from matplotlib.ticker import MaxNLocator
 
@@ -91,7 +105,14 @@ def draw_run(run: "Run") -> bytes:
     for place, formula, value, part in zip(places, expected, measured, parts):
         right.text(value + most * 0.01, place + 0.2, f"{value:,.0f}", va="center", fontsize=8, color=INK)
         if part["expected"] is not None:
-            right.text(formula + most * 0.01, place - 0.2, f"{formula:,.0f} by formula", va="center", fontsize=8, color="#6b7280")
+            right.text(
+                formula + most * 0.01,
+                place - 0.2,
+                f"{formula:,.0f} by formula",
+                va="center",
+                fontsize=8,
+                color="#6b7280",
+            )
     right.set_yticks(list(places), [part["name"] for part in parts])
     right.set_xlim(0, most * 1.25)
     right.xaxis.set_major_formatter("{x:,.0f}")
@@ -99,7 +120,7 @@ def draw_run(run: "Run") -> bytes:
     return _png(figure)
 
 
-def draw_comparison(runs: list["Run"]) -> bytes:
+def draw_comparison(runs: list[Run]) -> bytes:
     """Loss curves of all runs, their memory stacked by part, and their speed; return a PNG."""
     from matplotlib.ticker import MaxNLocator
 

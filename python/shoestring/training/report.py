@@ -46,7 +46,9 @@ def read_run(folder: Path) -> Run:
     metrics = read_metrics(folder / "metrics.jsonl")
     missing = {"train_loss", "tokens_per_second", "peak_memory", "memory"} - set(summary)
     if missing or not metrics:
-        raise InputError(f"{folder}: summary.json or metrics.jsonl is incomplete ({', '.join(sorted(missing)) or 'no steps'})")
+        raise InputError(
+            f"{folder}: summary.json or metrics.jsonl is incomplete ({', '.join(sorted(missing)) or 'no steps'})"
+        )
     return Run(folder.name, folder, record, summary, metrics)
 
 
@@ -72,10 +74,17 @@ def write_report(folder: Path) -> None:
     run = read_run(folder)
     picture = draw_run(run)
     parts = [
-        [part["name"], part["formula"], megabytes(part["expected"]), megabytes(part["measured"])] for part in run.summary["memory"]
+        [part["name"], part["formula"], megabytes(part["expected"]), megabytes(part["measured"])]
+        for part in run.summary["memory"]
     ]
-    parts.append(["peak of the process", "high-water mark of the resident set", "–", megabytes(run.summary["peak_memory"])])
-    settings = [[key, json.dumps(value)] for key, value in run.record["fingerprint"].items() if key not in ("data", "model_files")]
+    parts.append(
+        ["peak of the process", "high-water mark of the resident set", "–", megabytes(run.summary["peak_memory"])]
+    )
+    settings = [
+        [key, json.dumps(value)]
+        for key, value in run.record["fingerprint"].items()
+        if key not in ("data", "model_files")
+    ]
     body = (
         f"<h1>{html.escape(_title(run))}</h1>{_image(picture, 'loss curves and memory')}"
         + "<h2>Result</h2>" + _table([], [[key, value] for key, value in figures(run).items()])
@@ -92,12 +101,14 @@ def write_comparison(folders: list[Path], out: Path) -> list[list[str]]:
     """
     runs = [read_run(folder) for folder in folders]
     picture = draw_comparison(runs)
-    _write(out, "compare", picture, _section(" and ".join(run.name for run in runs), runs, picture), "Comparison of runs")
+    _write(
+        out, "compare", picture, _section(" and ".join(run.name for run in runs), runs, picture), "Comparison of runs"
+    )
     return _joined(runs)
 
 
 def write_sections(out: Path, title: str, groups: dict[str, list[Path]]) -> dict[str, list[list[str]]]:
-    """Write report.html into ``out`` with a comparison for each group of runs, and a picture of each; return the tables."""
+    """Write report.html into ``out`` with a comparison and a picture for each group of runs; return the tables."""
     body, tables = f"<h1>{html.escape(title)}</h1>", {}
     for name, folders in groups.items():
         runs = [read_run(folder) for folder in folders]
@@ -127,7 +138,7 @@ def _joined(runs: list[Run]) -> list[list[str]]:
 
 
 def comparison(runs: list[Run]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of a table of runs, the first being what the others are divided by (validation loss where there is one)."""
+    """Head and rows of a table of runs, each divided by the first (by validation loss where there is one)."""
     first = runs[0].summary
     loss = "val_loss" if all(run.summary["val_loss"] is not None for run in runs) else "train_loss"
     head = ["run", *figures(runs[0]), "loss ratio", "memory ratio", "speed ratio"]

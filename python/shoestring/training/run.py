@@ -43,8 +43,14 @@ class RunOptions:
             raise InputError(f"--out {self.out}: exists and is not a directory")
         used = self.out.is_dir() and any(self.out.iterdir())
         if used and not self.resume:
-            raise InputError(f"--out {self.out}: the directory is not empty; give another, or --resume to continue the run in it")
-        if used and not (self.out / "run.json").is_file() and any(not p.name.endswith(".partial") for p in self.out.iterdir()):
+            raise InputError(
+                f"--out {self.out}: the directory is not empty; give another, or --resume to continue the run in it"
+            )
+        if (
+            used
+            and not (self.out / "run.json").is_file()
+            and any(not p.name.endswith(".partial") for p in self.out.iterdir())
+        ):
             raise InputError(f"--resume {self.out}: not the directory of a run (no run.json in it)")
 
 
@@ -67,7 +73,9 @@ def run_folder(options: RunOptions, command: str, fingerprint: Fingerprint) -> I
         try:
             recorded = json.loads(record.read_text("utf-8"))
             if recorded["command"] != command:
-                raise InputError(f"--resume {out}: this is a run of `shoestring {recorded['command']}`, not of `shoestring {command}`")
+                raise InputError(
+                    f"--resume {out}: a run of `shoestring {recorded['command']}`, not of `shoestring {command}`"
+                )
             fingerprint.require_equal(recorded["fingerprint"], str(out))
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, InputError):

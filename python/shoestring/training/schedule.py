@@ -10,7 +10,8 @@ DECAY_SHARE = 0.2  # of all steps, at the end of warmup-stable-decay (Hu et al. 
 def learning_rate(step: int, *, lr: float, steps: int, warmup: int, schedule: str) -> float:
     """Learning rate of ``step`` (from 0): a linear warm-up over ``warmup`` steps, then the schedule, down to 0.
 
-    ``schedule``: constant, linear, cosine (Loshchilov & Hutter 2017), or wsd (constant, then linear over the last fifth).
+    ``schedule``: constant, linear, cosine (Loshchilov & Hutter 2017), or wsd (constant, then linear in the
+    last fifth).
     """
     if step < warmup:
         return lr * (step + 1) / warmup

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LAST = 10  # steps whose mean is the final training loss: one step alone is noisy
 
 
-def summarise(trainer: "Trainer", baseline: int, peak: int, seconds: float) -> dict[str, Any]:
+def summarise(trainer: Trainer, baseline: int, peak: int, seconds: float) -> dict[str, Any]:
     """Return what summary.json holds; memory in bytes, time in seconds.
 
     ``tokens_per_second`` is the median over steps, so that evaluation, checkpoints and a pause do not count.
@@ -45,7 +45,7 @@ def summarise(trainer: "Trainer", baseline: int, peak: int, seconds: float) -> d
     }
 
 
-def memory_parts(trainer: "Trainer", baseline: int, peak: int) -> list[Part]:
+def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
     """Split the peak of this process: what each part should take by its formula, and what it took."""
     config, model = trainer.config, trainer.model
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -71,9 +71,15 @@ def memory_parts(trainer: "Trainer", baseline: int, peak: int) -> list[Part]:
     tokens = config.batch_size * config.seq_len
     vocab = model.get_output_embeddings().weight.shape[0]
     if config.plain:
-        formula, expected = f"logits and gradient, 2 x {tokens} x {vocab} x 4 B (the backward pass and the allocator come on top)", 8 * tokens * vocab
+        formula, expected = (
+            f"logits and gradient, 2 x {tokens} x {vocab} x 4 B (the backward pass and the allocator come on top)",
+            8 * tokens * vocab,
+        )
     else:
-        formula, expected = "loss workspace (the backward pass and the allocator come on top)", config.workspace_mb << 20
+        formula, expected = (
+            "loss workspace (the backward pass and the allocator come on top)",
+            config.workspace_mb << 20,
+        )
     rest = peak - sum(part.measured for part in parts)
     return [*parts, Part("buffers", formula, expected, max(0, rest))]
 
@@ -90,7 +96,7 @@ def _weights(model: nn.Module) -> tuple[int, int, str]:
     return memory.weight_bytes(model), int(sum(size * count for size, count in counts.items())), formula
 
 
-def _activations(trainer: "Trainer") -> tuple[int | None, str]:
+def _activations(trainer: Trainer) -> tuple[int | None, str]:
     """Estimate of what autograd keeps: a Llama block keeps about 12 hidden and 4 MLP vectors for each token."""
     config, shape = trainer.config, trainer.model.config
     layers, hidden = getattr(shape, "num_hidden_layers", None), getattr(shape, "hidden_size", None)
@@ -101,7 +107,10 @@ def _activations(trainer: "Trainer") -> tuple[int | None, str]:
     if config.gradient_checkpointing:
         estimate, formula = tokens * 4 * layers * hidden, f"{tokens} x {layers} x {hidden} x 4 B (block inputs)"
     else:
-        estimate, formula = tokens * 4 * layers * (12 * hidden + 4 * mlp), f"{tokens} x {layers} x (12x{hidden} + 4x{mlp}) x 4 B"
+        estimate, formula = (
+            tokens * 4 * layers * (12 * hidden + 4 * mlp),
+            f"{tokens} x {layers} x (12x{hidden} + 4x{mlp}) x 4 B",
+        )
     if config.plain:
         vocab = trainer.model.get_output_embeddings().weight.shape[0]
         estimate, formula = estimate + 4 * tokens * vocab, formula + f" + {tokens} x {vocab} x 4 B"

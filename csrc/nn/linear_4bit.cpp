@@ -12,6 +12,7 @@ using at::Tensor;
 Linear4bitImpl::Linear4bitImpl(const Linear4bitOptions& options) : options(options) { reset(); }
 
 void Linear4bitImpl::reset() {
+  packed = absmax = nested = Tensor();  // clone() calls this on a copy, which still names the original's tensors
   Tensor dense = torch::empty({options.out_features(), options.in_features()});
   torch::nn::init::kaiming_uniform_(dense, std::sqrt(5));
   set_weight(dense);

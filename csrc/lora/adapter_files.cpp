@@ -103,7 +103,12 @@ Json read_config(const std::string& path) {
 double by_pattern(const Json& patterns, const std::string& name, double otherwise) {
   if (!patterns.is_object()) return otherwise;
   for (const auto& [pattern, value] : patterns.items()) {
-    if (value.is_number() && std::regex_match(name, std::regex("(.*\\.)?(" + pattern + ")"))) return value.get<double>();
+    if (!value.is_number()) continue;
+    try {
+      if (std::regex_match(name, std::regex("(.*\\.)?(" + pattern + ")"))) return value.get<double>();
+    } catch (const std::regex_error&) {
+      TORCH_CHECK_VALUE(false, "lora::load_adapter: alpha_pattern: expected a regular expression, received ", pattern);
+    }
   }
   return otherwise;
 }

@@ -137,7 +137,7 @@ def test_only_one_runs_at_a_time(
     assert {owner for _, owner in owners} == {
         "one",
         "two",
-    } and 1 <= changes <= 12  # side by side there would be a hundred
+    } and 1 <= changes <= 60  # side by side: 100 or more of 200
 
 
 def test_a_failing_run_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

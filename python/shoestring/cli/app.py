@@ -88,8 +88,8 @@ def train(
 
     config = TrainConfig(
         seq_len=seq_len, batch_size=batch_size, accumulate=accumulate, steps=steps, lr=lr, warmup=warmup,
-        schedule=schedule, dtype=dtype, clip=clip, weight_decay=weight_decay, seed=seed, val_fraction=val_fraction, eval_every=eval_every,
-        eval_batches=eval_batches, gradient_checkpointing=gradient_checkpointing, optimizer_state=optimizer_state,
+        schedule=schedule, dtype=dtype, clip=clip, weight_decay=weight_decay, seed=seed, val_fraction=val_fraction,
+        eval_every=eval_every, eval_batches=eval_batches, gradient_checkpointing=gradient_checkpointing, optimizer_state=optimizer_state,
         workspace_mb=workspace_mb, plain=plain, preset=preset, vocab_size=vocab_size,
         tokenizer=str(tokenizer) if tokenizer else None,
     )  # fmt: skip
@@ -139,8 +139,8 @@ def finetune(
 
     config = FinetuneConfig(
         seq_len=seq_len, batch_size=batch_size, accumulate=accumulate, steps=steps, lr=lr, warmup=warmup,
-        schedule=schedule, dtype=dtype, clip=clip, weight_decay=weight_decay, seed=seed, val_fraction=val_fraction, eval_every=eval_every,
-        eval_batches=eval_batches, gradient_checkpointing=gradient_checkpointing, optimizer_state=optimizer_state,
+        schedule=schedule, dtype=dtype, clip=clip, weight_decay=weight_decay, seed=seed, val_fraction=val_fraction,
+        eval_every=eval_every, eval_batches=eval_batches, gradient_checkpointing=gradient_checkpointing, optimizer_state=optimizer_state,
         workspace_mb=workspace_mb, plain=plain, model=model, full=full, rank=rank, alpha=alpha,
         quantize=None if full or quantize == "none" else quantize,
         target_modules=target_modules if target_modules == "all-linear" else target_modules.split(","),

@@ -91,7 +91,7 @@ def _chat(record: dict[str, Any], where: str, tokenizer: Any) -> list[tuple[str,
         answered = _render(messages[: turn + 1], where, tokenizer, ask=False)
         if not prompt.startswith(done) or not answered.startswith(prompt):
             raise InputError(
-                f"{where}: the chat template of the tokenizer rewrites earlier turns; the completion cannot be told apart"
+                f"{where}: the tokenizer's chat template rewrites earlier turns; the completion cannot be told apart"
             )
         pieces += [(prompt[len(done) :], False), (answered[len(prompt) :], True)]
         done = answered

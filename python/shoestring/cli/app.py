@@ -82,17 +82,12 @@ def train(
     threads: Threads = None,
 ) -> None:
     """Train a Llama-architecture model from scratch on text."""
+    values = locals()
     from shoestring.cli.train import train as run
     from shoestring.training.config import TrainConfig
     from shoestring.training.run import RunOptions
 
-    config = TrainConfig(
-        seq_len=seq_len, batch_size=batch_size, accumulate=accumulate, steps=steps, lr=lr, warmup=warmup,
-        schedule=schedule, dtype=dtype, clip=clip, weight_decay=weight_decay, seed=seed, val_fraction=val_fraction,
-        eval_every=eval_every, eval_batches=eval_batches, gradient_checkpointing=gradient_checkpointing, optimizer_state=optimizer_state,
-        workspace_mb=workspace_mb, plain=plain, preset=preset, vocab_size=vocab_size,
-        tokenizer=str(tokenizer) if tokenizer else None,
-    )  # fmt: skip
+    config = TrainConfig(**pick(TrainConfig, values, tokenizer=str(tokenizer) if tokenizer else None))
     finish(run(config, RunOptions(out, resume, checkpoint_every, threads), data, glob), out)
 
 
@@ -133,18 +128,14 @@ def finetune(
     threads: Threads = None,
 ) -> None:
     """Fine-tune a causal language model on text, prompt/completion or chat records."""
+    values = locals()
     from shoestring.cli.finetune import finetune as run
     from shoestring.training.config import FinetuneConfig
     from shoestring.training.run import RunOptions
 
-    config = FinetuneConfig(
-        seq_len=seq_len, batch_size=batch_size, accumulate=accumulate, steps=steps, lr=lr, warmup=warmup,
-        schedule=schedule, dtype=dtype, clip=clip, weight_decay=weight_decay, seed=seed, val_fraction=val_fraction,
-        eval_every=eval_every, eval_batches=eval_batches, gradient_checkpointing=gradient_checkpointing, optimizer_state=optimizer_state,
-        workspace_mb=workspace_mb, plain=plain, model=model, full=full, rank=rank, alpha=alpha,
-        quantize=None if full or quantize == "none" else quantize,
-        target_modules=target_modules if target_modules == "all-linear" else target_modules.split(","),
-    )  # fmt: skip
+    targets = target_modules if target_modules == "all-linear" else target_modules.split(",")
+    kept = None if full or quantize == "none" else quantize
+    config = FinetuneConfig(**pick(FinetuneConfig, values, quantize=kept, target_modules=targets))
     finish(run(config, RunOptions(out, resume, checkpoint_every, threads), data, glob, merge), out)
 
 
@@ -209,6 +200,11 @@ def demo(
     from shoestring.cli.demo import demo as run
 
     run(out, steps, finetune_steps)
+
+
+def pick(config: type[Any], values: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    """Return the options that are fields of ``config``, under the same names."""
+    return {**{name: value for name, value in values.items() if name in config.__dataclass_fields__}, **changed}
 
 
 def finish(summary: dict[str, Any], out: Path) -> None:

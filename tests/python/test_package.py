@@ -55,3 +55,8 @@ def test_no_code_is_shared_between_capabilities() -> None:
     symbols = subprocess.run(["nm", "-C", *map(str, objects)], capture_output=True, text=True, check=True).stdout
     shared = [line for line in symbols.splitlines() if re.match(r"\S+ W ", line) and "::avx512::" not in line]
     assert not shared
+
+
+def test_the_library_runs_on_several_threads() -> None:
+    """at::parallel_for is a header: compiled without OpenMP it is, silently, a serial loop."""
+    assert b"GOMP_parallel" in (_load.LIBRARIES / "libshoestring.so").read_bytes()

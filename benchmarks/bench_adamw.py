@@ -1,4 +1,4 @@
-"""A step of AdamW: ours with 8-bit and fp32 state, torch's fused one, bitsandbytes and torchao, and memory as the limit.
+"""A step of AdamW: ours with 8-bit and fp32 state, torch fused, bitsandbytes and torchao, and memory as the limit.
 
 The limits move the same bytes in place, stream after stream, and compute next to nothing: weights read and written,
 gradients read, and each moment read and written.

@@ -35,9 +35,9 @@ void check_options(double lr, double beta1, double beta2, double eps, double wei
 }
 
 void check_arena(const char* name, const Tensor& arena, at::ScalarType type, int64_t size) {
-  TORCH_CHECK(arena.scalar_type() == type && arena.dim() == 1 && arena.numel() == size && arena.is_contiguous(), kOp, ": ",
-              name, ": expected a contiguous ", type, " tensor of shape (", size, "), received ", arena.scalar_type(), " ",
-              arena.sizes(), arena.is_contiguous() ? "" : ", not contiguous");
+  TORCH_CHECK(arena.scalar_type() == type && arena.dim() == 1 && arena.numel() == size && arena.is_contiguous(), kOp,
+              ": ", name, ": expected a contiguous ", type, " tensor of shape (", size, "), received ",
+              arena.scalar_type(), " ", arena.sizes(), arena.is_contiguous() ? "" : ", not contiguous");
   TORCH_CHECK(arena.is_cpu(), kOp, ": ", name, ": expected the parameters' device, cpu, received ", arena.device());
 }
 
@@ -73,8 +73,8 @@ void adamw_cpu(at::TensorList params, const OptionalTensors& grads, const Tensor
   // Everything is checked before anything changes.
   check_options(lr, beta1, beta2, eps, weight_decay);
   const int64_t tensors = params.size();
-  TORCH_CHECK(static_cast<int64_t>(grads.size()) == tensors, kOp, ": grads: expected one (or None) for each of ", tensors,
-              " parameters, received ", grads.size());
+  TORCH_CHECK(static_cast<int64_t>(grads.size()) == tensors, kOp, ": grads: expected one (or None) for each of ",
+              tensors, " parameters, received ", grads.size());
   int64_t blocks = 0;
   std::vector<OptionalTensor> gradients(tensors);
   for (int64_t i = 0; i < tensors; ++i) {

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <tuple>
 
 #include <ATen/Functions.h>
@@ -25,9 +26,9 @@ void check_values(const Tensor& x) {
 void check_codes(const Tensor& codes, const Tensor& scale) {
   constexpr const char* op = "dequantize_8bit";
   TORCH_CHECK(codes.scalar_type() == at::kByte, op, ": codes: expected uint8, received ", codes.scalar_type());
-  TORCH_CHECK(scale.scalar_type() == at::kFloat && scale.dim() == 1 && scale.sym_size(0) == blocks_of(codes.sym_numel()),
-              op, ": scale: expected fp32 of shape (", blocks_of(codes.sym_numel()), "), received ", scale.scalar_type(),
-              " ", scale.sym_sizes());
+  const c10::SymInt blocks = blocks_of(codes.sym_numel());
+  TORCH_CHECK(scale.scalar_type() == at::kFloat && scale.dim() == 1 && scale.sym_size(0) == blocks, op,
+              ": scale: expected fp32 of shape (", blocks, "), received ", scale.scalar_type(), " ", scale.sym_sizes());
   TORCH_CHECK(scale.device() == codes.device(), op, ": scale: expected codes' device, ", codes.device(), ", received ",
               scale.device());
 }

@@ -122,7 +122,7 @@ AdamW::Arena AdamW::make_arena(const std::vector<Tensor>& params, const std::str
       const auto& old = static_cast<const AdamWParamState&>(*found->second);
       const auto copy = [&](const char* name, const Tensor& to, const Tensor& from) {
         if (!to.defined() && !from.defined()) return;
-        TORCH_CHECK(to.defined() && from.defined() && to.sizes() == from.sizes() && to.scalar_type() == from.scalar_type(),
+        TORCH_CHECK(to.defined() && from.defined() && to.sizes() == from.sizes() && to.dtype() == from.dtype(),
                     "shoestring::optim::AdamW: ", name, ": the state of parameter ", i, " does not fit state=\"", state,
                     "\" and the parameter's shape, ", params[i].sizes());
         to.copy_(from);

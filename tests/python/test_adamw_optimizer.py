@@ -41,10 +41,11 @@ def same(a: list[Parameter], b: list[Parameter]) -> bool:
 @pytest.mark.parametrize("maximize", [False, True])
 def test_fp32_state_is_torch(maximize: bool) -> None:
     ours, theirs = parameters(), parameters()
-    a = AdamW([{"params": ours[:2], "lr": 3e-3}, {"params": ours[2:], "betas": (0.8, 0.9)}], state="fp32",
-              maximize=maximize, weight_decay=0.1)  # fmt: skip
-    b = torch.optim.AdamW([{"params": theirs[:2], "lr": 3e-3}, {"params": theirs[2:], "betas": (0.8, 0.9)}],
-                          maximize=maximize, weight_decay=0.1)  # fmt: skip
+    options = dict(maximize=maximize, weight_decay=0.1)
+    a, b = (
+        optimizer([{"params": p[:2], "lr": 3e-3}, {"params": p[2:], "betas": (0.8, 0.9)}], **options, **more)
+        for optimizer, p, more in ((AdamW, ours, {"state": "fp32"}), (torch.optim.AdamW, theirs, {}))
+    )
     for step in range(20):
         gradients(ours, step)
         gradients(theirs, step)
@@ -104,9 +105,8 @@ def stream(sigma: float, scale: float, steps: int, drop: int = 0) -> Iterator[Te
         yield magnitude * (torch.randn(64, 512) + 0.1) * (0.1 if drop and step >= drop else 1)
 
 
-# sigma is the standard deviation of the logarithm of the magnitudes: 0.4 as in a layer; 1.0 under stress, four decades in
-# all; 1.7 past what the map can hold, where v of the smallest is kept too large. With a zero for v the errors of the last
-# two are above 1, and the largest update hundreds of fp32's.
+# sigma is the standard deviation of the logarithm of the magnitudes: 0.4 as in a layer; 1.0 under stress, four decades
+# in all; 1.7 past what the map can hold, where v of the smallest is kept too large (a zero would let updates explode).
 @pytest.mark.parametrize(
     ("sigma", "scale", "drop", "limit"),
     [
@@ -150,19 +150,15 @@ def test_bitwise_resume(dtype: torch.dtype, state: str) -> None:
     train(opt, through, range(5))
     before = [p.detach().clone() for p in through]
 
-    file = io.BytesIO()
-    torch.save(opt.state_dict(), file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    torch.save(opt.state_dict(), file := io.BytesIO())
+    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     assert saved["format_version"] == 1
     resumed = [Parameter(p.clone()) for p in before]
     other = AdamW(resumed, state=state)
     other.load_state_dict(saved)
     for a, b in zip(opt.state.values(), other.state.values(), strict=True):
         assert all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
-    copies = []
-    for again in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
-        copies.append((again, again.param_groups[0]["params"]))
+    copies = [(o, o.param_groups[0]["params"]) for o in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt)))]
 
     train(opt, through, range(5, 8))
     train(other, resumed, range(5, 8))
@@ -178,19 +174,13 @@ def test_a_load_copies() -> None:
     train(first, a, range(3))
     second.load_state_dict(first.state_dict())
     kept = copy.deepcopy(second.state_dict()["state"])
+    seen = []  # a hook of a load sees plain tensors
+    second.register_load_state_dict_pre_hook(lambda _, state: seen.append(state["state"][0]["exp_avg"].dtype))
+    second.load_state_dict(first.state_dict())
+    assert seen == [torch.uint8]
     train(first, a, range(3, 5))
     for entry, old in zip(second.state.values(), kept.values(), strict=True):
         assert all(torch.equal(entry[k], old[k]) for k in old)
-
-
-def test_hooks_of_a_load_see_tensors() -> None:
-    params = parameters()
-    opt = AdamW(params)
-    train(opt, params, range(2))
-    seen = []
-    opt.register_load_state_dict_pre_hook(lambda _, state: seen.append(state["state"][0]["exp_avg"].dtype))
-    opt.load_state_dict(opt.state_dict())
-    assert seen == [torch.uint8] and len(opt._optimizer_load_state_dict_pre_hooks) == 1
 
 
 @pytest.mark.parametrize(
@@ -198,7 +188,7 @@ def test_hooks_of_a_load_see_tensors() -> None:
     [
         (lambda s: s["state"][0].pop("exp_avg_scale"), "expects the entries"),
         (lambda s: s["state"][0].update(exp_avg=torch.zeros(3, 100)), "exp_avg: expected torch.uint8"),
-        (lambda s: s["state"][0].update(exp_avg_scale=torch.zeros(1)), "exp_avg_scale: expected torch.float32 \\(2,\\)"),
+        (lambda s: s["state"][0].update(exp_avg_scale=torch.zeros(1)), "exp_avg_scale: expected .*32 \\(2,\\)"),
         (lambda s: s["param_groups"][0].update(state="4bit"), 'state: expected "8bit" or "fp32"'),
         (lambda s: s.update(format_version=2), "expected format_version 1, received 2"),
     ],
@@ -247,19 +237,17 @@ def test_memory_formula() -> None:
         for p in params:
             p.grad = torch.ones_like(p)
         opt.step()
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for e in opt.state.values() for t in e.values()}
-        assert sum(storages.values()) == sum(-(-n // 256) * block + 4 for n in sizes)
-    big = -(-(2**20) // 256) * 520 / 2**20
-    assert big == pytest.approx(2.03, abs=0.002)
+        storages = [t.untyped_storage() for entry in opt.state.values() for t in entry.values()]
+        assert sum({s.data_ptr(): s.nbytes() for s in storages}.values()) == sum(-(-n // 256) * block + 4 for n in sizes)
+    assert 520 / 256 == pytest.approx(2.03, abs=0.002)  # bytes a parameter
 
 
 def test_closure_hooks_and_compiled_training_step() -> None:
     layer, twin = torch.nn.Linear(20, 10), torch.nn.Linear(20, 10)
     twin.load_state_dict(layer.state_dict())
     opt, other = AdamW(layer.parameters()), AdamW(twin.parameters())
-    calls = []
+    calls, x = [], torch.randn(5, 20)
     opt.register_step_post_hook(lambda *_: calls.append(1))
-    x = torch.randn(5, 20)
 
     def train_step(model: torch.nn.Module, optimizer: AdamW) -> Tensor:
         def closure() -> Tensor:

@@ -48,7 +48,7 @@ struct SHOESTRING_API AdamWParamState : public torch::optim::OptimizerCloneableP
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
-/// AdamW over block-wise 8-bit state (or fp32), one pass over all tensors of a group. Parameters are fp32, bf16 or fp16.
+/// AdamW over block-wise 8-bit state (or fp32), one pass over all tensors of a group. Parameters: fp32, bf16 or fp16.
 /// State is made when a parameter first has a gradient. Change it through save and load only.
 class SHOESTRING_API AdamW : public torch::optim::Optimizer {
  public:

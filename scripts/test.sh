@@ -7,6 +7,7 @@ build=$1
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 status=0
+export OMP_WAIT_POLICY=passive  # threads that spin are slow where the machine does anything else
 
 run() {  # NAME COMMAND...
   local name=$1

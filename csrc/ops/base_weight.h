@@ -15,6 +15,10 @@ inline at::ScalarType compute_type(const at::Tensor& x) {
   return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
+/// The type of the operands of products with the weight: bf16 as it is on a CPU with bf16 units, and elsewhere the
+/// compute type, since PyTorch's 16-bit products are then slower than fp32 by a factor of ten to hundreds.
+at::ScalarType product_type(const at::Tensor& x);
+
 /// x (..., features) as (tokens, features).
 inline at::Tensor as_matrix(const at::Tensor& x) {
   int64_t tokens = 1;
@@ -29,12 +33,12 @@ inline std::vector<c10::SymInt> with_last(const at::Tensor& x, const c10::SymInt
   return shape;
 }
 
-/// A frozen (rows, columns) weight, dense or 4-bit, read a panel of rows at a time in the compute type: as it lies
-/// where it is dense in that type, else through one buffer of about the cache's size.
+/// A frozen (rows, columns) weight, dense or 4-bit, read a panel of rows at a time in the type of the product: as it
+/// lies where it is dense in that type, else through one buffer of about the cache's size.
 class BaseWeight {
  public:
-  static BaseWeight dense(const at::Tensor& weight, at::ScalarType compute);
-  static BaseWeight quantized(PackedReader reader, int64_t rows, int64_t columns, at::TensorOptions compute);
+  static BaseWeight dense(const at::Tensor& weight, at::ScalarType product);
+  static BaseWeight quantized(PackedReader reader, int64_t rows, int64_t columns, at::TensorOptions product);
 
   int64_t rows() const { return rows_; }
   int64_t columns() const { return columns_; }
@@ -54,12 +58,14 @@ class BaseWeight {
   std::optional<PackedReader> reader_;
 };
 
-/// out (tokens, rows) of `dtype` = x (tokens, columns) weight^T + bias + scaling * low (tokens, rank) up^T. x, bias, low
-/// and up are in the compute type; bias may be undefined, and so may low and up together.
+/// out (tokens, rows) of `dtype` = x (tokens, columns) weight^T + bias + scaling * low (tokens, rank) up^T. x is in the
+/// product's type, the others in the compute type; bias may be undefined, and so may low and up together.
 at::Tensor apply_weight(const BaseWeight& weight, const at::Tensor& x, const at::Tensor& bias, const at::Tensor& low,
                         const at::Tensor& up, double scaling, at::ScalarType dtype);
 
-/// grad (tokens, rows) weight, in `compute`: (tokens, columns). grad of any dtype is widened a panel's columns at a time.
-at::Tensor times_weight(const BaseWeight& weight, const at::Tensor& grad, at::ScalarType compute);
+/// grad (tokens, rows) weight, in `compute`: (tokens, columns). grad of any dtype is converted to `product` a panel's
+/// columns at a time.
+at::Tensor times_weight(const BaseWeight& weight, const at::Tensor& grad, at::ScalarType compute,
+                        at::ScalarType product);
 
 }  // namespace shoestring

@@ -38,12 +38,12 @@ Tensor forward_cpu(const Tensor& x, const Tensor& packed, const Tensor& absmax, 
                    const OptionalTensor& bias, c10::SymInt out_features, c10::string_view quant_type,
                    int64_t block_size) {
   check(x, packed, absmax, nested, bias, out_features, quant_type, block_size);
-  const auto compute = compute_type(x);
+  const auto product = product_type(x);
   const int64_t columns = x.size(-1), rows = out_features.expect_int();
   auto weight = BaseWeight::quantized(PackedReader(kOp, packed, absmax, nested, quant_type, block_size), rows, columns,
-                                      x.options().dtype(compute));
-  Tensor flat = as_matrix(x).to(compute);
-  Tensor offset = bias.has_value() ? bias->to(compute) : Tensor();
+                                      x.options().dtype(product));
+  Tensor flat = as_matrix(x).to(product);
+  Tensor offset = bias.has_value() ? bias->to(compute_type(x)) : Tensor();
   return apply_weight(weight, flat, offset, Tensor(), Tensor(), 0, x.scalar_type())
       .view_symint(with_last(x, out_features));
 }
@@ -51,13 +51,13 @@ Tensor forward_cpu(const Tensor& x, const Tensor& packed, const Tensor& absmax, 
 Tensor backward_cpu(const Tensor& grad_output, const Tensor& packed, const Tensor& absmax,
                     const OptionalTensor& nested, c10::SymInt in_features, c10::string_view quant_type,
                     int64_t block_size) {
-  const auto compute = compute_type(grad_output);
+  const auto product = product_type(grad_output);
   const int64_t rows = grad_output.size(-1), columns = in_features.expect_int();
   check_packed("linear_4bit_backward", packed, absmax, nested, rows * in_features, quant_type, block_size,
                grad_output.device());
   auto weight = BaseWeight::quantized(PackedReader(kOp, packed, absmax, nested, quant_type, block_size), rows, columns,
-                                      grad_output.options().dtype(compute));
-  return times_weight(weight, as_matrix(grad_output), compute)
+                                      grad_output.options().dtype(product));
+  return times_weight(weight, as_matrix(grad_output), compute_type(grad_output), product)
       .to(grad_output.scalar_type())
       .view_symint(with_last(grad_output, in_features));
 }

@@ -60,10 +60,10 @@ void check(const Tensor& x, const Tensor& weight, const OptionalTensor& absmax, 
 }
 
 BaseWeight base(const Tensor& weight, const OptionalTensor& absmax, const OptionalTensor& nested, int64_t rows,
-                int64_t columns, at::TensorOptions compute, c10::string_view quant_type, int64_t block_size) {
-  if (!absmax.has_value()) return BaseWeight::dense(weight, compute.dtype().toScalarType());
+                int64_t columns, at::TensorOptions product, c10::string_view quant_type, int64_t block_size) {
+  if (!absmax.has_value()) return BaseWeight::dense(weight, product.dtype().toScalarType());
   return BaseWeight::quantized(PackedReader(kOp, weight, *absmax, nested, quant_type, block_size), rows, columns,
-                               compute);
+                               product);
 }
 
 // y = x W^T + bias + scaling * low B^T with low = x A^T (tokens, rank), which backward needs again and is small.
@@ -72,13 +72,13 @@ std::tuple<Tensor, Tensor> forward_cpu(const Tensor& x, const Tensor& weight, co
                                        const Tensor& lora_B, const OptionalTensor& dropped, double scaling,
                                        c10::string_view quant_type, int64_t block_size) {
   check(x, weight, absmax, nested, bias, lora_A, lora_B, dropped, quant_type, block_size);
-  const auto compute = compute_type(x);
+  const auto compute = compute_type(x), product = product_type(x);
   const int64_t rows = lora_B.size(0), columns = x.size(-1);
-  Tensor flat = as_matrix(x).to(compute);
-  Tensor branch = dropped.has_value() ? as_matrix(*dropped).to(compute) : flat;
-  Tensor low = at::mm(branch, lora_A.to(compute).t());
+  Tensor flat = as_matrix(x), wide = flat.to(compute);
+  Tensor low = at::mm(dropped.has_value() ? as_matrix(*dropped).to(compute) : wide, lora_A.to(compute).t());
   Tensor out = apply_weight(
-      base(weight, absmax, nested, rows, columns, x.options().dtype(compute), quant_type, block_size), flat,
+      base(weight, absmax, nested, rows, columns, x.options().dtype(product), quant_type, block_size),
+      product == compute ? wide : flat,
       bias.has_value() ? bias->to(compute) : Tensor(), low, lora_B.to(compute), scaling, x.scalar_type());
   return {out.view_symint(with_last(x, rows)), low};
 }
@@ -100,8 +100,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad_outpu
   Tensor grad_low = at::mm(grad, lora_B.to(compute)).mul_(scaling);  // (tokens, rank)
   Tensor grad_x = none(branch), grad_dropped = none(branch), grad_A = none(lora_A), grad_B = none(lora_B);
   if (mask[0]) {
+    const auto product = product_type(grad_output);
     Tensor sum = times_weight(
-        base(weight, absmax, nested, rows, columns, low.options(), quant_type, block_size), grad, compute);
+        base(weight, absmax, nested, rows, columns, grad_output.options().dtype(product), quant_type, block_size),
+        product == compute ? grad : as_matrix(grad_output), compute, product);
     if (!dropout) sum.addmm_(grad_low, lora_A.to(compute));
     grad_x = sum.to(dtype).view_symint(branch.sym_sizes());
   }

@@ -28,7 +28,9 @@ def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int], neste
         upstream = torch.randn(tokens, rows).to(dtype)
         dense = weight.dequantize(torch.float32)
         results = []
-        for compute in (None, torch.float64, torch.float32):
+        # With the avx512 kernels, bf16 products are bf16 where the CPU has units for them; elsewhere they are fp32.
+        eager_dtype = dtype if (dtype, capability) == (torch.bfloat16, "avx512") else torch.float32
+        for compute in (None, torch.float64, eager_dtype):
             leaves = [t.to(compute or dtype).requires_grad_() for t in (x, bias)]
             if compute is None:
                 y = shoestring.linear_4bit(leaves[0], weight, leaves[1])

@@ -24,7 +24,7 @@ class Linear4bit(nn.Linear):
         block_size: elements that share a scale: a power of two from 32 to 4096.
         nested: 8-bit scales (double quantisation).
         compute_dtype: dtype that the input is converted to; the output comes back in the input's. None: the input's.
-            On the CPU products are computed in fp32 in any case.
+            On a CPU without bf16 units products are fp32 in any case.
     """
 
     weight: QuantizedTensor  # type: ignore[assignment]

@@ -11,7 +11,8 @@ def linear_4bit(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) 
     """``x @ weight.T + bias`` for a frozen 4-bit weight, which is dequantised a panel of rows at a time, never whole.
 
     Args:
-        x: (..., in_features); fp32, fp64, bf16 or fp16. On the CPU products are fp32 (fp64 for fp64), rounded once.
+        x: (..., in_features); fp32, fp64, bf16 or fp16. On the CPU products are fp32 (fp64 for
+            fp64) and rounded once, but bf16 where the CPU has units for that.
         weight: (out_features, in_features), from ``shoestring.quantize_4bit``.
         bias: (out_features), any floating-point dtype.
 

@@ -23,7 +23,8 @@ def lora_linear(
     the output by its product, without tensors of its own.
 
     Args:
-        x: (..., in_features); fp32, fp64, bf16 or fp16. On the CPU products are fp32 (fp64 for fp64), rounded once.
+        x: (..., in_features); fp32, fp64, bf16 or fp16. On the CPU products are fp32 (fp64 for
+            fp64) and rounded once, but bf16 where the CPU has units for that.
         weight: (out_features, in_features), frozen: x's dtype, or a :class:`QuantizedTensor`.
         lora_A: (rank, in_features), any floating-point dtype.
         lora_B: (out_features, rank), any floating-point dtype.

@@ -73,16 +73,15 @@ Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Tensor& bia
   weight.for_each_panel([&](int64_t begin, const Tensor& panel) {
     const int64_t size = panel.size(0);
     Tensor columns = out.narrow(1, begin, size);
-    if (native && (bias.defined() || low.defined())) {
+    if (native && low.defined()) {  // the low-rank part is fp32
       Tensor sum = at::mm(x, panel.t()).to(at::kFloat);
       if (bias.defined()) sum.add_(bias.narrow(0, begin, size));
-      if (low.defined()) sum.addmm_(low, up.narrow(0, begin, size).t(), /*beta=*/1, /*alpha=*/scaling);
-      columns.copy_(sum);
+      columns.copy_(sum.addmm_(low, up.narrow(0, begin, size).t(), /*beta=*/1, /*alpha=*/scaling));
       return;
     }
     Tensor to = round ? at::empty({tokens, size}, x.options()) : columns;
     if (bias.defined()) {
-      at::addmm_out(to, bias.narrow(0, begin, size), x, panel.t());
+      at::addmm_out(to, bias.narrow(0, begin, size).to(x.scalar_type()), x, panel.t());
     } else {
       at::mm_out(to, x, panel.t());
     }

@@ -25,7 +25,8 @@ def values(n: int, dtype: torch.dtype, block: int) -> Tensor:
         x[:block] = 0
     if n > 3 * block:
         x[block : 2 * block] *= 1e-30
-        x[2 * block : 2 * block + 3] = torch.tensor([1.0, 0.8614784479141235, 0.8614785])
+        x[2 * block : 3 * block] *= 0.1  # so that 1 is the block's scale, and the next number is on a midpoint
+        x[2 * block : 2 * block + 3] = torch.tensor([1.0, 0.8614784479141235, 0.8614786])
     return x.to(dtype)
 
 

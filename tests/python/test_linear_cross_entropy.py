@@ -69,6 +69,17 @@ def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int], optio
             assert relative_error(a, reference) <= bound, (name, dtype)
 
 
+def test_16_bit_weights_of_several_panels() -> None:
+    """A panel of 2048 features has 1024 classes: 2500 are two whole ones and a part."""
+    hidden, weight, bias, target = make(9, 2048, 2500, torch.bfloat16)
+    loss = shoestring.linear_cross_entropy(hidden, weight, target, bias)
+    exact_leaves = tuple(t.detach().double().requires_grad_() for t in (hidden, weight, bias))
+    exact = linear_cross_entropy_reference(*exact_leaves[:2], target, exact_leaves[2])
+    assert relative_error(loss, exact) < 1e-6
+    for ours, reference in zip(gradients(loss, (hidden, weight, bias)), gradients(exact, exact_leaves)):
+        assert relative_error(ours, reference) < 2.5e-3  # one rounding to bf16
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_gradcheck(options: dict) -> None:
     hidden, weight, bias, target = make(5, 3, 7, torch.float64)

@@ -85,8 +85,14 @@ void AdamWParamState::serialize(InputArchive& archive) {
 }
 
 AdamW::AdamW(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, AdamWOptions defaults)
-    : Optimizer(param_groups, std::make_unique<AdamWOptions>(checked(defaults))) {
-  for (auto& group : this->param_groups()) check(static_cast<AdamWOptions&>(group.options()));
+    : Optimizer(std::vector<torch::optim::OptimizerParamGroup>(), std::make_unique<AdamWOptions>(checked(defaults))) {
+  for (const auto& group : param_groups) add_param_group(group);
+}
+
+void AdamW::add_param_group(const torch::optim::OptimizerParamGroup& group) {
+  if (group.has_options()) check(static_cast<const AdamWOptions&>(group.options()));
+  Optimizer::add_param_group(group);
+  if (group.has_options()) this->param_groups().back().set_options(group.options().clone());
 }
 
 AdamW::Arena AdamW::make_arena(const std::vector<Tensor>& params, const std::string& state) {

@@ -56,6 +56,10 @@ class SHOESTRING_API AdamW : public torch::optim::Optimizer {
   explicit AdamW(std::vector<at::Tensor> params, AdamWOptions defaults = {})
       : AdamW({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
 
+  /// A group's own options are taken as they are. (Newer releases of LibTorch keep them for their own optimizers
+  /// only, and gives the groups of any other the defaults.)
+  void add_param_group(const torch::optim::OptimizerParamGroup& group);
+
   at::Tensor step(LossClosure closure = nullptr) override;
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;

@@ -9,6 +9,7 @@
 #include <shoestring/ops.h>
 
 #include "kernels/linear_cross_entropy.h"
+#include "ops/base_weight.h"
 #include "ops/call.h"
 
 namespace shoestring {
@@ -113,10 +114,13 @@ Result run(const Problem& p, Factor factor) {
 
   // 16-bit weights are widened a panel of the vocabulary at a time, in a buffer that stays in cache.
   const int64_t panel = widen ? std::max<int64_t>(64, (int64_t{8} << 20) / (features * sizeof(T))) : vocab;
+  // Where the CPU has bf16 units the products of the gradients use them. The logits stay fp32 everywhere.
+  const bool narrow = gradient && widen && product_type(p.hidden) == at::kBFloat16;
   const int64_t bytes = p.workspace_mb << 20;
-  int64_t chunk = std::max<int64_t>(1, bytes / (vocab * static_cast<int64_t>(sizeof(T))));
+  int64_t chunk = std::max<int64_t>(1, bytes / (vocab * static_cast<int64_t>(sizeof(T) + (narrow ? 2 : 0))));
   chunk = std::min<int64_t>(chunk > 16 ? chunk / 16 * 16 : chunk, std::min<int64_t>(count, 1024));
   Tensor logits = at::empty({chunk, vocab}, compute);
+  Tensor rounded = narrow ? at::empty({chunk, vocab}, p.hidden.options()) : Tensor();
   Tensor widened = widen ? at::empty({std::min(panel, vocab), features}, compute) : Tensor();
   const auto weight_panel = [&](int64_t begin, int64_t size) {
     Tensor part = p.weight.narrow(0, begin, size);
@@ -157,6 +161,21 @@ Result run(const Problem& p, Factor factor) {
     });
     if (!gradient) continue;
 
+    if (narrow) {
+      // As in eager PyTorch with fp32 logits: their gradient is rounded to bf16 once, and then multiplied.
+      Tensor grad_logits = rounded.narrow(0, 0, tokens);
+      at::mul_out(grad_logits, z, scale);
+      if (p.mask[0]) out.grad_hidden.index_copy_(0, index, at::mm(grad_logits, p.weight));
+      if (p.mask[1]) {
+        Tensor rows_of_hidden = p.hidden.index_select(0, index);
+        for (int64_t v = 0; v < vocab; v += panel) {
+          const int64_t size = std::min(panel, vocab - v);
+          out.grad_weight.narrow(0, v, size).add_(at::mm(grad_logits.narrow(1, v, size).t(), rows_of_hidden));
+        }
+      }
+      if (p.mask[2]) out.grad_bias.add_(grad_logits.sum(0, false, compute.dtype().toScalarType()));
+      continue;
+    }
     // The gradient of the logits is diag(scale) z, so
     //   grad_hidden = diag(scale) (z W),  grad_weight += z^T (diag(scale) x),  grad_bias += z^T scale.
     if (p.mask[0]) {

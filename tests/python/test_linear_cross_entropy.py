@@ -5,9 +5,11 @@ import pytest
 import torch
 from conftest import relative_error
 from torch import Tensor
+from torch.nn import functional as F
 
 import shoestring
 from shoestring.ops import linear_cross_entropy_reference
+from shoestring.ops.linear_cross_entropy import cross_entropy_reference
 
 OPERATOR = torch.ops.shoestring.linear_cross_entropy.default
 
@@ -59,7 +61,11 @@ def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int], optio
         exact = linear_cross_entropy_reference(*exact_leaves[:2], target, exact_leaves[2], **options)
         exacts = (exact, *gradients(exact, exact_leaves))
         eager_leaves = tuple(t.detach().float().requires_grad_() for t in (hidden, weight, bias))
-        eager = linear_cross_entropy_reference(*eager_leaves[:2], target, eager_leaves[2], **options)
+        logits = F.linear(*eager_leaves)
+        if (dtype, capability) == (torch.bfloat16, "avx512"):
+            # There the gradient of the logits is bf16, as in eager bf16, if the CPU has units for it.
+            logits.register_hook(lambda gradient: gradient.bfloat16().float())
+        eager = cross_entropy_reference(logits, target, **options)
         eagers = (eager, *(g.to(dtype) for g in gradients(eager, eager_leaves)))
 
         assert loss.dtype == torch.float32
@@ -77,7 +83,7 @@ def test_16_bit_weights_of_several_panels() -> None:
     exact = linear_cross_entropy_reference(*exact_leaves[:2], target, exact_leaves[2])
     assert relative_error(loss, exact) < 1e-6
     for ours, reference in zip(gradients(loss, (hidden, weight, bias)), gradients(exact, exact_leaves)):
-        assert relative_error(ours, reference) < 2.5e-3  # one rounding to bf16
+        assert relative_error(ours, reference) < 4e-3  # a rounding to bf16, or two
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

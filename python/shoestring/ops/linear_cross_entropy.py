@@ -21,8 +21,9 @@ def linear_cross_entropy(
 
     The (tokens, vocab) logits never exist: beside the gradients, memory is bounded by ``workspace_mb``. With a scalar
     result the gradients are made in the forward pass (three matrix products in all); with ``reduction="none"`` the
-    backward pass computes the logits again (four). Products and sums are fp32 (fp64 for fp64 input), whatever the
-    dtype. On the CPU 16-bit input also keeps an fp32 (vocab, features) accumulator for the weight's gradient.
+    backward pass computes the logits again (four). Logits and sums are fp32 (fp64 for fp64 input), whatever the dtype,
+    and so are the products, but that bf16 gradients are multiplied as bf16 where the CPU has units for it. On the CPU
+    16-bit input also keeps an fp32 (vocab, features) accumulator for the weight's gradient.
 
     Args:
         hidden: (..., features), fp32, fp64, bf16 or fp16.
@@ -71,7 +72,26 @@ def linear_cross_entropy_reference(
     softcap: float = 0.0,
 ) -> Tensor:
     """The same in plain PyTorch, with the logits whole in memory."""
-    logits = F.linear(hidden, weight, bias)
+    return cross_entropy_reference(
+        F.linear(hidden, weight, bias),
+        target,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+    )
+
+
+def cross_entropy_reference(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """What follows the linear layer, in plain PyTorch: logits (..., vocab), target (...)."""
     if softcap != 0:
         logits = softcap * torch.tanh(logits / softcap)
     loss = F.cross_entropy(

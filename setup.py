@@ -8,9 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import setuptools
 from setuptools import Distribution, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
+
+# With --no-build-isolation nothing brings the version that pyproject.toml asks for, and Python 3.11's venv has an older.
+if int(setuptools.__version__.split(".")[0]) < 77:
+    sys.exit(
+        f"shoestring: building needs setuptools 77 or newer, and this is {setuptools.__version__}; "
+        "run `pip install --upgrade setuptools` first"
+    )
+
+from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402
 
 ROOT = Path(__file__).parent.resolve()
 VERSION = re.search(r'VERSION "(.+)"', (ROOT / "csrc/include/shoestring/version.h").read_text())[1]

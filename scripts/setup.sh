@@ -25,7 +25,7 @@ if [ -n "$torch" ]; then
   constraints=$venv/constraints.txt
   grep -v '^torch==' constraints.txt >"$constraints"
 fi
-"$venv/bin/pip" install -q ${torch:+--upgrade} -c "$constraints" "${torch:-torch}" "setuptools>=70" wheel ninja
+"$venv/bin/pip" install -q ${torch:+--upgrade} -c "$constraints" "${torch:-torch}" "setuptools>=77" ninja
 # The extras are installed by name, so that a change of code alone never sends pip to work.
 "$venv/bin/python" - <<'EOF' >"$venv/requirements.txt"
 import tomllib

@@ -16,7 +16,7 @@ from setuptools.command.build_py import build_py
 if int(setuptools.__version__.split(".")[0]) < 77:
     sys.exit(
         f"shoestring: building needs setuptools 77 or newer, and this is {setuptools.__version__}; "
-        "run `pip install --upgrade setuptools` first"
+        "run `pip install 'setuptools>=77,<82' ninja` first"
     )
 
 from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402

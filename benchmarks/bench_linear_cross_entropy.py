@@ -44,6 +44,13 @@ def main() -> None:
                 F.cross_entropy(F.linear(hidden, weight), target).backward()
 
             candidates = {"shoestring": ours, "PyTorch, whole logits": plain}
+            if dtype != torch.float32:
+
+                def wide() -> None:
+                    hidden.grad = weight.grad = None
+                    F.cross_entropy(F.linear(hidden, weight).float(), target).backward()
+
+                candidates["PyTorch, loss in fp32"] = wide
             if hasattr(F, "linear_cross_entropy"):
 
                 def chunked() -> None:

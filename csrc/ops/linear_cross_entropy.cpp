@@ -135,8 +135,9 @@ Result run(const Problem& p, Factor factor) {
   for (int64_t begin = 0; begin < count; begin += chunk) {
     const int64_t tokens = std::min(chunk, count - begin);
     Tensor index = at::from_blob(const_cast<int64_t*>(p.rows.data() + begin), {tokens}, at::kLong);
-    Tensor x = p.hidden.index_select(0, index).to(compute);  // (tokens, features)
-    Tensor z = logits.narrow(0, 0, tokens);                  // (tokens, vocab)
+    Tensor gathered = p.hidden.index_select(0, index);  // (tokens, features)
+    Tensor x = gathered.to(compute);
+    Tensor z = logits.narrow(0, 0, tokens);  // (tokens, vocab)
     for (int64_t v = 0; v < vocab; v += panel) {
       const int64_t size = std::min(panel, vocab - v);
       Tensor part = z.narrow(1, v, size);
@@ -167,10 +168,9 @@ Result run(const Problem& p, Factor factor) {
       at::mul_out(grad_logits, z, scale);
       if (p.mask[0]) out.grad_hidden.index_copy_(0, index, at::mm(grad_logits, p.weight));
       if (p.mask[1]) {
-        Tensor rows_of_hidden = p.hidden.index_select(0, index);
         for (int64_t v = 0; v < vocab; v += panel) {
           const int64_t size = std::min(panel, vocab - v);
-          out.grad_weight.narrow(0, v, size).add_(at::mm(grad_logits.narrow(1, v, size).t(), rows_of_hidden));
+          out.grad_weight.narrow(0, v, size).add_(at::mm(grad_logits.narrow(1, v, size).t(), gathered));
         }
       }
       if (p.mask[2]) out.grad_bias.add_(grad_logits.sum(0, false, compute.dtype().toScalarType()));

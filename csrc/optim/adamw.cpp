@@ -7,6 +7,8 @@
 #include <shoestring/ops.h>
 #include <shoestring/optim.h>
 
+#include "kernels/adamw.h"
+
 namespace shoestring::optim {
 namespace {
 
@@ -14,7 +16,7 @@ using at::Tensor;
 using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;
 
-constexpr int64_t kBlock = 256;
+constexpr int64_t kBlock = kernels::kStateBlock;
 constexpr int64_t kFormatVersion = 1;
 
 int64_t padded(const Tensor& param) { return (param.numel() + kBlock - 1) / kBlock * kBlock; }

@@ -25,8 +25,11 @@ def fsync_directory(path: Path) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a binary file that appears under ``path`` only when the block ends without an exception."""
-    partial = path.with_name(path.name + PARTIAL)
+    """Open a binary file that appears under ``path`` only when the block ends without an exception.
+
+    Two processes that write one path do not share the temporary file.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
         with open(partial, "wb") as file:
             yield file

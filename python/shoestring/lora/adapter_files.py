@@ -1,6 +1,5 @@
 """Adapters on disk, in PEFT's format: adapter_config.json and adapter_model.safetensors."""
 
-import contextlib
 import json
 import os
 import re
@@ -12,6 +11,7 @@ from safetensors.torch import load as parse_safetensors
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
+from shoestring.data.files import atomic_file
 from shoestring.lora.layer import ADAPTER, LoraLinear, attach, is_plain
 from shoestring.lora.targets import shortest_names
 
@@ -88,22 +88,8 @@ def _describe(model: nn.Module, layers: dict[str, LoraLinear]) -> dict[str, Any]
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Writes a file by way of a temporary one, so that a reader finds the old one or the new one, whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    with atomic_file(path) as file:
+        file.write(data)
 
 
 def load_adapter(model: nn.Module, directory: str | os.PathLike[str]) -> nn.Module:

@@ -2,6 +2,7 @@
 // has at least 32 elements) and writes 16-byte vectors. The table of 16 values lies in 16 different banks of shared
 // memory, so a warp's look-ups never conflict.
 
+#include "common/convert.h"
 #include "common/launch.h"
 #include "kernels/cuda.h"
 #include "kernels/quantize_4bit.h"

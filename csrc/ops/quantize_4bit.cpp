@@ -3,14 +3,13 @@
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
-#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include <shoestring/ops.h>
 
-#include "kernels/cuda.h"
 #include "ops/call.h"
+#include "ops/cuda.h"
 #include "ops/packed_4bit.h"
 
 namespace shoestring {
@@ -174,14 +173,12 @@ Tensor dequantize_cuda(const Tensor& packed, const Tensor& absmax, const Optiona
   check_packed("dequantize_4bit", packed, absmax, nested, product(shape), quant_type, block_size, packed.device());
   const c10::OptionalDeviceGuard guard(packed.device());
   const auto& kernels = cuda::table<kernels::Dequantize4bitCuda>("dequantize_4bit");
-  void* stream = cuda::table<cuda::Runtime>("runtime").current_stream(packed.device().index());
   Tensor out = at::empty_symint(shape, packed.options().dtype(dtype));
   const PackedReader reader("dequantize_4bit", packed, absmax, nested, quant_type, block_size);
   const auto run = dtype == at::kFloat      ? kernels.dequantize_float
                    : dtype == at::kBFloat16 ? kernels.dequantize_bf16
                                             : kernels.dequantize_fp16;
-  const char* error = run(reader.view(), out.numel(), out.mutable_data_ptr(), stream);
-  TORCH_CHECK(error == nullptr, "dequantize_4bit: the CUDA launch failed: ", error);
+  check_launch("dequantize_4bit", run(reader.view(), out.numel(), out.mutable_data_ptr(), stream_of(packed)));
   return out;
 }
 

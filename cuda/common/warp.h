@@ -1,0 +1,29 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace shoestring::cuda {
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffff;
+
+__device__ inline int lane() { return threadIdx.x % kWarp; }
+__device__ inline int warp() { return threadIdx.x / kWarp; }
+
+/// Combines the 32 lanes' values; every lane has the result, the same bits in each.
+template <class T, class Combine>
+__device__ T warp_reduce(T x, Combine combine) {
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) x = combine(x, __shfl_xor_sync(kAllLanes, x, offset));
+  return x;
+}
+
+__device__ inline float warp_sum(float x) {
+  return warp_reduce(x, [](float a, float b) { return a + b; });
+}
+/// NaN where any lane has one.
+__device__ inline float warp_max(float x) {
+  return warp_reduce(x, [](float a, float b) { return a > b || a != a ? a : b; });
+}
+
+}  // namespace shoestring::cuda

@@ -1,0 +1,61 @@
+#pragma once
+
+// What the emulator's files share. One launch runs at a time, one block after another, on the calling thread.
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "simt.h"
+
+namespace simt {
+
+constexpr int kMaxThreads = 1024;
+constexpr size_t kStack = 256 << 10;
+
+// What a thread has seen of the others: a clock counts a thread's synchronisations, and an access is ordered before
+// everything that happens after its thread's clock at that time has become known.
+using Clocks = std::shared_ptr<const std::vector<uint32_t>>;
+
+struct Thread {
+  int id = 0;
+  uint32_t clock = 1;
+  Clocks known;                 // by thread, as of the last barriers
+  uint32_t known_lanes[32] = {};  // of the own warp, as of the last warp-level synchronisations
+
+  bool done = true, waiting = false;
+  const char* at = nullptr;  // what it waits at, and where in the source
+  Where where;
+  unsigned mask = 0;  // of a warp's operation; 0 at a barrier
+  int barrier = -1;
+  const void* in = nullptr;
+  void* out = nullptr;
+
+  bool knows(int other, uint32_t at_clock) const {
+    if (other == id || at_clock <= (*known)[other]) return true;
+    return other / 32 == id / 32 && at_clock <= known_lanes[other % 32];
+  }
+};
+
+// The block that runs.
+struct Block {
+  uint32_t serial = 0;        // counts blocks over all launches
+  uint32_t launch_first = 0;  // the serial of this launch's first block
+  int64_t index = 0, blocks = 0;
+  int threads = 0, shared_bytes = 0;
+  unsigned char* dynamic = nullptr;
+};
+
+extern Block block;
+extern std::vector<Thread> threads;
+extern Thread* current;  // null while no kernel's thread runs
+extern char* stacks;     // kMaxThreads of kStack bytes
+
+std::string text_of(Where where);
+
+// memory.cpp
+void begin_block();
+void finish_thread();  // nothing may be under way
+
+}  // namespace simt

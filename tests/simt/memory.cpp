@@ -1,0 +1,321 @@
+// Every access of a kernel, checked before it happens: is it inside memory that the kernel may touch, aligned, of bytes
+// that somebody wrote, and ordered after whatever another thread did to them? The compiler inserts the calls
+// (-fsanitize=thread, whose run-time library this file takes the place of).
+
+#include <link.h>
+
+#include <cstring>
+#include <map>
+#include <unordered_map>
+
+#include "internal.h"
+
+namespace simt {
+namespace {
+
+// Who touched a byte last, and when: block (30 bits), thread (10), clock (23), and whether it was an atomic operation.
+using Stamp = uint64_t;
+constexpr uint32_t kInFlight = (1u << 23) - 1;  // the clock of bytes that a cp.async has not yet delivered
+
+Stamp stamp(uint32_t clock, bool atomic) {
+  return Stamp{block.serial} << 34 | Stamp(current->id) << 24 | Stamp{clock} << 1 | Stamp{atomic};
+}
+uint32_t serial_of(Stamp s) { return static_cast<uint32_t>(s >> 34); }
+int thread_of(Stamp s) { return s >> 24 & 1023; }
+uint32_t clock_of(Stamp s) { return s >> 1 & kInFlight; }
+bool atomic_of(Stamp s) { return s & 1; }
+
+struct Cell {
+  Stamp write;
+  Stamp reads[3];  // the last; the last by another lane of its warp; the last by another warp
+};
+
+struct Memory {
+  size_t size;
+  std::unique_ptr<Cell[], void (*)(void*)> cells{nullptr, std::free};  // made at the first access
+};
+
+std::map<uintptr_t, Memory> memories;  // by the first byte's address
+std::unordered_map<uintptr_t, Memory*> unused;
+uintptr_t last_begin = 1, last_end = 0;
+Cell* last_cells = nullptr;
+
+Cell* zero_cells(size_t n) { return static_cast<Cell*>(std::calloc(n, sizeof(Cell))); }
+
+Cell* cells_of(Memory& m) {
+  if (!m.cells) m.cells.reset(zero_cells(m.size));
+  return m.cells.get();
+}
+
+// This library's own memory: __shared__ variables are its thread-local storage, constants its read-only data.
+thread_local volatile char touch;  // makes the TLS block of this library exist before it is looked for
+
+struct Module {
+  uintptr_t begin = 0, end = 0, shared = 0;
+  size_t shared_size = 0;
+  Cell* cells = nullptr;
+};
+
+Module find_module() {
+  Module module;
+  const auto visit = [](dl_phdr_info* info, size_t, void* data) {
+    auto& m = *static_cast<Module*>(data);
+    const auto inside = reinterpret_cast<uintptr_t>(&memories);
+    uintptr_t begin = UINTPTR_MAX, end = 0;
+    for (int i = 0; i < info->dlpi_phnum; ++i) {
+      const auto& header = info->dlpi_phdr[i];
+      if (header.p_type != PT_LOAD) continue;
+      begin = std::min<uintptr_t>(begin, info->dlpi_addr + header.p_vaddr);
+      end = std::max<uintptr_t>(end, info->dlpi_addr + header.p_vaddr + header.p_memsz);
+    }
+    if (inside < begin || inside >= end) return 0;
+    m.begin = begin;
+    m.end = end;
+    for (int i = 0; i < info->dlpi_phnum; ++i) {
+      if (info->dlpi_phdr[i].p_type == PT_TLS) m.shared_size = info->dlpi_phdr[i].p_memsz;
+    }
+    m.shared = reinterpret_cast<uintptr_t>(info->dlpi_tls_data);
+    return 1;
+  };
+  dl_iterate_phdr(visit, &module);
+  module.cells = zero_cells(module.shared_size);
+  return module;
+}
+
+
+Module module_of_this_thread() {
+  touch = 1;
+  return find_module();
+}
+
+Module module;
+std::vector<Cell> dynamic_cells;
+
+struct Copy {
+  unsigned char* to;
+  const unsigned char* from;
+  int bytes, from_bytes;
+  Cell* cells;
+  bool committed;
+  int group;
+};
+struct Copies {
+  std::vector<Copy> copies;
+  int groups = 0;
+};
+std::vector<Copies> async(kMaxThreads);
+
+// Where in the source an access stands: from the compiler's call, whose address is looked up only for a message, or given.
+struct Place {
+  const void* code = nullptr;
+  Where where;
+};
+
+std::string text_of(const Place& place) {
+  if (place.code == nullptr) return simt::text_of(place.where);
+  Dl_info info;
+  if (dladdr(place.code, &info) == 0) return "?";
+  char command[4096];
+  std::snprintf(command, sizeof command, "addr2line -e '%s' %p 2>/dev/null", info.dli_fname,
+                reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(place.code) - 1 -
+                                        reinterpret_cast<uintptr_t>(info.dli_fbase)));
+  std::string line;
+  if (FILE* pipe = popen(command, "r")) {
+    char text[4096];
+    if (std::fgets(text, sizeof text, pipe)) line = text;
+    pclose(pipe);
+  }
+  while (!line.empty() && (line.back() == '\n' || line.back() == ')')) {
+    line.resize(line.back() == ')' ? line.rfind(" (") : line.size() - 1);  // "(discriminator 3)"
+  }
+  const size_t folder = line.rfind("/cuda/");
+  return folder == std::string::npos ? line : line.substr(folder + 1);
+}
+
+const char* kind(bool write, bool atomic) { return atomic ? "atomic operation on" : write ? "write to" : "read of"; }
+
+[[noreturn]] void bad_access(const char* what, size_t size, bool write, bool atomic, const Place& place,
+                             const std::string& rest) {
+  fail(std::string(what) + ": " + kind(write, atomic) + " " + std::to_string(size) + " bytes at " + text_of(place) + rest);
+}
+
+[[noreturn]] void race(Stamp other, bool other_wrote, bool shared, size_t size, bool write, bool atomic, const Place& place) {
+  std::string who = "thread " + std::to_string(thread_of(other));
+  if (serial_of(other) != block.serial) who += " of another block";
+  bad_access(shared ? "race in shared memory" : "race in global memory", size, write, atomic, place,
+             ", not ordered after " + who + (other_wrote ? "'s write" : "'s read"));
+}
+
+// True where `s` is of this launch and this thread does not know that it is over. Each block has its own shared memory.
+bool unordered(Stamp s, bool shared) {
+  const uint32_t serial = serial_of(s);
+  if (serial == block.serial) return !current->knows(thread_of(s), clock_of(s));
+  return !shared && serial >= block.launch_first;
+}
+
+void check_cell(Cell& cell, bool shared, size_t size, bool write, bool atomic, const Place& place) {
+  const bool fresh = serial_of(cell.write) == block.serial;
+  if (fresh && clock_of(cell.write) == kInFlight) {
+    bad_access("a cp.async is still under way", size, write, atomic, place, "; wait for its group, then synchronise");
+  }
+  if (shared && !fresh && (!write || atomic)) {
+    bad_access("uninitialised shared memory", size, write, atomic, place, "");
+  }
+  if (unordered(cell.write, shared) && !(atomic && atomic_of(cell.write))) race(cell.write, true, shared, size, write, atomic, place);
+  const Stamp now = stamp(current->clock, atomic);
+  if (write) {
+    for (const Stamp& read : cell.reads) {
+      if (unordered(read, shared) && !(atomic && atomic_of(read))) race(read, false, shared, size, write, atomic, place);
+    }
+    cell.write = now;
+  } else if (cell.reads[0] != now) {
+    const Stamp last = cell.reads[0];
+    if (serial_of(last) == block.serial && thread_of(last) != current->id) {
+      cell.reads[thread_of(last) / 32 == current->id / 32 ? 1 : 2] = last;
+    }
+    cell.reads[0] = now;
+  }
+}
+
+// The bookkeeping of a range of bytes that a kernel may touch; null where none is needed (a thread's own stack, constants).
+Cell* find(uintptr_t address, size_t size, bool write, bool atomic, const Place& place, bool& shared) {
+  shared = false;
+  const uintptr_t stack = reinterpret_cast<uintptr_t>(stacks) + current->id * kStack;
+  if (address - stack < kStack) return nullptr;
+  if (address >= last_begin && address + size <= last_end) return last_cells + (address - last_begin);
+  shared = true;
+  if (address - module.shared < module.shared_size && address + size <= module.shared + module.shared_size) {
+    return module.cells + (address - module.shared);
+  }
+  const auto dynamic = reinterpret_cast<uintptr_t>(block.dynamic);
+  if (address >= dynamic && address + size <= dynamic + block.shared_bytes) return dynamic_cells.data() + (address - dynamic);
+  shared = false;
+  if (auto after = memories.upper_bound(address); after != memories.begin()) {
+    auto& [begin, memory] = *std::prev(after);
+    if (address + size <= begin + memory.size) {
+      last_begin = begin;
+      last_end = begin + memory.size;
+      last_cells = cells_of(memory);
+      return last_cells + (address - begin);
+    }
+  }
+  if (!write && address >= module.begin && address + size <= module.end) return nullptr;
+  bad_access("out of bounds", size, write, atomic, place, "");
+}
+
+void check(const void* pointer, size_t size, bool write, bool atomic, const Place& place) {
+  if (current == nullptr) return;  // static initialisation
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  bool shared;
+  Cell* cells = find(address, size, write, atomic, place, shared);
+  if (cells == nullptr) return;
+  for (size_t i = 0; i < size; ++i) check_cell(cells[i], shared, size, write, atomic, place);
+}
+
+void check_aligned(const void* pointer, size_t size, bool write, const Place& place) {
+  if (current != nullptr && reinterpret_cast<uintptr_t>(pointer) % size != 0) {
+    bad_access("misaligned", size, write, false, place, "");
+  }
+  check(pointer, size, write, false, place);
+}
+
+}  // namespace
+
+void begin_block() {
+  if (module.cells == nullptr) module = module_of_this_thread();
+  if (dynamic_cells.size() < static_cast<size_t>(block.shared_bytes)) dynamic_cells.resize(block.shared_bytes);
+  for (Copies& c : async) c = Copies{};
+}
+
+void finish_thread() {
+  if (!async[current->id].copies.empty()) fail("the thread returns while its cp.async are under way");
+}
+
+void check_read(const void* address, size_t size, Where where) { check(address, size, false, false, {nullptr, where}); }
+void check_write(const void* address, size_t size, Where where) { check(address, size, true, false, {nullptr, where}); }
+void check_atomic(const void* address, size_t size, Where where) { check(address, size, true, true, {nullptr, where}); }
+
+void copy_async(void* to, const void* from, int bytes, int from_bytes, Where where) {
+  const Place place{nullptr, where};
+  if (bytes != 4 && bytes != 8 && bytes != 16) fail("cp.async: expected 4, 8 or 16 bytes, received " + std::to_string(bytes));
+  check_aligned(to, bytes, true, place);
+  if (from_bytes > 0) {
+    if (reinterpret_cast<uintptr_t>(from) % bytes != 0) bad_access("misaligned", bytes, false, false, place, "");
+    check(from, from_bytes, false, false, place);
+  }
+  bool shared;
+  Cell* cells = find(reinterpret_cast<uintptr_t>(to), bytes, true, false, place, shared);
+  if (!shared) bad_access("cp.async writes to shared memory only", bytes, true, false, place, "");
+  for (int i = 0; i < bytes; ++i) cells[i].write = stamp(kInFlight, false);
+  async[current->id].copies.push_back({static_cast<unsigned char*>(to), static_cast<const unsigned char*>(from), bytes,
+                                       from_bytes, cells, false, 0});
+}
+
+void copy_async_commit(Where) {
+  Copies& mine = async[current->id];
+  ++mine.groups;
+  for (Copy& c : mine.copies) {
+    if (!c.committed) {
+      c.committed = true;
+      c.group = mine.groups;
+    }
+  }
+}
+
+void copy_async_wait(int pending, Where) {
+  Copies& mine = async[current->id];
+  std::vector<Copy> rest;
+  for (const Copy& c : mine.copies) {
+    if (!c.committed || c.group > mine.groups - pending) {
+      rest.push_back(c);
+      continue;
+    }
+    std::memcpy(c.to, c.from, c.from_bytes);
+    std::memset(c.to + c.from_bytes, 0, c.bytes - c.from_bytes);
+    for (int i = 0; i < c.bytes; ++i) c.cells[i].write = stamp(current->clock, false);
+  }
+  mine.copies = std::move(rest);
+}
+
+void add_memory(void* begin, size_t size) {
+  if (size > 0) memories.insert_or_assign(reinterpret_cast<uintptr_t>(begin), Memory{size});
+}
+
+void remove_memory(void* begin) {
+  last_begin = 1, last_end = 0;
+  memories.erase(reinterpret_cast<uintptr_t>(begin));
+}
+
+}  // namespace simt
+
+// ---- what the compiler calls ---------------------------------------------------------------------------------------
+#define SIMT_ACCESSES(SIZE)                                                                                      \
+  void __tsan_read##SIZE(void* p) { simt::check_aligned(p, SIZE, false, {__builtin_return_address(0), {}}); }    \
+  void __tsan_write##SIZE(void* p) { simt::check_aligned(p, SIZE, true, {__builtin_return_address(0), {}}); }    \
+  void __tsan_unaligned_read##SIZE(void* p) { simt::check(p, SIZE, false, false, {__builtin_return_address(0), {}}); } \
+  void __tsan_unaligned_write##SIZE(void* p) { simt::check(p, SIZE, true, false, {__builtin_return_address(0), {}}); }
+
+extern "C" {
+void __tsan_init() {}
+SIMT_ACCESSES(1)
+SIMT_ACCESSES(2)
+SIMT_ACCESSES(4)
+SIMT_ACCESSES(8)
+SIMT_ACCESSES(16)
+void __tsan_read_range(void* p, size_t n) { simt::check(p, n, false, false, {__builtin_return_address(0), {}}); }
+void __tsan_write_range(void* p, size_t n) { simt::check(p, n, true, false, {__builtin_return_address(0), {}}); }
+
+// -fsanitize=bounds: an index beyond an array whose size the compiler knows.
+struct BoundsCheck {
+  const char* file;
+  uint32_t line, column;
+};
+void __ubsan_handle_out_of_bounds(BoundsCheck* check, void* index) {
+  const std::string file = check->file;
+  const size_t folder = file.rfind("/cuda/");
+  const std::string at = (folder == std::string::npos ? file : file.substr(folder + 1)) + ":" + std::to_string(check->line);
+  if (simt::current != nullptr) {
+    simt::fail("out of bounds: index " + std::to_string(reinterpret_cast<intptr_t>(index)) + " of an array at " + at);
+  }
+}
+}

@@ -4,9 +4,9 @@
 
 #include <link.h>
 
+#include <cstdio>
 #include <cstring>
 #include <map>
-#include <unordered_map>
 
 #include "internal.h"
 
@@ -36,7 +36,6 @@ struct Memory {
 };
 
 std::map<uintptr_t, Memory> memories;  // by the first byte's address
-std::unordered_map<uintptr_t, Memory*> unused;
 uintptr_t last_begin = 1, last_end = 0;
 Cell* last_cells = nullptr;
 
@@ -279,6 +278,12 @@ void copy_async_wait(int pending, Where) {
 
 void add_memory(void* begin, size_t size) {
   if (size > 0) memories.insert_or_assign(reinterpret_cast<uintptr_t>(begin), Memory{size});
+}
+
+bool knows_memory(void* address) {
+  const auto a = reinterpret_cast<uintptr_t>(address);
+  const auto after = memories.upper_bound(a);
+  return after != memories.begin() && a < std::prev(after)->first + std::prev(after)->second.size;
 }
 
 void remove_memory(void* begin) {

@@ -44,7 +44,33 @@ class TrackedAllocator final : public c10::Allocator {
   c10::Allocator* below_;
 };
 
+// Arguments whose memory came from elsewhere (a file, NumPy, before this library was loaded), for as long as a call lasts.
+class Lent {
+ public:
+  explicit Lent(const torch::jit::Stack& arguments) {
+    for (const auto& argument : arguments) lend(argument);
+  }
+  ~Lent() {
+    for (void* begin : memory_) simt::remove_memory(begin);
+  }
+
+ private:
+  void lend(const c10::IValue& value) {
+    if (value.isList()) {
+      for (const c10::IValue& element : value.toListRef()) lend(element);
+    }
+    if (!value.isTensor() || !value.toTensor().has_storage()) return;
+    const auto& storage = value.toTensor().storage();
+    void* begin = storage.mutable_data();
+    if (storage.nbytes() == 0 || simt::knows_memory(begin)) return;
+    simt::add_memory(begin, storage.nbytes());
+    memory_.push_back(begin);
+  }
+  std::vector<void*> memory_;
+};
+
 void run_on_cuda(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const Lent lent(*stack);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CUDA), stack);
 }
 

@@ -63,6 +63,7 @@ void copy_async_wait(int pending, Where where);  // at most this many of the las
 /// Memory that kernels may touch. Everything else, host memory too, is out of bounds.
 void add_memory(void* begin, size_t size);
 void remove_memory(void* begin);
+bool knows_memory(void* address);
 
 /// The order in which threads and blocks take turns: 0 ascending, 1 descending, 2 and up random by that seed. Unless it
 /// is set here or by SIMT_ORDER, each launch has the next.

@@ -4,9 +4,4 @@
 #include <c10/util/Logging.h>
 #undef CHECK
 
-// Catch2 2 (Debian 12) and 3 differ in the header's name.
-#if __has_include(<catch2/catch_all.hpp>)
-#include <catch2/catch_all.hpp>
-#else
-#include <catch2/catch.hpp>
-#endif
+#include "catch2.h"

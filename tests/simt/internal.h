@@ -52,6 +52,7 @@ extern std::vector<Thread> threads;
 extern Thread* current;  // null while no kernel's thread runs
 extern char* stacks;     // kMaxThreads of kStack bytes
 
+std::string relative(const std::string& file);  // to the project
 std::string text_of(Where where);
 
 // memory.cpp

@@ -7,6 +7,8 @@
 #include <cstdio>
 #include <cstring>
 #include <map>
+#include <mutex>
+#include <thread>
 
 #include "internal.h"
 
@@ -36,6 +38,7 @@ struct Memory {
 };
 
 std::map<uintptr_t, Memory> memories;  // by the first byte's address
+std::mutex memories_lock;              // others may allocate while a kernel runs
 uintptr_t last_begin = 1, last_end = 0;
 Cell* last_cells = nullptr;
 
@@ -115,20 +118,20 @@ std::string text_of(const Place& place) {
   Dl_info info;
   if (dladdr(place.code, &info) == 0) return "?";
   char command[4096];
-  std::snprintf(command, sizeof command, "addr2line -e '%s' %p 2>/dev/null", info.dli_fname,
+  std::snprintf(command, sizeof command, "addr2line -i -e '%s' %p 2>/dev/null", info.dli_fname,
                 reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(place.code) - 1 -
                                         reinterpret_cast<uintptr_t>(info.dli_fbase)));
-  std::string line;
+  // The innermost of the inlined functions' lines that is a kernel's own, not a helper's.
+  std::string best;
   if (FILE* pipe = popen(command, "r")) {
     char text[4096];
-    if (std::fgets(text, sizeof text, pipe)) line = text;
+    while (std::fgets(text, sizeof text, pipe)) {
+      const std::string line = relative(std::string(text, std::strcspn(text, " \n")));  // without "(discriminator 3)"
+      if (best.empty() || best.find("/common/") != std::string::npos) best = line;
+    }
     pclose(pipe);
   }
-  while (!line.empty() && (line.back() == '\n' || line.back() == ')')) {
-    line.resize(line.back() == ')' ? line.rfind(" (") : line.size() - 1);  // "(discriminator 3)"
-  }
-  const size_t folder = line.rfind("/cuda/");
-  return folder == std::string::npos ? line : line.substr(folder + 1);
+  return best;
 }
 
 const char* kind(bool write, bool atomic) { return atomic ? "atomic operation on" : write ? "write to" : "read of"; }
@@ -189,13 +192,16 @@ Cell* find(uintptr_t address, size_t size, bool write, bool atomic, const Place&
   const auto dynamic = reinterpret_cast<uintptr_t>(block.dynamic);
   if (address >= dynamic && address + size <= dynamic + block.shared_bytes) return dynamic_cells.data() + (address - dynamic);
   shared = false;
-  if (auto after = memories.upper_bound(address); after != memories.begin()) {
-    auto& [begin, memory] = *std::prev(after);
-    if (address + size <= begin + memory.size) {
-      last_begin = begin;
-      last_end = begin + memory.size;
-      last_cells = cells_of(memory);
-      return last_cells + (address - begin);
+  {
+    const std::lock_guard lock(memories_lock);  // not held where a launch ends
+    if (auto after = memories.upper_bound(address); after != memories.begin()) {
+      auto& [begin, memory] = *std::prev(after);
+      if (address + size <= begin + memory.size) {
+        last_begin = begin;
+        last_end = begin + memory.size;
+        last_cells = cells_of(memory);
+        return last_cells + (address - begin);
+      }
     }
   }
   if (!write && address >= module.begin && address + size <= module.end) return nullptr;
@@ -221,7 +227,12 @@ void check_aligned(const void* pointer, size_t size, bool write, const Place& pl
 }  // namespace
 
 void begin_block() {
-  if (module.cells == nullptr) module = module_of_this_thread();
+  static std::thread::id thread;
+  if (std::this_thread::get_id() != thread) {  // each has its own thread-local storage
+    std::free(module.cells);
+    module = module_of_this_thread();
+    thread = std::this_thread::get_id();
+  }
   if (dynamic_cells.size() < static_cast<size_t>(block.shared_bytes)) dynamic_cells.resize(block.shared_bytes);
   for (Copies& c : async) c = Copies{};
 }
@@ -277,17 +288,20 @@ void copy_async_wait(int pending, Where) {
 }
 
 void add_memory(void* begin, size_t size) {
+  const std::lock_guard lock(memories_lock);
   if (size > 0) memories.insert_or_assign(reinterpret_cast<uintptr_t>(begin), Memory{size});
 }
 
 bool knows_memory(void* address) {
   const auto a = reinterpret_cast<uintptr_t>(address);
+  const std::lock_guard lock(memories_lock);
   const auto after = memories.upper_bound(a);
   return after != memories.begin() && a < std::prev(after)->first + std::prev(after)->second.size;
 }
 
 void remove_memory(void* begin) {
-  last_begin = 1, last_end = 0;
+  const std::lock_guard lock(memories_lock);
+  if (reinterpret_cast<uintptr_t>(begin) == last_begin) last_begin = 1, last_end = 0;
   memories.erase(reinterpret_cast<uintptr_t>(begin));
 }
 
@@ -316,11 +330,8 @@ struct BoundsCheck {
   uint32_t line, column;
 };
 void __ubsan_handle_out_of_bounds(BoundsCheck* check, void* index) {
-  const std::string file = check->file;
-  const size_t folder = file.rfind("/cuda/");
-  const std::string at = (folder == std::string::npos ? file : file.substr(folder + 1)) + ":" + std::to_string(check->line);
-  if (simt::current != nullptr) {
-    simt::fail("out of bounds: index " + std::to_string(reinterpret_cast<intptr_t>(index)) + " of an array at " + at);
-  }
+  if (simt::current == nullptr) return;
+  simt::fail("out of bounds: index " + std::to_string(reinterpret_cast<intptr_t>(index)) + " of an array at " +
+             simt::relative(check->file) + ":" + std::to_string(check->line));
 }
 }

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <map>
+#include <mutex>
 #include <numeric>
 #include <random>
 
@@ -182,11 +183,15 @@ void run_block(const std::vector<int>& order, std::mt19937& random, bool shuffle
 
 }  // namespace
 
-std::string text_of(Where where) {
-  const std::string file = where.file_name();
-  const size_t folder = file.rfind("/cuda/");
-  return (folder == std::string::npos ? file : file.substr(folder + 1)) + ":" + std::to_string(where.line());
+std::string relative(const std::string& file) {
+  return file.rfind(SIMT_ROOT, 0) == 0 ? file.substr(sizeof SIMT_ROOT - 1) : file;
 }
+
+std::string text_of(Where where) {
+  return relative(where.file_name()) + ":" + std::to_string(where.line());
+}
+
+void fail(const char* text) { fail(std::string(text)); }
 
 void fail(const std::string& text) {
   error = "block " + std::to_string(block.index) + ", thread " + std::to_string(current->id) + ": " + text;
@@ -198,6 +203,8 @@ const char* run(int64_t blocks, int thread_count, int shared_bytes, void (*body)
   static int launches = 0;
   static uint32_t serial = 0;
   static std::string last_error;
+  static std::mutex one_at_a_time;
+  const std::lock_guard lock(one_at_a_time);
   const auto refuse = [&](const std::string& text) { return (last_error = text).c_str(); };
   if (thread_count < 1 || thread_count > kMaxThreads) return refuse("a block has 1 to 1024 threads");
   if (shared_bytes > 227 << 10) return refuse("a block has at most 227 KiB of shared memory");
@@ -271,6 +278,11 @@ int barrier_reduce(int value, int (*combine)(int, int), const char* name, Where 
   barrier(0, 0, name, where);
   // Nobody overwrites the result before the next such barrier, where this thread has to be as well.
   return reduced;
+}
+
+void check_source(const char* name, unsigned mask, int lane, Where where) {
+  if (mask >> lane & 1) return;
+  fail(std::string(name) + ": reads lane " + std::to_string(lane) + ", which is not in the mask (" + text_of(where) + ")");
 }
 
 void warp_collective(const char* name, unsigned mask, const void* in, void* out, Compute compute, bool orders_memory,

@@ -64,7 +64,7 @@ struct Shuffle {
 
 template <class T>
 SIMT_UNCHECKED T shuffle(const char* name, unsigned mask, T value, int source, Where where) {
-  if ((mask >> source & 1) == 0) fail(std::string(name) + ": reads lane " + std::to_string(source) + ", which is not in the mask");
+  check_source(name, mask, source, where);
   Shuffle<T> in{value, source};
   T out;
   warp_collective(name, mask, &in, &out, [](const void* const in[32], unsigned, int lane, void* out) SIMT_UNCHECKED {

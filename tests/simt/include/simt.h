@@ -24,6 +24,7 @@ const char* run(int64_t blocks, int threads, int shared_bytes, Call call) {
 
 /// Ends the launch with this text. Called on a kernel's thread.
 [[noreturn]] void fail(const std::string& text);
+[[noreturn]] void fail(const char* text);
 
 struct Index {
   unsigned x, y, z;
@@ -48,6 +49,9 @@ int barrier_reduce(int value, int (*combine)(int, int), const char* name, Where 
 using Compute = void (*)(const void* const in[32], unsigned mask, int lane, void* out);
 void warp_collective(const char* name, unsigned mask, const void* in, void* out, Compute compute, bool orders_memory,
                      Where where);
+
+/// The lane that a shuffle reads has to be in its mask.
+void check_source(const char* name, unsigned mask, int lane, Where where);
 
 /// A checked access of `size` bytes, as the compiler inserts one before each load and store of a kernel.
 void check_read(const void* address, size_t size, Where where = Where::current());

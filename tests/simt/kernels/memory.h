@@ -1,0 +1,23 @@
+#pragma once
+
+#include <vector>
+
+#include "simt.h"
+
+namespace simt_tests {
+
+// Zeros that kernels may touch, for the lifetime of the object.
+template <class T>
+class Array {
+ public:
+  explicit Array(size_t n) : values_(n + 32 / sizeof(T)) { simt::add_memory(data(), n * sizeof(T)); }
+  ~Array() { simt::remove_memory(data()); }
+  Array(const Array&) = delete;
+  T* data() { return values_.data(); }
+  T& operator[](size_t i) { return values_[i]; }
+
+ private:
+  std::vector<T> values_;
+};
+
+}  // namespace simt_tests

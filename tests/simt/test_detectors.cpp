@@ -1,0 +1,36 @@
+// The emulator lets right kernels pass under every order of the threads, and says what is wrong with the others.
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+#include "catch2.h"
+#include "kernels/cases.h"
+#include "simt.h"
+
+using simt_tests::Case;
+
+TEST_CASE("right kernels run, whatever the order of the threads") {
+  for (const Case& c : simt_tests::kRight) {
+    for (int order = 0; order < 8; ++order) {  // ascending, descending, and six at random
+      simt::set_order(order);
+      const char* error = c.run();
+      INFO(c.name << ", order " << order);
+      CHECK(std::string(error == nullptr ? "" : error) == "");
+    }
+  }
+}
+
+TEST_CASE("wrong kernels are caught, whatever the order of the threads") {
+  for (const Case& c : simt_tests::kWrong) {
+    for (int order = 0; order < 8; ++order) {
+      simt::set_order(order);
+      const char* error = c.run();
+      INFO(c.name << ", order " << order << ", expected: " << c.expected << ", received: " << (error ? error : "nothing"));
+      REQUIRE(error != nullptr);
+      CHECK(std::string(error).find(c.expected) != std::string::npos);
+      if (std::getenv("SIMT_SHOW") && order == 0) std::printf("%-26s %s\n", c.name, error);
+    }
+  }
+  simt::set_order(0);
+}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The three suites, all of them even when one fails, and their totals at the end.
+# The suites, all of them even when one fails, and their totals at the end.
 # Usage: test.sh BUILD_DIR   (the libraries are built and installed into python/shoestring)
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -18,7 +18,9 @@ run() {  # NAME COMMAND...
   echo "($((SECONDS - start)) s)" >>"$logs/$name.time"
 }
 run C++ "$build/tests/cpp/shoestring_tests"
+run emulator "$build/tests/simt/simt_tests"
 run Python python -m pytest
+run CUDA-emulated env SHOESTRING_BUILD="$(realpath "$build")" python -m pytest --backend=simt
 run consumer tests/consumer/run.sh "$build"
 
 passed=0 failed=0
@@ -27,14 +29,22 @@ add() {  # NAME PASSED FAILED
   passed=$((passed + $2)) failed=$((failed + $3))
   echo "$1: $2 passed, $3 failed $(cat "$logs/$1.time")"
 }
+add_catch() {  # NAME, a suite of Catch2
+  if grep -q '^All tests passed' "$logs/$1"; then
+    add "$1" "$(count "$1" 'test case')" 0
+  else
+    sed -i '/^assertions:/d' "$logs/$1"  # Catch2 counts both; the cases are wanted
+    add "$1" "$(count "$1" passed)" "$(count "$1" failed)"
+  fi
+}
+add_pytest() {  # NAME
+  add "$1" "$(count "$1" passed)" "$(($(count "$1" failed) + $(count "$1" error)))"
+}
 echo "== totals"
-if grep -q '^All tests passed' "$logs/C++"; then
-  add C++ "$(count C++ 'test case')" 0
-else
-  sed -i '/^assertions:/d' "$logs/C++"  # Catch2 counts both; the cases are wanted
-  add C++ "$(count C++ passed)" "$(count C++ failed)"
-fi
-add Python "$(count Python passed)" "$(($(count Python failed) + $(count Python error)))"
+add_catch C++
+add_catch emulator
+add_pytest Python
+add_pytest CUDA-emulated
 add consumer "$(grep -c '^ok ' "$logs/consumer")" "$(grep -c '^not ok ' "$logs/consumer")"
 # A suite that died before it counted anything is a failure too.
 [ $status = 0 ] || [ $failed -gt 0 ] || failed=1

@@ -1,0 +1,91 @@
+"""Takes away each barrier, ``__syncwarp`` and asynchronous wait in ``cuda/`` in turn, and expects the tests to notice.
+
+A survivor is a barrier that nothing needs, or that no test needs. Works on a copy of the source tree; builds the
+emulator's libraries only.
+
+    python tests/simt/remove_barriers.py [--only TEXT]    # where file:line contains TEXT
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SYNCHRONISATION = re.compile(
+    r"\b(?:__syncthreads|__syncwarp|__threadfence|__threadfence_block|cp_async_wait(?:<[^;>]*>)?|barrier_sync|"
+    r"barrier_arrive)\([^;]*\);"
+)
+
+
+def sites(source: Path) -> list[tuple[int, int, int]]:
+    """Line number, begin and end of each statement that synchronises; their declarations and definitions are none."""
+    text = source.read_text()
+    code = re.sub(r"//[^\n]*", lambda m: " " * len(m.group()), text)
+    return [(text.count("\n", 0, m.start()) + 1, m.start(), m.end()) for m in SYNCHRONISATION.finditer(code)]
+
+
+def run(*command: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """The command's outcome, with its output; ``more`` is added to the environment."""
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=os.environ | more, check=False)
+
+
+def first_error(output: str) -> str:
+    """The emulator's own words if it was it that noticed, else the first failure that a suite reports."""
+    found = re.search(r"launch failed: (.*)", output) or re.search(r"^(?:E  +|FAILED )(.*)", output, re.M)
+    return found.group(1)[:140] if found else "(no message)"
+
+
+def tests(work: Path, build: Path) -> tuple[bool, str]:
+    """Whether the build and both suites pass, and what the first failure says."""
+    built = run("cmake", "--build", build, "--target", "shoestring_simt", "simt_tests")
+    if built.returncode != 0:
+        sys.exit(f"the build failed:\n{built.stdout[-3000:]}{built.stderr[-1000:]}")
+    own = run(build / "tests/simt/simt_tests")
+    if own.returncode != 0:
+        return False, first_error(own.stdout)
+    suite = run(sys.executable, "-m", "pytest", "--backend=simt", "-x", "-q", SHOESTRING_BUILD=str(build))
+    return suite.returncode == 0, first_error(suite.stdout)
+
+
+def main() -> int:
+    """Lists every site with what became of it; 1 where any survived."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="TEXT", help="only sites whose file:line contains TEXT")
+    only = parser.parse_args().only
+    files = sorted([*(ROOT / "cuda").rglob("*.cu"), *(ROOT / "cuda/common").glob("*.h")])
+    survivors = []
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder) / "source"
+        shutil.copytree(ROOT, work, ignore=shutil.ignore_patterns("build*", ".venv*", ".git", "results"))
+        build = Path(folder) / "build"
+        configured = run("cmake", "-S", work, "-B", build, "-G", "Ninja", "-DSHOESTRING_TESTS=ON", "-DSHOESTRING_CUDA=0",
+                         f"-DPython3_EXECUTABLE={sys.executable}")
+        if configured.returncode != 0:
+            sys.exit(f"cmake failed:\n{configured.stdout}{configured.stderr}")
+        os.chdir(work)
+        os.environ["PYTHONPATH"] = str(ROOT / "python")
+        if not (outcome := tests(work, build))[0]:
+            sys.exit(f"the suites fail before anything is removed: {outcome[1]}")
+        for file in files:
+            name = file.relative_to(ROOT)
+            text = file.read_text()
+            for line, begin, end in sites(file):
+                if only not in f"{name}:{line}":
+                    continue
+                (work / name).write_text(text[:begin] + ";" + text[end:])
+                passed, error = tests(work, build)
+                (work / name).write_text(text)
+                print(f"{name}:{line}: {text[begin:end]} {'SURVIVED' if passed else 'noticed: ' + error}", flush=True)
+                if passed:
+                    survivors.append(f"{name}:{line}")
+    print(f"{len(survivors)} survived" + (": " + ", ".join(survivors) if survivors else ""))
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

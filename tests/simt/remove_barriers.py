@@ -1,7 +1,7 @@
 """Takes away each barrier, ``__syncwarp`` and asynchronous wait in ``cuda/`` in turn, and expects the tests to notice.
 
-A survivor is a barrier that nothing needs, or that no test needs. Works on a copy of the source tree; builds the
-emulator's libraries only.
+A survivor is a barrier that nothing needs, or that no test needs. Works on a copy of ``cuda/``, in a build folder of its
+own; needs the libraries of ``make build``.
 
     python tests/simt/remove_barriers.py [--only TEXT]    # where file:line contains TEXT
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SYNCHRONISATION = re.compile(
     r"\b(?:__syncthreads|__syncwarp|__threadfence|__threadfence_block|cp_async_wait(?:<[^;>]*>)?|barrier_sync|"
-    r"barrier_arrive)\([^;]*\);"
+    r"barrier_arrive)\([^;{}]*\);"
 )
 
 
@@ -40,7 +40,7 @@ def first_error(output: str) -> str:
     return found.group(1)[:140] if found else "(no message)"
 
 
-def tests(work: Path, build: Path) -> tuple[bool, str]:
+def tests(build: Path) -> tuple[bool, str]:
     """Whether the build and both suites pass, and what the first failure says."""
     built = run("cmake", "--build", build, "--target", "shoestring_simt", "simt_tests")
     if built.returncode != 0:
@@ -57,32 +57,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="only sites whose file:line contains TEXT")
     only = parser.parse_args().only
-    files = sorted([*(ROOT / "cuda").rglob("*.cu"), *(ROOT / "cuda/common").glob("*.h")])
     survivors = []
     with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder) / "source"
-        shutil.copytree(ROOT, work, ignore=shutil.ignore_patterns("build*", ".venv*", ".git", "results"))
-        build = Path(folder) / "build"
-        configured = run("cmake", "-S", work, "-B", build, "-G", "Ninja", "-DSHOESTRING_TESTS=ON", "-DSHOESTRING_CUDA=0",
-                         f"-DPython3_EXECUTABLE={sys.executable}")
+        kernels, build = Path(folder) / "cuda", Path(folder) / "build"
+        shutil.copytree(ROOT / "cuda", kernels)
+        configured = run("cmake", "-S", ROOT, "-B", build, "-G", "Ninja", "-DSHOESTRING_TESTS=ON", "-DSHOESTRING_CUDA=0",
+                         f"-DSIMT_KERNELS={kernels}", f"-DPython3_EXECUTABLE={sys.executable}")
         if configured.returncode != 0:
             sys.exit(f"cmake failed:\n{configured.stdout}{configured.stderr}")
-        os.chdir(work)
-        os.environ["PYTHONPATH"] = str(ROOT / "python")
-        if not (outcome := tests(work, build))[0]:
-            sys.exit(f"the suites fail before anything is removed: {outcome[1]}")
-        for file in files:
-            name = file.relative_to(ROOT)
+        passed, error = tests(build)
+        if not passed:
+            sys.exit(f"the suites fail before anything is removed: {error}")
+        for file in sorted(p for p in kernels.rglob("*") if p.suffix in (".cu", ".h")):
             text = file.read_text()
             for line, begin, end in sites(file):
-                if only not in f"{name}:{line}":
+                name = f"cuda/{file.relative_to(kernels)}:{line}"
+                if only not in name:
                     continue
-                (work / name).write_text(text[:begin] + ";" + text[end:])
-                passed, error = tests(work, build)
-                (work / name).write_text(text)
-                print(f"{name}:{line}: {text[begin:end]} {'SURVIVED' if passed else 'noticed: ' + error}", flush=True)
+                file.write_text(text[:begin] + ";" + text[end:])
+                passed, error = tests(build)
+                file.write_text(text)
+                print(f"{name}: {text[begin:end]} {'SURVIVED' if passed else 'noticed: ' + error}", flush=True)
                 if passed:
-                    survivors.append(f"{name}:{line}")
+                    survivors.append(name)
     print(f"{len(survivors)} survived" + (": " + ", ".join(survivors) if survivors else ""))
     return 1 if survivors else 0
 

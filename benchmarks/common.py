@@ -1,33 +1,56 @@
-"""Timing that survives a drifting machine: every candidate in turn, many times, and medians of ratios."""
+"""Timing that survives a drifting machine: every candidate in turn, many times, and medians of ratios.
+
+On a GPU the times come from CUDA events, buffers rotate so that none is found in the L2 cache (``rotate``), and the
+limits are probes over random data (``copy_probe``, ``gemm_probe``: zeros run faster than what a network holds).
+"""
 
 import argparse
+import itertools
 import json
+import math
 import platform
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 Candidates = dict[str, Callable[[], object]]
+ROUND = 5e-3  # seconds: on a GPU, a candidate's share of a round; launch gaps and event ticks vanish beside it
 
 
 def arguments(description: str) -> argparse.Namespace:
-    """The options that every benchmark has; sets the number of threads."""
+    """The options that every benchmark has; sets the number of threads. Exit status 2 where the device is missing."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--repeats", type=int, default=5, help="rounds in which each candidate runs once")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--repeats", type=int, help="rounds in which each candidate is timed once; 5, and 20 on a GPU")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs")
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.exit(2, f"{parser.prog}: --device cuda: PyTorch {torch.__version__} sees no GPU here\n")
+    if options.repeats is None:
+        options.repeats = 20 if options.device == "cuda" else 5
     torch.set_num_threads(options.threads)
     return options
 
 
-def interleave(candidates: Candidates, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each candidate in each round, after one round that does not count."""
+def interleave(candidates: Candidates, repeats: int, device: str = "cpu") -> dict[str, list[float]]:
+    """Seconds of each candidate in each round, after one round that does not count.
+
+    On "cuda": seconds a call, of as many calls in a row as fill ROUND. The host runs ahead, so a call costs the longer of
+    the time to launch it and the time on the device; ``graphed`` leaves the latter alone.
+    """
     times: dict[str, list[float]] = {name: [] for name in candidates}
+    if device == "cuda":
+        calls = {name: _calls(run) for name, run in candidates.items()}
+        for _ in range(repeats):
+            for name, run in candidates.items():
+                times[name].append(_event_seconds(run, calls[name]))
+        return times
     for round_ in range(repeats + 1):
         for name, run in candidates.items():
             start = time.perf_counter()
@@ -35,6 +58,90 @@ def interleave(candidates: Candidates, repeats: int) -> dict[str, list[float]]:
             if round_:
                 times[name].append(time.perf_counter() - start)
     return times
+
+
+def _event_seconds(run: Callable[[], object], calls: int) -> float:
+    """Seconds a call on the current stream, between two events."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3 / calls
+
+
+def _calls(run: Callable[[], object]) -> int:
+    """Warms up: lazy loading, the allocator, clocks. Then how many calls fill ROUND."""
+    for _ in range(3):
+        run()
+    return max(1, min(1000, math.ceil(ROUND / max(_event_seconds(run, 3), 1e-9))))
+
+
+def graphed(run: Callable[[], object]) -> Callable[[], object]:
+    """`run` as one CUDA graph: what a call costs the device, without the time to launch it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # a capture wants its warm-up on a side stream
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def rotate(make: Callable[[], Callable[[], object]], size: int, device: str) -> Callable[[], object]:
+    """One candidate over several sets of buffers in turn, each built by `make` and `size` bytes large (a call's inputs).
+
+    On a GPU, as many as exceed four times its L2 cache together; what the calls return is kept as long, so that outputs
+    rotate too. On a CPU, one: its benchmarks name the sizes that stay in cache.
+    """
+    sets = math.ceil(4 * l2_bytes() / size) + 1 if device == "cuda" else 1
+    turns = itertools.cycle([make() for _ in range(sets)])
+    kept: deque[object] = deque(maxlen=sets)
+    return (lambda: kept.append(next(turns)())) if sets > 1 else next(turns)
+
+
+def l2_bytes() -> int:
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+
+
+def copy_probe(size: int, device: str) -> Callable[[], object]:
+    """A candidate that moves `size` bytes, half of them read and half written: its rate is the copy bandwidth."""
+
+    def make() -> Callable[[], object]:
+        source = torch.randint(256, (size // 2,), dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        return lambda: target.copy_(source)
+
+    return rotate(make, size, device)
+
+
+def gemm_probe(m: int, n: int, k: int, dtype: torch.dtype, device: str) -> Callable[[], object]:
+    """A candidate of 2 * m * n * k flops: (m, k) times the transpose of (n, k), as a linear layer has it."""
+    a, b = (torch.randn(rows, k, device=device).to(dtype) for rows in (m, n))
+    out = torch.empty(m, n, dtype=dtype, device=device)
+    return lambda: torch.mm(a, b.t(), out=out)
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes a second, read and written bytes both counted, over buffers that no cache holds."""
+    size = 4 << 30 if device == "cuda" else 256 << 20
+    return size / statistics.median(interleave({"copy": copy_probe(size, device)}, 10, device)["copy"])
+
+
+def gemm_rate(dtype: torch.dtype, device: str) -> float:
+    """Flops a second of a square matrix product at a comfortable size."""
+    n = 8192 if device == "cuda" else 1024
+    return 2 * n**3 / statistics.median(interleave({"mm": gemm_probe(n, n, n, dtype, device)}, 10, device)["mm"])
+
+
+def file_name(device: str) -> str:
+    """The name of the device for a results file: "nvidia-h200"."""
+    name = torch.cuda.get_device_name() if device == "cuda" else cpu_model()
+    return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
 
 
 def cpu_model() -> str:
@@ -49,10 +156,14 @@ class Report:
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         self.options = options
-        capability = torch.ops.shoestring.cpu_capability()
+        if options.device == "cuda":
+            machine = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+        else:
+            capability = torch.ops.shoestring.cpu_capability()
+            machine = f"{cpu_model()}, {options.threads} threads, {capability} kernels"
         self.data = {
             "benchmark": name,
-            "machine": f"{cpu_model()}, {options.threads} threads, {capability} kernels",
+            "machine": machine,
             "torch": torch.__version__,
             "tables": [],
         }

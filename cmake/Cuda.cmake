@@ -29,8 +29,8 @@ if(SHOESTRING_CUDA_NOTE)
   return()
 endif()
 
-# sm_80 and sm_90a machine code, and PTX that newer GPUs compile when they load it.
-set(SHOESTRING_CUDA_ARCHITECTURES "80-real;90a-real;80-virtual" CACHE STRING "As CMAKE_CUDA_ARCHITECTURES")
+# sm_75, sm_80 and sm_90a machine code, and PTX that newer GPUs compile when they load it.
+set(SHOESTRING_CUDA_ARCHITECTURES "75-real;80-real;90a-real;80-virtual" CACHE STRING "As CMAKE_CUDA_ARCHITECTURES")
 set(CMAKE_CUDA_ARCHITECTURES ${SHOESTRING_CUDA_ARCHITECTURES})
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
@@ -41,7 +41,11 @@ message(STATUS "CUDA kernels: toolkit ${CUDAToolkit_VERSION}, architectures ${SH
 file(GLOB _kernels CONFIGURE_DEPENDS cuda/*.cu)
 add_library(shoestring_kernels OBJECT ${_kernels})
 target_include_directories(shoestring_kernels PRIVATE csrc csrc/include cuda)
-set_target_properties(shoestring_kernels PROPERTIES CUDA_STANDARD 17)  # CMake 3.25 knows no 20 for nvcc
+# ptxas' registers, shared memory and spills, kept beside each object for scripts/check_ptxas.py.
+target_compile_options(shoestring_kernels PRIVATE -Xptxas -v)
+set_target_properties(shoestring_kernels PROPERTIES
+  CUDA_STANDARD 17  # CMake 3.25 knows no 20 for nvcc
+  CUDA_COMPILER_LAUNCHER "${PROJECT_SOURCE_DIR}/cmake/keep_ptxas.sh;${CMAKE_CUDA_COMPILER_LAUNCHER}")
 target_link_libraries(shoestring_kernels PRIVATE CUDA::cudart)
 
 add_library(shoestring_cuda SHARED cuda/runtime.cpp $<TARGET_OBJECTS:shoestring_kernels>)

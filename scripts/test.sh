@@ -22,6 +22,7 @@ run emulator "$build/tests/simt/simt_tests"
 run Python python -m pytest
 run CUDA-emulated env SHOESTRING_BUILD="$(realpath "$build")" python -m pytest --backend=simt
 run consumer tests/consumer/run.sh "$build"
+run gates python scripts/check_ptxas.py "$build"
 
 passed=0 failed=0
 count() { grep -oE "[0-9]+ $2" "$logs/$1" | tail -n 1 | grep -oE '[0-9]+' || echo 0; }  # NAME WORD: the number before it
@@ -46,6 +47,8 @@ add_catch emulator
 add_pytest Python
 add_pytest CUDA-emulated
 add consumer "$(grep -c '^ok ' "$logs/consumer")" "$(grep -c '^not ok ' "$logs/consumer")"
+add gates "$(count gates passed)" "$(count gates failed)"
+sed -n 's/^skipped/gates skipped/p' "$logs/gates"
 # A suite that died before it counted anything is a failure too.
 [ $status = 0 ] || [ $failed -gt 0 ] || failed=1
 echo "$passed passed, $failed failed"

@@ -1,0 +1,218 @@
+#!/usr/bin/env python3
+"""Compares what ptxas says of every CUDA kernel with the budget that stands beside the kernel.
+
+The comment directly above a kernel's ``template`` or ``__global__`` is its budget, on every architecture and in every
+instantiation::
+
+    // Budget: 40 registers, 64 bytes shared, no spills.
+
+Registers a thread and static shared memory a block are upper bounds. "no spills" marks a hot kernel; without it spills
+are allowed. A kernel that keeps an array in local memory adds ", 64 bytes stack" before ", no spills": without it none
+may. The build keeps ptxas' figures beside each object file (``cmake/keep_ptxas.sh``), so nothing is compiled here.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ARCHITECTURES = ("sm_75", "sm_80", "sm_90a")
+
+BUDGET = re.compile(r"(\d+) registers, (\d+) bytes shared(?:, (\d+) bytes stack)?(, no spills)?\.")
+ENTRY = re.compile(r"Compiling entry function '([^']+)' for '(sm_\d+\w?)'")
+USED = re.compile(r"Used (\d+) registers")
+SHARED = re.compile(r"(\d+) bytes smem")
+CUMULATIVE = re.compile(r"(\d+) bytes cumulative stack")
+STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a kernel may use: registers a thread; bytes of shared memory a block, and of local memory a thread."""
+
+    registers: int
+    shared: int
+    stack: int
+    spills: bool
+
+    def __str__(self) -> str:
+        stack = f", {self.stack} bytes stack" if self.stack else ""
+        return f"{self.registers} registers, {self.shared} bytes shared{stack}{'' if self.spills else ', no spills'}"
+
+
+@dataclass
+class Usage:
+    """What ptxas reports of one instantiation on one architecture."""
+
+    symbol: str
+    architecture: str
+    registers: int = 0
+    shared: int = 0
+    stack: int = 0
+    spills: int = 0  # bytes stored and loaded, over the kernel and what it calls
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel's definition in a source file; budget: None where none is written, or what was written is unreadable."""
+
+    name: str
+    line: int
+    budget: Budget | None
+
+
+def budgets(source: str) -> tuple[list[Kernel], list[str]]:
+    """The kernels that a source file defines, and budgets that stand above no kernel."""
+    kernels, claimed = [], set()
+    for match in re.finditer(r"^[^/\n]*\b__global__\b", source, re.MULTILINE):
+        name = _name_after(source, match.end())
+        if name is None:
+            continue
+        lines = source[: match.start()].split("\n")[:-1]
+        while lines and re.match(r"\s*(template\b|typename\b|class\b|int\b|bool\b|.*>\s*$)", lines[-1]):
+            lines.pop()
+        budget = None
+        if lines and "// Budget:" in lines[-1]:
+            claimed.add(len(lines))
+            found = BUDGET.fullmatch(lines[-1].split("// Budget:")[1].strip())
+            if found:
+                registers, shared, stack = (int(found[i] or 0) for i in (1, 2, 3))
+                budget = Budget(registers, shared, stack, spills=not found[4])
+        kernels.append(Kernel(name, source.count("\n", 0, match.end()) + 1, budget))
+    lone = [f"{n}: a budget that stands directly above no kernel: {line.strip()}"
+            for n, line in enumerate(source.split("\n"), 1) if "// Budget:" in line and n not in claimed]
+    return kernels, lone
+
+
+def _name_after(source: str, at: int) -> str | None:
+    """The name of the function whose declaration goes on at `at`: the word before the first parenthesis of its own."""
+    while match := re.compile(r"\s*(\w+)\s*(\()?").match(source, at):
+        at = match.end()
+        if not match[2]:
+            continue
+        if match[1] not in ("__launch_bounds__", "__cluster_dims__"):
+            return match[1]
+        depth = 1
+        while depth and at < len(source):
+            depth += {"(": 1, ")": -1}.get(source[at], 0)
+            at += 1
+    return None
+
+
+def usages(log: str) -> Iterator[Usage]:
+    """Every instantiation in what ptxas printed."""
+    current = None
+    for line in log.splitlines():
+        if entry := ENTRY.search(line):
+            if current:
+                yield current
+            current = Usage(*entry.groups())
+        elif current and (stack := STACK.search(line)):
+            frame, stores, loads = map(int, stack.groups())
+            current.stack = max(current.stack, frame)
+            current.spills += stores + loads
+        elif current and (used := USED.search(line)):
+            current.registers = int(used[1])
+            current.shared = int(found[1]) if (found := SHARED.search(line)) else 0
+            current.stack = max(current.stack, int(found[1]) if (found := CUMULATIVE.search(line)) else 0)
+    if current:
+        yield current
+
+
+def demangle(symbols: list[str]) -> dict[str, str]:
+    """What a symbol is in C++, without its return type, parameters and namespaces."""
+    out = subprocess.run(["c++filt"], input="\n".join(symbols), capture_output=True, text=True, check=True).stdout
+    return {s: _short(full) for s, full in zip(symbols, out.splitlines(), strict=True)}
+
+
+def _short(signature: str) -> str:
+    signature = signature.replace("(anonymous namespace)", "")
+    depth = 0
+    for end, c in enumerate(signature):
+        depth += {"<": 1, ">": -1}.get(c, 0)
+        if c == "(" and depth == 0:
+            signature = signature[:end]
+            break
+    name, bracket, arguments = signature.partition("<")
+    return name.split("::")[-1].split(" ")[-1] + bracket + arguments.replace("shoestring::cuda::", "").replace("::", "")
+
+
+def compare(usage: Usage, budget: Budget) -> list[str]:
+    """Each figure that is over its budget."""
+    over = [f"{used} {what}, and its budget is {allowed}" for what, used, allowed in (
+        ("registers", usage.registers, budget.registers),
+        ("bytes of shared memory", usage.shared, budget.shared),
+        ("bytes of stack frame", usage.stack, budget.stack),
+    ) if used > allowed]
+    if usage.spills and not budget.spills:
+        over.append(f"{usage.spills} bytes of spills, and its budget says no spills")
+    return over
+
+
+def check(source: Path, log: str) -> tuple[list[str], list[tuple[str, Usage, Budget | None]]]:
+    """What is wrong with a file, a line each; and every instantiation with its budget, for the table."""
+    kernels, wrong = budgets(source.read_text())
+    failures = [f"{source.name}:{line}" for line in wrong]
+    failures += [f"{source.name}:{k.line}: {k.name}: expected a comment like `// Budget: 40 registers, 64 bytes shared, "
+                 "no spills.` directly above the kernel" for k in kernels if k.budget is None]
+    named = {k.name: k.budget for k in kernels}
+    found = list(usages(log))
+    names = demangle([u.symbol for u in found])
+    rows = []
+    for usage in found:
+        name = names[usage.symbol]
+        budget = named.get(name.split("<")[0])
+        rows.append((name, usage, budget))
+        if name.split("<")[0] not in named:
+            failures.append(f"{source.name}: {name}: ptxas compiled it, and the file defines no such kernel")
+        elif budget:
+            failures += [f"{source.name}: {name}, {usage.architecture}: {over}" for over in compare(usage, budget)]
+    for architecture in ARCHITECTURES:
+        here = {name.split("<")[0] for name, usage, _ in rows if usage.architecture == architecture}
+        if not here:
+            failures.append(f"{source.name}: not compiled for {architecture}; configure the build again with "
+                            "-U SHOESTRING_CUDA_ARCHITECTURES")
+        else:
+            failures += [f"{source.name}: {name}: has a budget, and no such kernel was compiled for {architecture}"
+                         for name, budget in named.items() if budget and name not in here]
+    return failures, rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("build", type=Path, nargs="?", default=ROOT / "build", help="the build folder")
+    parser.add_argument("--sources", type=Path, default=ROOT / "cuda", help="the folder of the .cu files")
+    parser.add_argument("--table", action="store_true", help="print every kernel's figures")
+    options = parser.parse_args()
+    try:
+        built = json.loads((options.build / "build.json").read_text())
+    except FileNotFoundError:
+        parser.exit(2, f"check_ptxas.py: {options.build} is no build folder of shoestring; run make build\n")
+    if built["cuda"] is None:
+        print(f"skipped: the CUDA kernels were not built: {built['cuda_note']}\n0 passed, 0 failed, 1 skipped")
+        return 0
+    passed, failed = 0, 0
+    for source in sorted(options.sources.glob("*.cu")):
+        log = next(options.build.glob(f"CMakeFiles/*/cuda/{source.name}.o.ptxas"), None)
+        if log is None:
+            failures, rows = [f"{source.name}: {options.build} has no figures of it; run make build"], []
+        else:
+            failures, rows = check(source, log.read_text())
+        for name, usage, budget in rows if options.table else ():
+            print(f"{source.name:28} {name:44} {usage.architecture:7} {usage.registers:4} registers {usage.shared:6} shared "
+                  f"{usage.stack:4} stack {usage.spills:4} spills   budget: {budget or 'none'}")
+        for line in failures:
+            print(f"not ok {line}")
+        passed += sum(budget is not None and not compare(usage, budget) for _, usage, budget in rows)
+        failed += len(failures)
+    print(f"{passed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

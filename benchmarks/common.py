@@ -21,10 +21,13 @@ Candidates = dict[str, Callable[[], object]]
 ROUND = 5e-3  # seconds: on a GPU, a candidate's share of a round; launch gaps and event ticks vanish beside it
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """The options that every benchmark has; sets the number of threads. Exit status 2 where the device is missing."""
+def arguments(description: str, devices: tuple[str, ...] = ("cpu",)) -> argparse.Namespace:
+    """The options that every benchmark has; sets the number of threads. Exit status 2 where the device is missing.
+
+    devices: those that the benchmark can run on; it makes its tensors on ``options.device``.
+    """
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", choices=devices, default="cpu")
     parser.add_argument("--repeats", type=int, help="rounds in which each candidate is timed once; 5, and 20 on a GPU")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path, help="also write the figures to this file")

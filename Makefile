@@ -2,17 +2,19 @@
 # make demo    train and fine-tune a small model, each beside plain PyTorch, and name the report
 # make build   the libraries, into python/shoestring
 # make bench   the benchmarks, ours beside the peers'
+# make gpu-check   on a machine with a GPU: build, suite, emulator, benchmarks, compute-sanitizer. PYTHON=... has PyTorch
 # make test-newest   build and test against the newest PyTorch
 VENV ?= .venv
 BUILD ?= build
 TORCH ?=
+GPU_PYTHON := $(if $(filter undefined,$(origin PYTHON)),python3,$(PYTHON))
 PYTHON := $(CURDIR)/$(VENV)/bin/python
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PYTHONPATH := $(CURDIR)/python
 export CMAKE_BUILD_PARALLEL_LEVEL ?= 2
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup build test test-cpp test-python test-consumer test-newest demo bench clean
+.PHONY: setup build test test-cpp test-python test-consumer test-newest demo bench gpu-check clean
 
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt scripts/setup.sh
@@ -38,5 +40,8 @@ demo: build
 bench: build
 	for script in benchmarks/bench_*.py; do $(PYTHON) $$script || exit; done
 
+gpu-check:
+	$(GPU_PYTHON) scripts/gpu_check.py $(GPU_CHECK_ARGS)
+
 clean:
-	rm -rf build build-newest python/shoestring/lib python/shoestring/include python/shoestring/share
+	rm -rf build build-newest build-gpu python/shoestring/lib python/shoestring/include python/shoestring/share

@@ -183,6 +183,7 @@ class Report:
             rows.append({"name": name, "seconds": median, "rate": work / median, "ratio": ratio})
             print(f"  {name:36} {median * 1e3:9.2f} {work / median:12.2f} {ratio:11.2f}")
         self.data["tables"].append({"title": title, "unit": unit, "rows": rows})
+        self.finish()  # a table that is done is kept, whatever becomes of the next
 
     def finish(self) -> None:
         if self.options.json:

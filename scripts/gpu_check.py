@@ -1,0 +1,250 @@
+#!/usr/bin/env python3
+"""Everything that wants a GPU, in one command: build, suite, emulator against GPU, benchmarks, compute-sanitizer.
+
+Uses the Python that runs it, which must have PyTorch with CUDA, installs nothing, and says what it skipped. Builds into
+build-gpu/ for the GPU that is there, or takes libraries built elsewhere (SHOESTRING_PREBUILT=DIR: a build folder or an
+install prefix). Writes benchmarks/results/<gpu>.json. Exit status: 0, 1 where a step failed, 2 where there is no GPU.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import re
+import shutil
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+from steps import Failed, Runner, Skipped, Step
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARIES = ("libshoestring.so", "libshoestring_cuda.so", "build.json")
+EMULATOR = "libshoestring_simt.so"
+
+
+def tool(name: str) -> str | None:
+    """A program, on the PATH or in the CUDA toolkit's folder."""
+    homes = [os.environ[v] for v in ("CUDA_HOME", "CUDA_PATH") if v in os.environ]
+    folders = [f"{home}/bin" for home in (*homes, "/usr/local/cuda")]
+    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(folders))
+
+
+class Check:
+    """The steps, and what they found."""
+
+    def __init__(self, runner: Runner, build: Path, environment: dict) -> None:
+        self.runner = runner
+        self.build_folder = build
+        self.package = build / "python/shoestring"  # a copy: the source folder's own libraries stay as they are
+        self.env = {"PYTHONPATH": str(self.package.parent), "SHOESTRING_BUILD": str(build), "PYTHONUNBUFFERED": "1",
+                    "TOKENIZERS_PARALLELISM": "false"}
+        self.gpu = environment
+        self.data: dict = {
+            "machine": f"{environment['gpu']}, CUDA {environment['torch_cuda']}",
+            "torch": environment["torch"],
+            "date": datetime.date.today().isoformat(),
+            "environment": environment,
+            "suite": {},
+            "emulator": [],
+            "limits": {},
+            "sanitizer": {},
+            "benchmarks": [],
+        }
+
+    def steps(self) -> list[Step]:
+        suites = [p for p in sorted((ROOT / "tests/python").glob("test_*.py")) if "mark.device" in p.read_text()]
+        return [
+            Step("environment", self.environment, 10),
+            Step("build", self.build, 300),
+            *(Step(f"suite {p.stem}", lambda p=p: self.suite(p), 150, "build") for p in suites),
+            Step("emulator", self.emulator, 120, "build"),
+            Step("limits", self.limits, 60),
+            *(Step(p.stem, lambda p=p: self.benchmark(p), 100, "build")
+              for p in sorted((ROOT / "benchmarks").glob("bench_*.py"))),
+            *(Step(name, lambda name=name: self.sanitizer(name), 90, "build")
+              for name in ("memcheck", "racecheck", "synccheck")),
+        ]
+
+    def environment(self) -> str:
+        gpu = self.gpu
+        nvcc = re.search(r"release ([\d.]+)", self.runner.command([tool("nvcc"), "--version"]) if tool("nvcc") else "")
+        gpu["toolkit"] = nvcc[1] if nvcc else None
+        gpu["not_found"] = [name for name in ("nvcc", "cmake", "ninja", "compute-sanitizer") if tool(name) is None]
+        packages = ", ".join(f"{name} {version}" for name, version in gpu["packages"].items())
+        return (f"{gpu['gpu']}, capability {gpu['capability']}, driver {gpu['driver']}, toolkit {gpu['toolkit']}, PyTorch "
+                f"{gpu['torch']}, {gpu['memory_free_bytes'] / 2**30:.1f} of {gpu['memory_bytes'] / 2**30:.1f} GiB free, "
+                f"{gpu['cores']} cores; {packages or 'no peers'}; not found: {', '.join(gpu['not_found']) or 'nothing'}")
+
+    def build(self) -> str:
+        shutil.rmtree(self.package, ignore_errors=True)
+        shutil.copytree(ROOT / "python/shoestring", self.package,
+                        ignore=shutil.ignore_patterns("lib", "include", "share", "__pycache__"))
+        if prebuilt := os.environ.get("SHOESTRING_PREBUILT"):
+            return self._take(Path(prebuilt))
+        if tool("nvcc") is None or shutil.which("cmake") is None:
+            raise Failed("nvcc and cmake: expected both on the PATH, or SHOESTRING_PREBUILT=DIR with libraries built elsewhere")
+        capability = self.gpu["capability"].replace(".", "")
+        architecture = "90a-real" if capability == "90" else f"{capability}-real"
+        jobs = max(1, min(self.gpu["cores"], self.gpu["ram_bytes"] // (3 << 29)))  # 1.5 GiB a compiler
+        new = not (self.build_folder / "CMakeCache.txt").exists()
+        launchers = [f"-DCMAKE_{language}_COMPILER_LAUNCHER=ccache" for language in ("CXX", "CUDA")]
+        self.runner.command([
+            "cmake", "-S", ROOT, "-B", self.build_folder, *(["-G", "Ninja"] if new and shutil.which("ninja") else []),
+            f"-DPython3_EXECUTABLE={sys.executable}", f"-DCMAKE_CUDA_COMPILER={tool('nvcc')}", "-DSHOESTRING_CUDA=1",
+            f"-DSHOESTRING_CUDA_ARCHITECTURES={architecture}", "-DSHOESTRING_TESTS=ON",
+            *(launchers if shutil.which("ccache") else []),
+        ])
+        self.runner.command(["cmake", "--build", self.build_folder, "--parallel", jobs, "--target", "shoestring",
+                             "shoestring_cuda"])
+        self.runner.command(["cmake", "--install", self.build_folder, "--prefix", self.package])
+        return f"for {architecture.removesuffix('-real')}, {jobs} jobs"
+
+    def _take(self, folder: Path) -> str:
+        (self.package / "lib").mkdir()
+        (self.build_folder / "tests/simt").mkdir(parents=True, exist_ok=True)
+        (self.build_folder / "tests/simt" / EMULATOR).unlink(missing_ok=True)
+        for name in (*LIBRARIES, EMULATOR):
+            found = next(folder.rglob(name), None)
+            if found is not None:
+                shutil.copy(found, self.package / "lib" if name in LIBRARIES else self.build_folder / "tests/simt")
+            elif name != EMULATOR:
+                raise Failed(f"SHOESTRING_PREBUILT: expected {name} somewhere in it, received {folder}")
+        if json.loads((self.package / "lib/build.json").read_text())["cuda"] is None:
+            raise Failed(f"SHOESTRING_PREBUILT: expected a build with CUDA, received {folder}")
+        return f"libraries from {folder}"
+
+    def suite(self, file: Path) -> str:
+        if "pytest" not in self.gpu["packages"]:
+            raise Skipped(f"{sys.executable} has no pytest")
+        report = self.runner.logs / f"{file.stem}.xml"
+        report.unlink(missing_ok=True)
+        ended = None
+        try:
+            self.runner.command([sys.executable, "-m", "pytest", "--backend=cuda", file, f"--junitxml={report}"], self.env)
+        except Failed as reason:
+            ended = reason
+        if not report.exists():
+            raise ended or Failed("pytest wrote no report")
+        cases = list(ElementTree.parse(report).iter("testcase"))
+        failures = [{"test": case.get("name"), "message": (child.get("message") or "").split("\n")[0]}
+                    for case in cases for child in case if child.tag in ("failure", "error")]
+        skipped = [case.get("name") for case in cases if case.find("skipped") is not None]
+        failed = len({f["test"] for f in failures})
+        self.data["suite"][file.stem] = {"passed": len(cases) - failed - len(skipped), "failed": failed,
+                                         "skipped": skipped, "failures": failures}
+        counts = f"{len(cases) - failed - len(skipped)} passed, {failed} failed, {len(skipped)} skipped"
+        if ended:
+            first = f"; {failures[0]['test']}: {failures[0]['message']}" if failures else f"; {ended}"
+            raise Failed(counts + first)
+        return counts
+
+    def emulator(self) -> str:
+        library = self.build_folder / "tests/simt" / EMULATOR
+        if "SHOESTRING_PREBUILT" not in os.environ:
+            self.runner.command(["cmake", "--build", self.build_folder, "--parallel", self.gpu["cores"], "--target",
+                                 "shoestring_simt"])
+        if not library.exists():
+            raise Skipped(f"{library} is not there")
+        script, results = ROOT / "tests/python/emulator_cases.py", []
+        for backend in ("simt", "cuda"):
+            results.append(self.runner.logs / f"emulator-{backend}.pt")
+            self.runner.command([sys.executable, script, "run", backend, results[-1]], self.env)
+        rows = json.loads(self.runner.command([sys.executable, script, "compare", *results], self.env).splitlines()[-1])
+        self.data["emulator"] = rows
+        wrong = [row for row in rows if not row["ok"]]
+        summary = f"{len(rows)} tensors, {sum(row['error'] == 0 for row in rows)} of them bitwise equal"
+        if wrong:
+            raise Failed(f"{summary}; {len(wrong)} differ by more than allowed, first: {json.dumps(wrong[0])}")
+        return summary
+
+    def limits(self) -> str:
+        code = ("import json, torch; from common import copy_bandwidth, gemm_rate; print(json.dumps({'copy': "
+                "copy_bandwidth('cuda'), **{str(t)[6:]: gemm_rate(t, 'cuda') for t in (torch.bfloat16, torch.float32)}}))")
+        env = self.env | {"PYTHONPATH": str(ROOT / "benchmarks")}
+        found = json.loads(self.runner.command([sys.executable, "-c", code], env).splitlines()[-1])
+        self.data["limits"] = {"copy_bytes_per_second": found["copy"], "gemm_bfloat16_flops": found["bfloat16"],
+                               "gemm_float32_flops": found["float32"]}
+        return (f"copy {found['copy'] / 1e12:.2f} TB/s, matrix product {found['bfloat16'] / 1e12:.0f} TFLOP/s in bf16, "
+                f"{found['float32'] / 1e12:.1f} in fp32")
+
+    def benchmark(self, file: Path) -> str:
+        out = self.runner.logs / f"{file.stem}.json"
+        out.unlink(missing_ok=True)
+        try:
+            text = self.runner.command([sys.executable, file, "--device", "cuda", "--json", out], self.env, ok=(0, 2))
+            if "invalid choice: 'cuda'" in text:
+                raise Skipped("it runs on the CPU only")
+            print(text)
+        finally:  # the tables that were finished count, also where the next one failed
+            if out.exists():
+                self.data["benchmarks"].append(json.loads(out.read_text()))
+        if not out.exists():
+            raise Failed(f"it wrote no figures: {text.strip().splitlines()[-1]}")
+        return f"{len(self.data['benchmarks'][-1]['tables'])} tables"
+
+    def sanitizer(self, name: str) -> str:
+        program = tool("compute-sanitizer")
+        if program is None:
+            raise Skipped("compute-sanitizer was not found")
+        results = self.runner.logs / f"{name}.pt"
+        results.unlink(missing_ok=True)
+        # Only our kernels; and no caching allocator, so that a stray access leaves its own allocation.
+        env = self.env | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        output = self.runner.command(
+            [program, "--tool", name, "--error-exitcode", "86", "--kernel-regex", "kns=shoestring", sys.executable,
+             ROOT / "tests/python/emulator_cases.py", "run", "cuda", results], env, ok=tuple(range(256)))
+        if "Device not supported" in output:
+            raise Skipped("compute-sanitizer does not support this machine's GPU")
+        summaries = [line.lstrip("= ") for line in output.splitlines() if "SUMMARY:" in line]
+        self.data["sanitizer"][name] = summaries
+        if not summaries or " 0 " not in summaries[-1] or not results.exists():
+            raise Failed(summaries[-1] if summaries else output.strip().splitlines()[-1])
+        return summaries[-1]
+
+
+def figures(benchmarks: list[dict]) -> str:
+    """A line for each table of the benchmarks: ours, and the others' time over ours."""
+    lines = []
+    for table in (table for benchmark in benchmarks for table in benchmark["tables"]):
+        ours, *others = table["rows"]
+        beside = ", ".join(f"{row['name']} {row['ratio']:.2f}" for row in others)
+        lines.append(f"{table['title']}: {ours['seconds'] * 1e3:.3f} ms, {ours['rate']:.1f} {table['unit']}; {beside}\n")
+    return "".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="gpu-check", description=__doc__.splitlines()[0])
+    parser.add_argument("--budget-minutes", type=float, default=9.5, help="for everything; what is left over is skipped")
+    parser.add_argument("--only", nargs="+", default=[], metavar="STEP", help="only the steps whose names begin so")
+    parser.add_argument("--build", type=Path, default=ROOT / "build-gpu", help="the build folder")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="where <gpu>.json goes")
+    options = parser.parse_args()
+    runner = Runner(options.build.resolve() / "gpu-check", options.budget_minutes * 60)
+    try:
+        environment = json.loads(runner.command([sys.executable, ROOT / "scripts/gpu_environment.py"]).splitlines()[-1])
+    except Failed as reason:
+        parser.exit(2, f"gpu-check: the GPU could not be read: {reason}\n")
+    if environment["torch"] is None:
+        parser.exit(2, f"gpu-check: PYTHON: expected an interpreter with PyTorch for CUDA, received {sys.executable}, which "
+                    "has no PyTorch; set PYTHON\n")
+    if environment["gpu"] is None:
+        parser.exit(2, f"gpu-check: no GPU here: PyTorch {environment['torch']} of {sys.executable} sees none; run it on a "
+                    "machine with one\n")
+    check = Check(runner, options.build.resolve(), environment)
+    steps = [s for s in check.steps() if not options.only or s.name.startswith(("environment", "build", *options.only))]
+    name = "-".join("".join(c if c.isalnum() else " " for c in environment["gpu"].lower()).split())
+    target = options.out / f"{name}.json"
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    def save() -> None:
+        check.data["steps"] = [vars(result) | {"seconds": round(result.seconds, 1)} for result in runner.results]
+        target.write_text(json.dumps(check.data, indent=1) + "\n")
+
+    runner.run(steps, save)
+    print("", figures(check.data["benchmarks"]), runner.table(), target, sep="\n")
+    return 1 if runner.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

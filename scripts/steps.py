@@ -1,0 +1,120 @@
+"""Steps that follow one another, each timed and limited; one that fails or hangs does not stop the next."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class Failed(Exception):
+    """A step's end, and why in one line."""
+
+
+class Skipped(Exception):
+    """The same, where the machine has not what the step needs."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """work: returns a line on what it found, or raises Failed or Skipped; limit: seconds; needs: a step that must pass."""
+
+    name: str
+    work: Callable[[], str]
+    limit: float
+    needs: str | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    name: str
+    status: str  # passed, failed or skipped
+    seconds: float
+    note: str
+
+
+class Runner:
+    """Runs steps, and their commands within what is left of the step's limit and of the whole budget (seconds)."""
+
+    def __init__(self, logs: Path, budget: float) -> None:
+        self.logs = logs
+        self.end = time.monotonic() + budget
+        self.results: list[Result] = []
+        self._step_end = self.end
+        self._log = logs / "log"
+        logs.mkdir(parents=True, exist_ok=True)
+
+    def command(self, arguments: Sequence[object], env: Mapping[str, str] | None = None, ok: tuple[int, ...] = (0,)) -> str:
+        """What the command prints on both streams, which is also kept in the step's log.
+
+        Raises:
+            Failed: it ended with a status that is not among `ok`, was stopped at the limit, or could not be started.
+        """
+        start = self._log.stat().st_size if self._log.exists() else 0
+        name = Path(str(arguments[0])).name
+        with self._log.open("ab") as log:
+            try:
+                process = subprocess.Popen([str(a) for a in arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                           env={**os.environ, **(env or {})}, start_new_session=True)
+            except OSError as error:
+                raise Failed(f"{name} could not be started: {error.strerror}") from None
+            try:
+                status = process.wait(max(0.1, self._step_end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)  # its own session: what it started goes with it
+                    process.wait()
+        output = self._log.read_bytes()[start:].decode(errors="replace")
+        last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "it printed nothing")
+        if status is None:
+            raise Failed(f"{name} was stopped at its time limit; its last line: {last}")
+        if status not in ok:
+            raise Failed(f"{name} ended with status {status}: {last}")
+        return output
+
+    def run(self, steps: Sequence[Step], after: Callable[[], None] = lambda: None) -> None:
+        """Every step in its turn; `after` each one."""
+        for step in steps:
+            print(f"== {step.name}", flush=True)
+            start = time.monotonic()
+            result = self._run(step, start)
+            self.results.append(result)
+            print(f"{result.status} ({result.seconds:.1f} s): {result.note}", flush=True)
+            after()
+
+    def _run(self, step: Step, start: float) -> Result:
+        passed = {r.name for r in self.results if r.status == "passed"}
+        if step.needs is not None and step.needs not in passed:
+            return Result(step.name, "skipped", 0.0, f"needs the step {step.needs}")
+        if self.end - start < 3:
+            return Result(step.name, "skipped", 0.0, "no time was left; --budget-minutes gives more")
+        self._step_end = min(self.end, start + step.limit)
+        self._log = self.logs / (re.sub(r"\W+", "_", step.name) + ".log")
+        self._log.unlink(missing_ok=True)
+        try:
+            status, note = "passed", step.work()
+        except Skipped as reason:
+            status, note = "skipped", str(reason)
+        except Failed as reason:
+            status, note = "failed", str(reason)
+            if self._log.exists():
+                print("\n".join(self._log.read_text(errors="replace").splitlines()[-25:]))
+        except Exception as error:  # a step that is wrong itself must not stop the next one either
+            status, note = "failed", f"{type(error).__name__}: {error}"
+        return Result(step.name, status, time.monotonic() - start, note.replace("\n", " "))
+
+    def table(self) -> str:
+        """Every step, with its time and its note, and the counts."""
+        width = max(len(r.name) for r in self.results)
+        lines = [f"{r.name:{width}}  {r.status:7} {r.seconds:7.1f} s  {r.note}" for r in self.results]
+        counts = [f"{sum(r.status == s for r in self.results)} {s}" for s in ("passed", "failed", "skipped")]
+        return "\n".join([*lines, f"{', '.join(counts)}, {sum(r.seconds for r in self.results):.0f} s"])
+
+    @property
+    def failed(self) -> bool:
+        return any(r.status == "failed" for r in self.results)

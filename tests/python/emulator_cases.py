@@ -1,0 +1,179 @@
+"""The same operator calls in the emulator and on the GPU, and how far their results are apart.
+
+``python emulator_cases.py run simt|cuda FILE`` computes and saves them; ``python emulator_cases.py compare FILE FILE``
+prints a line of JSON: a row for each tensor. Two processes, since loading the emulator turns the CPU's operators into
+the CUDA kernels. `allowed` is in units in the last place of the tensor's largest element (codes: steps of the code).
+0 where a kernel only moves, compares and rounds once. Elsewhere nvcc contracts a * b + c to one rounding and g++ does not,
+exp and log are the GPU's own, and cuBLAS sums in its own order.
+"""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import shoestring
+from shoestring.ops import dequantize_8bit, quantize_8bit
+
+Results = dict[str, tuple[Tensor, float]]  # name: tensor, allowed
+OPERATORS = torch.ops.shoestring
+FLIPPED = 1e-2  # of the codes may be one step off, where what they encode may be some roundings off
+
+
+def uniform(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    """In [-scale, scale), the same on every device."""
+    return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1) * scale
+
+
+def byte_values(count: int, seed: int, low: int = 0, high: int = 256) -> Tensor:
+    return torch.randint(low, high, (count,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+
+
+def quantize_8bit_codes(device: str) -> Results:
+    found: Results = {}
+    for size in (1, 256, 1000, 4097):
+        x = uniform(size, seed=size).to(device)
+        for signed in (True, False):
+            codes, scale = quantize_8bit(x if signed else x.abs(), signed=signed)
+            found |= {f"codes {size} {signed}": (codes, 0), f"scale {size} {signed}": (scale, 0),
+                      f"values {size} {signed}": (dequantize_8bit(codes, scale, signed=signed), 2)}
+    return found
+
+
+def quantize_4bit(device: str) -> Results:
+    found: Results = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for kind, block, size in (("nf4", 64, 4096), ("fp4", 64, 1000), ("nf4", 32, 777), ("nf4", 4096, 9000)):
+            x = uniform(size, seed=size).to(device, dtype)
+            packed, absmax = OPERATORS.quantize_4bit(x, quant_type=kind, block_size=block)
+            name = f"{kind} {block} {size} {str(dtype)[6:]}"
+            found |= {f"packed {name}": (packed, 0), f"absmax {name}": (absmax, 0)}
+    return found
+
+
+def quantize_absmax(device: str) -> Results:
+    codes, nested = OPERATORS.quantize_absmax(uniform(777, seed=1).abs().to(device))
+    return {"codes": (codes, 1), "nested": (nested, 8)}  # the offset is a mean: its sum has an order
+
+
+def dequantize_4bit(device: str) -> Results:
+    found: Results = {}
+    for block, size in ((64, 4096), (32, 777), (4096, 9001)):
+        blocks = -(-size // block)
+        packed = byte_values((size + 1) // 2, seed=size).to(device)
+        absmax = uniform(blocks, seed=2).abs().to(device)
+        codes, nested = byte_values(blocks, seed=3).to(device), uniform(257 + -(-blocks // 256), seed=4).to(device)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for name, scales in (("flat", (absmax, None)), ("nested", (codes, nested))):
+                out = OPERATORS.dequantize_4bit(packed, *scales, shape=(size,), dtype=dtype, quant_type="nf4",
+                                                block_size=block)
+                found[f"{name} {block} {size} {str(dtype)[6:]}"] = (out, 0)
+    return found
+
+
+def adamw(device: str) -> Results:
+    """The second step, from a given state: all that a step reads is the same on both sides."""
+    found: Results = {}
+    for state in ("8bit", "fp32"):
+        params = [torch.nn.Parameter(uniform(size, seed=i).to(device, dtype)) for i, (size, dtype) in enumerate(
+            ((1, torch.float32), (256, torch.float32), (4097, torch.float32), (1000, torch.bfloat16), (777, torch.float16)))]
+        before = [p.detach().clone() for p in params]
+        optimizer = shoestring.optim.AdamW(params, lr=1e-2, weight_decay=0.1, state=state)
+        for seed in (100, 200):
+            for i, p in enumerate(params):
+                p.grad = uniform(p.numel(), seed=seed + i).to(p)
+                if seed == 100:
+                    continue
+                p.data.copy_(before[i])
+                for j, (name, entry) in enumerate(optimizer.state[p].items()):
+                    if entry.dtype == torch.uint8:
+                        entry.copy_(byte_values(entry.numel(), seed + j, low=1).view(entry.shape))
+                    elif name != "step":
+                        entry.copy_(uniform(entry.numel(), seed=seed + j).abs().view(entry.shape))
+            optimizer.step()
+        for i, p in enumerate(params):
+            found[f"{state} parameter {i}"] = (p.detach(), 4)
+            for name, entry in optimizer.state[p].items():
+                found[f"{state} {name} {i}"] = (entry, 1 if entry.dtype == torch.uint8 else 0 if name == "step" else 4)
+    return found
+
+
+def linear_cross_entropy(device: str) -> Results:
+    found: Results = {}
+    tokens, features, vocab = 40, 48, 515
+    for dtype, allowed in ((torch.float32, 16.0), (torch.bfloat16, 4.0)):
+        for options in ({}, {"softcap": 5.0, "label_smoothing": 0.1}, {"reduction": "none"}):
+            hidden = uniform(tokens, features, seed=5).to(device, dtype).requires_grad_()
+            weight = uniform(vocab, features, seed=6, scale=0.5).to(device, dtype).requires_grad_()
+            bias = uniform(vocab, seed=7).to(device, dtype).requires_grad_()
+            target = torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(8)).to(device)
+            target[3] = -100
+            loss = shoestring.linear_cross_entropy(hidden, weight, target, bias, **options)
+            loss.sum().backward()
+            name = f"{str(dtype)[6:]} {' '.join(options)}".strip()
+            # A 16-bit product rounds its logits: the fp32 loss is as far apart as they are.
+            of_loss = allowed * torch.finfo(dtype).eps / torch.finfo(loss.dtype).eps
+            found[f"{name} loss"] = (loss.detach(), of_loss)
+            for part, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+                found[f"{name} grad_{part}"] = (x.grad, allowed)
+    return found
+
+
+CASES: tuple[Callable[[str], Results], ...] = (
+    quantize_8bit_codes, quantize_4bit, quantize_absmax, dequantize_4bit, adamw, linear_cross_entropy,
+)
+
+
+def run(backend: str, file: Path) -> None:
+    """Every case; one that raises is saved as its message."""
+    if backend == "simt":
+        build = Path(os.environ.get("SHOESTRING_BUILD", Path(__file__).parents[2] / "build"))
+        torch.ops.load_library(str(build / "tests/simt/libshoestring_simt.so"))
+    saved: dict[str, Results | str] = {}
+    for case in CASES:
+        try:
+            saved[case.__name__] = {name: (t.cpu(), a) for name, (t, a) in case("cuda" if backend == "cuda" else "cpu").items()}
+        except Exception as error:
+            saved[case.__name__] = f"{type(error).__name__}: {error}".split("\n")[0]
+    torch.save(saved, file)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """In units in the last place of the largest element; in codes' steps. Infinite where too many codes are off."""
+    if torch.equal(a, b):
+        return 0.0
+    if a.shape != b.shape or a.dtype != b.dtype or not a.isfinite().equal(b.isfinite()):
+        return float("inf")
+    apart = (a.double() - b.double()).abs()
+    if not a.is_floating_point():
+        return apart.max().item() if (apart > 0).double().mean() <= FLIPPED else float("inf")
+    return (apart.nan_to_num().max() / (torch.finfo(a.dtype).eps * b.double().abs().nan_to_num().max())).item()
+
+
+def compare(first: Path, second: Path) -> list[dict]:
+    """A row for each tensor of both files, or for a case that could not be computed."""
+    rows = []
+    one, two = (torch.load(f, weights_only=True) for f in (first, second))
+    for case, left in one.items():
+        right = two[case]
+        if isinstance(left, str) or isinstance(right, str):
+            message = left if isinstance(left, str) else right
+            rows.append({"case": case, "tensor": None, "error": None, "allowed": 0, "ok": False, "message": message})
+            continue
+        for name, (a, allowed) in left.items():
+            error = distance(a, right[name][0])
+            rows.append({"case": case, "tensor": name, "error": error if math.isfinite(error) else None, "allowed": allowed,
+                         "ok": error <= allowed})
+    return rows
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "run":
+        run(sys.argv[2], Path(sys.argv[3]))
+    else:
+        print(json.dumps(compare(Path(sys.argv[2]), Path(sys.argv[3]))))

@@ -43,11 +43,12 @@ add_library(shoestring_kernels OBJECT ${_kernels})
 target_include_directories(shoestring_kernels PRIVATE csrc csrc/include cuda)
 # ptxas' registers, shared memory and spills, kept beside each object for scripts/check_ptxas.py.
 target_compile_options(shoestring_kernels PRIVATE -Xptxas -v)
-set_target_properties(shoestring_kernels PROPERTIES
-  CUDA_STANDARD 17  # CMake 3.25 knows no 20 for nvcc
-  CUDA_COMPILER_LAUNCHER "${PROJECT_SOURCE_DIR}/cmake/keep_ptxas.sh;${CMAKE_CUDA_COMPILER_LAUNCHER}")
+set(_launcher sh ${PROJECT_SOURCE_DIR}/cmake/keep_ptxas.sh ${CMAKE_CUDA_COMPILER_LAUNCHER})
+set_target_properties(shoestring_kernels PROPERTIES CUDA_COMPILER_LAUNCHER "${_launcher}")
 target_link_libraries(shoestring_kernels PRIVATE CUDA::cudart)
 
 add_library(shoestring_cuda SHARED cuda/runtime.cpp $<TARGET_OBJECTS:shoestring_kernels>)
 target_include_directories(shoestring_cuda PRIVATE csrc)
 target_link_libraries(shoestring_cuda PUBLIC shoestring shoestring::torch_cuda PRIVATE CUDA::cudart)
+# CMake 3.25 knows no 20 for nvcc. The library compiles no CUDA, but make's generator asks for both.
+set_target_properties(shoestring_kernels shoestring_cuda PROPERTIES CUDA_STANDARD 17)

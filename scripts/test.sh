@@ -17,10 +17,12 @@ run() {  # NAME COMMAND...
   "$@" 2>&1 | tee "$logs/$name" || status=1
   echo "($((SECONDS - start)) s)" >>"$logs/$name.time"
 }
+simt=$(realpath "$build")/tests/simt
 run C++ "$build/tests/cpp/shoestring_tests"
-run emulator "$build/tests/simt/simt_tests"
+run emulator "$simt/simt_tests"
+run C++-emulated env LD_PRELOAD="$simt/libshoestring_simt.so" "$build/tests/cpp/shoestring_tests"
 run Python python -m pytest
-run CUDA-emulated env SHOESTRING_BUILD="$(realpath "$build")" python -m pytest --backend=simt
+run Python-emulated env SHOESTRING_BUILD="$(realpath "$build")" python -m pytest --backend=simt
 run consumer tests/consumer/run.sh "$build"
 run gates python scripts/check_ptxas.py "$build"
 
@@ -44,8 +46,9 @@ add_pytest() {  # NAME
 echo "== totals"
 add_catch C++
 add_catch emulator
+add_catch C++-emulated
 add_pytest Python
-add_pytest CUDA-emulated
+add_pytest Python-emulated
 add consumer "$(grep -c '^ok ' "$logs/consumer")" "$(grep -c '^not ok ' "$logs/consumer")"
 add gates "$(count gates passed)" "$(count gates failed)"
 sed -n 's/^skipped/gates skipped/p' "$logs/gates"

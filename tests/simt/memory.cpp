@@ -37,8 +37,10 @@ struct Memory {
   std::unique_ptr<Cell[], void (*)(void*)> cells{nullptr, std::free};  // made at the first access
 };
 
-std::map<uintptr_t, Memory> memories;  // by the first byte's address
-std::mutex memories_lock;              // others may allocate while a kernel runs
+// By the first byte's address; never destroyed, since tensors may live until the process ends. Others may allocate while
+// a kernel runs.
+auto& memories = *new std::map<uintptr_t, Memory>;
+auto& memories_lock = *new std::mutex;
 uintptr_t last_begin = 1, last_end = 0;
 Cell* last_cells = nullptr;
 
@@ -62,7 +64,7 @@ Module find_module() {
   Module module;
   const auto visit = [](dl_phdr_info* info, size_t, void* data) {
     auto& m = *static_cast<Module*>(data);
-    const auto inside = reinterpret_cast<uintptr_t>(&memories);
+    const auto inside = reinterpret_cast<uintptr_t>(&find_module);
     uintptr_t begin = UINTPTR_MAX, end = 0;
     for (int i = 0; i < info->dlpi_phnum; ++i) {
       const auto& header = info->dlpi_phdr[i];

@@ -2,6 +2,9 @@
 // with CPU tensors. The kernels work in the memory of those tensors.
 
 #include <cstring>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
 
 #include <c10/core/CPUAllocator.h>
 #include <torch/library.h>
@@ -20,28 +23,30 @@ class TrackedAllocator final : public c10::Allocator {
   explicit TrackedAllocator(c10::Allocator* below) : below_(below) {}
 
   c10::DataPtr allocate(size_t size) override {
+    if (size == 0) return {nullptr, c10::Device(c10::kCPU)};
     c10::DataPtr whole = below_->allocate(size + 2 * kGap);
     char* begin = static_cast<char*>(whole.get()) + kGap;
     std::memset(begin, 0xff, size);
     simt::add_memory(begin, size);
-    auto* kept = new Kept{std::move(whole), begin};
-    return {begin, kept, &release, c10::Device(c10::kCPU)};
+    const std::lock_guard lock(lock_);
+    whole_.emplace(begin, std::move(whole));
+    return {begin, begin, &release, c10::Device(c10::kCPU)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
 
  private:
   static constexpr size_t kGap = 1024;
-  struct Kept {
-    c10::DataPtr whole;
-    void* begin;
-  };
-  static void release(void* context) {
-    auto* kept = static_cast<Kept*>(context);
-    simt::remove_memory(kept->begin);
-    delete kept;
+  static void release(void* begin) {
+    if (begin == nullptr) return;
+    simt::remove_memory(begin);
+    const std::lock_guard lock(lock_);
+    whole_.erase(begin);
   }
   c10::Allocator* below_;
+  // Never destroyed: tensors may live until the process ends.
+  static inline auto& whole_ = *new std::unordered_map<void*, c10::DataPtr>;
+  static inline auto& lock_ = *new std::mutex;
 };
 
 // Arguments whose memory came from elsewhere (a file, NumPy, before this library was loaded), for as long as a call lasts.
@@ -76,9 +81,8 @@ void run_on_cuda(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 const bool kLoaded = [] {
   shoestring::cuda::provide("runtime", &kRuntime);
-  static TrackedAllocator allocator(c10::GetCPUAllocator());
-  c10::SetCPUAllocator(&allocator, /*priority=*/255);
-  static torch::Library redirect(torch::Library::IMPL, "shoestring", c10::DispatchKey::CPU, __FILE__, __LINE__);
+  c10::SetCPUAllocator(new TrackedAllocator(c10::GetCPUAllocator()), /*priority=*/255);
+  auto& redirect = *new torch::Library(torch::Library::IMPL, "shoestring", c10::DispatchKey::CPU, __FILE__, __LINE__);
   c10::WarningUtils::WarningHandlerGuard quiet([] {
     static struct : c10::WarningHandler {
       void process(const c10::Warning&) override {}  // that kernels are replaced is the purpose

@@ -44,8 +44,8 @@ def arguments(description: str, devices: tuple[str, ...] = ("cpu",)) -> argparse
 def interleave(candidates: Candidates, repeats: int, device: str = "cpu") -> dict[str, list[float]]:
     """Seconds of each candidate in each round, after one round that does not count.
 
-    On "cuda": seconds a call, of as many calls in a row as fill ROUND. The host runs ahead, so a call costs the longer of
-    the time to launch it and the time on the device; ``graphed`` leaves the latter alone.
+    On "cuda": seconds a call, of as many calls in a row as fill ROUND. The host runs ahead, so a call costs the longer
+    of the time to launch it and the time on the device; ``graphed`` leaves the latter alone.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     if device == "cuda":
@@ -96,7 +96,7 @@ def graphed(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def rotate(make: Callable[[], Callable[[], object]], size: int, device: str) -> Callable[[], object]:
-    """One candidate over several sets of buffers in turn, each built by `make` and `size` bytes large (a call's inputs).
+    """One candidate over several sets of buffers in turn, each built by `make` and `size` bytes large (its inputs).
 
     On a GPU, as many as exceed four times its L2 cache together; what the calls return is kept as long, so that outputs
     rotate too. On a CPU, one: its benchmarks name the sizes that stay in cache.

@@ -158,8 +158,8 @@ def check(source: Path, log: str) -> tuple[list[str], list[tuple[str, Usage, Bud
     """What is wrong with a file, a line each; and every instantiation with its budget, for the table."""
     kernels, wrong = budgets(source.read_text())
     failures = [f"{source.name}:{line}" for line in wrong]
-    failures += [f"{source.name}:{k.line}: {k.name}: expected a comment like `// Budget: 40 registers, 64 bytes shared, "
-                 "no spills.` directly above the kernel" for k in kernels if k.budget is None]
+    failures += [f"{source.name}:{k.line}: {k.name}: expected a comment like `// Budget: 40 registers, 64 bytes "
+                 "shared, no spills.` directly above the kernel" for k in kernels if k.budget is None]
     named = {k.name: k.budget for k in kernels}
     found = list(usages(log))
     names = demangle([u.symbol for u in found])
@@ -204,8 +204,8 @@ def main() -> int:
         else:
             failures, rows = check(source, log.read_text())
         for name, usage, budget in rows if options.table else ():
-            print(f"{source.name:28} {name:44} {usage.architecture:7} {usage.registers:4} registers {usage.shared:6} shared "
-                  f"{usage.stack:4} stack {usage.spills:4} spills   budget: {budget or 'none'}")
+            print(f"{source.name:28} {name:44} {usage.architecture:7} {usage.registers:4} registers "
+                  f"{usage.shared:6} shared {usage.stack:4} stack {usage.spills:4} spills   budget: {budget or 'none'}")
         for line in failures:
             print(f"not ok {line}")
         passed += sum(budget is not None and not compare(usage, budget) for _, usage, budget in rows)

@@ -6,7 +6,10 @@ import os
 import platform
 import subprocess
 
-PEERS = ("bitsandbytes", "torchao", "peft", "liger-kernel", "cut-cross-entropy", "deepspeed", "triton", "pytest")
+PACKAGES = (
+    "bitsandbytes", "torchao", "peft", "liger-kernel", "cut-cross-entropy", "deepspeed", "triton", "pytest",
+    "expecttest",
+)
 
 
 def first_line(*command: str) -> str | None:
@@ -20,7 +23,7 @@ def first_line(*command: str) -> str | None:
 
 def versions() -> dict[str, str]:
     found = {}
-    for name in PEERS:
+    for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -20,7 +20,7 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """work: returns a line on what it found, or raises Failed or Skipped; limit: seconds; needs: a step that must pass."""
+    """work: returns a line on what it found, or raises Failed or Skipped. limit: seconds. needs: a step that passed."""
 
     name: str
     work: Callable[[], str]
@@ -47,7 +47,9 @@ class Runner:
         self._log = logs / "log"
         logs.mkdir(parents=True, exist_ok=True)
 
-    def command(self, arguments: Sequence[object], env: Mapping[str, str] | None = None, ok: tuple[int, ...] = (0,)) -> str:
+    def command(
+        self, arguments: Sequence[object], env: Mapping[str, str] | None = None, ok: tuple[int, ...] = (0,)
+    ) -> str:
         """What the command prints on both streams, which is also kept in the step's log.
 
         Raises:
@@ -57,8 +59,9 @@ class Runner:
         name = Path(str(arguments[0])).name
         with self._log.open("ab") as log:
             try:
-                process = subprocess.Popen([str(a) for a in arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                           env={**os.environ, **(env or {})}, start_new_session=True)
+                process = subprocess.Popen(
+                    [str(a) for a in arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    env={**os.environ, **(env or {})}, start_new_session=True)
             except OSError as error:
                 raise Failed(f"{name} could not be started: {error.strerror}") from None
             try:

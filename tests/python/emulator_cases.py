@@ -3,8 +3,8 @@
 ``python emulator_cases.py run simt|cuda FILE`` computes and saves them; ``python emulator_cases.py compare FILE FILE``
 prints a line of JSON: a row for each tensor. Two processes, since loading the emulator turns the CPU's operators into
 the CUDA kernels. `allowed` is in units in the last place of the tensor's largest element (codes: steps of the code).
-0 where a kernel only moves, compares and rounds once. Elsewhere nvcc contracts a * b + c to one rounding and g++ does not,
-exp and log are the GPU's own, and cuBLAS sums in its own order.
+0 where a kernel only moves, compares and rounds once. Elsewhere nvcc contracts a * b + c to one rounding and g++ does
+not, exp and log are the GPU's own, and cuBLAS sums in its own order.
 """
 
 import json
@@ -80,8 +80,8 @@ def adamw(device: str) -> Results:
     """The second step, from a given state: all that a step reads is the same on both sides."""
     found: Results = {}
     for state in ("8bit", "fp32"):
-        params = [torch.nn.Parameter(uniform(size, seed=i).to(device, dtype)) for i, (size, dtype) in enumerate(
-            ((1, torch.float32), (256, torch.float32), (4097, torch.float32), (1000, torch.bfloat16), (777, torch.float16)))]
+        dtypes = {1: torch.float32, 256: torch.float32, 4097: torch.float32, 1000: torch.bfloat16, 777: torch.float16}
+        params = [torch.nn.Parameter(uniform(n, seed=n).to(device, dtype)) for n, dtype in dtypes.items()]
         before = [p.detach().clone() for p in params]
         optimizer = shoestring.optim.AdamW(params, lr=1e-2, weight_decay=0.1, state=state)
         for seed in (100, 200):
@@ -137,7 +137,8 @@ def run(backend: str, file: Path) -> None:
     saved: dict[str, Results | str] = {}
     for case in CASES:
         try:
-            saved[case.__name__] = {name: (t.cpu(), a) for name, (t, a) in case("cuda" if backend == "cuda" else "cpu").items()}
+            results = case("cuda" if backend == "cuda" else "cpu")
+            saved[case.__name__] = {name: (t.cpu(), allowed) for name, (t, allowed) in results.items()}
         except Exception as error:
             saved[case.__name__] = f"{type(error).__name__}: {error}".split("\n")[0]
     torch.save(saved, file)
@@ -167,8 +168,8 @@ def compare(first: Path, second: Path) -> list[dict]:
             continue
         for name, (a, allowed) in left.items():
             error = distance(a, right[name][0])
-            rows.append({"case": case, "tensor": name, "error": error if math.isfinite(error) else None, "allowed": allowed,
-                         "ok": error <= allowed})
+            rows.append({"case": case, "tensor": name, "error": error if math.isfinite(error) else None,
+                         "allowed": allowed, "ok": error <= allowed})
     return rows
 
 

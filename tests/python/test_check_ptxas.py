@@ -114,8 +114,8 @@ def test_every_rule_has_a_kernel_that_breaks_it(built: Path) -> None:
 
 
 def test_compiler_errors_pass_through(tmp_path: Path) -> None:
-    command = [ROOT / "cmake/keep_ptxas.sh", "sh", "-c", "echo 'ptxas info : Used 3 registers' >&2; echo wrong >&2; exit 3",
-               "-o", tmp_path / "x.o"]
+    says = "echo 'ptxas info : Used 3 registers' >&2; echo wrong >&2; exit 3"
+    command = [ROOT / "cmake/keep_ptxas.sh", "sh", "-c", says, "-o", tmp_path / "x.o"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (3, "wrong\n")
     assert (tmp_path / "x.o.ptxas").read_text() == "ptxas info : Used 3 registers\n"

@@ -17,8 +17,9 @@ import common  # noqa: E402
 import gpu_check  # noqa: E402
 from steps import Failed, Runner, Skipped, Step  # noqa: E402
 
-GPU = {"gpu": "NVIDIA X1", "torch": "2.11.0", "torch_cuda": "13.0", "capability": "9.0", "cores": 2, "ram_bytes": 8 << 30,
-       "driver": "1", "memory_bytes": 1 << 30, "memory_free_bytes": 1 << 30, "packages": {"pytest": "9"}}
+GPU = {"gpu": "NVIDIA X1", "torch": "2.11.0", "torch_cuda": "13.0", "capability": "9.0", "driver": "1", "cores": 2,
+       "ram_bytes": 8 << 30, "memory_bytes": 1 << 30, "memory_free_bytes": 1 << 30,
+       "packages": {"pytest": "9", "expecttest": "1"}}
 
 
 @pytest.fixture
@@ -76,14 +77,16 @@ def test_what_no_time_is_left_for_is_skipped(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, ROOT / "scripts/gpu_check.py", "--build", tmp_path], capture_output=True, text=True)
+    command = [sys.executable, ROOT / "scripts/gpu_check.py", "--build", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("gpu-check: no GPU here: PyTorch ") and done.stderr.count("\n") == 1
 
 
 def test_counts_come_from_pytest_s_report(check: gpu_check.Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = '<testcase name="a"/><testcase name="b"><failure message="x > y&#10;more"/></testcase><testcase name="c"><skipped/></testcase>'
+    cases = ('<testcase name="a"/><testcase name="b"><failure message="x > y&#10;more"/></testcase>'
+             '<testcase name="c"><skipped message="no bnb"/></testcase>')
 
     def pytest_run(arguments: list, env: dict) -> str:
         Path(arguments[-1].split("=")[1]).write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
@@ -95,17 +98,23 @@ def test_counts_come_from_pytest_s_report(check: gpu_check.Check, monkeypatch: p
     with pytest.raises(Failed, match="^1 passed, 1 failed, 1 skipped; b: x > y$"):
         check.suite(Path("test_x.py"))
     assert check.data["suite"]["test_x"] == {
-        "passed": 1, "failed": 1, "skipped": ["c"], "failures": [{"test": "b", "message": "x > y"}]}
+        "passed": 1, "failed": 1, "skipped": [{"test": "c", "message": "no bnb"}],
+        "failures": [{"test": "b", "message": "x > y"}]}
     cases = '<testcase name="a"/>'
     assert check.suite(Path("test_x.py")) == "1 passed, 0 failed, 0 skipped"
-    check.gpu["packages"] = {}
+    check.gpu["packages"].pop("expecttest")
+    assert check.suite(Path("test_x.py")).endswith("; opcheck left out: expecttest is not installed")
+    cases = '<testcase name="test_x"><skipped message="no bnb"/></testcase>'
+    with pytest.raises(Skipped, match="^no bnb$"):
+        check.suite(Path("test_x.py"))
+    check.gpu["packages"].pop("pytest")
     with pytest.raises(Skipped, match="has no pytest"):
         check.suite(Path("test_x.py"))
 
 
 @pytest.mark.parametrize(("said", "status", "outcome"), [
     ("========= ERROR SUMMARY: 0 errors", 0, "ERROR SUMMARY: 0 errors"),
-    ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0, "RACECHECK SUMMARY: 0 hazards displayed"),
+    ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0, "RACECHECK SUMMARY: 0 hazards"),
     ("========= ERROR SUMMARY: 10 errors", 86, Failed),
     ("========= Error: Device not supported", 1, Skipped),
     ("Segmentation fault", 139, Failed),
@@ -127,7 +136,8 @@ def test_benchmarks_that_fail_keep_their_tables(check: gpu_check.Check, tmp_path
     file = tmp_path / "bench_x.py"
     table = {"title": "t", "unit": "GB/s", "rows": [{"name": "ours", "seconds": 1e-3, "rate": 5.0, "ratio": 1.0},
                                                     {"name": "limit", "seconds": 9e-4, "rate": 6.0, "ratio": 0.9}]}
-    file.write_text(f"import sys, pathlib; pathlib.Path(sys.argv[-1]).write_text({json.dumps({'tables': [table]})!r}); sys.exit(1)")
+    figures = json.dumps({"tables": [table]})
+    file.write_text(f"import sys, pathlib; pathlib.Path(sys.argv[-1]).write_text({figures!r}); sys.exit(1)")
     with pytest.raises(Failed, match="status 1"):
         check.benchmark(file)
     assert gpu_check.figures(check.data["benchmarks"]) == "t: 1.000 ms, 5.0 GB/s; limit 0.90\n"
@@ -155,7 +165,8 @@ def test_gpu_timing_is_a_call_s_share_of_many(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     calls = []
-    times = common.interleave({"short": lambda: calls.append(time.sleep(1e-3)), "long": lambda: time.sleep(1e-2)}, 3, "cuda")
+    candidates = {"short": lambda: calls.append(time.sleep(1e-3)), "long": lambda: time.sleep(1e-2)}
+    times = common.interleave(candidates, 3, "cuda")
     assert {name: len(seconds) for name, seconds in times.items()} == {"short": 3, "long": 3}
     assert len(calls) > 3 + 3 + 3 * 2  # warm-up, calibration, and several calls a round
     assert 1e-3 < min(times["short"]) < 1e-2 < min(times["long"])

@@ -136,7 +136,7 @@ def test_benchmarks_that_fail_keep_their_tables(check: gpu_check.Check, tmp_path
     file = tmp_path / "bench_x.py"
     table = {"title": "t", "unit": "GB/s", "rows": [{"name": "ours", "seconds": 1e-3, "rate": 5.0, "ratio": 1.0},
                                                     {"name": "limit", "seconds": 9e-4, "rate": 6.0, "ratio": 0.9}]}
-    figures = json.dumps({"tables": [table]})
+    figures = json.dumps({"benchmark": "x", "tables": [table]})
     file.write_text(f"import sys, pathlib; pathlib.Path(sys.argv[-1]).write_text({figures!r}); sys.exit(1)")
     with pytest.raises(Failed, match="status 1"):
         check.benchmark(file)

@@ -141,6 +141,7 @@ def run(backend: str, file: Path) -> None:
             saved[case.__name__] = {name: (t.cpu(), allowed) for name, (t, allowed) in results.items()}
         except Exception as error:
             saved[case.__name__] = f"{type(error).__name__}: {error}".split("\n")[0]
+            print(f"not ok {case.__name__}: {saved[case.__name__]}")
     torch.save(saved, file)
 
 

@@ -116,6 +116,7 @@ def test_counts_come_from_pytest_s_report(check: gpu_check.Check, monkeypatch: p
     ("========= ERROR SUMMARY: 0 errors", 0, "ERROR SUMMARY: 0 errors"),
     ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0, "RACECHECK SUMMARY: 0 hazards"),
     ("========= ERROR SUMMARY: 10 errors", 86, Failed),
+    ("not ok adamw: RuntimeError: x\n========= ERROR SUMMARY: 0 errors", 0, Failed),
     ("========= Error: Device not supported", 1, Skipped),
     ("Segmentation fault", 139, Failed),
 ])

@@ -98,10 +98,10 @@ def graphed(run: Callable[[], object]) -> Callable[[], object]:
 def rotate(make: Callable[[], Callable[[], object]], size: int, device: str) -> Callable[[], object]:
     """One candidate over several sets of buffers in turn, each built by `make` and `size` bytes large (its inputs).
 
-    On a GPU, as many as exceed four times its L2 cache together; what the calls return is kept as long, so that outputs
+    On a GPU, as many as fill four times its L2 cache together; what the calls return is kept as long, so that outputs
     rotate too. On a CPU, one: its benchmarks name the sizes that stay in cache.
     """
-    sets = math.ceil(4 * l2_bytes() / size) + 1 if device == "cuda" else 1
+    sets = math.ceil(4 * l2_bytes() / size) if device == "cuda" else 1
     if sets == 1:
         return make()
     turns = itertools.cycle([make() for _ in range(sets)])
@@ -135,7 +135,7 @@ def gemm_probe(m: int, n: int, k: int, dtype: torch.dtype, device: str) -> Calla
 
 def copy_bandwidth(device: str) -> float:
     """Bytes a second, read and written bytes both counted, over buffers that no cache holds."""
-    size = 4 << 30 if device == "cuda" else 256 << 20
+    size = min(4 << 30, torch.cuda.mem_get_info()[0] // 4) if device == "cuda" else 256 << 20
     return size / statistics.median(interleave({"copy": copy_probe(size, device)}, 10, device)["copy"])
 
 

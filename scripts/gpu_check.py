@@ -23,11 +23,11 @@ LIBRARIES = ("libshoestring.so", "libshoestring_cuda.so", "build.json")
 EMULATOR = "libshoestring_simt.so"
 
 
-def tool(name: str) -> str | None:
-    """A program, on the PATH or in the CUDA toolkit's folder."""
+def widen_path() -> None:
+    """After what is on the PATH: programs beside this Python (pip's cmake and ninja), and the CUDA toolkit's."""
     homes = [os.environ[v] for v in ("CUDA_HOME", "CUDA_PATH") if v in os.environ]
-    folders = [f"{home}/bin" for home in (*homes, "/usr/local/cuda")]
-    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(folders))
+    folders = [str(Path(sys.executable).parent), *(f"{home}/bin" for home in (*homes, "/usr/local/cuda"))]
+    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), *folders])
 
 
 def _path(folder: Path) -> str:
@@ -73,9 +73,9 @@ class Check:
 
     def environment(self) -> str:
         gpu = self.gpu
-        nvcc = re.search(r"release ([\d.]+)", self.runner.command([tool("nvcc"), "--version"]) if tool("nvcc") else "")
-        gpu["toolkit"] = nvcc[1] if nvcc else None
-        gpu["not_found"] = [name for name in ("nvcc", "cmake", "ninja", "compute-sanitizer") if tool(name) is None]
+        nvcc = self.runner.command(["nvcc", "--version"]) if shutil.which("nvcc") else ""
+        gpu["toolkit"] = found[1] if (found := re.search(r"release ([\d.]+)", nvcc)) else None
+        gpu["not_found"] = [name for name in ("nvcc", "cmake", "ninja", "compute-sanitizer") if not shutil.which(name)]
         packages = ", ".join(f"{name} {version}" for name, version in gpu["packages"].items())
         free, total = (gpu[name] / 2**30 for name in ("memory_free_bytes", "memory_bytes"))
         return (f"{gpu['gpu']}, capability {gpu['capability']}, driver {gpu['driver']}, toolkit {gpu['toolkit']}, "
@@ -88,7 +88,7 @@ class Check:
                         ignore=shutil.ignore_patterns("lib", "include", "share", "__pycache__"))
         if prebuilt := os.environ.get("SHOESTRING_PREBUILT"):
             return self._take(Path(prebuilt))
-        if tool("nvcc") is None or shutil.which("cmake") is None:
+        if shutil.which("nvcc") is None or shutil.which("cmake") is None:
             raise Failed("nvcc, cmake: expected both on the PATH, or SHOESTRING_PREBUILT=DIR with libraries built "
                          "elsewhere")
         capability = self.gpu["capability"].replace(".", "")
@@ -98,8 +98,8 @@ class Check:
         launchers = [f"-DCMAKE_{language}_COMPILER_LAUNCHER=ccache" for language in ("CXX", "CUDA")]
         self.runner.command([
             "cmake", "-S", ROOT, "-B", self.build_folder, *(["-G", "Ninja"] if new and shutil.which("ninja") else []),
-            f"-DPython3_EXECUTABLE={sys.executable}", f"-DCMAKE_CUDA_COMPILER={tool('nvcc')}", "-DSHOESTRING_CUDA=1",
-            f"-DSHOESTRING_CUDA_ARCHITECTURES={architecture}", "-DSHOESTRING_TESTS=ON",
+            f"-DPython3_EXECUTABLE={sys.executable}", f"-DCMAKE_CUDA_COMPILER={shutil.which('nvcc')}",
+            "-DSHOESTRING_CUDA=1", f"-DSHOESTRING_CUDA_ARCHITECTURES={architecture}", "-DSHOESTRING_TESTS=ON",
             *(launchers if shutil.which("ccache") else []),
         ])
         self.runner.command(["cmake", "--build", self.build_folder, "--parallel", jobs, "--target", "shoestring",
@@ -200,18 +200,17 @@ class Check:
         return f"{len(found['tables'])} tables"
 
     def sanitizer(self, name: str) -> str:
-        program = tool("compute-sanitizer")
-        if program is None:
+        if shutil.which("compute-sanitizer") is None:
             raise Skipped("compute-sanitizer was not found")
         results = self.runner.logs / f"{name}.pt"
         results.unlink(missing_ok=True)
-        # Only our kernels, not the API calls with which CUDA's own libraries probe the driver; and no caching allocator,
-        # so that a stray access leaves its own allocation.
+        # Only our kernels, not the API calls with which CUDA's own libraries probe the driver; and no caching
+        # allocator, so that a stray access leaves its own allocation.
         env = self.env | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         output = self.runner.command(
-            [program, "--tool", name, "--error-exitcode", "86", "--report-api-errors", "no", "--kernel-regex",
-             "kns=shoestring", sys.executable, ROOT / "tests/python/emulator_cases.py", "run", "cuda", results],
-            env, ok=tuple(range(256)))
+            ["compute-sanitizer", "--tool", name, "--error-exitcode", "86", "--report-api-errors", "no",
+             "--kernel-regex", "kns=shoestring", sys.executable, ROOT / "tests/python/emulator_cases.py", "run", "cuda",
+             results], env, ok=tuple(range(256)))
         if "Device not supported" in output:
             raise Skipped("compute-sanitizer does not support this machine's GPU")
         summaries = [line.lstrip("= ") for line in output.splitlines() if "SUMMARY:" in line]
@@ -241,6 +240,7 @@ def main() -> int:
     parser.add_argument("--build", type=Path, default=ROOT / "build-gpu", help="the build folder")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="where <gpu>.json goes")
     options = parser.parse_args()
+    widen_path()
     runner = Runner(options.build.resolve() / "gpu-check", options.budget_minutes * 60)
     try:
         environment = json.loads(runner.command([sys.executable, ROOT / "scripts/gpu_environment.py"]).splitlines()[-1])

@@ -5,7 +5,10 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <cstdarg>
+#include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <numeric>
@@ -40,6 +43,7 @@ int fixed_order = [] {
 
 struct Barrier {
   std::vector<int> waiting, arrived;  // threads
+  std::vector<uint32_t> published;    // what those that arrived knew and had done by then; what they do later is not in it
   int count = 0;
 };
 Barrier barriers[16];
@@ -99,25 +103,31 @@ std::string standstill() {
   return text;
 }
 
-// Everything that any of `ids` knows, and what they themselves have done, becomes known to all of them.
-void synchronise(const std::vector<int>& ids, const std::vector<int>& learners) {
+void learn(std::vector<uint32_t>& known, const std::vector<uint32_t>& more) {
+  for (size_t u = 0; u < more.size(); ++u) known[u] = std::max(known[u], more[u]);
+}
+
+void learn_lanes(std::vector<uint32_t>& known, const Thread& thread) {
+  const int first = thread.id / 32 * 32;
+  for (int lane = 0; lane < 32 && first + lane < block.threads; ++lane) {
+    known[first + lane] = std::max(known[first + lane], thread.known_lanes[lane]);
+  }
+}
+
+// Everything that any of `ids` knows, and what they themselves have done, becomes known to all of them, and `published`.
+void synchronise(const std::vector<int>& ids, const std::vector<uint32_t>& published = {}) {
   auto known = std::make_shared<std::vector<uint32_t>>(block.threads, 0);
+  learn(*known, published);
   if (static_cast<int>(ids.size()) < block.threads) {
     const std::vector<uint32_t>* last = nullptr;
     for (int t : ids) {
-      if (threads[t].known.get() == last) continue;
+      if (threads[t].known.get() != last) learn(*known, *threads[t].known);
       last = threads[t].known.get();
-      for (int u = 0; u < block.threads; ++u) (*known)[u] = std::max((*known)[u], (*last)[u]);
-    }
-    for (int t : ids) {
-      for (int lane = 0; lane < 32 && t / 32 * 32 + lane < block.threads; ++lane) {
-        uint32_t& k = (*known)[t / 32 * 32 + lane];
-        k = std::max(k, threads[t].known_lanes[lane]);
-      }
+      learn_lanes(*known, threads[t]);
     }
   }
   for (int t : ids) (*known)[t] = threads[t].clock++;
-  for (int t : learners) threads[t].known = known;
+  for (int t : ids) threads[t].known = known;
 }
 
 void arrive(int id, int count, const char* name, Where where) {
@@ -132,6 +142,10 @@ void arrive(int id, int count, const char* name, Where where) {
     fail(std::string(name) + ": others at barrier " + std::to_string(id) + " expect " + std::to_string(b.count) +
          " threads, this one " + std::to_string(expected));
   }
+  if (std::count(b.arrived.begin(), b.arrived.end(), current->id) > 0) {
+    fail(std::string(name) + " (" + text_of(where) + "): this thread has arrived at barrier " + std::to_string(id) +
+         " already, and the barrier still waits for others");
+  }
   if (count == 0 && !b.waiting.empty()) {
     const Thread& other = threads[b.waiting[0]];
     if (other.where.line() != where.line() || std::string(other.where.file_name()) != where.file_name()) {
@@ -141,13 +155,10 @@ void arrive(int id, int count, const char* name, Where where) {
 }
 
 void complete(Barrier& b) {
-  std::vector<int> all = b.waiting;
-  all.insert(all.end(), b.arrived.begin(), b.arrived.end());
-  if (static_cast<int>(all.size()) < b.count) return;
-  synchronise(all, b.waiting);
+  if (static_cast<int>(b.waiting.size() + b.arrived.size()) < b.count) return;
+  synchronise(b.waiting, b.published);
   for (int t : b.waiting) threads[t].waiting = false;
-  b.waiting.clear();
-  b.arrived.clear();
+  b = Barrier{};
 }
 
 void run_block(const std::vector<int>& order, std::mt19937& random, bool shuffle) {
@@ -197,6 +208,15 @@ void fail(const std::string& text) {
   error = "block " + std::to_string(block.index) + ", thread " + std::to_string(current->id) + ": " + text;
   yield();
   std::abort();  // a failed launch is never resumed
+}
+
+void failf(const char* format, ...) {
+  char text[512];
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(text, sizeof text, format, arguments);
+  va_end(arguments);
+  fail(text);
 }
 
 const char* run(int64_t blocks, int thread_count, int shared_bytes, void (*body)(void*), void* arguments) {
@@ -265,8 +285,13 @@ void barrier(int id, int count, const char* name, Where where) {
 
 void barrier_arrive(int id, int count, const char* name, Where where) {
   arrive(id, count, name, where);
-  barriers[id].arrived.push_back(current->id);
-  complete(barriers[id]);
+  Barrier& b = barriers[id];
+  b.arrived.push_back(current->id);
+  b.published.resize(block.threads);
+  learn(b.published, *current->known);
+  learn_lanes(b.published, *current);
+  b.published[current->id] = current->clock++;
+  complete(b);
 }
 
 int barrier_reduce(int value, int (*combine)(int, int), const char* name, Where where) {
@@ -293,13 +318,13 @@ void warp_collective(const char* name, unsigned mask, const void* in, void* out,
   bool all = true;
   for (int l = 0; l < 32; ++l) {
     if ((mask >> l & 1) == 0 || l == lane) continue;
-    const std::string who = std::string(name) + ": lane " + std::to_string(l) + " of the mask ";
-    if (first + l >= block.threads) fail(who + "does not exist (" + text_of(where) + ")");
+    const auto who = [&] { return std::string(name) + ": lane " + std::to_string(l) + " of the mask "; };
+    if (first + l >= block.threads) fail(who() + "does not exist (" + text_of(where) + ")");
     const Thread& other = threads[first + l];
-    if (other.done) fail(who + "has returned (" + text_of(where) + ")");
-    const bool here = other.waiting && other.mask == mask && std::string(other.at) == name;
+    if (other.done) fail(who() + "has returned (" + text_of(where) + ")");
+    const bool here = other.waiting && other.mask == mask && std::strcmp(other.at, name) == 0;
     if (other.waiting && !here && other.mask >> lane & 1) {
-      fail(who + "waits for this one at " + other.at + " (" + text_of(other.where) + "), this one is at " + text_of(where));
+      fail(who() + "waits for this one at " + other.at + " (" + text_of(other.where) + "), this one is at " + text_of(where));
     }
     all = all && here;
   }
@@ -330,7 +355,7 @@ void warp_collective(const char* name, unsigned mask, const void* in, void* out,
       for (int t : ids) lanes[t % 32] = threads[t].clock++;
       for (int t : ids) std::copy(lanes, lanes + 32, threads[t].known_lanes);
     } else {
-      synchronise(ids, ids);
+      synchronise(ids);
     }
   }
   for (int t : ids) {

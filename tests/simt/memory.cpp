@@ -247,6 +247,14 @@ void check_read(const void* address, size_t size, Where where) { check(address, 
 void check_write(const void* address, size_t size, Where where) { check(address, size, true, false, {nullptr, where}); }
 void check_atomic(const void* address, size_t size, Where where) { check(address, size, true, true, {nullptr, where}); }
 
+void check_matrix_row(const void* row, Where where) {
+  const Place place{nullptr, where};
+  check_aligned(row, 16, false, place);
+  bool shared;
+  find(reinterpret_cast<uintptr_t>(row), 16, false, false, place, shared);
+  if (!shared) bad_access("ldmatrix reads shared memory only", 16, false, false, place, "");
+}
+
 void copy_async(void* to, const void* from, int bytes, int from_bytes, Where where) {
   const Place place{nullptr, where};
   if (bytes != 4 && bytes != 8 && bytes != 16) fail("cp.async: expected 4, 8 or 16 bytes, received " + std::to_string(bytes));

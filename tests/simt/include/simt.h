@@ -25,6 +25,8 @@ const char* run(int64_t blocks, int threads, int shared_bytes, Call call) {
 /// Ends the launch with this text. Called on a kernel's thread.
 [[noreturn]] void fail(const std::string& text);
 [[noreturn]] void fail(const char* text);
+/// The same for code that is compiled with kernels, where a string's own memory would be checked: printf's format.
+[[noreturn]] void failf(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 struct Index {
   unsigned x, y, z;
@@ -57,6 +59,9 @@ void check_source(const char* name, unsigned mask, int lane, Where where);
 void check_read(const void* address, size_t size, Where where = Where::current());
 void check_write(const void* address, size_t size, Where where = Where::current());
 void check_atomic(const void* address, size_t size, Where where = Where::current());
+
+/// A row of ldmatrix, which is read: 16 bytes of shared memory, aligned to as many.
+void check_matrix_row(const void* row, Where where);
 
 /// cp.async: `bytes` (4, 8 or 16) to shared memory, of which `from_bytes` are read and the others zero. They arrive at the
 /// wait, no sooner, and nobody may touch them before.

@@ -1,0 +1,61 @@
+#pragma once
+
+// Memory for kernels, on a GPU where this is compiled against CUDA's headers, in the emulator where against its own.
+
+#include <stdexcept>
+#include <vector>
+
+#include <cuda_runtime.h>
+
+namespace simt_tests {
+
+#if defined(CUDART_VERSION)
+
+inline void check(cudaError_t error) {
+  if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
+}
+
+template <class T>
+class DeviceArray {
+ public:
+  explicit DeviceArray(const std::vector<T>& values) : size_(values.size()) {
+    check(cudaMalloc(&data_, size_ * sizeof(T)));
+    check(cudaMemcpy(data_, values.data(), size_ * sizeof(T), cudaMemcpyHostToDevice));
+  }
+  ~DeviceArray() { cudaFree(data_); }
+  DeviceArray(const DeviceArray&) = delete;
+
+  T* data() { return data_; }
+  std::vector<T> to_host() const {  // after the kernels before
+    std::vector<T> values(size_);
+    check(cudaMemcpy(values.data(), data_, size_ * sizeof(T), cudaMemcpyDeviceToHost));
+    return values;
+  }
+
+ private:
+  size_t size_;
+  T* data_ = nullptr;
+};
+
+#else
+
+template <class T>
+class DeviceArray {
+ public:
+  explicit DeviceArray(const std::vector<T>& values) : values_(values) {
+    values_.resize(values.size() + 64 / sizeof(T));  // apart from the next
+    simt::add_memory(values_.data(), values.size() * sizeof(T));
+  }
+  ~DeviceArray() { simt::remove_memory(values_.data()); }
+  DeviceArray(const DeviceArray&) = delete;
+
+  T* data() { return values_.data(); }
+  std::vector<T> to_host() const { return {values_.begin(), values_.end() - 64 / sizeof(T)}; }
+
+ private:
+  std::vector<T> values_;
+};
+
+#endif
+
+}  // namespace simt_tests

@@ -107,13 +107,6 @@ void learn(std::vector<uint32_t>& known, const std::vector<uint32_t>& more) {
   for (size_t u = 0; u < more.size(); ++u) known[u] = std::max(known[u], more[u]);
 }
 
-void learn_lanes(std::vector<uint32_t>& known, const Thread& thread) {
-  const int first = thread.id / 32 * 32;
-  for (int lane = 0; lane < 32 && first + lane < block.threads; ++lane) {
-    known[first + lane] = std::max(known[first + lane], thread.known_lanes[lane]);
-  }
-}
-
 // Everything that any of `ids` knows, and what they themselves have done, becomes known to all of them, and `published`.
 void synchronise(const std::vector<int>& ids, const std::vector<uint32_t>& published = {}) {
   auto known = std::make_shared<std::vector<uint32_t>>(block.threads, 0);
@@ -123,7 +116,10 @@ void synchronise(const std::vector<int>& ids, const std::vector<uint32_t>& publi
     for (int t : ids) {
       if (threads[t].known.get() != last) learn(*known, *threads[t].known);
       last = threads[t].known.get();
-      learn_lanes(*known, threads[t]);
+      for (int lane = 0; lane < 32 && t / 32 * 32 + lane < block.threads; ++lane) {
+        uint32_t& k = (*known)[t / 32 * 32 + lane];
+        k = std::max(k, threads[t].known_lanes[lane]);
+      }
     }
   }
   for (int t : ids) (*known)[t] = threads[t].clock++;
@@ -288,8 +284,7 @@ void barrier_arrive(int id, int count, const char* name, Where where) {
   Barrier& b = barriers[id];
   b.arrived.push_back(current->id);
   b.published.resize(block.threads);
-  learn(b.published, *current->known);
-  learn_lanes(b.published, *current);
+  learn(b.published, *current->known);  // the own warp's lanes arrive themselves
   b.published[current->id] = current->clock++;
   complete(b);
 }

@@ -98,6 +98,20 @@ __global__ void pass_on(const float* in, int chunks, float* out) {
   }
 }
 
+__global__ void pass_along(const float* in, float* out) {
+  __shared__ float buffer[kWarp];
+  if (warp() == 0) {
+    buffer[lane()] = in[lane()];
+    barrier_arrive(1, 64);
+  } else if (warp() == 1) {
+    barrier_sync(1, 64);
+    barrier_arrive(2, 64);
+  } else {
+    barrier_sync(2, 64);
+    out[lane()] = buffer[31 - lane()];
+  }
+}
+
 }  // namespace
 
 const char* copy_async(int bytes, const unsigned char* in, const int* from_bytes, unsigned char* out, Flaw flaw) {
@@ -157,5 +171,7 @@ const char* ring(const float* in, int chunks, float* out, Flaw flaw) {
 #endif
   return launch(kernel, 1, 128, 0, nullptr, in, chunks, out);
 }
+
+const char* relay(const float* in, float* out) { return launch(pass_along, 1, 96, 0, nullptr, in, out); }
 
 }  // namespace simt_tests

@@ -61,4 +61,7 @@ const char* round_to_tf32(const unsigned* in, unsigned* out, int n);
 /// out[i] = sum over the chunks of in[chunk][i], i < 64: two warps fill a ring of two buffers, two empty it.
 const char* ring(const float* in, int chunks, float* out, Flaw flaw = Flaw::none);
 
+/// out[i] = in[31 - i], i < 32: a warp passes it to a second one by barriers, and that one on to a third.
+const char* relay(const float* in, float* out);
+
 }  // namespace simt_tests

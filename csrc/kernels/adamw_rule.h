@@ -3,11 +3,7 @@
 // AdamW (Loshchilov and Hutter, arXiv 1711.05101) for one element, or one vector of elements: the rule that the
 // kernels of every device share.
 
-#if defined(__CUDACC__)
-#define SHOESTRING_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define SHOESTRING_HOST_DEVICE inline __attribute__((always_inline))
-#endif
+#include "kernels/host_device.h"
 
 namespace shoestring::kernels {
 

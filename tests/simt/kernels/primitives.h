@@ -1,6 +1,8 @@
 #pragma once
 
-// Kernels over cuda/common/ptx.h, for the emulator and for a GPU. Launchers take device memory, and return the error or null.
+#include <cstdint>
+
+// Kernels over cuda/common/ptx.h and csrc/kernels/philox.h, for the emulator and for a GPU. Launchers take device memory, and return the error or null.
 
 namespace simt_tests {
 
@@ -63,5 +65,8 @@ const char* ring(const float* in, int chunks, float* out, Flaw flaw = Flaw::none
 
 /// out[i] = in[31 - i], i < 32: a warp passes it to a second one by barriers, and that one on to a third.
 const char* relay(const float* in, float* out);
+
+/// philox_at(seed, step, first + i), i < count <= 1024.
+const char* random_bits(uint64_t seed, uint64_t step, uint64_t first, int count, unsigned* out);
 
 }  // namespace simt_tests

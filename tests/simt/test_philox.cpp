@@ -1,0 +1,43 @@
+// The random numbers of csrc/kernels/philox.h, on the host and in a kernel. Built twice, as test_primitives.cpp.
+
+#include <cstdint>
+#include <vector>
+
+#include "catch2.h"
+#include "device_array.h"
+#include "kernels/philox.h"
+#include "kernels/primitives.h"
+
+using namespace simt_tests;
+using shoestring::kernels::philox;
+using shoestring::kernels::philox_at;
+using shoestring::kernels::Random4;
+
+namespace {
+
+std::vector<uint32_t> words(const Random4& r) { return {r.value, r.value + 4}; }
+
+}  // namespace
+
+TEST_CASE("Philox 4x32-10 gives the published answers") {  // Random123's kat_vectors
+  CHECK(words(philox({{0, 0, 0, 0}}, 0, 0)) == std::vector<uint32_t>{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8});
+  CHECK(words(philox({{0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff}}, 0xffffffff, 0xffffffff)) ==
+        std::vector<uint32_t>{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd});
+  CHECK(words(philox({{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}}, 0xa4093822, 0x299f31d0)) ==
+        std::vector<uint32_t>{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1});
+  // Seed, step and index are the key and the counter, lower halves first.
+  CHECK(words(philox_at(0x299f31d0a4093822, 0x0370734413198a2e, 0x85a308d3243f6a88)) ==
+        std::vector<uint32_t>{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1});
+}
+
+TEST_CASE("a kernel draws the same random bits as the host") {
+  const uint64_t seed = 0x123456789abcdef0, step = 1000, first = (uint64_t{1} << 32) - 16;  // over the lower half's end
+  DeviceArray<unsigned> out(std::vector<unsigned>(32 * 4));
+  const char* error = random_bits(seed, step, first, 32, out.data());
+  REQUIRE(error == nullptr);
+  std::vector<unsigned> expected;
+  for (uint64_t i = 0; i < 32; ++i) {
+    for (uint32_t x : words(philox_at(seed, step, first + i))) expected.push_back(x);
+  }
+  CHECK(out.to_host() == expected);
+}

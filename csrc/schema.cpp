@@ -11,7 +11,7 @@ TORCH_LIBRARY(shoestring, m) {
   // hidden (..., features), weight (vocab, features), target (...) int64, bias (vocab). fp32 loss for 16-bit inputs.
   m.def(
       "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, int ignore_index=-100, "
-      "str reduction='mean', float label_smoothing=0., float softcap=0., int workspace_mb=64) -> Tensor");
+      "str reduction='mean', float label_smoothing=0., float softcap=0., int workspace_mb=0) -> Tensor");
   // The same, with the gradients for an upstream gradient of 1 made in passing (those that output_mask asks for: hidden,
   // weight, bias; the others are empty).
   m.def(

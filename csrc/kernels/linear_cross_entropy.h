@@ -25,6 +25,31 @@ struct LinearCrossEntropyTable {
   CrossEntropyResult (*row_double)(double* z, const double* bias, const CrossEntropyRow& row);
 };
 
+/// A wave of rows on the GPU. T: double for rows_double, else float.
+struct CrossEntropyRows {
+  void* logits;            // (tokens, stride) T: rows of raw logits on entry, 16-byte aligned
+  int64_t tokens, vocab;   // what is in a row from vocab on is neither used nor kept
+  int64_t stride;          // a multiple of 8
+  const int64_t* target;   // (tokens)
+  int64_t ignore_index;    // rows with this target: loss and gradient are 0, whatever the logits are
+  const void* bias;        // (stride) T, 16-byte aligned, or null
+  const void* factor;      // T: what the gradient is multiplied by, one for all rows, or (tokens)
+  bool factor_per_row;
+  double label_smoothing;
+  double softcap;          // 0: none
+  bool gradient;           // false: the logits stay, and only the loss is wanted; factor may be null
+  void* loss;              // (tokens) T
+};
+
+/// Each writes the loss of every row and, if asked, its gradient over the logits: T in place of each logit, a 16-bit type
+/// into the row's upper half (row r at byte r * 4 * stride + 2 * stride). Returns the launch's error, or null.
+struct LinearCrossEntropyCuda {
+  const char* (*rows_float)(const CrossEntropyRows& rows, void* stream);
+  const char* (*rows_bf16)(const CrossEntropyRows& rows, void* stream);
+  const char* (*rows_fp16)(const CrossEntropyRows& rows, void* stream);
+  const char* (*rows_double)(const CrossEntropyRows& rows, void* stream);
+};
+
 }  // namespace shoestring::kernels
 
 SHOESTRING_CPU_TABLE(kernels::LinearCrossEntropyTable, linear_cross_entropy)

@@ -226,7 +226,7 @@ def test_no_gradient_is_made_without_need() -> None:
         ({"reduction": "average"}, "reduction: expected 'mean', 'sum' or 'none', received 'average'"),
         ({"label_smoothing": 1.0}, "label_smoothing: expected a number"),
         ({"softcap": -1.0}, "softcap: expected 0"),
-        ({"workspace_mb": 0}, "workspace_mb: expected at least 1"),
+        ({"workspace_mb": -1}, "workspace_mb: expected MiB, or 0 for the device.s default, received -1"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -15,26 +15,31 @@ def linear_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     softcap: float = 0.0,
-    workspace_mb: int = 64,
+    workspace_mb: int = 0,
 ) -> Tensor:
     """Cross-entropy of ``hidden @ weight.T + bias`` against ``target``, a chunk of tokens at a time.
 
     The (tokens, vocab) logits never exist: beside the gradients, memory is bounded by ``workspace_mb``. With a scalar
     result the gradients are made in the forward pass (three matrix products in all); with ``reduction="none"`` the
     backward pass computes the logits again (four). Logits and sums are fp32 (fp64 for fp64 input), whatever the dtype,
-    and so are the products, but that bf16 gradients are multiplied as bf16 where the CPU has units for it. On the CPU
-    16-bit input also keeps an fp32 (vocab, features) accumulator for the weight's gradient.
+    and so are the products, but that the gradients of 16-bit input are multiplied in its dtype on CUDA, and bf16 ones on
+    a CPU that has units for it. 16-bit input also keeps an fp32 (vocab, features) accumulator for the weight's gradient,
+    on CUDA only where there are several chunks. On CUDA nothing waits for the GPU.
 
     Args:
         hidden: (..., features), fp32, fp64, bf16 or fp16.
         weight: (vocab, features), hidden's dtype.
         target: (...), int64, classes in [0, vocab) or ``ignore_index``.
         bias: (vocab), hidden's dtype.
-        ignore_index: tokens with this target count neither in the loss nor in the mean, and cost nothing.
+        ignore_index: tokens with this target count neither in the loss nor in the mean, and cost nothing on the CPU; on
+            CUDA they cost as much as the others.
         reduction: "mean" over the tokens that count (NaN where none does, as in PyTorch), "sum" or "none".
         label_smoothing: in [0, 1), as in ``torch.nn.functional.cross_entropy``.
         softcap: if not 0, logits become ``softcap * tanh(logits / softcap)`` (Gemma 2).
-        workspace_mb: bound on the chunk of logits that exists at a time, in MiB.
+        workspace_mb: bound on the chunk of logits that exists at a time, in MiB. 0 is the device's default. CPU: 64.
+            CUDA: 1024 tokens, or 256 MiB if that is more; and where weight needs a gradient, all tokens if they are
+            at most ``2 * features``, else ``features`` tokens. That is ``8 * vocab * features`` bytes, the fp32
+            accumulator included; less costs about ``230 / tokens per chunk`` of the time on an H200.
 
     Returns:
         A scalar, or target's shape for ``reduction="none"``; fp32 for 16-bit input. Bitwise repeatable. Differentiable
@@ -42,7 +47,8 @@ def linear_cross_entropy(
 
     Raises:
         RuntimeError: a shape, dtype or option that does not fit.
-        IndexError: a target outside [0, vocab) that is not ``ignore_index``.
+        IndexError: a target outside [0, vocab) that is not ``ignore_index``; on CUDA, an assertion on the device, as
+            PyTorch's own.
 
     The method is that of Cut Cross-Entropy (arXiv 2411.09009) and of Liger Kernel's gradients in forward
     (arXiv 2410.10989).

@@ -39,7 +39,8 @@ TORCH_LIBRARY(shoestring, m) {
   m.def(
       "adamw_(Tensor(a!)[] params, Tensor?[] grads, Tensor(b!) step, Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, "
       "Tensor(e!) exp_avg_sq, Tensor(f!)? exp_avg_sq_scale, *, float lr, float beta1, float beta2, float eps, "
-      "float weight_decay, bool maximize=False) -> ()");
+      "float weight_decay, bool maximize=False, Tensor? lr_tensor=None, Tensor? grad_scale=None, "
+      "Tensor? clip_coef=None, Tensor? found_inf=None) -> ()");
   // Block-wise 8-bit state from values and back: codes of x's shape, and a scale for each 256 elements. An unsigned map
   // (signed=False, for x >= 0) has no zero but for zero itself.
   m.def("quantize_8bit(Tensor x, *, bool signed) -> (Tensor codes, Tensor scale)");

@@ -49,11 +49,16 @@ SHOESTRING_INLINE float largest(I32 most) {
   return x;
 }
 
+struct Math {
+  static SHOESTRING_METHOD F32 sqrt(F32 x) { return cpu::SHOESTRING_CAPABILITY::sqrt(x); }
+  static SHOESTRING_METHOD F32 divide(F32 a, F32 b) { return a / b; }
+};
+
 template <class Weight>
 SHOESTRING_INLINE void update(const AdamWRule& rule, typename Weight::Type* param, const typename Weight::Type* grad,
                               F32& m, F32& v) {
   F32 p = Weight::load(param);
-  rule(p, Weight::load(grad), m, v, [](F32 x) __attribute__((always_inline)) { return sqrt(x); });
+  rule(p, Weight::load(grad), m, v, Math());
   Weight::store(param, p);
 }
 

@@ -9,6 +9,7 @@
 
 #include "kernels/adamw.h"
 #include "ops/call.h"
+#include "ops/cuda.h"
 
 namespace shoestring {
 namespace {
@@ -74,6 +75,27 @@ Tensor dequantize_cpu(const Tensor& codes, const Tensor& scale, bool is_signed) 
   return x;
 }
 
+std::tuple<Tensor, Tensor> quantize_cuda(const Tensor& x, bool is_signed) {
+  const c10::OptionalDeviceGuard guard(x.device());
+  auto [codes, scale] = outputs(x);
+  const Tensor source = x.contiguous();
+  check_launch("quantize_8bit", cuda::table<kernels::Quantize8bitCuda>("quantize_8bit")
+                                    .quantize(source.const_data_ptr<float>(), x.numel(), is_signed,
+                                              codes.data_ptr<uint8_t>(), scale.data_ptr<float>(), stream_of(x)));
+  return {codes, scale};
+}
+
+Tensor dequantize_cuda(const Tensor& codes, const Tensor& scale, bool is_signed) {
+  check_codes(codes, scale);
+  const c10::OptionalDeviceGuard guard(codes.device());
+  const Tensor source = codes.contiguous(), factors = scale.contiguous();
+  Tensor x = at::empty(codes.sizes(), scale.options());
+  check_launch("dequantize_8bit", cuda::table<kernels::Quantize8bitCuda>("quantize_8bit")
+                                      .dequantize(source.const_data_ptr<uint8_t>(), factors.const_data_ptr<float>(),
+                                                  codes.numel(), is_signed, x.data_ptr<float>(), stream_of(codes)));
+  return x;
+}
+
 std::tuple<Tensor, Tensor> quantize_meta(const Tensor& x, bool) { return outputs(x); }
 
 Tensor dequantize_meta(const Tensor& codes, const Tensor& scale, bool) {
@@ -84,6 +106,10 @@ Tensor dequantize_meta(const Tensor& codes, const Tensor& scale, bool) {
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
   m.impl("quantize_8bit", quantize_cpu);
   m.impl("dequantize_8bit", dequantize_cpu);
+}
+TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
+  m.impl("quantize_8bit", quantize_cuda);
+  m.impl("dequantize_8bit", dequantize_cuda);
 }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
   m.impl("quantize_8bit", quantize_meta);

@@ -25,5 +25,13 @@ __device__ inline float warp_sum(float x) {
 __device__ inline float warp_max(float x) {
   return warp_reduce(x, [](float a, float b) { return a > b || a != a ? a : b; });
 }
+/// One instruction from sm_80 on.
+__device__ inline unsigned warp_max(unsigned x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(kAllLanes, x);
+#else
+  return warp_reduce(x, [](unsigned a, unsigned b) { return a > b ? a : b; });
+#endif
+}
 
 }  // namespace shoestring::cuda

@@ -76,6 +76,15 @@ struct AdamWStepOptions {
   TORCH_ARG(double, eps) = 1e-8;
   TORCH_ARG(double, weight_decay) = 1e-2;
   TORCH_ARG(bool, maximize) = false;
+  /// One fp32 number each, on the parameters' device, where a GPU's step reads it without the host having to wait:
+  /// in place of lr (a negative one is not noticed);
+  TORCH_ARG(std::optional<at::Tensor>, lr_tensor) = std::nullopt;
+  /// by which gradients are divided;
+  TORCH_ARG(std::optional<at::Tensor>, grad_scale) = std::nullopt;
+  /// with which they are multiplied;
+  TORCH_ARG(std::optional<at::Tensor>, clip_coef) = std::nullopt;
+  /// and that skips the whole step where it is not zero.
+  TORCH_ARG(std::optional<at::Tensor>, found_inf) = std::nullopt;
 };
 
 /// One step of AdamW, in place, on every parameter whose gradient is given. `shoestring::optim::AdamW` calls it.

@@ -1,9 +1,12 @@
-// Bandwidth-bound: half a byte in, two or four out. A thread reads 8 bytes (16 codes, all under one scale, since a block
-// has at least 32 elements) and writes 16-byte vectors. The table of 16 values lies in 16 different banks of shared
+// Bandwidth-bound: half a byte in, two or four out. A lane decodes what fills one 16-byte store, so that a warp's stores
+// are 512 contiguous bytes, and has four such vectors in flight. The table of 16 values lies in 16 banks of shared
 // memory, so a warp's look-ups never conflict.
+
+#include <type_traits>
 
 #include "common/convert.h"
 #include "common/launch.h"
+#include "common/vector.h"
 #include "kernels/cuda.h"
 #include "kernels/quantize_4bit.h"
 
@@ -11,57 +14,103 @@ namespace shoestring::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kPerThread = 16;
+constexpr int kVectors = 4;  // of a thread, all loaded before the first is decoded
 
-struct Values {
+// kernels::Packed as the kernel wants it: a shift in place of a division, and the values.
+struct Source {
+  const uint8_t* packed;
+  const float* absmax;
+  const uint8_t* codes;
+  const float* nested;
+  int log_block;
   float value[16];
 };
 
-__device__ float scale_of(const kernels::Packed& p, int64_t block) {
-  if (p.codes == nullptr) return p.absmax[block];
+template <bool kNested>
+__device__ float scale_of(const Source& s, int64_t block) {
+  if (!kNested) return s.absmax[block];
   // Two roundings, as on the CPU: not an fma.
-  return __fadd_rn(__fmul_rn(p.nested[1 + p.codes[block]], p.nested[257 + block / 256]), p.nested[0]);
+  return __fadd_rn(__fmul_rn(s.nested[1 + s.codes[block]], s.nested[257 + (block >> 8)]), s.nested[0]);
 }
 
-template <class T>
-__global__ void __launch_bounds__(kThreads) dequantize(kernels::Packed p, Values values, int64_t count, bool aligned,
-                                                       T* out) {
+// The value of the code in bits [shift, shift + 4) of a word; the bits serve as an offset in bytes.
+__device__ float value_at(const float* table, unsigned word, int shift) {
+  const unsigned offset = (shift < 2 ? word << 2 : word >> (shift - 2)) & 60;
+  return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(table) + offset);
+}
+
+// N vectors of a thread, kThreads vectors apart. Their codes are whole words, each under one scale.
+template <class T, bool kNested, int N>
+struct Vectors {
+  static constexpr int kWidth = 16 / sizeof(T);
+  unsigned word[N];
+  float scale[N];
+
+  __device__ void load(const Source& s, int64_t from) {
+    using Word = std::conditional_t<kWidth == 8, uint32_t, uint16_t>;
+    const int64_t block = from >> s.log_block;
+    const int inside = static_cast<int>(from - (block << s.log_block));
+    const auto* words = reinterpret_cast<const Word*>(s.packed + from / 2);
+#pragma unroll
+    for (int v = 0; v < N; ++v) word[v] = words[v * kThreads];
+#pragma unroll
+    for (int v = 0; v < N; ++v) {
+      scale[v] = scale_of<kNested>(s, block + ((inside + v * kThreads * kWidth) >> s.log_block));
+    }
+  }
+  __device__ void decode(const float* table, T* out) const {
+#pragma unroll
+    for (int v = 0; v < N; ++v) {
+      Vector<T, kWidth> values;
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {  // the even element in a byte's upper half
+        values[k] = rounded<T>(value_at(table, word[v], 4 * (k ^ 1)) * scale[v]);
+      }
+      store(out + v * kThreads * kWidth, values);
+    }
+  }
+};
+
+// Elements [begin, begin + count) to out; the first `whole` of them in vectors. begin is a multiple of a vector's width.
+// Budget: 48 registers, 64 bytes shared, no spills.
+template <class T, bool kNested>
+__global__ void __launch_bounds__(kThreads) dequantize(Source s, int64_t begin, int64_t whole, int64_t count, T* out) {
+  constexpr int kWidth = 16 / sizeof(T), kTile = kThreads * kVectors * kWidth;
   __shared__ float table[16];
-  if (threadIdx.x < 16) table[threadIdx.x] = values.value[threadIdx.x];
-  __syncthreads();
-  const int64_t begin = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kPerThread;
-  if (begin >= count) return;
-  const float scale = scale_of(p, begin / p.block_size);
-  if (aligned && begin + kPerThread <= count) {
-    const uint2 codes = *reinterpret_cast<const uint2*>(p.packed + begin / 2);
-    alignas(16) T block[kPerThread];
+  const int64_t tile = int64_t{blockIdx.x} * kTile, first = tile + threadIdx.x * kWidth;
+  const bool full = tile + kTile <= whole;
+  Vectors<T, kNested, kVectors> vectors;
+  if (full) vectors.load(s, begin + first);  // before the table is there: the loads take longest
+  if (threadIdx.x == 0) {
 #pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      // Byte i / 2 of the eight; the even element in its upper half.
-      const unsigned byte = ((i < 8 ? codes.x : codes.y) >> (i / 2 % 4 * 8)) & 0xff;
-      block[i] = rounded<T>(table[i % 2 == 0 ? byte >> 4 : byte & 15] * scale);
-    }
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof block / 16); ++i) {
-      reinterpret_cast<uint4*>(out + begin)[i] = reinterpret_cast<const uint4*>(block)[i];
-    }
-    return;
+    for (int k = 0; k < 16; ++k) table[k] = s.value[k];
   }
-  for (int64_t i = begin; i < count && i < begin + kPerThread; ++i) {
-    const unsigned byte = p.packed[i / 2];
-    out[i] = rounded<T>(table[i % 2 == 0 ? byte >> 4 : byte & 15] * scale);
+  __syncthreads();
+  if (full) return vectors.decode(table, out + first);
+
+  int64_t i = first;
+  for (; i < tile + kTile && i < whole; i += kThreads * kWidth) {
+    Vectors<T, kNested, 1> one;
+    one.load(s, begin + i);
+    one.decode(table, out + i);
+  }
+  for (i = (whole > tile ? whole : tile) + threadIdx.x; i < tile + kTile && i < count; i += kThreads) {
+    const int64_t from = begin + i;
+    const float value = value_at(table, s.packed[from / 2], i % 2 == 0 ? 4 : 0);
+    out[i] = rounded<T>(value * scale_of<kNested>(s, from >> s.log_block));
   }
 }
 
 template <class T>
-const char* run(const kernels::Packed& p, int64_t count, void* out, void* stream) {
-  Values values;
-  for (int i = 0; i < 16; ++i) values.value[i] = p.codebook->value[i];
-  const bool aligned =
-      reinterpret_cast<uintptr_t>(p.packed) % 8 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0;
-  const int64_t per_block = int64_t{kThreads} * kPerThread;
-  return launch(dequantize<T>, (count + per_block - 1) / per_block, kThreads, 0, stream, p, values, count, aligned,
-                static_cast<T*>(out));
+const char* run(const kernels::Packed& p, int64_t begin, int64_t count, void* out, void* stream) {
+  constexpr int kWidth = 16 / sizeof(T), kTile = kThreads * kVectors * kWidth;
+  Source s{p.packed, p.absmax, p.codes, p.nested, 0, {}};
+  while ((int64_t{1} << s.log_block) < p.block_size) ++s.log_block;
+  for (int i = 0; i < 16; ++i) s.value[i] = p.codebook->value[i];
+  const bool vectors = aligned(p.packed, kWidth / 2) && aligned(out);
+  const int64_t whole = vectors ? count - count % kWidth : 0;
+  return launch(p.codes == nullptr ? dequantize<T, false> : dequantize<T, true>, (count + kTile - 1) / kTile, kThreads,
+                0, stream, s, begin, whole, count, static_cast<T*>(out));
 }
 
 const kernels::Dequantize4bitCuda kTable{run<float>, run<__nv_bfloat16>, run<__half>};

@@ -42,11 +42,23 @@ struct Dequantize4bitTable {
   void (*dequantize_fp16)(const Packed&, int64_t begin, int64_t end, uint16_t* out);
 };
 
-// All `count` elements; pointers of Packed are on the device, the code book's is not. Returns an error's text or null.
+// Pointers of x, out and Packed are on the device, the code book's is not; stream is a cudaStream_t. They return an
+// error's text or null.
+struct Quantize4bitCuda {
+  // A whole tensor.
+  const char* (*quantize_float)(const void* x, int64_t count, int64_t block_size, const Codebook&, uint8_t* packed,
+                                float* absmax, void* stream);
+  const char* (*quantize_bf16)(const void* x, int64_t count, int64_t block_size, const Codebook&, uint8_t* packed,
+                               float* absmax, void* stream);
+  const char* (*quantize_fp16)(const void* x, int64_t count, int64_t block_size, const Codebook&, uint8_t* packed,
+                               float* absmax, void* stream);
+};
+
 struct Dequantize4bitCuda {
-  const char* (*dequantize_float)(const Packed&, int64_t count, void* out, void* stream);
-  const char* (*dequantize_bf16)(const Packed&, int64_t count, void* out, void* stream);
-  const char* (*dequantize_fp16)(const Packed&, int64_t count, void* out, void* stream);
+  // Elements [begin, begin + count) of the tensor to out[0 .. count); begin is a multiple of 8.
+  const char* (*dequantize_float)(const Packed&, int64_t begin, int64_t count, void* out, void* stream);
+  const char* (*dequantize_bf16)(const Packed&, int64_t begin, int64_t count, void* out, void* stream);
+  const char* (*dequantize_fp16)(const Packed&, int64_t begin, int64_t count, void* out, void* stream);
 };
 
 }  // namespace shoestring::kernels

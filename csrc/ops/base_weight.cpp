@@ -3,19 +3,30 @@
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
 
+#include "ops/gemm.h"
+
 namespace shoestring {
 
 using at::Tensor;
 
 namespace {
 
-// A panel that is still in the last cache when its product reads it, and few enough of them: each is two rounds of all
-// threads, which waits where other programs run.
-constexpr int64_t kPanelBytes = int64_t{4} << 20;
+// On the CPU a panel that is still in the last cache when its product reads it, and few enough of them: each is two
+// rounds of all threads, which waits where other programs run. On CUDA 64 MiB in the product's type: products that fill
+// the GPU, and equal panels, so that none is a rest. A multiple of 16 rows begins at a whole word of codes.
+int64_t panel_rows(Backend backend, int64_t rows, int64_t columns, int64_t element_bytes) {
+  const bool cuda = backend == Backend::kCuda;
+  const int64_t panel_bytes = int64_t{cuda ? 64 : 4} << 20;
+  const int64_t row_bytes = std::max<int64_t>(columns, 1) * (cuda ? element_bytes : sizeof(float));
+  const int64_t fit = std::max<int64_t>(cuda ? 16 : 64, panel_bytes / row_bytes / 16 * 16);
+  if (!cuda) return std::max<int64_t>(1, std::min(rows, fit));
+  const int64_t panels = std::max<int64_t>(1, (rows + fit - 1) / fit);
+  return std::max<int64_t>(1, ((rows + panels - 1) / panels + 15) / 16 * 16);
+}
 
-int64_t panel_rows(int64_t rows, int64_t columns) {
-  const int64_t fit = kPanelBytes / (std::max<int64_t>(columns, 1) * static_cast<int64_t>(sizeof(float)));
-  return std::max<int64_t>(1, std::min(rows, std::max<int64_t>(64, fit / 16 * 16)));
+// out = beta * out + alpha * a b; out = bias + alpha * a b where there is one. Any out keeps its strides.
+void multiply_into(Tensor out, const Tensor& bias, const Tensor& a, const Tensor& b, double beta, double alpha) {
+  at::addmm_out(out, bias.defined() ? bias : out, a, b, bias.defined() ? 1 : beta, alpha);
 }
 
 }  // namespace
@@ -30,13 +41,25 @@ at::ScalarType product_type(const Tensor& x) {
   return units && at::globalContext().userEnabledMkldnn() ? at::kBFloat16 : compute_type(x);
 }
 
+Products::Products(Backend backend, const Tensor& x)
+    : backend(backend),
+      weight(backend == Backend::kCuda ? x.scalar_type() : product_type(x)),
+      other(backend == Backend::kCuda ? x.scalar_type() : compute_type(x)) {}
+
+Tensor multiply(const Products& products, const Tensor& a, const Tensor& b, at::ScalarType dtype, double alpha) {
+  const bool direct = products.backend == Backend::kCpu || dtype == a.scalar_type();
+  Tensor out = at::empty({a.size(0), b.size(1)}, a.options().dtype(direct ? a.scalar_type() : compute_type(a)));
+  direct ? multiply_into(out, Tensor(), a, b, 0, alpha) : gemm(out, a, b, 0, alpha);
+  return out.to(dtype);
+}
+
 BaseWeight BaseWeight::dense(const Tensor& weight, at::ScalarType product) {
   BaseWeight base;
   base.rows_ = weight.size(0);
   base.columns_ = weight.size(1);
   base.dense_ = weight;
   const bool widen = weight.scalar_type() != product;
-  base.step_ = widen ? panel_rows(base.rows_, base.columns_) : std::max<int64_t>(base.rows_, 1);
+  base.step_ = widen ? panel_rows(Backend::kCpu, base.rows_, base.columns_, sizeof(float)) : std::max<int64_t>(base.rows_, 1);
   if (widen) base.buffer_ = at::empty({base.step_, base.columns_}, weight.options().dtype(product));
   return base;
 }
@@ -45,7 +68,7 @@ BaseWeight BaseWeight::quantized(PackedReader reader, int64_t rows, int64_t colu
   BaseWeight base;
   base.rows_ = rows;
   base.columns_ = columns;
-  base.step_ = panel_rows(rows, columns);
+  base.step_ = panel_rows(reader.backend(), rows, columns, static_cast<int64_t>(product.dtype().itemsize()));
   base.reader_.emplace(std::move(reader));
   const bool wide = product.dtype().toScalarType() == at::kDouble;
   base.narrow_ = at::empty({base.step_, columns}, wide ? product.dtype(at::kFloat) : product);
@@ -69,38 +92,48 @@ Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Tensor& bia
   const int64_t tokens = x.size(0);
   Tensor out = at::empty({tokens, weight.rows()}, x.options().dtype(dtype));
   const bool round = dtype != x.scalar_type();
-  const bool native = x.scalar_type() == at::kBFloat16;
+  const bool mixed = low.defined() && low.scalar_type() != x.scalar_type();  // on a CPU with bf16 units
   weight.for_each_panel([&](int64_t begin, const Tensor& panel) {
     const int64_t size = panel.size(0);
     Tensor columns = out.narrow(1, begin, size);
-    if (native && low.defined()) {  // the low-rank part is fp32
-      Tensor sum = at::mm(x, panel.t()).to(at::kFloat);
-      if (bias.defined()) sum.add_(bias.narrow(0, begin, size));
-      columns.copy_(sum.addmm_(low, up.narrow(0, begin, size).t(), /*beta=*/1, /*alpha=*/scaling));
+    const Tensor offset = bias.defined() ? bias.narrow(0, begin, size) : Tensor();
+    const Tensor part = low.defined() ? up.narrow(0, begin, size).t() : Tensor();  // (rank, size)
+    if (mixed) {
+      Tensor sum = at::mm(x, panel.t()).to(low.scalar_type());
+      if (offset.defined()) sum.add_(offset);
+      columns.copy_(sum.addmm_(low, part, /*beta=*/1, /*alpha=*/scaling));
       return;
     }
     Tensor to = round ? at::empty({tokens, size}, x.options()) : columns;
-    if (bias.defined()) {
-      at::addmm_out(to, bias.narrow(0, begin, size).to(x.scalar_type()), x, panel.t());
+    if (low.defined()) {  // first, so that where `to` has 16 bits the smaller part is rounded, and the sum once
+      multiply_into(to, offset, low, part, 0, scaling);
+      multiply_into(to, Tensor(), x, panel.t(), 1, 1);
     } else {
-      at::mm_out(to, x, panel.t());
+      multiply_into(to, offset.defined() ? offset.to(x.scalar_type()) : offset, x, panel.t(), 0, 1);
     }
-    if (low.defined()) to.addmm_(low, up.narrow(0, begin, size).t(), /*beta=*/1, /*alpha=*/scaling);
     if (round) columns.copy_(to);
   });
   return out;
 }
 
-Tensor times_weight(const BaseWeight& weight, const Tensor& grad, at::ScalarType compute, at::ScalarType product) {
-  Tensor out = at::empty({grad.size(0), weight.columns()}, grad.options().dtype(compute));
-  if (weight.rows() == 0) return out.zero_();
-  weight.for_each_panel([&](int64_t begin, const Tensor& panel) {
-    Tensor part = grad.narrow(1, begin, panel.size(0)).to(product);
-    if (product != compute) {
-      begin == 0 ? out.copy_(at::mm(part, panel)) : out.add_(at::mm(part, panel));
-      return;
+Tensor times_weight(const BaseWeight& weight, const Tensor& grad, const Tensor& low, const Tensor& down,
+                    const Products& products) {
+  const bool once = products.backend == Backend::kCuda && weight.one_panel();  // one rounding, then none between panels
+  Tensor out = at::empty({grad.size(0), weight.columns()},
+                         grad.options().dtype(once ? products.other : compute_type(grad)));
+  const auto add = [&](const Tensor& a, const Tensor& b, bool first) {
+    if (a.scalar_type() == out.scalar_type()) {
+      multiply_into(out, Tensor(), a, b, first ? 0 : 1, 1);
+    } else if (products.backend == Backend::kCuda) {
+      gemm(out, a, b, first ? 0 : 1);
+    } else {
+      first ? out.copy_(at::mm(a, b)) : out.add_(at::mm(a, b));
     }
-    at::addmm_out(out, out, part, panel, /*beta=*/begin == 0 ? 0 : 1, /*alpha=*/1);
+  };
+  if (low.defined()) add(low, down, true);
+  if (weight.rows() == 0) return low.defined() ? out : out.zero_();
+  weight.for_each_panel([&](int64_t begin, const Tensor& panel) {
+    add(grad.narrow(1, begin, panel.size(0)).to(products.weight), panel, begin == 0 && !low.defined());
   });
   return out;
 }

@@ -15,9 +15,23 @@ inline at::ScalarType compute_type(const at::Tensor& x) {
   return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-/// The type of the operands of products with the weight: bf16 as it is on a CPU with bf16 units, and elsewhere the
-/// compute type, since PyTorch's 16-bit products are then slower than fp32 by a factor of ten to hundreds.
+/// On the CPU, the type of the operands of products with the weight: bf16 as it is where the CPU has units for it, and
+/// elsewhere the compute type, since PyTorch's 16-bit products are then slower than fp32 by a factor of ten to hundreds.
 at::ScalarType product_type(const at::Tensor& x);
+
+/// The types that an operator on x multiplies in. On CUDA all are x's: tensor cores take 16-bit operands and add in fp32.
+/// On the CPU product_type for products with the weight, and compute_type for the others.
+struct Products {
+  Products(Backend backend, const at::Tensor& x);
+
+  Backend backend;
+  at::ScalarType weight;  // of products of x, or a gradient, with the weight
+  at::ScalarType other;   // of all other products
+};
+
+/// alpha * a b in `dtype`, rounded once. a and b are of one type, products.other.
+at::Tensor multiply(const Products& products, const at::Tensor& a, const at::Tensor& b, at::ScalarType dtype,
+                    double alpha = 1);
 
 /// x (..., features) as (tokens, features).
 inline at::Tensor as_matrix(const at::Tensor& x) {
@@ -34,7 +48,7 @@ inline std::vector<c10::SymInt> with_last(const at::Tensor& x, const c10::SymInt
 }
 
 /// A frozen (rows, columns) weight, dense or 4-bit, read a panel of rows at a time in the type of the product: as it
-/// lies where it is dense in that type, else through one buffer of about the cache's size.
+/// lies where it is dense in that type, else through one buffer: of about the cache's size, on CUDA of up to 64 MiB.
 class BaseWeight {
  public:
   static BaseWeight dense(const at::Tensor& weight, at::ScalarType product);
@@ -42,6 +56,7 @@ class BaseWeight {
 
   int64_t rows() const { return rows_; }
   int64_t columns() const { return columns_; }
+  bool one_panel() const { return rows_ <= step_; }
   /// Calls body(begin, panel) for panels (size, columns) that together are the weight, in order.
   template <class Body>
   void for_each_panel(Body body) const {
@@ -58,14 +73,15 @@ class BaseWeight {
   std::optional<PackedReader> reader_;
 };
 
-/// out (tokens, rows) of `dtype` = x (tokens, columns) weight^T + bias + scaling * low (tokens, rank) up^T. x is in the
-/// product's type, the others in the compute type; bias may be undefined, and so may low and up together.
+/// out (tokens, rows) of `dtype` = x (tokens, columns) weight^T + bias + scaling * low (tokens, rank) up^T. x is of type
+/// products.weight, the others products.other; bias may be undefined, and so may low and up together.
 at::Tensor apply_weight(const BaseWeight& weight, const at::Tensor& x, const at::Tensor& bias, const at::Tensor& low,
                         const at::Tensor& up, double scaling, at::ScalarType dtype);
 
-/// grad (tokens, rows) weight, in `compute`: (tokens, columns). grad of any dtype is converted to `product` a panel's
-/// columns at a time.
-at::Tensor times_weight(const BaseWeight& weight, const at::Tensor& grad, at::ScalarType compute,
-                        at::ScalarType product);
+/// grad (tokens, rows) weight + low (tokens, rank) down, of a type that holds the sum over the panels: (tokens,
+/// columns). grad of any dtype is converted to products.weight a panel's columns at a time; low and down are of type
+/// products.other, and undefined together.
+at::Tensor times_weight(const BaseWeight& weight, const at::Tensor& grad, const at::Tensor& low, const at::Tensor& down,
+                        const Products& products);
 
 }  // namespace shoestring

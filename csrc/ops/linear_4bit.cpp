@@ -1,4 +1,5 @@
 #include <ATen/Functions.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include <shoestring/ops.h>
@@ -34,30 +35,31 @@ void check(const Tensor& x, const Tensor& packed, const Tensor& absmax, const Op
   }
 }
 
-Tensor forward_cpu(const Tensor& x, const Tensor& packed, const Tensor& absmax, const OptionalTensor& nested,
-                   const OptionalTensor& bias, c10::SymInt out_features, c10::string_view quant_type,
-                   int64_t block_size) {
+template <Backend backend>
+Tensor forward(const Tensor& x, const Tensor& packed, const Tensor& absmax, const OptionalTensor& nested,
+               const OptionalTensor& bias, c10::SymInt out_features, c10::string_view quant_type, int64_t block_size) {
   check(x, packed, absmax, nested, bias, out_features, quant_type, block_size);
-  const auto product = product_type(x);
+  const c10::OptionalDeviceGuard guard(x.device());
+  const Products products(backend, x);
   const int64_t columns = x.size(-1), rows = out_features.expect_int();
-  auto weight = BaseWeight::quantized(PackedReader(kOp, packed, absmax, nested, quant_type, block_size), rows, columns,
-                                      x.options().dtype(product));
-  Tensor flat = as_matrix(x).to(product);
-  Tensor offset = bias.has_value() ? bias->to(compute_type(x)) : Tensor();
-  return apply_weight(weight, flat, offset, Tensor(), Tensor(), 0, x.scalar_type())
+  auto weight = BaseWeight::quantized(PackedReader(backend, kOp, packed, absmax, nested, quant_type, block_size), rows,
+                                      columns, x.options().dtype(products.weight));
+  Tensor offset = bias.has_value() ? bias->to(products.other) : Tensor();
+  return apply_weight(weight, as_matrix(x).to(products.weight), offset, Tensor(), Tensor(), 0, x.scalar_type())
       .view_symint(with_last(x, out_features));
 }
 
-Tensor backward_cpu(const Tensor& grad_output, const Tensor& packed, const Tensor& absmax,
-                    const OptionalTensor& nested, c10::SymInt in_features, c10::string_view quant_type,
-                    int64_t block_size) {
-  const auto product = product_type(grad_output);
+template <Backend backend>
+Tensor backward(const Tensor& grad_output, const Tensor& packed, const Tensor& absmax, const OptionalTensor& nested,
+                c10::SymInt in_features, c10::string_view quant_type, int64_t block_size) {
   const int64_t rows = grad_output.size(-1), columns = in_features.expect_int();
   check_packed("linear_4bit_backward", packed, absmax, nested, rows * in_features, quant_type, block_size,
                grad_output.device());
-  auto weight = BaseWeight::quantized(PackedReader(kOp, packed, absmax, nested, quant_type, block_size), rows, columns,
-                                      grad_output.options().dtype(product));
-  return times_weight(weight, as_matrix(grad_output), compute_type(grad_output), product)
+  const c10::OptionalDeviceGuard guard(grad_output.device());
+  const Products products(backend, grad_output);
+  auto weight = BaseWeight::quantized(PackedReader(backend, kOp, packed, absmax, nested, quant_type, block_size), rows,
+                                      columns, grad_output.options().dtype(products.weight));
+  return times_weight(weight, as_matrix(grad_output), Tensor(), Tensor(), products)
       .to(grad_output.scalar_type())
       .view_symint(with_last(grad_output, in_features));
 }
@@ -75,8 +77,12 @@ Tensor backward_meta(const Tensor& grad_output, const Tensor&, const Tensor&, co
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("linear_4bit", forward_cpu);
-  m.impl("linear_4bit_backward", backward_cpu);
+  m.impl("linear_4bit", forward<Backend::kCpu>);
+  m.impl("linear_4bit_backward", backward<Backend::kCpu>);
+}
+TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
+  m.impl("linear_4bit", forward<Backend::kCuda>);
+  m.impl("linear_4bit_backward", backward<Backend::kCuda>);
 }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
   m.impl("linear_4bit", forward_meta);
@@ -87,7 +93,7 @@ TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
 
 Tensor linear_4bit(const Tensor& x, const Tensor& packed, const Tensor& absmax, int64_t out_features,
                    const OptionalTensor& bias, const OptionalTensor& nested, const Quantize4bitOptions& options) {
-  static auto op = find<decltype(forward_cpu)>("shoestring::linear_4bit");
+  static auto op = find<decltype(forward_meta)>("shoestring::linear_4bit");
   return op.call(x, packed, absmax, nested, bias, out_features, options.quant_type(), options.block_size());
 }
 

@@ -1,6 +1,7 @@
 #include <tuple>
 
 #include <ATen/Functions.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include <shoestring/ops.h>
@@ -59,27 +60,31 @@ void check(const Tensor& x, const Tensor& weight, const OptionalTensor& absmax, 
   }
 }
 
-BaseWeight base(const Tensor& weight, const OptionalTensor& absmax, const OptionalTensor& nested, int64_t rows,
-                int64_t columns, at::TensorOptions product, c10::string_view quant_type, int64_t block_size) {
-  if (!absmax.has_value()) return BaseWeight::dense(weight, product.dtype().toScalarType());
-  return BaseWeight::quantized(PackedReader(kOp, weight, *absmax, nested, quant_type, block_size), rows, columns,
-                               product);
+BaseWeight base(const Products& products, const Tensor& weight, const OptionalTensor& absmax,
+                const OptionalTensor& nested, int64_t rows, int64_t columns, const Tensor& like,
+                c10::string_view quant_type, int64_t block_size) {
+  if (!absmax.has_value()) return BaseWeight::dense(weight, products.weight);
+  return BaseWeight::quantized(PackedReader(products.backend, kOp, weight, *absmax, nested, quant_type, block_size),
+                               rows, columns, like.options().dtype(products.weight));
 }
 
 // y = x W^T + bias + scaling * low B^T with low = x A^T (tokens, rank), which backward needs again and is small.
-std::tuple<Tensor, Tensor> forward_cpu(const Tensor& x, const Tensor& weight, const OptionalTensor& absmax,
-                                       const OptionalTensor& nested, const OptionalTensor& bias, const Tensor& lora_A,
-                                       const Tensor& lora_B, const OptionalTensor& dropped, double scaling,
-                                       c10::string_view quant_type, int64_t block_size) {
+template <Backend backend>
+std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight, const OptionalTensor& absmax,
+                                   const OptionalTensor& nested, const OptionalTensor& bias, const Tensor& lora_A,
+                                   const Tensor& lora_B, const OptionalTensor& dropped, double scaling,
+                                   c10::string_view quant_type, int64_t block_size) {
   check(x, weight, absmax, nested, bias, lora_A, lora_B, dropped, quant_type, block_size);
-  const auto compute = compute_type(x), product = product_type(x);
+  const c10::OptionalDeviceGuard guard(x.device());
+  const Products products(backend, x);
+  const auto other = products.other;
   const int64_t rows = lora_B.size(0), columns = x.size(-1);
-  Tensor flat = as_matrix(x), wide = flat.to(compute);
-  Tensor low = at::mm(dropped.has_value() ? as_matrix(*dropped).to(compute) : wide, lora_A.to(compute).t());
-  Tensor out = apply_weight(
-      base(weight, absmax, nested, rows, columns, x.options().dtype(product), quant_type, block_size),
-      product == compute ? wide : flat,
-      bias.has_value() ? bias->to(compute) : Tensor(), low, lora_B.to(compute), scaling, x.scalar_type());
+  Tensor flat = as_matrix(x), wide = flat.to(other);
+  Tensor low = multiply(products, dropped.has_value() ? as_matrix(*dropped).to(other) : wide, lora_A.to(other).t(),
+                        compute_type(x));
+  Tensor out = apply_weight(base(products, weight, absmax, nested, rows, columns, x, quant_type, block_size),
+                            products.weight == other ? wide : flat, bias.has_value() ? bias->to(other) : Tensor(),
+                            low.to(other), lora_B.to(other), scaling, x.scalar_type());
   return {out.view_symint(with_last(x, rows)), low};
 }
 
@@ -87,29 +92,29 @@ Tensor none(const Tensor& like) { return at::empty({0}, like.options()); }
 
 // branch is the input of A: dropped, or x. With G the upstream gradient and D = scaling * G B:
 //   grad_x = G W (+ D A where branch is x),  grad_dropped = D A,  grad_A = D^T branch,  grad_B = scaling * G^T low.
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad_output, const Tensor& branch,
-                                                        const Tensor& low, const Tensor& weight,
-                                                        const OptionalTensor& absmax, const OptionalTensor& nested,
-                                                        const Tensor& lora_A, const Tensor& lora_B, bool dropout,
-                                                        double scaling, c10::string_view quant_type, int64_t block_size,
-                                                        Mask mask) {
-  const auto compute = low.scalar_type();
-  const auto dtype = branch.scalar_type();
+template <Backend backend>
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& branch, const Tensor& low,
+                                                    const Tensor& weight, const OptionalTensor& absmax,
+                                                    const OptionalTensor& nested, const Tensor& lora_A,
+                                                    const Tensor& lora_B, bool dropout, double scaling,
+                                                    c10::string_view quant_type, int64_t block_size, Mask mask) {
+  const c10::OptionalDeviceGuard guard(grad_output.device());
+  const Products products(backend, grad_output);
+  const auto dtype = branch.scalar_type(), other = products.other;
   const int64_t rows = lora_B.size(0), columns = branch.size(-1);
-  Tensor grad = as_matrix(grad_output).to(compute);
-  Tensor grad_low = at::mm(grad, lora_B.to(compute)).mul_(scaling);  // (tokens, rank)
+  Tensor flat = as_matrix(grad_output), grad = flat.to(other), A = lora_A.to(other);
+  Tensor grad_low = multiply(products, grad, lora_B.to(other), other, scaling);  // (tokens, rank)
   Tensor grad_x = none(branch), grad_dropped = none(branch), grad_A = none(lora_A), grad_B = none(lora_B);
   if (mask[0]) {
-    const auto product = product_type(grad_output);
-    Tensor sum = times_weight(
-        base(weight, absmax, nested, rows, columns, grad_output.options().dtype(product), quant_type, block_size),
-        product == compute ? grad : as_matrix(grad_output), compute, product);
-    if (!dropout) sum.addmm_(grad_low, lora_A.to(compute));
-    grad_x = sum.to(dtype).view_symint(branch.sym_sizes());
+    const auto weights = base(products, weight, absmax, nested, rows, columns, grad_output, quant_type, block_size);
+    grad_x = times_weight(weights, products.weight == other ? grad : flat, dropout ? Tensor() : grad_low,
+                          dropout ? Tensor() : A, products)
+                 .to(dtype)
+                 .view_symint(branch.sym_sizes());
   }
-  if (mask[1]) grad_dropped = at::mm(grad_low, lora_A.to(compute)).to(dtype).view_symint(branch.sym_sizes());
-  if (mask[2]) grad_A = at::mm(grad_low.t(), as_matrix(branch).to(compute)).to(lora_A.scalar_type());
-  if (mask[3]) grad_B = at::mm(grad.t(), low).mul_(scaling).to(lora_B.scalar_type());
+  if (mask[1]) grad_dropped = multiply(products, grad_low, A, dtype).view_symint(branch.sym_sizes());
+  if (mask[2]) grad_A = multiply(products, grad_low.t(), as_matrix(branch).to(other), lora_A.scalar_type());
+  if (mask[3]) grad_B = multiply(products, grad.t(), low.to(other), lora_B.scalar_type(), scaling);
   return {grad_x, grad_dropped, grad_A, grad_B};
 }
 
@@ -138,14 +143,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_meta(const Tensor&, const Te
 Tensor output_only(const Tensor& x, const Tensor& weight, const OptionalTensor& absmax, const OptionalTensor& nested,
                    const OptionalTensor& bias, const Tensor& lora_A, const Tensor& lora_B,
                    const OptionalTensor& dropped, double scaling, c10::string_view quant_type, int64_t block_size) {
-  static auto op = find<decltype(forward_cpu)>("shoestring::lora_linear_forward");
+  static auto op = find<decltype(forward_meta)>("shoestring::lora_linear_forward");
   return std::get<0>(
       op.call(x, weight, absmax, nested, bias, lora_A, lora_B, dropped, scaling, quant_type, block_size));
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("lora_linear_forward", forward_cpu);
-  m.impl("lora_linear_backward", backward_cpu);
+  m.impl("lora_linear_forward", forward<Backend::kCpu>);
+  m.impl("lora_linear_backward", backward<Backend::kCpu>);
+}
+TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
+  m.impl("lora_linear_forward", forward<Backend::kCuda>);
+  m.impl("lora_linear_backward", backward<Backend::kCuda>);
 }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
   m.impl("lora_linear_forward", forward_meta);

@@ -10,6 +10,10 @@
 
 namespace shoestring {
 
+// A scale of the scales serves this many of them, and there are so many values for a scale's 8 bits.
+constexpr int64_t kNestedBlock = 256;
+constexpr int64_t kNestedHead = 1 + 256;  // offset and values, before the scales in `nested`
+
 /// The code book of "nf4" or "fp4"; an error that names `op` for anything else.
 const kernels::Codebook& codebook(const char* op, c10::string_view quant_type);
 
@@ -21,18 +25,28 @@ void check_packed(const char* op, const at::Tensor& packed, const at::Tensor& ab
                   const std::optional<at::Tensor>& nested, const c10::SymInt& numel, c10::string_view quant_type,
                   int64_t block_size, c10::Device device);
 
+/// Whose kernels run: an operator's dispatch key says it, since the emulator runs those of CUDA on CPU tensors.
+enum class Backend { kCpu, kCuda };
+
 /// A quantised tensor as its kernels read it. It holds the parts, made contiguous where they were not.
 class PackedReader {
  public:
-  PackedReader(const char* op, const at::Tensor& packed, const at::Tensor& absmax,
+  /// op: a literal, for error messages.
+  PackedReader(Backend backend, const char* op, const at::Tensor& packed, const at::Tensor& absmax,
                const std::optional<at::Tensor>& nested, c10::string_view quant_type, int64_t block_size);
 
-  const kernels::Packed& view() const { return view_; }
+  Backend backend() const { return backend_; }
 
-  /// On the CPU: elements [begin, begin + out.numel()) into `out`, contiguous fp32, bf16 or fp16, on all threads.
+  /// Elements [begin, begin + out.numel()) into `out`, contiguous fp32, bf16 or fp16: on all threads, or on the stream of
+  /// the device, which the caller has made the current one. begin: any; on CUDA a multiple of 8.
   void read(int64_t begin, const at::Tensor& out) const;
 
  private:
+  void read_cpu(int64_t begin, const at::Tensor& out) const;
+  void read_cuda(int64_t begin, const at::Tensor& out) const;
+
+  Backend backend_;
+  const char* op_;
   at::Tensor packed_, absmax_, nested_;
   kernels::Packed view_;
 };

@@ -9,6 +9,8 @@ import shoestring
 from shoestring.nn import Linear4bit
 from shoestring.ops import linear_4bit_reference
 
+pytestmark = pytest.mark.device
+
 # (tokens, in, out): one token; less than a register; rows that straddle blocks; more rows than the 256 of a panel (4 MiB).
 SHAPES = [(1, 64, 32), (3, 5, 7), (33, 100, 70), (20, 4096, 600)]
 
@@ -22,14 +24,18 @@ def parts(q: shoestring.QuantizedTensor) -> tuple[Tensor, Tensor, Tensor | None]
 def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int], nested: bool) -> None:
     """Output and gradients are no further from fp64 than eager PyTorch's, on the same dequantised weight."""
     tokens, columns, rows = shape
+    if capability == "simt":
+        rows = min(rows, 70)  # 2.5 million elements are slow there
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         weight = shoestring.quantize_4bit(torch.randn(rows, columns).to(dtype), nested=nested)
         x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(rows).to(dtype)
         upstream = torch.randn(tokens, rows).to(dtype)
         dense = weight.dequantize(torch.float32)
         results = []
-        # With the avx512 kernels, bf16 products are bf16 where the CPU has units for them; elsewhere they are fp32.
-        eager_dtype = dtype if (dtype, capability) == (torch.bfloat16, "avx512") else torch.float32
+        # On CUDA the products are in dtype. With the avx512 kernels, bf16 ones are bf16 where the CPU has units for them;
+        # elsewhere on the CPU they are fp32.
+        narrow = capability in ("cuda", "simt") or (dtype, capability) == (torch.bfloat16, "avx512")
+        eager_dtype = dtype if narrow else torch.float32
         for compute in (None, torch.float64, eager_dtype):
             leaves = [t.to(compute or dtype).requires_grad_() for t in (x, bias)]
             if compute is None:
@@ -42,6 +48,37 @@ def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int], neste
             assert ours.shape == exact.shape
             bound = 1.5 * relative_error(eager.to(dtype), exact) + 2e-7
             assert relative_error(ours, exact) <= bound, (name, dtype)
+
+
+def test_several_panels(backend: str) -> None:
+    """Rows of 4 MiB in fp64, so that CUDA's panels of 64 MiB end before the last row; scales that straddle rows."""
+    columns, rows = ((1 << 19) + 8, 17) if backend != "cpu" else (1 << 16, 70)
+    packed = torch.randint(256, (rows * columns // 2,), dtype=torch.uint8)
+    absmax = torch.rand((rows * columns + 4095) // 4096)
+    weight = shoestring.QuantizedTensor(
+        packed, absmax, None, shape=(rows, columns), dtype=torch.float32, quant_type="nf4", block_size=4096
+    )
+    dense = weight.dequantize().double()
+    x = torch.randn(2, columns, dtype=torch.float64, requires_grad=True)
+    y, expected = shoestring.linear_4bit(x, weight), x @ dense.t()
+    torch.testing.assert_close(y, expected)
+    upstream = torch.randn_like(y)
+    torch.testing.assert_close(*(torch.autograd.grad(out, x, upstream)[0] for out in (y, expected)))
+
+
+def test_several_panels_in_bf16(backend: str) -> None:
+    """The sum over panels is in fp32: no further from fp64 than one product over the whole weight."""
+    if backend != "cuda":
+        pytest.skip("panels of 64 MiB: a test for the GPU")
+    weight = shoestring.quantize_4bit(torch.randn(5 * 4096, 8192), nested=True)  # five panels
+    dense = weight.dequantize(torch.bfloat16)
+    x, upstream = torch.randn(33, 8192).bfloat16().requires_grad_(), torch.randn(33, 5 * 4096).bfloat16()
+    leaf = x.detach().double().requires_grad_()
+    results = []
+    for a, y in ((x, shoestring.linear_4bit(x, weight)), (leaf, leaf @ dense.double().t()), (x, x @ dense.t())):
+        results.append((y, *torch.autograd.grad(y, a, upstream.to(y.dtype))))
+    for ours, exact, eager in zip(*results, strict=True):
+        assert relative_error(ours, exact) <= 1.1 * relative_error(eager, exact)
 
 
 def test_gradcheck() -> None:
@@ -84,7 +121,7 @@ def test_strides_leading_dimensions_and_nothing() -> None:
 def test_autocast_repeatable_and_no_double_backward() -> None:
     weight = shoestring.quantize_4bit(torch.randn(6, 64))
     x = torch.randn(5, 64, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(x.device.type, torch.bfloat16):
         y = shoestring.linear_4bit(x, weight)
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, shoestring.linear_4bit(x.bfloat16(), weight))
@@ -93,6 +130,38 @@ def test_autocast_repeatable_and_no_double_backward() -> None:
     (gradient,) = torch.autograd.grad(shoestring.linear_4bit(x, weight).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="linear_4bit: the backward pass is not differentiable"):
         gradient.sum().backward()
+
+
+def test_no_synchronisation_and_a_graph(backend: str) -> None:
+    """Forward and backward never wait for the GPU, and a graph of them follows what lies in their inputs."""
+    if backend != "cuda":
+        pytest.skip("a test for the GPU")
+    weight = shoestring.quantize_4bit(torch.randn(96, 256), nested=True)
+    x, upstream = torch.randn(8, 256, requires_grad=True), torch.randn(8, 96)
+
+    def step() -> tuple[Tensor, Tensor]:
+        y = shoestring.linear_4bit(x, weight)
+        return y.detach(), torch.autograd.grad(y, x, upstream)[0]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()  # cuBLAS allocates its workspace
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    with torch.no_grad():
+        x.normal_()
+        weight.packed.random_()
+    graph.replay()
+    for a, b in zip(results, step(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_saves_nothing_of_the_input() -> None:

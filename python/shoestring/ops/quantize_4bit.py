@@ -64,12 +64,14 @@ def quantize_4bit_reference(x: Tensor, quant_type: str = "nf4", block_size: int 
     blocks = torch.nn.functional.pad(flat, (0, -numel % block_size)).view(-1, block_size)
     absmax = blocks.abs().amax(1)
     scaled = blocks * (1 / absmax.clamp(min=1e-38)).unsqueeze(1)
-    if tail:  # the last, short block is divided
+    if tail:  # the last, short block is divided, and what fills it is 0
         absmax[-1] = absmax[-1].clamp(min=1e-38)
-        scaled[-1] = blocks[-1] / absmax[-1]
-    values = code_values(quant_type)
+        scaled[-1, :tail] = blocks[-1, :tail] / absmax[-1]
+        scaled[-1, tail:] = 0
+    values = code_values(quant_type).to(x.device)
     # Of FP4's two zeros the first, 0, takes what is 0 and the second, 8, the small positive numbers.
-    order = torch.tensor(range(16) if quant_type == "nf4" else (11, 10, 13, 12, 15, 14, 9, 0, 8, 1, 6, 7, 4, 5, 2, 3))
+    order = range(16) if quant_type == "nf4" else (11, 10, 13, 12, 15, 14, 9, 0, 8, 1, 6, 7, 4, 5, 2, 3)
+    order = torch.tensor(order, device=x.device)
     midpoints = (values[order[:-1]] + values[order[1:]]) / 2
     codes = order[torch.bucketize(scaled.flatten()[: numel + numel % 2], midpoints)].to(torch.uint8)
     return codes[::2] << 4 | codes[1::2], absmax
@@ -88,9 +90,9 @@ def dequantize_4bit_reference(
     """The dense tensor from its parts, in plain PyTorch."""
     packed, absmax = packed.flatten(), absmax.flatten()
     if nested is not None:
-        group = torch.arange(absmax.numel()) // 256
+        group = torch.arange(absmax.numel(), device=absmax.device) // 256
         absmax = nested[1:257][absmax.long()] * nested[257:][group] + nested[0]
     numel = torch.Size(shape).numel()
     codes = torch.stack([packed >> 4, packed & 15], dim=1).flatten()[:numel].long()
     scales = absmax.repeat_interleave(block_size)[:numel]
-    return (code_values(quant_type)[codes] * scales).to(dtype).view(shape)
+    return (code_values(quant_type).to(packed.device)[codes] * scales).to(dtype).view(shape)

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -241,6 +242,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="where <gpu>.json goes")
     options = parser.parse_args()
     widen_path()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running command is ended, too
     runner = Runner(options.build.resolve() / "gpu-check", options.budget_minutes * 60)
     try:
         environment = json.loads(runner.command([sys.executable, ROOT / "scripts/gpu_environment.py"]).splitlines()[-1])

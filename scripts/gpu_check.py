@@ -22,6 +22,7 @@ from steps import Failed, Runner, Skipped, Step
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = ("libshoestring.so", "libshoestring_cuda.so", "build.json")
 EMULATOR = "libshoestring_simt.so"
+PRIMITIVES = "cuda_primitives_tests"
 
 
 def widen_path() -> None:
@@ -64,6 +65,7 @@ class Check:
             Step("environment", self.environment, 10),
             Step("build", self.build, 420),
             *(Step(f"suite {p.stem}", lambda p=p: self.suite(p), 150, "build") for p in suites),
+            Step("primitives", self.primitives, 90, "build"),
             Step("emulator", self.emulator, 120, "build"),
             Step("limits", self.limits, 60),
             *(Step(p.stem, lambda p=p: self.benchmark(p), 100, "build")
@@ -109,14 +111,15 @@ class Check:
         return f"for {architecture.removesuffix('-real')}, {jobs} jobs"
 
     def _take(self, folder: Path) -> str:
-        (self.package / "lib").mkdir()
-        (self.build_folder / "tests/simt").mkdir(parents=True, exist_ok=True)
-        (self.build_folder / "tests/simt" / EMULATOR).unlink(missing_ok=True)
-        for name in (*LIBRARIES, EMULATOR):
-            found = next(folder.rglob(name), None)
+        places = dict.fromkeys(LIBRARIES, self.package / "lib")
+        places |= {EMULATOR: self.build_folder / "tests/simt", PRIMITIVES: self.build_folder / "tests/cuda"}
+        for name, place in places.items():
+            place.mkdir(parents=True, exist_ok=True)
+            (place / name).unlink(missing_ok=True)
+            found = next((path for path in folder.rglob(name) if path.is_file()), None)
             if found is not None:
-                shutil.copy(found, self.package / "lib" if name in LIBRARIES else self.build_folder / "tests/simt")
-            elif name != EMULATOR:
+                shutil.copy(found, place)
+            elif name in LIBRARIES:
                 raise Failed(f"SHOESTRING_PREBUILT: expected {name} somewhere in it, received {folder}")
         if json.loads((self.package / "lib/build.json").read_text())["cuda"] is None:
             raise Failed(f"SHOESTRING_PREBUILT: expected a build with CUDA, received {folder}")
@@ -152,6 +155,14 @@ class Check:
         if ended:
             raise Failed(f"{counts}; {ended}")
         return counts
+
+    def primitives(self) -> str:
+        program = self.build_folder / "tests/cuda" / PRIMITIVES
+        if (self.build_folder / f"tests/cuda/CMakeFiles/{PRIMITIVES}.dir").exists() and not os.environ.get("SHOESTRING_PREBUILT"):
+            self.runner.command(["cmake", "--build", self.build_folder, "--parallel", self.gpu["cores"], "--target", PRIMITIVES])
+        if not program.exists():
+            raise Skipped("Catch2 was not found, and SHOESTRING_PREBUILT has no " + PRIMITIVES)
+        return next(line for line in reversed(self.runner.command([program]).splitlines()) if line.strip("= "))
 
     def emulator(self) -> str:
         library = self.build_folder / "tests/simt" / EMULATOR

@@ -33,7 +33,7 @@ struct Present {
   uint32_t bits[(kTensors + 31) / 32];  // of the tensors that have a gradient
 };
 
-// Budget: 64 registers, 0 bytes shared.
+// Budget: 48 registers, 0 bytes shared.
 __global__ void prepare(const __grid_constant__ Present present, int count, AdamWOptions options, float* steps,
                         AdamWRule* rules) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -47,43 +47,39 @@ struct ExactMath {
   __device__ static float sqrt(float x) { return sqrtf(x); }
   __device__ static float divide(float a, float b) { return a / b; }
 };
-// Some 3e-7 of an update; 8-bit moments are wrong by thousands of times as much. A second moment below 1e-38 is zero
-// here, so what is added to its root is at least the root of that: an update may become smaller, not explode.
+// Some 3e-7 of an update, where 8-bit moments are wrong by thousands of times as much.
 struct FastMath {
-  __device__ static float sqrt(float x) { return fmaxf(fast_sqrt(x), 1.1e-19f); }
+  __device__ static float sqrt(float x) { return fast_sqrt(x); }
   __device__ static float divide(float a, float b) { return a * fast_reciprocal(b); }
 };
+// A second moment below 1.2e-38 has the root zero there. What is added is at least the root of that, so that an update
+// may become smaller, but not explode.
+constexpr float kLeastEps = 1.1e-19f;
 
 template <class T, class Math>
 __device__ void update(const AdamWRule& rule, Vector<T, kPerLane>& param, const Vector<T, kPerLane>& grad,
                        float (&m)[kPerLane], float (&v)[kPerLane], Math math) {
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    float p = to_float(param[i]);
-    rule(p, to_float(grad[i]), m[i], v[i], math);
-    param[i] = rounded<T>(p);
+  for (int i = 0; i < kPerLane; i += 2) {
+    float2 p = to_floats(&param[i]);
+    const float2 g = to_floats(&grad[i]);
+    rule(p.x, g.x, m[i], v[i], math);
+    rule(p.y, g.y, m[i + 1], v[i + 1], math);
+    round_pair(p.x, p.y, &param[i]);
   }
 }
 
-// A block's part of a tensor: `count` elements are left from here on.
+// A lane's part of a tensor's block, of which `left` elements lie before the tensor's end.
 template <class T>
-struct Row {
+struct Part {
   T* param;
   const T* grad;
-  int64_t count;
+  int left;
   bool vectors;
 };
 
-template <class T>
-__device__ Row<T> row_of(const AdamWEntry& t, int64_t block) {
-  T* param = static_cast<T*>(t.param);
-  const T* grad = static_cast<const T*>(t.grad);
-  const int64_t begin = block * kStateBlock, count = static_cast<int64_t>(t.count) - begin;
-  const bool aligned = ((reinterpret_cast<uintptr_t>(param) | reinterpret_cast<uintptr_t>(grad)) & 15) == 0;
-  return {param + begin, grad + begin, count, aligned && count >= kStateBlock};
-}
-
 struct EightBitState {
+  static constexpr int kResident = 4;  // 32 warps a multiprocessor, for which there are 64 registers a thread
   AdamWState state;
   MapConstants map_m, map_v;
   struct Shared {
@@ -97,33 +93,35 @@ struct EightBitState {
   }
 
   template <class T>
-  __device__ void step(const Row<T>& row, int64_t block, AdamWRule rule, const Shared& shared) const {
-    const int64_t begin = block * kStateBlock + lane() * kPerLane;
-    uint8_t* m_codes = static_cast<uint8_t*>(state.exp_avg) + begin;
-    uint8_t* v_codes = static_cast<uint8_t*>(state.exp_avg_sq) + begin;
+  __device__ void step(const Part<T>& part, uint32_t block, AdamWRule rule, const Shared& shared) const {
+    const uint64_t at = uint64_t{block} * kStateBlock + lane() * kPerLane;
+    uint8_t* m_codes = static_cast<uint8_t*>(state.exp_avg) + at;
+    uint8_t* v_codes = static_cast<uint8_t*>(state.exp_avg_sq) + at;
     float* m_scale = state.exp_avg_scale + block;
     float* v_scale = state.exp_avg_sq_scale + block;
 
-    const auto grad = load_part(row.grad, row.count, row.vectors);
-    auto param = load_part(row.param, row.count, row.vectors);
+    const Raw<T> raw_grad = load_part(part.grad, part.left, part.vectors);
+    const Raw<T> raw_param = load_part<T>(part.param, part.left, part.vectors);
     const uint2 old_m = *reinterpret_cast<const uint2*>(m_codes);
     const uint2 old_v = *reinterpret_cast<const uint2*>(v_codes);
     rule.beta1 *= *m_scale;  // in place of scaling eight values
     rule.beta2 *= *v_scale;
+    rule.eps = fmaxf(rule.eps, kLeastEps);
 
     float m[kPerLane], v[kPerLane];
     decode(old_m, shared.m, m);
     decode(old_v, shared.v, v);
-    if (row.count < kStateBlock) {  // what lies past the end is zero whatever its codes are
+    if (part.left < kPerLane) {  // what lies past the end is zero whatever its codes are
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
-        if (lane() * kPerLane + i >= row.count) m[i] = v[i] = 0;
+        if (i >= part.left) m[i] = v[i] = 0;
       }
     }
-    update(rule, param, grad, m, v, FastMath());
-    store_part(row.param, row.count, row.vectors, param);
+    auto param = raw_param.values();
+    update(rule, param, raw_grad.values(), m, v, FastMath());
+    store_part(part.param, part.left, part.vectors, param);
 
-    const float new_m = largest_magnitude(m), new_v = largest_magnitude(v);
+    const float new_m = largest_magnitude<true>(m), new_v = largest_magnitude<false>(v);
     __syncwarp();  // all lanes have read the old scales
     if (lane() == 0) {
       *m_scale = new_m;
@@ -135,63 +133,75 @@ struct EightBitState {
 };
 
 struct FloatState {
+  static constexpr int kResident = 3;
   AdamWState state;
   struct Shared {};
 
   __device__ void fill_shared(Shared&) const {}
 
   template <class T>
-  __device__ void step(const Row<T>& row, int64_t block, const AdamWRule& rule, const Shared&) const {
-    const int64_t begin = block * kStateBlock;
-    float* m_row = static_cast<float*>(state.exp_avg) + begin;
-    float* v_row = static_cast<float*>(state.exp_avg_sq) + begin;
-    const auto grad = load_part(row.grad, row.count, row.vectors);
-    auto param = load_part(row.param, row.count, row.vectors);
-    auto m = load_part(m_row, kStateBlock, true), v = load_part(v_row, kStateBlock, true);
-    update(rule, param, grad, m.value, v.value, ExactMath());
-    store_part(row.param, row.count, row.vectors, param);
-    store_part(m_row, kStateBlock, true, m);
-    store_part(v_row, kStateBlock, true, v);
+  __device__ void step(const Part<T>& part, uint32_t block, const AdamWRule& rule, const Shared&) const {
+    const uint64_t at = uint64_t{block} * kStateBlock + lane() * kPerLane;
+    float* exp_avg = static_cast<float*>(state.exp_avg) + at;
+    float* exp_avg_sq = static_cast<float*>(state.exp_avg_sq) + at;
+    const Raw<T> raw_grad = load_part(part.grad, part.left, part.vectors);
+    const Raw<T> raw_param = load_part<T>(part.param, part.left, part.vectors);
+    auto m = load<kPerLane>(exp_avg), v = load<kPerLane>(exp_avg_sq);
+    auto param = raw_param.values();
+    update(rule, param, raw_grad.values(), m.value, v.value, ExactMath());
+    store_part(part.param, part.left, part.vectors, param);
+    store(exp_avg, m);
+    store(exp_avg_sq, v);
   }
 };
 
-// Budget: 64 registers, 4224 bytes shared, no spills.
+// By a warp: `count` blocks of a tensor from its block `first` on.
+template <class T, class State>
+__device__ void step_blocks(const AdamWEntry& t, uint32_t first, uint32_t count, const AdamWRule* rule,
+                            const State& state, const typename State::Shared& shared) {
+  T* param = static_cast<T*>(t.param);
+  const T* grad = static_cast<const T*>(t.grad);
+  const bool aligned = ((reinterpret_cast<uintptr_t>(param) | reinterpret_cast<uintptr_t>(grad)) & 15) == 0;
+#pragma unroll 1
+  for (uint32_t block = first; block < first + count; ++block) {
+    const uint64_t begin = uint64_t{block} * kStateBlock, left = t.count - begin, at = begin + lane() * kPerLane;
+    const int in_block = left < kStateBlock ? static_cast<int>(left) : kStateBlock;
+    state.step(Part<T>{param + at, grad + at, in_block - lane() * kPerLane, aligned && in_block == kStateBlock},
+               t.block + block, *rule, shared);
+  }
+}
+
+// Budget: 72 registers, 2176 bytes shared, no spills.
 template <class State>
-__global__ void __launch_bounds__(kThreads, 4) step(const __grid_constant__ Group group,
+__global__ void __launch_bounds__(kThreads, State::kResident) step(const __grid_constant__ Group group,
                                                     const __grid_constant__ State state, const AdamWRule* rules,
                                                     const float* found_inf) {
   __shared__ typename State::Shared shared;
   if (found_inf != nullptr && *found_inf != 0) return;
   state.fill_shared(shared);
 
-  const int64_t first = int64_t{blockIdx.x} * (kWarps * kBlocksPerWarp) + warp();
-  const int64_t last = group.entry[group.count - 1].end;
+  uint32_t block = (blockIdx.x * kWarps + warp()) * kBlocksPerWarp;  // of the launch
+  const uint32_t last = min(block + kBlocksPerWarp, group.entry[group.count - 1].end);
   int tensor = 0;
-  int64_t begin = 0, end = 0;  // of the tensor, in the launch's blocks
-  for (int k = 0; k < kBlocksPerWarp; ++k) {
-    const int64_t block = first + k * kWarps;
-    if (block >= last) return;
-    if (block >= end) {  // the first tensor that ends behind the block
-      int above = group.count - 1;
-      while (tensor < above) {
-        const int middle = (tensor + above) / 2;
-        if (group.entry[middle].end > block) {
-          above = middle;
-        } else {
-          tensor = middle + 1;
-        }
+  while (block < last) {
+    int above = group.count - 1;  // to the first tensor that ends behind the block
+    while (tensor < above) {
+      const int middle = (tensor + above) / 2;
+      if (group.entry[middle].end > block) {
+        above = middle;
+      } else {
+        tensor = middle + 1;
       }
-      begin = tensor == 0 ? 0 : group.entry[tensor - 1].end;
-      end = group.entry[tensor].end;
     }
     const AdamWEntry& t = group.entry[tensor];
-    const int64_t own = block - begin, arena = t.block + own;
-    const AdamWRule rule = rules[tensor];
+    const uint32_t own = block - (tensor == 0 ? 0 : group.entry[tensor - 1].end), end = min(last, t.end);
+    const AdamWRule* rule = rules + tensor;  // read for each block, to keep registers for other things
     switch (static_cast<WeightType>(t.type)) {
-      case WeightType::kFloat: state.step(row_of<float>(t, own), arena, rule, shared); break;
-      case WeightType::kBFloat16: state.step(row_of<__nv_bfloat16>(t, own), arena, rule, shared); break;
-      case WeightType::kHalf: state.step(row_of<__half>(t, own), arena, rule, shared); break;
+      case WeightType::kFloat: step_blocks<float>(t, own, end - block, rule, state, shared); break;
+      case WeightType::kBFloat16: step_blocks<__nv_bfloat16>(t, own, end - block, rule, state, shared); break;
+      case WeightType::kHalf: step_blocks<__half>(t, own, end - block, rule, state, shared); break;
     }
+    block = end;
   }
 }
 
@@ -204,7 +214,7 @@ const char* run(const AdamWEntry* entries, int count, const AdamWOptions& option
   group.count = count;
   for (int i = 0; i < count; ++i) {
     AdamWEntry& entry = group.entry[i] = entries[i];
-    if (entry.grad != nullptr) {
+    if (entry.type != kernels::kNoGradient) {
       present.bits[i / 32] |= 1u << i % 32;
       blocks += (static_cast<int64_t>(entry.count) + kStateBlock - 1) / kStateBlock;
     }

@@ -92,8 +92,11 @@ __device__ unsigned position(float magnitude, const SharedMap& map, float bend) 
   // log10(x) + 7, rounded down, from 0 to 7. The upper decade's line serves from 0.9945 of where the decade begins:
   // both lines' codes are the same there, in either map.
   constexpr float kLog = 0.301029996f / 8, kStart = (6.5f + 0.0023952f) / 8;
-  const float decade = __fmaf_rn(saturate(__fmaf_rn(fast_log2(magnitude), kLog, kStart)), 8.f, 12582912.f);
-  const float2 line = map.line[__float_as_uint(decade) & 7];
+  // In [2, 4) a float's last bit is 2^-22: its low bits are the decade, and the high ones leave when that becomes an
+  // offset into the table.
+  const float decade = __fmaf_rn(__saturatef(__fmaf_rn(fast_log2(magnitude), kLog, kStart)), 0x1p-19f, 2.f);
+  const unsigned offset = __float_as_uint(decade) * static_cast<unsigned>(sizeof(float2));
+  const float2 line = *reinterpret_cast<const float2*>(reinterpret_cast<const char*>(map.line) + offset);
   const float straight = __fmaf_rn(magnitude, line.x, line.y);
   const float bent = __fmaf_rn(straight, 1.25f, __fmaf_rn(line.y, -0.28125f, bend));
   const unsigned bits = __float_as_uint(fminf(straight, bent));
@@ -113,21 +116,26 @@ __device__ unsigned settled(unsigned position, float x, float magnitude, const S
 /// The codes of a lane's x, nearest in the map to x / scale; scale is the block's largest magnitude.
 template <bool kSigned>
 __device__ uint2 encode(float (&x)[kPerLane], float scale, const SharedMap& map, float bend) {
-  // A block of zeros; or one with NaN or infinity, whose values are NaN whatever the codes.
-  if (!(scale > 0 && scale < __uint_as_float(0x7f800000))) return kSigned ? make_uint2(0x7f7f7f7f, 0x7f7f7f7f) : make_uint2(0, 0);
-  if (scale < 0x1p-100f) {  // the reciprocal would overflow; a power of two changes no code
+  float inverse;
+  if (scale >= 0x1p-100f && scale <= 0x1p100f) {
+    inverse = fast_reciprocal(scale);  // within a unit in the last place: one step of Newton's rounds it correctly
+    inverse = __fmaf_rn(inverse, -__fmaf_rn(inverse, scale, -1.f), inverse);
+  } else if (scale > 0x1p100f && scale < __uint_as_float(0x7f800000)) {
+    inverse = __frcp_rn(scale);
+  } else if (scale > 0 && scale < 0x1p-100f) {  // the reciprocal would overflow; a power of two changes no code
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) x[i] *= 0x1p100f;
-    scale *= 0x1p100f;
+    inverse = __frcp_rn(scale * 0x1p100f);
+  } else {  // a block of zeros; or one with NaN or infinity, whose values are NaN whatever the codes
+    return kSigned ? make_uint2(0x7f7f7f7f, 0x7f7f7f7f) : make_uint2(0, 0);
   }
-  const float inverse = __frcp_rn(scale);
   const auto magnitude = [&](int i) { return kSigned ? fabsf(__fmul_rn(x[i], inverse)) : __fmul_rn(x[i], inverse); };
   unsigned at[kPerLane], near = 0;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) at[i] = position<kSigned>(magnitude(i), map, bend);
 #pragma unroll
   for (int i = 0; i < kPerLane; i += 2) {  // a borrow from either half, where a fraction is small
-    const unsigned fractions = pick_bytes(at[i], at[i + 1], 0x5410);
+    const unsigned fractions = __byte_perm(at[i], at[i + 1], 0x5410);
     near |= (fractions - (kSigned ? 0x20002u : 0x40004u) * kNear) & ~fractions;
   }
   if ((near & 0x80008000u) != 0) {
@@ -138,12 +146,12 @@ __device__ uint2 encode(float (&x)[kPerLane], float scale, const SharedMap& map,
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const unsigned* p = at + 4 * i;
-    codes[i] = pick_bytes(pick_bytes(p[0], p[1], 0x62), pick_bytes(p[2], p[3], 0x62), 0x5410);
+    codes[i] = __byte_perm(__byte_perm(p[0], p[1], 0x62), __byte_perm(p[2], p[3], 0x62), 0x5410);
     if (kSigned) {
       const float* f = x + 4 * i;
-      const unsigned low = pick_bytes(__float_as_uint(f[0]), __float_as_uint(f[1]), 0x73);
-      const unsigned high = pick_bytes(__float_as_uint(f[2]), __float_as_uint(f[3]), 0x73);
-      const unsigned sign = pick_bytes(low, high, 0x5410) & 0x80808080u;
+      const unsigned low = __byte_perm(__float_as_uint(f[0]), __float_as_uint(f[1]), 0x73);
+      const unsigned high = __byte_perm(__float_as_uint(f[2]), __float_as_uint(f[3]), 0x73);
+      const unsigned sign = __byte_perm(low, high, 0x5410) & 0x80808080u;
       unsigned count = codes[i];
       count -= (count & sign) >> 7;  // there is no -1.0
       codes[i] = 0x7f7f7f7fu + count - 2 * (count & (sign - (sign >> 7)));  // 127 + count, or 127 - count
@@ -153,29 +161,53 @@ __device__ uint2 encode(float (&x)[kPerLane], float scale, const SharedMap& map,
 }
 
 /// A block's largest magnitude, the same in every lane: NaN where there is one, else infinity where there is one.
-__device__ inline float largest_magnitude(const float (&x)[kPerLane]) {
+/// kSigned: whether x may be negative.
+template <bool kSigned>
+__device__ float largest_magnitude(const float (&x)[kPerLane]) {
   unsigned most = 0;
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) most = max(most, magnitude_bits(x[i]));
-  return __uint_as_float(warp_max(most));
+  for (int i = 0; i < kPerLane; ++i) most = max(most, __float_as_uint(x[i]) & (kSigned ? 0x7fffffffu : 0xffffffffu));
+  return __uint_as_float(warp_max(most) & 0x7fffffffu);
 }
 
-/// A lane's part of a row of `count` elements: in vectors where the whole warp may, else one by one, zeros past the end.
+/// A lane's elements of a row as they lie in memory: nothing is done with them before all loads are on their way.
 template <class T>
-__device__ Vector<T, kPerLane> load_part(const T* row, int64_t count, bool vectors) {
-  if (vectors) return load<kPerLane>(row + lane() * kPerLane);
-  Vector<T, kPerLane> part;
+struct Raw {
+  Vector<unsigned, kPerLane * sizeof(T) / 4> words;
+
+  __device__ Vector<T, kPerLane> values() const {
+    Vector<T, kPerLane> v;
+    memcpy(&v, &words, sizeof v);
+    return v;
+  }
+};
+
+/// In vectors where the whole warp may, else one by one, zeros from `left` on.
+template <class T>
+__device__ Raw<T> load_part(const T* from, int left, bool vectors) {
+  Raw<T> raw;
+  if (vectors) {
+    memcpy(&raw, __builtin_assume_aligned(from, 16), sizeof raw);
+  } else {
+    Vector<T, kPerLane> v;
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) part[i] = lane() * kPerLane + i < count ? row[lane() * kPerLane + i] : T{};
-  return part;
+    for (int i = 0; i < kPerLane; ++i) v[i] = i < left ? from[i] : T{};
+    memcpy(&raw, &v, sizeof raw);
+  }
+  return raw;
 }
 template <class T>
-__device__ void store_part(T* row, int64_t count, bool vectors, const Vector<T, kPerLane>& part) {
-  if (vectors) return store(row + lane() * kPerLane, part);
+__device__ void store_part(T* to, int left, bool vectors, const Vector<T, kPerLane>& part) {
+  if (vectors) return store(to, part);
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
-    if (lane() * kPerLane + i < count) row[lane() * kPerLane + i] = part[i];
+    if (i < left) to[i] = part[i];
   }
+}
+
+/// How many of this lane's elements lie before the end, `count` elements behind the block's first.
+__device__ inline int left_of(int64_t count) {
+  return static_cast<int>(count < kernels::kStateBlock ? count : kernels::kStateBlock) - lane() * kPerLane;
 }
 
 }  // namespace shoestring::cuda

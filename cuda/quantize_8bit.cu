@@ -24,7 +24,7 @@ __device__ void over_blocks(int64_t n, Body body) {
   }
 }
 
-// Budget: 48 registers, 1088 bytes shared, no spills.
+// Budget: 64 registers, 1088 bytes shared, no spills.
 template <bool kSigned>
 __global__ void __launch_bounds__(kThreads) quantize(const float* x, int64_t n, bool aligned,
                                                      const __grid_constant__ MapConstants constants, uint8_t* codes,
@@ -33,16 +33,17 @@ __global__ void __launch_bounds__(kThreads) quantize(const float* x, int64_t n, 
   fill<kSigned>(map, constants);
   __syncthreads();
   over_blocks(n, [&](int64_t begin, int64_t block) {
-    const int64_t count = n - begin;
-    const bool vectors = count >= kStateBlock;
-    auto values = load_part(x + begin, count, vectors && aligned);
-    const float most = largest_magnitude(values.value);
+    const int left = left_of(n - begin);
+    const bool vectors = n - begin >= kStateBlock;
+    const int64_t at = begin + lane() * kPerLane;
+    auto values = load_part(x + at, left, vectors && aligned).values();
+    const float most = largest_magnitude<true>(values.value);
     if (lane() == 0) scale[block] = most;
     const uint2 encoded = encode<kSigned>(values.value, most, map, constants.bend);
     Vector<uint8_t, kPerLane> part;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) part[i] = (i < 4 ? encoded.x : encoded.y) >> (i % 4 * 8) & 0xff;
-    store_part(codes + begin, count, vectors, part);
+    store_part(codes + at, left, vectors, part);
   });
 }
 
@@ -55,14 +56,15 @@ __global__ void __launch_bounds__(kThreads) dequantize(const uint8_t* codes, con
   fill<kSigned>(map, constants);
   __syncthreads();
   over_blocks(n, [&](int64_t begin, int64_t block) {
-    const int64_t count = n - begin;
-    const bool vectors = count >= kStateBlock;
-    const auto part = load_part(codes + begin, count, vectors && aligned);
+    const int left = left_of(n - begin);
+    const bool vectors = n - begin >= kStateBlock;
+    const int64_t at = begin + lane() * kPerLane;
+    const auto part = load_part(codes + at, left, vectors && aligned).values();
     const float factor = scale[block];
     Vector<float, kPerLane> values;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) values[i] = map.value[part[i]] * factor;
-    store_part(x + begin, count, vectors, values);
+    store_part(x + at, left, vectors, values);
   });
 }
 

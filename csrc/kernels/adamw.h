@@ -32,7 +32,8 @@ struct AdamWTable {
   void (*dequantize)(const uint8_t* codes, const float* scale, int64_t n, bool is_signed, float* x);
 };
 
-// CUDA: a parameter as the kernel finds it. With `grad` null it is left alone, and has no blocks of the launch.
+// CUDA: a parameter as the kernel finds it. Without a gradient it is left alone, and has no blocks of the launch.
+constexpr uint64_t kNoGradient = 3;  // in place of a type
 struct AdamWEntry {
   void* param;
   const void* grad;

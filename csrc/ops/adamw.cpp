@@ -245,7 +245,7 @@ void step_cuda(const Arguments& a) {
                 ": expected memory aligned to 16 bytes, received a view at an odd offset; call .clone()");
   }
   make_contiguous(stepped);
-  std::vector<kernels::AdamWEntry> entries(a.params.size());
+  std::vector<kernels::AdamWEntry> entries(a.params.size(), {nullptr, nullptr, 0, kernels::kNoGradient, 0, 0});
   for (const Stepped& s : stepped) {
     entries[s.index] = {s.param.mutable_data_ptr(), s.grad.const_data_ptr(), static_cast<uint64_t>(s.param.numel()),
                         static_cast<uint64_t>(s.type()), static_cast<uint32_t>(s.block), 0};

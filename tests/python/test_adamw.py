@@ -18,6 +18,8 @@ from shoestring.ops import (
 )
 from shoestring.ops.adamw import dynamic_map
 
+pytestmark = pytest.mark.device
+
 OPERATOR = torch.ops.shoestring.adamw_.default
 HYPER = dict(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 # A register and a block, one less and one more; a block boundary far from the start; several threads' worth; nothing.

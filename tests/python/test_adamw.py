@@ -1,4 +1,4 @@
-"""The AdamW operator and its 8-bit codes, on every CPU capability."""
+"""The AdamW operator."""
 
 import math
 from collections.abc import Sequence
@@ -8,24 +8,18 @@ import torch
 from conftest import relative_error
 from torch import Tensor
 
-from shoestring.ops import (
-    adamw_,
-    adamw_reference,
-    dequantize_8bit,
-    dequantize_8bit_reference,
-    quantize_8bit,
-    quantize_8bit_reference,
-)
-from shoestring.ops.adamw import dynamic_map
+from shoestring.ops import adamw_, adamw_reference, dequantize_8bit
 
 pytestmark = pytest.mark.device
 
 OPERATOR = torch.ops.shoestring.adamw_.default
 HYPER = dict(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
-# A register and a block, one less and one more; a block boundary far from the start; several threads' worth; nothing.
+# A register and a block, one less and one more; a block boundary far from the start; nothing.
 SMALL_SIZES = [1, 7, 255, 256, 257, 4095, 4097, 0]
-SIZES = [*SMALL_SIZES, 2**20 + 3]
-both_maps = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
+LARGE = 2**20 + 3  # several threads' worth
+TENSORS = 1000  # of one CUDA launch
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+STATES = pytest.mark.parametrize("state", ["8bit", "fp32"])
 
 
 def blocks(size: int) -> int:
@@ -51,72 +45,10 @@ def moments(sizes: Sequence[int], arena: Sequence[Tensor | None]) -> tuple[Tenso
     return m[kept], v[kept]
 
 
-@both_maps
-def test_codes_stand_for_bitsandbytes_values(capability: str, signed: bool) -> None:
-    functional = pytest.importorskip("bitsandbytes.functional")
-    codes = torch.arange(256, dtype=torch.uint8)
-    values = dequantize_8bit(codes, torch.ones(1), signed=signed)
-    assert torch.equal(values, dynamic_map(signed))
-    # bitsandbytes makes its map with torch.linspace, whose last bits are noise.
-    theirs = functional.create_dynamic_map(signed)
-    torch.testing.assert_close(values, theirs, rtol=1e-6, atol=0)
-    zero = 127 if signed else 0
-    assert values[zero] == 0 and values[255] == 1
-
-
-@both_maps
-def test_encoding_is_exact_beside_every_boundary(capability: str, signed: bool) -> None:
-    """The middle of each two neighbours, and up to four fp32 numbers to either side, against a search of the map."""
-    values = dynamic_map(signed)
-    beside = [(values[1:] + values[:-1]) / 2]
-    for direction in (-2.0, 2.0):
-        x = beside[0]
-        for _ in range(4):
-            x = x.nextafter(torch.tensor(direction))
-            beside.append(x)
-    x = torch.cat([*beside, values, torch.logspace(-44, 0, 5000), torch.rand(20000)])
-    x = x[(x.abs() <= 1) if signed else (x >= 0) & (x <= 1)]
-    for scale in (1.0, 2.0**-140, 2.0**100):  # a subnormal scale's reciprocal would overflow
-        full = torch.nn.functional.pad(x, (0, -len(x) % 255)).view(-1, 255)
-        full = (torch.cat([torch.ones(len(full), 1), full], 1) * scale).flatten()  # a one in each block is its scale
-        codes, scales = quantize_8bit(full, signed=signed)
-        expected, expected_scales = quantize_8bit_reference(full, signed=signed)
-        assert torch.equal(codes, expected) and torch.equal(scales, expected_scales)
-
-
-@both_maps
-def test_codes_of_random_values(capability: str, signed: bool) -> None:
-    for size in [*SMALL_SIZES, 2**16 + 3]:
-        x = torch.randn(size) * torch.randn(size).mul(4).exp()  # seven decades
-        x = x if signed else x.abs()
-        codes, scale = quantize_8bit(x, signed=signed)
-        expected, expected_scale = quantize_8bit_reference(x, signed=signed)
-        assert torch.equal(codes, expected) and torch.equal(scale, expected_scale)
-        back = dequantize_8bit(codes, scale, signed=signed)
-        reference = dequantize_8bit_reference(codes, scale, signed=signed)
-        torch.testing.assert_close(back, reference, rtol=1e-6, atol=0)
-        assert (back.sign() * x.sign() >= 0).all()
-        if not signed:
-            assert ((back == 0) == (x == 0)).all()
-
-
-def test_codes_are_those_of_bitsandbytes() -> None:
-    functional = pytest.importorskip("bitsandbytes.functional")
-    x = torch.randn(2**16)
-    values = functional.create_dynamic_map()
-    theirs, state = functional.quantize_blockwise(x, code=values, blocksize=256)
-    codes, scale = quantize_8bit(x, signed=True)
-    assert torch.equal(scale, state.absmax)
-    # Its CPU path rounds approximately: where the codes differ, ours is not the worse one.
-    scaled = x / scale.repeat_interleave(256)
-    distance, their_distance = ((scaled - values[c.int()]).abs() for c in (codes, theirs))
-    assert (codes != theirs).double().mean() < 5e-3 and (distance <= their_distance + 1e-7).all()
-
-
-@pytest.mark.parametrize("state", ["8bit", "fp32"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@STATES
+@DTYPES
 def test_matches_the_reference(capability: str, dtype: torch.dtype, state: str) -> None:
-    sizes = SIZES if dtype == torch.float32 else SMALL_SIZES
+    sizes = [*SMALL_SIZES, LARGE] if dtype == torch.float32 and capability != "simt" else SMALL_SIZES
     params = [torch.randn(n).to(dtype) for n in sizes]
     expected = [p.clone() for p in params]
     ours, theirs = arenas(sizes, state), arenas(sizes, state)
@@ -149,7 +81,7 @@ def test_many_tensors_are_one_at_a_time(capability: str) -> None:
         assert torch.equal(p, q)
 
 
-def test_runs_and_threads_agree_bitwise() -> None:
+def test_runs_and_threads_agree_bitwise(backend: str) -> None:
     def run(threads: int) -> list[Tensor]:
         torch.set_num_threads(threads)
         p, g, state = x.clone(), x.flip(0), arenas([x.numel()], "8bit")
@@ -157,7 +89,7 @@ def test_runs_and_threads_agree_bitwise() -> None:
             adamw_([p], [g], *state, **HYPER)
         return [p, *state]
 
-    x = torch.randn(2**18 + 77)
+    x = torch.randn(2 ** (14 if backend == "simt" else 18) + 77)
     before = torch.get_num_threads()
     try:
         for a, b in zip(run(1), run(3), strict=True):
@@ -178,6 +110,98 @@ def test_strided_parameters_and_gradients() -> None:
     adamw_([part], [grad], *states[2], **HYPER)
     assert torch.equal(plain, last) and torch.equal(plain, part)
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*states, strict=True))
+
+
+@STATES
+@DTYPES
+def test_views_at_any_offset(dtype: torch.dtype, state: str) -> None:
+    """What lies at odd addresses, and cannot be read in vectors, is stepped to the same bits."""
+    x, g = torch.randn(2, 1000).to(dtype)
+    results = []
+    for offset, grad_offset in ((0, 0), (1, 1), (0, 3), (5, 0)):
+        param, grad = (torch.cat([t.new_zeros(o), t])[o:] for t, o in ((x, offset), (g, grad_offset)))
+        arena = arenas([1000], state)
+        for _ in range(2):
+            adamw_([param], [grad], *arena, **HYPER)
+        results.append([param, *arena])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True) if a is not None)
+
+
+@pytest.mark.parametrize("count", [TENSORS, TENSORS + 1, 2 * TENSORS + 1])
+def test_more_tensors_than_a_launch_holds(count: int) -> None:
+    """The same as one tensor with a block for each; some are empty, have two blocks, or no gradient."""
+    sizes = [(0, 1, 3, 300)[i % 4] if i % 50 == 0 else 1 + i % 5 for i in range(count)]
+    absent = {7, 8, count - 2} | set(range(500, 600))
+    total = sum(map(blocks, sizes)) * 256
+    whole, whole_grad = torch.randn(2, total)
+    params, grads, begin = [], [], 0
+    for i, n in enumerate(sizes):
+        block, block_grad = whole[begin : begin + n], whole_grad[begin : begin + n]
+        params.append(block.clone())
+        grads.append(None if i in absent else block_grad.clone())
+        begin += 256 * blocks(n)
+        whole[begin - 256 * blocks(n) + n : begin] = 0
+        whole_grad[begin - 256 * blocks(n) + n : begin] = 0
+    before = [p.clone() for p in params]
+    together, alone = arenas(sizes, "8bit"), arenas([total], "8bit")
+    adamw_(params, grads, *together, **HYPER)
+    adamw_([whole], [whole_grad], *alone, **HYPER)
+    assert together[0].tolist() == [0.0 if i in absent else 1.0 for i in range(count)]
+    begin = 0
+    for i, n in enumerate(sizes):
+        codes = slice(begin, begin + n)
+        assert torch.equal(params[i], before[i] if i in absent else whole[codes])
+        for k in (1, 3):
+            assert torch.equal(together[k][codes], torch.zeros_like(alone[k][codes]) if i in absent else alone[k][codes])
+        begin += 256 * blocks(n)
+
+
+@STATES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_numbers_in_tensors(capability: str, dtype: torch.dtype, state: str) -> None:
+    """Powers of two, which round nothing: the same bits as with numbers, and with gradients scaled beforehand."""
+    sizes, lr = [700, 3], 2.0**-7
+    start = [torch.randn(n).to(dtype) for n in sizes]
+    steps = [[torch.randn(n).to(dtype) for n in sizes] for _ in range(3)]
+
+    def run(scale: float, **tensors: Tensor) -> list[Tensor]:
+        params, arena = [p.clone() for p in start], arenas(sizes, state)
+        for grads in steps:
+            adamw_(params, [g * scale for g in grads], *arena, **HYPER | {"lr": 9.0 if "lr_tensor" in tensors else lr}, **tensors)
+        return [*params, *(t for t in arena if t is not None)]
+
+    plain = run(1)
+    for other in (
+        run(1, lr_tensor=torch.tensor(lr)),
+        run(2.0**10, grad_scale=torch.tensor([2.0**10])),
+        run(8, clip_coef=torch.tensor(0.125), found_inf=torch.tensor(0.0)),
+        run(4, clip_coef=torch.tensor(0.5), grad_scale=torch.tensor(2.0), lr_tensor=torch.tensor([[lr]])),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
+    clipped = [*(p.clone() for p in start)]
+    ours, theirs = arenas(sizes, state), arenas(sizes, state)
+    tensors = {"clip_coef": torch.tensor(0.3), "grad_scale": torch.tensor(3.0)}
+    expected = [p.clone() for p in start]
+    adamw_(clipped, steps[0], *ours, **HYPER, **tensors)
+    adamw_reference(expected, steps[0], *theirs, **HYPER, **tensors)
+    for a, b in zip(clipped, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    for a, b in zip(moments(sizes, ours), moments(sizes, theirs), strict=True):
+        assert relative_error(a, b) < 1e-3
+
+
+@STATES
+def test_found_inf_skips_everything(capability: str, state: str) -> None:
+    sizes = [700, 3]
+    params, arena = [torch.randn(n) for n in sizes], arenas(sizes, state)
+    params[0] = params[0].view(2, 350).t()  # is stepped in a copy
+    grads = [torch.full_like(p, math.inf) for p in params]
+    adamw_(params, [torch.ones_like(p) for p in params], *arena, **HYPER)
+    before = [None if t is None else t.clone() for t in (*params, *arena)]
+    for found in (1.0, math.nan):
+        adamw_(params, grads, *arena, **HYPER, found_inf=torch.tensor(found))
+    assert all(a is b or torch.equal(a, b) for a, b in zip((*params, *arena), before, strict=True))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -201,10 +225,8 @@ def test_opcheck() -> None:
     params = [torch.randn(300), torch.randn(4, 5)]
     grads = [torch.randn(300), None]
     for state in ("8bit", "fp32"):
-        torch.library.opcheck(OPERATOR, (params, grads, *arenas([300, 20], state)), HYPER)
-    torch.library.opcheck(torch.ops.shoestring.quantize_8bit.default, (torch.randn(3, 200),), {"signed": True})
-    codes = (torch.randint(256, (300,), dtype=torch.uint8), torch.rand(2))
-    torch.library.opcheck(torch.ops.shoestring.dequantize_8bit.default, codes, {"signed": False})
+        numbers = {"lr_tensor": torch.tensor(1e-3), "found_inf": torch.zeros(1)}
+        torch.library.opcheck(OPERATOR, (params, grads, *arenas([300, 20], state)), HYPER | numbers)
 
 
 def test_compiles_whole_and_bumps_versions() -> None:
@@ -234,6 +256,10 @@ BAD = {
     "exp_avg_sq_scale: expected": lambda a: a.update(exp_avg_sq_scale=torch.zeros(4)),
     "exp_avg_scale and exp_avg_sq_scale: expected both .* or neither": lambda a: a.update(exp_avg_scale=None),
     "lr: expected": lambda a: a.update(lr=-1.0),
+    "lr_tensor: expected one fp32 number": lambda a: a.update(lr_tensor=torch.zeros(1).double()),
+    "grad_scale: expected one fp32 number": lambda a: a.update(grad_scale=torch.ones(2)),
+    "clip_coef: expected one fp32 number": lambda a: a.update(clip_coef=torch.ones(1).half()),
+    "found_inf: expected one fp32 number": lambda a: a.update(found_inf=torch.ones(1, dtype=torch.bool)),
     "beta2: expected": lambda a: a.update(beta2=1.0),
     "eps: expected": lambda a: a.update(eps=math.nan),
     "weight_decay: expected": lambda a: a.update(weight_decay=-0.1),
@@ -250,12 +276,3 @@ def test_a_bad_argument_changes_nothing(message: str) -> None:
     with pytest.raises(RuntimeError, match=f"adamw_: {message}"):
         adamw_(**arguments)
     assert all((p == 1).all() for p in params) and all((t == 0).all() for t in state.values())
-
-
-def test_codec_errors() -> None:
-    with pytest.raises(RuntimeError, match="quantize_8bit: x: expected fp32, received BFloat16"):
-        quantize_8bit(torch.zeros(3).bfloat16(), signed=True)
-    with pytest.raises(RuntimeError, match="dequantize_8bit: codes: expected uint8"):
-        dequantize_8bit(torch.zeros(3), torch.zeros(1), signed=True)
-    with pytest.raises(RuntimeError, match="dequantize_8bit: scale: expected fp32 of shape \\(1\\)"):
-        dequantize_8bit(torch.zeros(3, dtype=torch.uint8), torch.zeros(2), signed=True)

@@ -18,12 +18,12 @@ SIZES = [(3, 100), (1,), (257,), (64, 64), (0,)]
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[Parameter]:
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(5)
     return [Parameter(torch.randn(size, generator=generator).to(dtype)) for size in SIZES]
 
 
 def gradients(params: list[Parameter], step: int) -> None:
-    generator = torch.Generator().manual_seed(step)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(step)
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
 
@@ -38,6 +38,7 @@ def same(a: list[Parameter], b: list[Parameter]) -> bool:
     return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("maximize", [False, True])
 def test_fp32_state_is_torch(maximize: bool) -> None:
     ours, theirs = parameters(), parameters()
@@ -142,6 +143,7 @@ def test_drift(sigma: float, scale: float, drop: int, limit: float) -> None:
     assert largest < 3 * reference
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("state", ["8bit", "fp32"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bitwise_resume(dtype: torch.dtype, state: str) -> None:
@@ -168,6 +170,7 @@ def test_bitwise_resume(dtype: torch.dtype, state: str) -> None:
         assert same(through, params)
 
 
+@pytest.mark.device
 def test_a_load_copies() -> None:
     a, b = parameters(), parameters()
     first, second = AdamW(a), AdamW(b)
@@ -207,6 +210,7 @@ def test_a_refused_load_changes_nothing(change: object, message: str) -> None:
     train(opt, params, range(2, 3))
 
 
+@pytest.mark.device
 def test_schedulers_groups_and_late_parameters() -> None:
     params = parameters()
     opt = AdamW(params[:1], lr=torch.tensor(1e-2))
@@ -229,6 +233,55 @@ def test_schedulers_groups_and_late_parameters() -> None:
     assert torch.equal(params[1], untouched) and opt.state[params[2]]["exp_avg"].dtype == torch.float32
 
 
+@pytest.mark.device
+@pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
+def test_grad_scaler(unscale: bool) -> None:
+    """The steps of a scaled loss are those of the loss itself, and one whose gradients overflow is none."""
+    ours, plain = parameters(), parameters()
+    a, b = AdamW(ours), AdamW(plain)
+    scaler = torch.amp.GradScaler(ours[0].device.type, init_scale=2.0**10, growth_interval=100)
+    for step in range(5):
+        scale = scaler.get_scale()
+        if step == 2:
+            with torch.no_grad():
+                for p in ours:
+                    p.grad = scaler.scale(torch.full_like(p, torch.inf))
+        else:
+            gradients(plain, step)
+            for p, q in zip(ours, plain, strict=True):
+                p.grad = scaler.scale(q.grad)
+            b.step()
+        if unscale:
+            scaler.unscale_(a)
+        scaler.step(a)
+        scaler.update()
+        assert scaler.get_scale() == (scale / 2 if step == 2 else scale)
+        assert same(ours, plain)
+    assert [a.state[p]["step"].item() for p in ours] == [4] * len(ours)
+    assert not hasattr(a, "found_inf")
+    for p in ours:
+        p.grad = None
+    scaler.step(a)  # nothing to step: it waits for nothing, and does nothing
+    assert same(ours, plain)
+
+
+@pytest.mark.device
+def test_a_learning_rate_on_the_device() -> None:
+    """Is read by each step; changed in place, as under a CUDA graph."""
+    ours, plain = parameters(), parameters()
+    rate = torch.tensor(2.0**-5)
+    a, b = AdamW(ours, lr=rate), AdamW(plain, lr=2.0**-5)
+    for step in range(4):
+        gradients(ours, step)
+        gradients(plain, step)
+        a.step()
+        b.step()
+        assert same(ours, plain)
+        a.param_groups[0]["lr"].mul_(0.5)
+        b.param_groups[0]["lr"] *= 0.5
+
+
+@pytest.mark.device
 def test_memory_formula() -> None:
     sizes = [2**20, 12345, 3]
     params = [Parameter(torch.randn(n)) for n in sizes]

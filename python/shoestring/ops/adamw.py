@@ -53,6 +53,10 @@ def adamw_(
     eps: float,
     weight_decay: float,
     maximize: bool = False,
+    lr_tensor: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    clip_coef: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     """One step of AdamW, in place, on every parameter that has a gradient, in one pass over all of them.
 
@@ -68,9 +72,17 @@ def adamw_(
         exp_avg_scale, exp_avg_sq_scale: (elements of the arena / 256), fp32; None for fp32 state.
         lr, beta1, beta2, eps, weight_decay: as in ``torch.optim.AdamW``; decay comes before the update.
         maximize: ascend instead.
+        lr_tensor: in place of lr, whose sign nobody checks. This and what follows are one fp32 element each, on the
+            parameters' device: a GPU reads them itself, so the host does not wait, and a CUDA graph may replay the step.
+        grad_scale: gradients are divided by it.
+        clip_coef: gradients are multiplied by it.
+        found_inf: where it is not zero, nothing changes.
 
     Raises:
         RuntimeError: a shape, dtype, device or option that does not fit; nothing has changed then.
+
+    With 8-bit state on a GPU an update takes its root and its reciprocal from hardware instructions, which are wrong by a
+    unit or two in the last place, and eps is at least 1.1e-19.
     """
     torch.ops.shoestring.adamw_(
         params,
@@ -86,6 +98,10 @@ def adamw_(
         eps=eps,
         weight_decay=weight_decay,
         maximize=maximize,
+        lr_tensor=lr_tensor,
+        grad_scale=grad_scale,
+        clip_coef=clip_coef,
+        found_inf=found_inf,
     )
 
 
@@ -141,8 +157,17 @@ def adamw_reference(
     eps: float,
     weight_decay: float,
     maximize: bool = False,
+    lr_tensor: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    clip_coef: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     """``adamw_`` in plain PyTorch, a tensor at a time."""
+    if found_inf is not None and found_inf.item() != 0:
+        return
+    lr = lr if lr_tensor is None else lr_tensor.item()
+    factor = 1.0 if clip_coef is None else clip_coef.item()
+    factor = factor if grad_scale is None else factor / grad_scale.item()
     begin = 0
     for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
         where = slice(begin, begin + param.numel())
@@ -157,7 +182,7 @@ def adamw_reference(
             v = dequantize_8bit_reference(exp_avg_sq[where], exp_avg_sq_scale[blocks], signed=False)
 
         step[i] += 1
-        g = (-grad if maximize else grad).float().flatten()
+        g = (-grad if maximize else grad).float().flatten() * factor
         m = m + (g - m) * (1 - beta1)
         v = v * beta2 + g * g * (1 - beta2)
         bias1, bias2 = 1 - beta1 ** step[i].item(), 1 - beta2 ** step[i].item()

@@ -51,7 +51,8 @@ class AdamW(Optimizer):
     Args:
         params: parameters, named parameters or groups; fp32, bf16 or fp16. Weights are rounded to nearest: with 16-bit
             weights, updates below half a unit in the last place are lost.
-        lr: learning rate; a number or a tensor of one element.
+        lr: learning rate; a number, or a tensor of one element. One on the parameters' device is read there by each
+            step: a schedule may change it in place (``fill_``) between the replays of a CUDA graph.
         betas: decay of the running means of the gradient and of its square, each in [0, 1).
         eps: added to the root of the second moment.
         weight_decay: decoupled, applied before the update.
@@ -62,10 +63,16 @@ class AdamW(Optimizer):
         ValueError: an option, dtype or loaded state that does not fit; nothing has changed then.
         TypeError: an option of ``torch.optim.AdamW`` that is not supported (amsgrad, foreach, fused, capturable, ...).
 
+    Under ``torch.amp.GradScaler`` the step itself divides the gradients by the scale, and skips without the host having
+    to wait where they were not finite. On a GPU a step waits for nothing, and can be captured in a CUDA graph; the
+    state has to exist before (one step, outside).
+
     ``state[p]`` holds ``step, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale`` (without the scales for fp32):
     views into memory that the group shares. Change their values in place, or replace them through ``load_state_dict``;
     an entry that is assigned is not seen.
     """
+
+    _step_supports_amp_scaling = True  # GradScaler.step then sets grad_scale and found_inf on the optimizer
 
     def __init__(
         self,
@@ -106,16 +113,18 @@ class AdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for index, group in enumerate(self.param_groups):
+            if all(p.grad is None for p in group["params"]):
+                continue
             arena = self._arenas.get(index)
             if (
                 arena is None
                 or len(arena.params) + len(arena.absent) != len(group["params"])
                 or any(p.grad is not None for p in arena.absent)
             ):
-                if all(p.grad is None for p in group["params"]):
-                    continue
                 arena = self._arenas[index] = self._make_arena(group)
             beta1, beta2 = group["betas"]
+            lr, device = group["lr"], arena.step.device
+            on_device = isinstance(lr, Tensor) and lr.device == device
             adamw_(
                 arena.params,
                 [p.grad for p in arena.params],
@@ -124,12 +133,15 @@ class AdamW(Optimizer):
                 arena.exp_avg_scale,
                 arena.exp_avg_sq,
                 arena.exp_avg_sq_scale,
-                lr=float(group["lr"]),
+                lr=0.0 if on_device else float(lr),
                 beta1=beta1,
                 beta2=beta2,
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
                 maximize=group["maximize"],
+                lr_tensor=lr.detach().float() if on_device else None,
+                grad_scale=_number_on(device, getattr(self, "grad_scale", None)),
+                found_inf=_number_on(device, getattr(self, "found_inf", None)),
             )
         return loss
 
@@ -207,6 +219,10 @@ class AdamW(Optimizer):
         for index, group in enumerate(self.param_groups):
             if any(self.state.get(p) for p in group["params"]):
                 self._arenas[index] = self._make_arena(group)
+
+
+def _number_on(device: torch.device, number: Tensor | None) -> Tensor | None:
+    return None if number is None else number.to(device, torch.float32, non_blocking=True)
 
 
 def _blocks(param: Tensor) -> int:

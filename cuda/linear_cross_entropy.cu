@@ -231,7 +231,8 @@ template <class T, class Out>
 const char* run(const kernels::CrossEntropyRows& rows, void* stream) {
   // One block an SM, so that the rows in flight are not much more than the L2 cache holds; but a short row is over
   // before a large block has started, and several share an SM.
-  const int threads = rows.vocab > 32768 ? kMaxThreads<T> : rows.vocab > 4096 ? kMaxThreads<T> / 2 : 128;
+  const int64_t vocab = rows.vocab;
+  const int threads = vocab > 32768 ? kMaxThreads<T> : vocab > 8192 ? kMaxThreads<T> / 2 : vocab > 512 ? 128 : kWarp;
   return launch(cross_entropy<T, Out>, rows.tokens, threads, 0, stream, rows);
 }
 

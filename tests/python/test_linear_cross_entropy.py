@@ -45,8 +45,8 @@ SHAPES = [
     (7, 5, 3),  # less than a register
     (33, 64, 257),  # one past a multiple of every register
     (70, 8, 4099),  # several chunks of 1 MiB, and past the block in which sums are folded
-    (140, 4, 1999),  # 131 tokens fit 1 MiB: on a GPU a chunk of 128, and a small one
-    (3, 4, 40001),  # three tiles of the CUDA kernel, in which the order of reads and writes matters
+    (140, 16, 1999),  # 131 tokens fit 1 MiB: on a GPU a chunk of 128, and a small one
+    (3, 64, 40001),  # three tiles of the CUDA kernel, in which the order of reads and writes matters
 ]
 
 

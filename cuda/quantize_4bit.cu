@@ -34,12 +34,8 @@ struct Table {
 /// The bucket of u in [-1, 1], times 4: an offset in bytes. Zero is a bound, as FP4's midpoints on both its sides need.
 __host__ __device__ inline unsigned bucket(float u) {
   const float n = fmaf(u, 62.f, 63.5f) + 8388608.f;  // its last bits are an integer, rounded
-#if defined(__CUDA_ARCH__)
-  const unsigned bits = __float_as_uint(n);
-#else
   unsigned bits;
   __builtin_memcpy(&bits, &n, sizeof bits);
-#endif
   return bits & (4 * (kBuckets - 1));
 }
 
@@ -133,8 +129,8 @@ __global__ void __launch_bounds__(kThreads) quantize(const T* x, int64_t count, 
       float u[kWidth];
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
-        const float value = to_float(part[v][k]);
-        u[k] = !cut ? value * inverse : i + k < end ? value / divisor : 0;
+        const float value = to_float(part[v][k]);  // below, a rounded product: nothing may fuse with it
+        u[k] = !cut ? __fmul_rn(value, inverse) : i + k < end ? value / divisor : 0;
       }
       if (top[v] >= 0x7f800000) {  // infinite or NaN
 #pragma unroll

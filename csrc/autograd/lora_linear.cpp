@@ -96,7 +96,7 @@ Tensor autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& abs
 }
 
 // As for a linear layer: x and a dense weight take the autocast dtype, and so does the result. The adapter stays as it
-// is, since its products are fp32 whatever it is.
+// is: the operator converts it to what its products are in.
 template <c10::DeviceType device>
 Tensor autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& absmax, const OptionalTensor& nested,
                 const OptionalTensor& bias, const Tensor& lora_A, const Tensor& lora_B, const OptionalTensor& dropped,

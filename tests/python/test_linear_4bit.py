@@ -51,9 +51,10 @@ def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int], neste
 
 
 def test_several_panels(backend: str) -> None:
-    """Rows of 4 MiB in fp64, so that CUDA's panels of 64 MiB end before the last row; scales that straddle rows."""
-    columns, rows = ((1 << 19) + 8, 17) if backend != "cpu" else (1 << 16, 70)
-    packed = torch.randint(256, (rows * columns // 2,), dtype=torch.uint8)
+    """Rows of 4 MiB in fp64, so that CUDA's panels of 64 MiB end before the last row; scales that straddle rows, and an
+    odd number of elements in each panel's last row."""
+    columns, rows = ((1 << 19) + 7, 17) if backend != "cpu" else ((1 << 16) + 7, 70)
+    packed = torch.randint(256, ((rows * columns + 1) // 2,), dtype=torch.uint8)
     absmax = torch.rand((rows * columns + 4095) // 4096)
     weight = shoestring.QuantizedTensor(
         packed, absmax, None, shape=(rows, columns), dtype=torch.float32, quant_type="nf4", block_size=4096

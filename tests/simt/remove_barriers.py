@@ -62,7 +62,8 @@ def main() -> int:
         kernels, build = Path(folder) / "cuda", Path(folder) / "build"
         shutil.copytree(ROOT / "cuda", kernels)
         configured = run("cmake", "-S", ROOT, "-B", build, "-G", "Ninja", "-DSHOESTRING_TESTS=ON", "-DSHOESTRING_CUDA=0",
-                         f"-DSIMT_KERNELS={kernels}", f"-DPython3_EXECUTABLE={sys.executable}")
+                         f"-DSIMT_KERNELS={kernels}", f"-DPython3_EXECUTABLE={sys.executable}",
+                         *(["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []))
         if configured.returncode != 0:
             sys.exit(f"cmake failed:\n{configured.stdout}{configured.stderr}")
         passed, error = tests(build)

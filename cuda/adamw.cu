@@ -22,7 +22,7 @@ using kernels::WeightType;
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kBlocksPerWarp = 4;  // that the tables cost little; a thousand small tensors still fill a GPU
+constexpr int kBlocksPerWarp = 8;  // so that filling the tables costs little
 constexpr int kTensors = 1000;     // of a launch, whose parameters have room for 32,764 bytes
 
 struct Group {

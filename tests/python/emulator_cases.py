@@ -97,7 +97,7 @@ def adamw(device: str) -> Results:
                         entry.copy_(uniform(entry.numel(), seed=seed + j).abs().view(entry.shape))
             optimizer.step()
         for i, p in enumerate(params):
-            found[f"{state} parameter {i}"] = (p.detach(), 4)
+            found[f"{state} parameter {i}"] = (p.detach(), 8)
             for name, entry in optimizer.state[p].items():
                 found[f"{state} {name} {i}"] = (entry, 1 if entry.dtype == torch.uint8 else 0 if name == "step" else 4)
     return found

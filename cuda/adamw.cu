@@ -79,7 +79,7 @@ struct Part {
 };
 
 struct EightBitState {
-  static constexpr int kResident = 4;  // 32 warps a multiprocessor, for which there are 64 registers a thread
+  static constexpr int kResident = 4;  // blocks a multiprocessor: 32 warps, for which there are 64 registers a thread
   AdamWState state;
   MapConstants map_m, map_v;
   struct Shared {
@@ -171,11 +171,13 @@ __device__ void step_blocks(const AdamWEntry& t, uint32_t first, uint32_t count,
   }
 }
 
+static_assert(sizeof(Group) + sizeof(EightBitState) + 2 * sizeof(void*) <= 32764);
+
 // Budget: 72 registers, 2176 bytes shared, no spills.
 template <class State>
-__global__ void __launch_bounds__(kThreads, State::kResident) step(const __grid_constant__ Group group,
-                                                    const __grid_constant__ State state, const AdamWRule* rules,
-                                                    const float* found_inf) {
+__global__ void __launch_bounds__(kThreads, State::kResident)
+    step(const __grid_constant__ Group group, const __grid_constant__ State state, const AdamWRule* rules,
+         const float* found_inf) {
   __shared__ typename State::Shared shared;
   if (found_inf != nullptr && *found_inf != 0) return;
   state.fill_shared(shared);

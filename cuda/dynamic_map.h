@@ -187,7 +187,7 @@ template <class T>
 __device__ Raw<T> load_part(const T* from, int left, bool vectors) {
   Raw<T> raw;
   if (vectors) {
-    memcpy(&raw, __builtin_assume_aligned(from, 16), sizeof raw);
+    memcpy(&raw, __builtin_assume_aligned(from, sizeof raw < 16 ? sizeof raw : 16), sizeof raw);
   } else {
     Vector<T, kPerLane> v;
 #pragma unroll

@@ -128,6 +128,19 @@ def test_views_at_any_offset(dtype: torch.dtype, state: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True) if a is not None)
 
 
+def test_state_at_an_odd_address(backend: str) -> None:
+    """A CPU takes it; a GPU's kernel reads state in vectors, and says so."""
+    param, grad, (step, m, m_scale, v, v_scale) = torch.zeros(300), torch.ones(300), arenas([300], "8bit")
+    odd = torch.cat([m.new_zeros(1), v])[1:]
+    if backend == "cpu":
+        adamw_([param], [grad], step, m, m_scale, odd, v_scale, **HYPER)
+        assert (param != 0).all()
+        return
+    with pytest.raises(RuntimeError, match="adamw_: exp_avg_sq: expected memory aligned to 16 bytes.*call .clone()"):
+        adamw_([param], [grad], step, m, m_scale, odd, v_scale, **HYPER)
+    assert (param == 0).all() and step.item() == 0
+
+
 @pytest.mark.parametrize("count", [TENSORS, TENSORS + 1, 2 * TENSORS + 1])
 def test_more_tensors_than_a_launch_holds(count: int) -> None:
     """The same as one tensor with a block for each; some are empty, have two blocks, or no gradient."""

@@ -24,6 +24,9 @@ TORCH_LIBRARY(shoestring, m) {
       "int ignore_index, str reduction, float label_smoothing, float softcap, int workspace_mb, bool[3] output_mask) "
       "-> (Tensor, Tensor, Tensor)");
 
+  // x *= factor (one element), where the factor is not 1: on CUDA the device finds out. What scales saved gradients.
+  m.def("scale_(Tensor(a!) x, Tensor factor) -> ()");
+
   // x in blocks of block_size along its flattened elements, each element 4 bits times the block's largest magnitude:
   // packed uint8 ((numel + 1) / 2), absmax fp32 (blocks). The bytes are bitsandbytes'. quant_type: 'nf4' or 'fp4'.
   m.def("quantize_4bit(Tensor x, *, str quant_type='nf4', int block_size=64) -> (Tensor packed, Tensor absmax)");

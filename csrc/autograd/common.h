@@ -12,6 +12,8 @@
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include "ops/call.h"
+
 namespace shoestring {
 
 /// True where a call on these tensors has to be recorded for backward.
@@ -33,15 +35,18 @@ inline torch::autograd::variable_list once_differentiable(const char* op, torch:
 }
 
 /// gradient * upstream, upstream a scalar tensor. In place, and without a second tensor of the gradient's size, where
-/// the gradient is used this once; not at all where upstream is 1.
+/// the gradient is used this once; its memory is then not touched where upstream is 1.
 inline at::Tensor scale_gradient(const at::Tensor& gradient, const at::Tensor& upstream) {
   const bool traced = c10::impl::dispatch_mode_enabled() ||
                       upstream.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
-  if (traced || at::GradMode::is_enabled()) return gradient.mul(upstream);
-  if (upstream.is_cpu() && upstream.item<double>() == 1) return gradient;
-  if (torch::autograd::get_current_graph_task_keep_graph()) return gradient.mul(upstream);
+  if (traced || at::GradMode::is_enabled() || torch::autograd::get_current_graph_task_keep_graph()) {
+    return gradient.mul(upstream);
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  static auto op = find<void(at::Tensor&, const at::Tensor&)>("shoestring::scale_");
   at::Tensor changed = gradient;
-  return changed.mul_(upstream);
+  op.call(changed, upstream);
+  return changed;
 }
 
 /// grad (..., features) summed over all but the last dimension: the gradient of a bias of type `dtype`.

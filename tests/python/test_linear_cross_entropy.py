@@ -141,13 +141,20 @@ def test_bitwise_repeatable_and_thread_count_does_not_matter_to_rows() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
-def test_retained_graph_gives_the_same_gradient_twice() -> None:
-    hidden, weight, _, target = make(20, 4, 9)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_gradients_are_scaled_by_the_upstream_gradient(dtype: torch.dtype) -> None:
+    """In place the last time, so that what a retained graph gave before stays as it was."""
+    hidden, weight, _, target = make(20, 7, 333, dtype)  # 2331 elements: several blocks, and no whole registers
     loss = shoestring.linear_cross_entropy(hidden, weight, target)
-    upstream = torch.tensor(2.0)
-    first = torch.autograd.grad(loss, weight, upstream, retain_graph=True)[0].clone()
-    second = torch.autograd.grad(loss, weight, upstream)[0]
-    assert torch.equal(first, second)
+    once = torch.autograd.grad(loss, weight, retain_graph=True)[0]
+    kept = once.clone()
+    factors = (-0.75, 1.0, 3.0)
+    scaled = [
+        torch.autograd.grad(loss, weight, torch.tensor(f, dtype=loss.dtype), retain_graph=f != 3)[0] for f in factors
+    ]
+    assert torch.equal(once, kept)
+    for factor, result in zip(factors, scaled):
+        torch.testing.assert_close(result, (kept.double() * factor).to(dtype), rtol=0, atol=0)
 
 
 def test_double_backward_is_refused() -> None:

@@ -21,12 +21,17 @@ int64_t panel_rows(Backend backend, int64_t rows, int64_t columns, int64_t eleme
   const int64_t fit = std::max<int64_t>(cuda ? 16 : 64, panel_bytes / row_bytes / 16 * 16);
   if (!cuda) return std::max<int64_t>(1, std::min(rows, fit));
   const int64_t panels = std::max<int64_t>(1, (rows + fit - 1) / fit);
-  return std::max<int64_t>(1, ((rows + panels - 1) / panels + 15) / 16 * 16);
+  return std::max<int64_t>(1, std::min(rows, ((rows + panels - 1) / panels + 15) / 16 * 16));
 }
 
-// out = beta * out + alpha * a b; out = bias + alpha * a b where there is one. Any out keeps its strides.
-void multiply_into(Tensor out, const Tensor& bias, const Tensor& a, const Tensor& b, double beta, double alpha) {
-  at::addmm_out(out, bias.defined() ? bias : out, a, b, bias.defined() ? 1 : beta, alpha);
+// out = beta * out + alpha * a b, or bias + alpha * a b where there is a bias. Any out keeps its strides.
+void multiply_into(Tensor out, const Products& products, const Tensor& bias, const Tensor& a, const Tensor& b,
+                   double beta, double alpha = 1) {
+  if (products.backend == Backend::kCuda) {
+    bias.defined() ? gemm_bias(out, bias, a, b, alpha) : gemm(out, a, b, beta, alpha);
+  } else {
+    at::addmm_out(out, bias.defined() ? bias : out, a, b, bias.defined() ? 1 : beta, alpha);
+  }
 }
 
 }  // namespace
@@ -47,9 +52,9 @@ Products::Products(Backend backend, const Tensor& x)
       other(backend == Backend::kCuda ? x.scalar_type() : compute_type(x)) {}
 
 Tensor multiply(const Products& products, const Tensor& a, const Tensor& b, at::ScalarType dtype, double alpha) {
-  const bool direct = products.backend == Backend::kCpu || dtype == a.scalar_type();
-  Tensor out = at::empty({a.size(0), b.size(1)}, a.options().dtype(direct ? a.scalar_type() : compute_type(a)));
-  direct ? multiply_into(out, Tensor(), a, b, 0, alpha) : gemm(out, a, b, 0, alpha);
+  const auto type = dtype == a.scalar_type() ? dtype : compute_type(a);
+  Tensor out = at::empty({a.size(0), b.size(1)}, a.options().dtype(type));
+  multiply_into(out, products, Tensor(), a, b, 0, alpha);
   return out.to(dtype);
 }
 
@@ -59,7 +64,8 @@ BaseWeight BaseWeight::dense(const Tensor& weight, at::ScalarType product) {
   base.columns_ = weight.size(1);
   base.dense_ = weight;
   const bool widen = weight.scalar_type() != product;
-  base.step_ = widen ? panel_rows(Backend::kCpu, base.rows_, base.columns_, sizeof(float)) : std::max<int64_t>(base.rows_, 1);
+  base.step_ = widen ? panel_rows(Backend::kCpu, base.rows_, base.columns_, sizeof(float))
+                     : std::max<int64_t>(base.rows_, 1);
   if (widen) base.buffer_ = at::empty({base.step_, base.columns_}, weight.options().dtype(product));
   return base;
 }
@@ -88,28 +94,27 @@ Tensor BaseWeight::panel(int64_t begin, int64_t size) const {
 }
 
 Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Tensor& bias, const Tensor& low, const Tensor& up,
-                    double scaling, at::ScalarType dtype) {
+                    double scaling, at::ScalarType dtype, const Products& products) {
   const int64_t tokens = x.size(0);
   Tensor out = at::empty({tokens, weight.rows()}, x.options().dtype(dtype));
   const bool round = dtype != x.scalar_type();
-  const bool mixed = low.defined() && low.scalar_type() != x.scalar_type();  // on a CPU with bf16 units
   weight.for_each_panel([&](int64_t begin, const Tensor& panel) {
     const int64_t size = panel.size(0);
     Tensor columns = out.narrow(1, begin, size);
     const Tensor offset = bias.defined() ? bias.narrow(0, begin, size) : Tensor();
     const Tensor part = low.defined() ? up.narrow(0, begin, size).t() : Tensor();  // (rank, size)
-    if (mixed) {
-      Tensor sum = at::mm(x, panel.t()).to(low.scalar_type());
+    if (low.defined() && products.weight != products.other) {  // a CPU with bf16 units
+      Tensor sum = at::mm(x, panel.t()).to(products.other);
       if (offset.defined()) sum.add_(offset);
       columns.copy_(sum.addmm_(low, part, /*beta=*/1, /*alpha=*/scaling));
       return;
     }
     Tensor to = round ? at::empty({tokens, size}, x.options()) : columns;
-    if (low.defined()) {  // first, so that where `to` has 16 bits the smaller part is rounded, and the sum once
-      multiply_into(to, offset, low, part, 0, scaling);
-      multiply_into(to, Tensor(), x, panel.t(), 1, 1);
+    if (low.defined()) {  // first: where `to` has 16 bits, that rounds the smaller part, and then the sum once
+      multiply_into(to, products, offset, low, part, 0, scaling);
+      multiply_into(to, products, Tensor(), x, panel.t(), 1);
     } else {
-      multiply_into(to, offset.defined() ? offset.to(x.scalar_type()) : offset, x, panel.t(), 0, 1);
+      multiply_into(to, products, offset.defined() ? offset.to(x.scalar_type()) : offset, x, panel.t(), 0);
     }
     if (round) columns.copy_(to);
   });
@@ -118,16 +123,15 @@ Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Tensor& bia
 
 Tensor times_weight(const BaseWeight& weight, const Tensor& grad, const Tensor& low, const Tensor& down,
                     const Products& products) {
-  const bool once = products.backend == Backend::kCuda && weight.one_panel();  // one rounding, then none between panels
+  // On CUDA the sum over several panels is in fp32; one panel's product rounds its own fp32 sum.
+  const bool narrow = products.backend == Backend::kCuda && weight.one_panel();
   Tensor out = at::empty({grad.size(0), weight.columns()},
-                         grad.options().dtype(once ? products.other : compute_type(grad)));
+                         grad.options().dtype(narrow ? products.other : compute_type(grad)));
   const auto add = [&](const Tensor& a, const Tensor& b, bool first) {
-    if (a.scalar_type() == out.scalar_type()) {
-      multiply_into(out, Tensor(), a, b, first ? 0 : 1, 1);
-    } else if (products.backend == Backend::kCuda) {
-      gemm(out, a, b, first ? 0 : 1);
-    } else {
+    if (products.backend == Backend::kCpu && a.scalar_type() != out.scalar_type()) {  // a CPU with bf16 units
       first ? out.copy_(at::mm(a, b)) : out.add_(at::mm(a, b));
+    } else {
+      multiply_into(out, products, Tensor(), a, b, first ? 0 : 1);
     }
   };
   if (low.defined()) add(low, down, true);

@@ -76,7 +76,7 @@ class BaseWeight {
 /// out (tokens, rows) of `dtype` = x (tokens, columns) weight^T + bias + scaling * low (tokens, rank) up^T. x is of type
 /// products.weight, the others products.other; bias may be undefined, and so may low and up together.
 at::Tensor apply_weight(const BaseWeight& weight, const at::Tensor& x, const at::Tensor& bias, const at::Tensor& low,
-                        const at::Tensor& up, double scaling, at::ScalarType dtype);
+                        const at::Tensor& up, double scaling, at::ScalarType dtype, const Products& products);
 
 /// grad (tokens, rows) weight + low (tokens, rank) down, of a type that holds the sum over the panels: (tokens,
 /// columns). grad of any dtype is converted to products.weight a panel's columns at a time; low and down are of type

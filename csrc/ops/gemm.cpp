@@ -23,4 +23,14 @@ void gemm(const Tensor& out, const Tensor& a, const Tensor& b, double beta, doub
   }
 }
 
+void gemm_bias(const Tensor& out, const Tensor& bias, const Tensor& a, const Tensor& b, double alpha) {
+  Tensor result = out;
+  if (!out.is_cuda()) {
+    result.copy_(bias);
+    gemm(out, a, b, 1, alpha);
+  } else {
+    at::addmm_out(result, bias, a, b, 1, alpha);
+  }
+}
+
 }  // namespace shoestring

@@ -12,4 +12,8 @@ namespace shoestring {
 /// tensors, which the tests of CUDA host code use, 16-bit operands are widened to fp32.
 void gemm(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta = 0, double alpha = 1);
 
+/// out = bias (n) + alpha * a b, all of one dtype: cuBLAS adds the bias as it writes.
+void gemm_bias(const at::Tensor& out, const at::Tensor& bias, const at::Tensor& a, const at::Tensor& b,
+               double alpha = 1);
+
 }  // namespace shoestring

@@ -45,7 +45,8 @@ Tensor forward(const Tensor& x, const Tensor& packed, const Tensor& absmax, cons
   auto weight = BaseWeight::quantized(PackedReader(backend, kOp, packed, absmax, nested, quant_type, block_size), rows,
                                       columns, x.options().dtype(products.weight));
   Tensor offset = bias.has_value() ? bias->to(products.other) : Tensor();
-  return apply_weight(weight, as_matrix(x).to(products.weight), offset, Tensor(), Tensor(), 0, x.scalar_type())
+  return apply_weight(weight, as_matrix(x).to(products.weight), offset, Tensor(), Tensor(), 0, x.scalar_type(),
+                      products)
       .view_symint(with_last(x, out_features));
 }
 

@@ -84,7 +84,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight, const 
                         compute_type(x));
   Tensor out = apply_weight(base(products, weight, absmax, nested, rows, columns, x, quant_type, block_size),
                             products.weight == other ? wide : flat, bias.has_value() ? bias->to(other) : Tensor(),
-                            low.to(other), lora_B.to(other), scaling, x.scalar_type());
+                            low.to(other), lora_B.to(other), scaling, x.scalar_type(), products);
   return {out.view_symint(with_last(x, rows)), low};
 }
 

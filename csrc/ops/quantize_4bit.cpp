@@ -107,8 +107,9 @@ void check_scales(const Tensor& absmax) {
 }
 
 // The scales are few (one for 32 to 4096 weights), so PyTorch's own operators serve. A scale becomes the value nearest
-// to its place on a grid of 65536 steps, which is how bitsandbytes' table finds it. On CUDA the mean adds in another order
-// than on the CPU, and the copy of the 256 values waits for the stream and cannot be captured: a weight is quantised once.
+// to its place on a grid of 65536 steps, which is how bitsandbytes' table finds it. On CUDA the mean adds in another
+// order than on the CPU, and the copy of the 256 values waits for the stream and cannot be captured in a graph: a weight
+// is quantised once.
 std::tuple<Tensor, Tensor> quantize_absmax_any(const Tensor& absmax) {
   check_scales(absmax);
   const c10::OptionalDeviceGuard guard(absmax.device());

@@ -176,8 +176,10 @@ def test_saves_nothing_of_the_input() -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-def test_state_dict_is_bitsandbytes(quant_type: str, nested: bool) -> None:
+def test_state_dict_is_bitsandbytes(backend: str, quant_type: str, nested: bool) -> None:
     """Our keys load into bitsandbytes' state, its own load here, and both give the same weight."""
+    if backend == "cuda":
+        pytest.skip("the bytes are those of bitsandbytes' CPU path")
     bnb = pytest.importorskip("bitsandbytes")
     linear = nn.Linear(96, 40).to(torch.bfloat16)
     ours = Linear4bit.from_linear(linear, quant_type, nested=nested)

@@ -49,7 +49,7 @@ def main() -> None:
         bnb = None
         print("bitsandbytes is not installed")
     if options.quick:
-        counts = (1 << 16,)
+        counts = (1 << 16,) if device == "cpu" else (1 << 22,)
     elif device == "cuda":
         counts = (4096 * 4096, 4096 * 14336)  # weights of an 8 B model
     else:

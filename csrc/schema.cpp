@@ -38,7 +38,9 @@ TORCH_LIBRARY(shoestring, m) {
       "str quant_type='nf4', int block_size=64) -> Tensor");
   // One step of AdamW on every parameter whose gradient is given; the others keep their step. The state of all of them
   // lies in flat arenas, in the order of params, each beginning at a multiple of 256 elements: step (tensors) fp32;
-  // exp_avg and exp_avg_sq uint8 codes with one fp32 scale for 256 of them, or fp32 without scales.
+  // exp_avg and exp_avg_sq uint8 codes with one fp32 scale for 256 of them, or fp32 without scales. lr_tensor (in place
+  // of lr), grad_scale (divides gradients), clip_coef (multiplies them) and found_inf (not zero: nothing changes) are one
+  // fp32 element each on params' device, which reads them.
   m.def(
       "adamw_(Tensor(a!)[] params, Tensor?[] grads, Tensor(b!) step, Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, "
       "Tensor(e!) exp_avg_sq, Tensor(f!)? exp_avg_sq_scale, *, float lr, float beta1, float beta2, float eps, "

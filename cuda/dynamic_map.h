@@ -173,7 +173,8 @@ __device__ float largest_magnitude(const float (&x)[kPerLane]) {
 /// A lane's elements of a row as they lie in memory: nothing is done with them before all loads are on their way.
 template <class T>
 struct Raw {
-  Vector<unsigned, kPerLane * sizeof(T) / 4> words;
+  static constexpr int kWords = kPerLane * sizeof(T) / 4;
+  Vector<unsigned, kWords> words;
 
   __device__ Vector<T, kPerLane> values() const {
     Vector<T, kPerLane> v;
@@ -187,7 +188,7 @@ template <class T>
 __device__ Raw<T> load_part(const T* from, int left, bool vectors) {
   Raw<T> raw;
   if (vectors) {
-    memcpy(&raw, __builtin_assume_aligned(from, sizeof raw < 16 ? sizeof raw : 16), sizeof raw);
+    raw.words = load<Raw<T>::kWords>(reinterpret_cast<const unsigned*>(from));
   } else {
     Vector<T, kPerLane> v;
 #pragma unroll

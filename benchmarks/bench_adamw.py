@@ -20,7 +20,7 @@ Maker = Callable[[list[Parameter]], torch.optim.Optimizer]
 
 @functools.cache
 def peers(device: str) -> dict[str, Maker]:
-    """Those that are installed and can step here. torchao compiles a kernel for each shape, which takes minutes on a GPU."""
+    """Those that are installed and can step here. On a GPU torchao compiles a kernel for each shape, for minutes."""
     found: dict[str, Maker] = {}
     try:
         import bitsandbytes

@@ -49,7 +49,7 @@ inline MapConstants make_constants(bool is_signed) {
     c.offset[i] = static_cast<float>(bins * 8 / 9 + origin);
   }
   // The lowest decade has one boundary: signed, half way to zero; unsigned, between its two means, and nothing becomes
-  // zero by rounding. There X is what crosses it, and at zero an unsigned X is near a boundary, so that zero is noticed.
+  // zero by rounding. X is what crosses it, and an unsigned X is near a boundary at zero, so that zero is noticed.
   const double start = is_signed ? 1 : 2.25 / 0.96875;
   const int below = is_signed ? 0 : 2;
   const double crossing = (below + 1 + 0.25 + 0.28125 * start) / 1.25;

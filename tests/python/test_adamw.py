@@ -166,7 +166,8 @@ def test_more_tensors_than_a_launch_holds(count: int) -> None:
         codes = slice(begin, begin + n)
         assert torch.equal(params[i], before[i] if i in absent else whole[codes])
         for k in (1, 3):
-            assert torch.equal(together[k][codes], torch.zeros_like(alone[k][codes]) if i in absent else alone[k][codes])
+            expected = torch.zeros_like(alone[k][codes]) if i in absent else alone[k][codes]
+            assert torch.equal(together[k][codes], expected)
         begin += 256 * blocks(n)
 
 
@@ -180,8 +181,9 @@ def test_numbers_in_tensors(capability: str, dtype: torch.dtype, state: str) -> 
 
     def run(scale: float, **tensors: Tensor) -> list[Tensor]:
         params, arena = [p.clone() for p in start], arenas(sizes, state)
+        options = HYPER | {"lr": 9.0 if "lr_tensor" in tensors else lr}
         for grads in steps:
-            adamw_(params, [g * scale for g in grads], *arena, **HYPER | {"lr": 9.0 if "lr_tensor" in tensors else lr}, **tensors)
+            adamw_(params, [g * scale for g in grads], *arena, **options, **tensors)
         return [*params, *(t for t in arena if t is not None)]
 
     plain = run(1)
@@ -192,7 +194,7 @@ def test_numbers_in_tensors(capability: str, dtype: torch.dtype, state: str) -> 
         run(4, clip_coef=torch.tensor(0.5), grad_scale=torch.tensor(2.0), lr_tensor=torch.tensor([[lr]])),
     ):
         assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
-    clipped = [*(p.clone() for p in start)]
+    clipped = [p.clone() for p in start]
     ours, theirs = arenas(sizes, state), arenas(sizes, state)
     tensors = {"clip_coef": torch.tensor(0.3), "grad_scale": torch.tensor(3.0)}
     expected = [p.clone() for p in start]

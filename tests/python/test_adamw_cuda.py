@@ -20,7 +20,7 @@ def gpu(backend: str) -> None:
         pytest.skip("needs a GPU")
 
 
-# Past what 32 bits can count, too. The last block is partly filled, and so are its warp and that one's block of threads.
+# Past what 32 bits can count, too. The last block is partly filled, and so is its warp.
 @pytest.mark.parametrize("size", [2**27 + 1033, 2**31 + 1033])
 def test_full_size(size: int) -> None:
     """Pairs of blocks from all over the tensor, and the last two, against the same blocks alone."""

@@ -9,7 +9,7 @@ from shoestring.ops.adamw import dynamic_map
 pytestmark = pytest.mark.device
 
 both_maps = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
-# A register and a block, one less and one more; a block boundary far from the start; several blocks of threads; nothing.
+# A register and a block, one less and one more; a block boundary far from the start; nothing; many threads.
 SIZES = [1, 7, 255, 256, 257, 4095, 4097, 0, 2**16 + 3]
 
 

@@ -72,8 +72,8 @@ def adamw_(
         exp_avg_scale, exp_avg_sq_scale: (elements of the arena / 256), fp32; None for fp32 state.
         lr, beta1, beta2, eps, weight_decay: as in ``torch.optim.AdamW``; decay comes before the update.
         maximize: ascend instead.
-        lr_tensor: in place of lr, whose sign nobody checks. This and what follows are one fp32 element each, on the
-            parameters' device: a GPU reads them itself, so the host does not wait, and a CUDA graph may replay the step.
+        lr_tensor: in place of lr; its sign is not checked. This and what follows are one fp32 element each, on the
+            parameters' device: a GPU reads them itself, so the host does not wait, and a CUDA graph replays the step.
         grad_scale: gradients are divided by it.
         clip_coef: gradients are multiplied by it.
         found_inf: where it is not zero, nothing changes.
@@ -81,8 +81,8 @@ def adamw_(
     Raises:
         RuntimeError: a shape, dtype, device or option that does not fit; nothing has changed then.
 
-    With 8-bit state on a GPU an update takes its root and its reciprocal from hardware instructions, which are wrong by a
-    unit or two in the last place, and eps is at least 1.1e-19.
+    With 8-bit state on a GPU an update takes its root and its reciprocal from hardware instructions, which are wrong by
+    a unit or two in the last place, and eps is at least 1.1e-19.
     """
     torch.ops.shoestring.adamw_(
         params,

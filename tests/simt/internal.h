@@ -28,7 +28,6 @@ struct Thread {
   const char* at = nullptr;  // what it waits at, and where in the source
   Where where;
   unsigned mask = 0;  // of a warp's operation; 0 at a barrier
-  int barrier = -1;
   const void* in = nullptr;
   void* out = nullptr;
 
@@ -55,8 +54,30 @@ extern char* stacks;     // kMaxThreads of kStack bytes
 std::string relative(const std::string& file);  // to the project
 std::string text_of(Where where);
 
+// scheduler.cpp
+void wait_at(const char* name, Where where);  // until somebody clears `waiting`
+// collectives.cpp
+void forget_collectives();
 // memory.cpp
 void begin_block();
 void finish_thread();  // nothing may be under way
+
+// Where in the source an access stands: from the compiler's call, whose address is looked up only for a message, or given.
+struct Place {
+  const void* code = nullptr;
+  Where where;
+};
+void check(const void* address, size_t size, bool write, bool atomic, const Place& place);
+void check_aligned(const void* address, size_t size, bool write, const Place& place);  // to its size, too
+[[noreturn]] void bad_access(const char* what, size_t size, bool write, bool atomic, const Place& place,
+                             const std::string& rest);
+// instrumentation.cpp
+std::string text_of(const Place& place);
+// For its lifetime, a fault in a kernel ends the launch, not the process.
+class CaughtFaults {
+ public:
+  CaughtFaults();
+  ~CaughtFaults();
+};
 
 }  // namespace simt

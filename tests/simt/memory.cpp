@@ -109,39 +109,7 @@ struct Copies {
 };
 std::vector<Copies> async(kMaxThreads);
 
-// Where in the source an access stands: from the compiler's call, whose address is looked up only for a message, or given.
-struct Place {
-  const void* code = nullptr;
-  Where where;
-};
-
-std::string text_of(const Place& place) {
-  if (place.code == nullptr) return simt::text_of(place.where);
-  Dl_info info;
-  if (dladdr(place.code, &info) == 0) return "?";
-  char command[4096];
-  std::snprintf(command, sizeof command, "addr2line -i -e '%s' %p 2>/dev/null", info.dli_fname,
-                reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(place.code) - 1 -
-                                        reinterpret_cast<uintptr_t>(info.dli_fbase)));
-  // The innermost of the inlined functions' lines that is a kernel's own, not a helper's.
-  std::string best;
-  if (FILE* pipe = popen(command, "r")) {
-    char text[4096];
-    while (std::fgets(text, sizeof text, pipe)) {
-      const std::string line = relative(std::string(text, std::strcspn(text, " \n")));  // without "(discriminator 3)"
-      if (best.empty() || best.find("/common/") != std::string::npos) best = line;
-    }
-    pclose(pipe);
-  }
-  return best;
-}
-
 const char* kind(bool write, bool atomic) { return atomic ? "atomic operation on" : write ? "write to" : "read of"; }
-
-[[noreturn]] void bad_access(const char* what, size_t size, bool write, bool atomic, const Place& place,
-                             const std::string& rest) {
-  fail(std::string(what) + ": " + kind(write, atomic) + " " + std::to_string(size) + " bytes at " + text_of(place) + rest);
-}
 
 [[noreturn]] void race(Stamp other, bool other_wrote, bool shared, size_t size, bool write, bool atomic, const Place& place) {
   std::string who = "thread " + std::to_string(thread_of(other));
@@ -210,6 +178,13 @@ Cell* find(uintptr_t address, size_t size, bool write, bool atomic, const Place&
   bad_access("out of bounds", size, write, atomic, place, "");
 }
 
+}  // namespace
+
+void bad_access(const char* what, size_t size, bool write, bool atomic, const Place& place,
+                             const std::string& rest) {
+  fail(std::string(what) + ": " + kind(write, atomic) + " " + std::to_string(size) + " bytes at " + text_of(place) + rest);
+}
+
 void check(const void* pointer, size_t size, bool write, bool atomic, const Place& place) {
   if (current == nullptr) return;  // static initialisation
   const auto address = reinterpret_cast<uintptr_t>(pointer);
@@ -219,14 +194,12 @@ void check(const void* pointer, size_t size, bool write, bool atomic, const Plac
   for (size_t i = 0; i < size; ++i) check_cell(cells[i], shared, size, write, atomic, place);
 }
 
-void check_aligned(const void* pointer, size_t size, bool write, const Place& place) {
-  if (current != nullptr && reinterpret_cast<uintptr_t>(pointer) % size != 0) {
+void check_aligned(const void* address, size_t size, bool write, const Place& place) {
+  if (current != nullptr && reinterpret_cast<uintptr_t>(address) % size != 0) {
     bad_access("misaligned", size, write, false, place, "");
   }
-  check(pointer, size, write, false, place);
+  check(address, size, write, false, place);
 }
-
-}  // namespace
 
 void begin_block() {
   static std::thread::id thread;
@@ -317,31 +290,3 @@ void remove_memory(void* begin) {
 
 }  // namespace simt
 
-// ---- what the compiler calls ---------------------------------------------------------------------------------------
-#define SIMT_ACCESSES(SIZE)                                                                                      \
-  void __tsan_read##SIZE(void* p) { simt::check_aligned(p, SIZE, false, {__builtin_return_address(0), {}}); }    \
-  void __tsan_write##SIZE(void* p) { simt::check_aligned(p, SIZE, true, {__builtin_return_address(0), {}}); }    \
-  void __tsan_unaligned_read##SIZE(void* p) { simt::check(p, SIZE, false, false, {__builtin_return_address(0), {}}); } \
-  void __tsan_unaligned_write##SIZE(void* p) { simt::check(p, SIZE, true, false, {__builtin_return_address(0), {}}); }
-
-extern "C" {
-void __tsan_init() {}
-SIMT_ACCESSES(1)
-SIMT_ACCESSES(2)
-SIMT_ACCESSES(4)
-SIMT_ACCESSES(8)
-SIMT_ACCESSES(16)
-void __tsan_read_range(void* p, size_t n) { simt::check(p, n, false, false, {__builtin_return_address(0), {}}); }
-void __tsan_write_range(void* p, size_t n) { simt::check(p, n, true, false, {__builtin_return_address(0), {}}); }
-
-// -fsanitize=bounds: an index beyond an array whose size the compiler knows.
-struct BoundsCheck {
-  const char* file;
-  uint32_t line, column;
-};
-void __ubsan_handle_out_of_bounds(BoundsCheck* check, void* index) {
-  if (simt::current == nullptr) return;
-  simt::fail("out of bounds: index " + std::to_string(reinterpret_cast<intptr_t>(index)) + " of an array at " +
-             simt::relative(check->file) + ":" + std::to_string(check->line));
-}
-}

@@ -1,9 +1,9 @@
 """Takes away each barrier, ``__syncwarp`` and asynchronous wait in ``cuda/`` in turn, and expects the tests to notice.
 
-A survivor is a barrier that nothing needs, or that no test needs. Works on a copy of ``cuda/``, in a build folder of its
-own; needs the libraries of ``make build``.
+A survivor is a barrier that nothing needs, or that no test needs. Works on a copy of ``cuda/`` in the build folder, whose
+emulator is built from that copy for the time being.
 
-    python tests/simt/remove_barriers.py [--only TEXT]    # where file:line contains TEXT
+    python tests/simt/remove_barriers.py [--build DIR] [--only TEXT]    # where file:line contains TEXT
 """
 
 import argparse
@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -56,16 +55,15 @@ def main() -> int:
     """Lists every site with what became of it; 1 where any survived."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="only sites whose file:line contains TEXT")
-    only = parser.parse_args().only
+    parser.add_argument("--build", type=Path, default=ROOT / "build", help="the build folder of `make build`")
+    options = parser.parse_args()
+    build = options.build.resolve()
+    kernels = build / "remove_barriers"
+    shutil.rmtree(kernels, ignore_errors=True)
+    shutil.copytree(ROOT / "cuda", kernels)
     survivors = []
-    with tempfile.TemporaryDirectory() as folder:
-        kernels, build = Path(folder) / "cuda", Path(folder) / "build"
-        shutil.copytree(ROOT / "cuda", kernels)
-        configured = run("cmake", "-S", ROOT, "-B", build, "-G", "Ninja", "-DSHOESTRING_TESTS=ON", "-DSHOESTRING_CUDA=0",
-                         f"-DSIMT_KERNELS={kernels}", f"-DPython3_EXECUTABLE={sys.executable}",
-                         *(["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []))
-        if configured.returncode != 0:
-            sys.exit(f"cmake failed:\n{configured.stdout}{configured.stderr}")
+    run("cmake", build, f"-DSIMT_KERNELS={kernels}")
+    try:
         passed, error = tests(build)
         if not passed:
             sys.exit(f"the suites fail before anything is removed: {error}")
@@ -73,7 +71,7 @@ def main() -> int:
             text = file.read_text()
             for line, begin, end in sites(file):
                 name = f"cuda/{file.relative_to(kernels)}:{line}"
-                if only not in name:
+                if options.only not in name:
                     continue
                 file.write_text(text[:begin] + ";" + text[end:])
                 passed, error = tests(build)
@@ -81,6 +79,10 @@ def main() -> int:
                 print(f"{name}: {text[begin:end]} {'SURVIVED' if passed else 'noticed: ' + error}", flush=True)
                 if passed:
                     survivors.append(name)
+    finally:
+        run("cmake", build, "-USIMT_KERNELS")
+        run("cmake", "--build", build, "--target", "shoestring_simt", "simt_tests")
+        shutil.rmtree(kernels)
     print(f"{len(survivors)} survived" + (": " + ", ".join(survivors) if survivors else ""))
     return 1 if survivors else 0
 

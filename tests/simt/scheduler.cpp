@@ -8,7 +8,6 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <map>
 #include <mutex>
 #include <numeric>
@@ -41,15 +40,6 @@ int fixed_order = [] {
   return text ? std::atoi(text) : -1;
 }();
 
-struct Barrier {
-  std::vector<int> waiting, arrived;  // threads
-  std::vector<uint32_t> published;    // what those that arrived knew and had done by then; what they do later is not in it
-  int count = 0;
-};
-Barrier barriers[16];
-std::vector<int> reduced_values;
-int reduced = 0;
-
 // No call of setjmp may share a frame with anything that the optimiser keeps in a register.
 __attribute__((noinline)) void yield() {
   Fiber& fiber = fibers[current->id];
@@ -81,13 +71,6 @@ __attribute__((noinline)) void resume(Thread& thread) {
   current = nullptr;
 }
 
-void wait_at(const char* name, Where where) {
-  current->at = name;
-  current->where = where;
-  current->waiting = true;
-  yield();
-}
-
 // Who stands where, when nobody can go on.
 std::string standstill() {
   std::map<std::string, std::vector<int>> places;
@@ -103,60 +86,6 @@ std::string standstill() {
   return text;
 }
 
-void learn(std::vector<uint32_t>& known, const std::vector<uint32_t>& more) {
-  for (size_t u = 0; u < more.size(); ++u) known[u] = std::max(known[u], more[u]);
-}
-
-// Everything that any of `ids` knows, and what they themselves have done, becomes known to all of them, and `published`.
-void synchronise(const std::vector<int>& ids, const std::vector<uint32_t>& published = {}) {
-  auto known = std::make_shared<std::vector<uint32_t>>(block.threads, 0);
-  learn(*known, published);
-  if (static_cast<int>(ids.size()) < block.threads) {
-    const std::vector<uint32_t>* last = nullptr;
-    for (int t : ids) {
-      if (threads[t].known.get() != last) learn(*known, *threads[t].known);
-      last = threads[t].known.get();
-      for (int lane = 0; lane < 32 && t / 32 * 32 + lane < block.threads; ++lane) {
-        uint32_t& k = (*known)[t / 32 * 32 + lane];
-        k = std::max(k, threads[t].known_lanes[lane]);
-      }
-    }
-  }
-  for (int t : ids) (*known)[t] = threads[t].clock++;
-  for (int t : ids) threads[t].known = known;
-}
-
-void arrive(int id, int count, const char* name, Where where) {
-  if (id < 0 || id > 15) fail(std::string(name) + ": expected a barrier from 0 to 15, received " + std::to_string(id));
-  const int expected = count == 0 ? block.threads : count;
-  if (expected % 32 != 0 && expected != block.threads) {
-    fail(std::string(name) + ": expected a count of threads that is a multiple of 32, received " + std::to_string(count));
-  }
-  Barrier& b = barriers[id];
-  if (b.waiting.empty() && b.arrived.empty()) b.count = expected;
-  if (b.count != expected) {
-    fail(std::string(name) + ": others at barrier " + std::to_string(id) + " expect " + std::to_string(b.count) +
-         " threads, this one " + std::to_string(expected));
-  }
-  if (std::count(b.arrived.begin(), b.arrived.end(), current->id) > 0) {
-    fail(std::string(name) + " (" + text_of(where) + "): this thread has arrived at barrier " + std::to_string(id) +
-         " already, and the barrier still waits for others");
-  }
-  if (count == 0 && !b.waiting.empty()) {
-    const Thread& other = threads[b.waiting[0]];
-    if (other.where.line() != where.line() || std::string(other.where.file_name()) != where.file_name()) {
-      fail(std::string(name) + ": thread " + std::to_string(other.id) + " is at another one, " + text_of(other.where));
-    }
-  }
-}
-
-void complete(Barrier& b) {
-  if (static_cast<int>(b.waiting.size() + b.arrived.size()) < b.count) return;
-  synchronise(b.waiting, b.published);
-  for (int t : b.waiting) threads[t].waiting = false;
-  b = Barrier{};
-}
-
 void run_block(const std::vector<int>& order, std::mt19937& random, bool shuffle) {
   begin_block();
   auto nothing = std::make_shared<std::vector<uint32_t>>(block.threads, 0);
@@ -167,8 +96,7 @@ void run_block(const std::vector<int>& order, std::mt19937& random, bool shuffle
     thread.done = false;
     thread.known = nothing;
   }
-  for (Barrier& b : barriers) b = Barrier{};
-  reduced_values.clear();
+  forget_collectives();
   std::vector<int> turns = order;
   for (bool moved = true; moved;) {
     moved = false;
@@ -189,6 +117,13 @@ void run_block(const std::vector<int>& order, std::mt19937& random, bool shuffle
 }
 
 }  // namespace
+
+void wait_at(const char* name, Where where) {
+  current->at = name;
+  current->where = where;
+  current->waiting = true;
+  yield();
+}
 
 std::string relative(const std::string& file) {
   return file.rfind(SIMT_ROOT, 0) == 0 ? file.substr(sizeof SIMT_ROOT - 1) : file;
@@ -237,6 +172,7 @@ const char* run(int64_t blocks, int thread_count, int shared_bytes, void (*body)
   std::iota(turns.begin(), turns.end(), 0);
   if (order == 1) std::reverse(turns.begin(), turns.end());
 
+  const CaughtFaults faults;
   kernel = body;
   kernel_arguments = arguments;
   error.clear();
@@ -267,96 +203,5 @@ Index block_index() { return {static_cast<unsigned>(block.index), 0, 0}; }
 Index block_size() { return {static_cast<unsigned>(block.threads), 1, 1}; }
 Index grid_size() { return {static_cast<unsigned>(block.blocks), 1, 1}; }
 unsigned char* dynamic_shared() { return block.dynamic; }
-
-void barrier(int id, int count, const char* name, Where where) {
-  arrive(id, count, name, where);
-  Barrier& b = barriers[id];
-  Thread* self = current;
-  self->where = where;
-  b.waiting.push_back(self->id);
-  self->waiting = true;
-  complete(b);
-  if (self->waiting) wait_at(name, where);
-}
-
-void barrier_arrive(int id, int count, const char* name, Where where) {
-  arrive(id, count, name, where);
-  Barrier& b = barriers[id];
-  b.arrived.push_back(current->id);
-  b.published.resize(block.threads);
-  learn(b.published, *current->known);  // the own warp's lanes arrive themselves
-  b.published[current->id] = current->clock++;
-  complete(b);
-}
-
-int barrier_reduce(int value, int (*combine)(int, int), const char* name, Where where) {
-  reduced_values.push_back(value);
-  if (static_cast<int>(reduced_values.size()) == block.threads) {
-    reduced = std::accumulate(reduced_values.begin() + 1, reduced_values.end(), reduced_values[0], combine);
-    reduced_values.clear();
-  }
-  barrier(0, 0, name, where);
-  // Nobody overwrites the result before the next such barrier, where this thread has to be as well.
-  return reduced;
-}
-
-void check_source(const char* name, unsigned mask, int lane, Where where) {
-  if (mask >> lane & 1) return;
-  fail(std::string(name) + ": reads lane " + std::to_string(lane) + ", which is not in the mask (" + text_of(where) + ")");
-}
-
-void warp_collective(const char* name, unsigned mask, const void* in, void* out, Compute compute, bool orders_memory,
-                     Where where) {
-  Thread* self = current;
-  const int lane = self->id % 32, first = self->id - lane;
-  if ((mask >> lane & 1) == 0) fail(std::string(name) + ": the calling lane is not in the mask (" + text_of(where) + ")");
-  bool all = true;
-  for (int l = 0; l < 32; ++l) {
-    if ((mask >> l & 1) == 0 || l == lane) continue;
-    const auto who = [&] { return std::string(name) + ": lane " + std::to_string(l) + " of the mask "; };
-    if (first + l >= block.threads) fail(who() + "does not exist (" + text_of(where) + ")");
-    const Thread& other = threads[first + l];
-    if (other.done) fail(who() + "has returned (" + text_of(where) + ")");
-    const bool here = other.waiting && other.mask == mask && std::strcmp(other.at, name) == 0;
-    if (other.waiting && !here && other.mask >> lane & 1) {
-      fail(who() + "waits for this one at " + other.at + " (" + text_of(other.where) + "), this one is at " + text_of(where));
-    }
-    all = all && here;
-  }
-  self->mask = mask;
-  self->in = in;
-  self->out = out;
-  if (!all) {
-    wait_at(name, where);
-    return;
-  }
-  const void* inputs[32] = {};
-  std::vector<int> ids;
-  for (int l = 0; l < 32; ++l) {
-    if (mask >> l & 1) {
-      inputs[l] = threads[first + l].in;
-      ids.push_back(first + l);
-    }
-  }
-  for (int t : ids) compute(inputs, mask, t % 32, threads[t].out);
-  if (orders_memory) {
-    bool one_past = true;  // the same barriers behind them all: then only their own warp's clocks change
-    for (int t : ids) one_past = one_past && threads[t].known == self->known;
-    if (one_past) {
-      uint32_t lanes[32] = {};
-      for (int t : ids) {
-        for (int l = 0; l < 32; ++l) lanes[l] = std::max(lanes[l], threads[t].known_lanes[l]);
-      }
-      for (int t : ids) lanes[t % 32] = threads[t].clock++;
-      for (int t : ids) std::copy(lanes, lanes + 32, threads[t].known_lanes);
-    } else {
-      synchronise(ids);
-    }
-  }
-  for (int t : ids) {
-    threads[t].waiting = false;
-    threads[t].mask = 0;
-  }
-}
 
 }  // namespace simt

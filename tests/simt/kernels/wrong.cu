@@ -92,6 +92,7 @@ __global__ void past_dynamic_memory(int* out) {
   out[threadIdx.x] = 1;
 }
 __global__ void misaligned(const float* in, float* out) { out[threadIdx.x] = load<4>(in + 1)[threadIdx.x % 4]; }
+__global__ void misaligned_pair(const float* in, float* out) { store(out + threadIdx.x * 8, load<8>(in + 1)); }
 __global__ void uninitialised(int* out) {
   __shared__ int shared[64];
   if (threadIdx.x != 3) shared[threadIdx.x] = 1;
@@ -147,6 +148,8 @@ const std::vector<Case> kWrong{
          return launch(past_dynamic_memory, 1, 64, 64 * 4, nullptr, out.data())),
     CASE(misaligned, "misaligned: read of 16 bytes", Array<float> in(64); Array<float> out(64);
          return launch(misaligned, 1, 32, 0, nullptr, in.data(), out.data())),
+    CASE(misaligned_pair, "misaligned: access of more than 16 bytes", Array<float> in(64); Array<float> out(256);
+         return launch(misaligned_pair, 1, 32, 0, nullptr, in.data(), out.data())),
     CASE(uninitialised, "uninitialised shared memory", Array<int> out(64);
          return launch(uninitialised, 1, 64, 0, nullptr, out.data())),
     CASE(left_by_the_last_block, "uninitialised shared memory", Array<int> out(4);

@@ -1,8 +1,6 @@
 // Bandwidth-bound, and a row of 131072 fp32 logits (512 KiB) is too long for an SM. The first pass runs through the row
-// forwards, for maximum and sum; the second runs backwards, so that what it reads first is still in the L2 cache. A
-// narrower gradient goes, in place, to the row's upper half: the k-th vector from the end lands where the k/2-th was,
-// and all but a few of the barriers that an in-place change of width needs fall away. Bytes per logit: 4 + 4 read (the
-// latter partly from L2) + 2 written; with the GEMM's 4, 14 in all against 6 * features flops.
+// forwards, for maximum and sum; the second runs backwards, so that what it reads first is still in the L2 cache. Bytes
+// per logit: 4 + 4 read (the latter partly from L2) + 2 written; with the GEMM's 4, 14 in all against 6 * features flops.
 
 #include <cmath>
 
@@ -149,18 +147,12 @@ struct Gradient {
 template <class T, class Out>
 __device__ void write_gradient(const Row<T>& row, int vectors, const Gradient<T>& g, Out* out) {
   const int tile = blockDim.x * kUnroll<T>;
-  int read = -1;  // every thread has the tiles up to this one behind it
   for (int n = 0; n * tile < vectors; ++n) {
     Vector<T, kVector> z[kUnroll<T>];
 #pragma unroll
     for (int j = 0; j < kUnroll<T>; ++j) {
       const int v = vectors - 1 - (n * tile + j * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x));
       if (v >= 0) z[j] = load<kVector>(row.logits + v * kVector);
-    }
-    // The k-th vector from the end is written where the k/2-th was read, or nearer the end.
-    if (sizeof(Out) < sizeof(T) && n / 2 > read) {
-      __syncthreads();
-      read = n;
     }
 #pragma unroll
     for (int j = 0; j < kUnroll<T>; ++j) {
@@ -193,7 +185,7 @@ __global__ void __launch_bounds__(kMaxThreads<T>) cross_entropy(kernels::CrossEn
   const int vectors = static_cast<int>((p.vocab + kVector - 1) / kVector);
   const Row<T> row{static_cast<T*>(p.logits) + r * p.stride, static_cast<const T*>(p.bias),
                    static_cast<T>(p.softcap), static_cast<int>(p.vocab)};
-  Out* gradient = reinterpret_cast<Out*>(row.logits) + (sizeof(Out) < sizeof(T) ? p.stride : 0);
+  Out* gradient = p.gradient == nullptr ? nullptr : static_cast<Out*>(p.gradient) + r * p.stride;
   T* loss = static_cast<T*>(p.loss) + r;
 
   const int64_t target = p.target[r];
@@ -201,7 +193,7 @@ __global__ void __launch_bounds__(kMaxThreads<T>) cross_entropy(kernels::CrossEn
     if (threadIdx.x == 0) *loss = 0;
     Vector<Out, kVector> zero;
     for (int i = 0; i < kVector; ++i) zero[i] = narrow<Out>(T{0});
-    for (int v = threadIdx.x; p.gradient && v < vectors; v += blockDim.x) store(gradient + v * kVector, zero);
+    for (int v = threadIdx.x; gradient != nullptr && v < vectors; v += blockDim.x) store(gradient + v * kVector, zero);
     return;
   }
   T at_target = 0;
@@ -224,7 +216,7 @@ __global__ void __launch_bounds__(kMaxThreads<T>) cross_entropy(kernels::CrossEn
     if (smooth != 0) value += smooth * (all.max - all.total / static_cast<T>(p.vocab));
     *loss = value;
   }
-  if (!p.gradient) return;
+  if (gradient == nullptr) return;
   const T factor = static_cast<const T*>(p.factor)[p.factor_per_row ? r : 0];
   write_gradient(row, vectors,
                  Gradient<T>{all.max, 1 / all.sum, static_cast<T>(p.label_smoothing / p.vocab), 1 - smooth, factor,

@@ -27,7 +27,7 @@ struct LinearCrossEntropyTable {
 
 /// A wave of rows on the GPU. T: double for rows_double, else float.
 struct CrossEntropyRows {
-  void* logits;            // (tokens, stride) T: rows of raw logits on entry, 16-byte aligned
+  void* logits;            // (tokens, stride) T: rows of raw logits, 16-byte aligned; they stay, unless gradient is the same
   int64_t tokens, vocab;   // what is in a row from vocab on is neither used nor kept
   int64_t stride;          // a multiple of 8
   const int64_t* target;   // (tokens)
@@ -37,12 +37,12 @@ struct CrossEntropyRows {
   bool factor_per_row;
   double label_smoothing;
   double softcap;          // 0: none
-  bool gradient;           // false: the logits stay, and only the loss is wanted; factor may be null
+  void* gradient;          // (tokens, stride) T or 16 bits, 16-byte aligned; may be logits for T; null: only the loss is
+                           // wanted, and factor may be null
   void* loss;              // (tokens) T
 };
 
-/// Each writes the loss of every row and, if asked, its gradient over the logits: T in place of each logit, a 16-bit type
-/// into the row's upper half (row r at byte r * 4 * stride + 2 * stride). Returns the launch's error, or null.
+/// Each writes the loss of every row and, if asked, its gradient by the logits. Returns the launch's error, or null.
 struct LinearCrossEntropyCuda {
   const char* (*rows_float)(const CrossEntropyRows& rows, void* stream);
   const char* (*rows_bf16)(const CrossEntropyRows& rows, void* stream);

@@ -1,5 +1,5 @@
-// Tokens go in waves: the GEMM writes a wave's logits in fp32, the row kernel turns them into their gradient in place,
-// and two more GEMMs read that. Nothing waits for the GPU: how many tokens count is known on the device only, so tokens
+// Tokens go in waves: a GEMM writes a wave's logits in fp32, and the row kernel turns them into their gradient: a
+// 16-bit one goes to a buffer for several waves, fp32 in place. Two more GEMMs read that, a chunk at a time. Nothing waits for the GPU: how many tokens count is known on the device only, so tokens
 // that are ignored cost their share of the products (on the CPU they cost nothing).
 
 #include <algorithm>
@@ -33,7 +33,7 @@ struct Problem {
   int64_t features() const { return hidden.size(1); }
   int64_t vocab() const { return weight.size(0); }
   int64_t stride() const { return row_stride(weight.size(0)); }
-  // Of the rows of logits: each begins, and so does its upper half, at a multiple of 16 bytes.
+  // Of the rows of logits and of their gradient: each begins at a multiple of 16 bytes.
   static int64_t row_stride(int64_t vocab) { return std::max<int64_t>(8, (vocab + 7) / 8 * 8); }
 };
 
@@ -50,26 +50,44 @@ Problem flatten(const Tensor& hidden, const Tensor& weight, const Tensor& target
           workspace_mb, mask};
 }
 
-// Tokens of a wave. More waves cost more passes over the fp32 accumulator of the weight's gradient, 8 * vocab * features
-// bytes each, against 6 * tokens * features * vocab flops: on an H200 about 230 / tokens of the time. By default all
-// tokens go at once where their logits are not twice that accumulator, which is then not needed; else as many as have
-// logits of its size: with it, 8 * vocab * features bytes either way. Without the weight's gradient 1024 tokens keep
-// the products busy. Small problems take 256 MiB.
-int64_t tokens_of_wave(const Problem& p, int64_t bytes_per_token) {
-  int64_t most = (p.workspace_mb << 20) / bytes_per_token;
-  if (p.workspace_mb == 0) {
-    most = std::max<int64_t>(1024, (int64_t{256} << 20) / bytes_per_token);
-    if (p.mask[1]) most = std::max(most, p.tokens() <= 2 * p.features() ? p.tokens() : p.features());
-  }
-  constexpr int64_t kTile = 128;  // of the GEMMs: whole ones, and waves of like size
+// How many tokens have logits at a time, and how many have a gradient of them: a wave, and a chunk of waves.
+struct Plan {
+  int64_t wave, chunk;
+};
+
+// `total` in equal parts of at most `most`; in multiples of a GEMM's tile, where that is no less.
+int64_t even_part(int64_t total, int64_t most) {
+  constexpr int64_t kTile = 128;
   most = std::max<int64_t>(1, most >= kTile ? most / kTile * kTile : most);
-  const int64_t waves = (p.tokens() + most - 1) / most;
-  if (waves <= 1) return std::max<int64_t>(1, p.tokens());
-  const int64_t even = (p.tokens() + waves - 1) / waves;
+  const int64_t parts = (total + most - 1) / most;
+  if (parts <= 1) return std::max<int64_t>(1, total);
+  const int64_t even = (total + parts - 1) / parts;
   return most >= kTile ? (even + kTile - 1) / kTile * kTile : even;
 }
 
-void start_rows(const Problem& p, const Tensor& logits, int64_t begin, const Tensor& factor, const Tensor& loss) {
+// Every chunk but an only one is a pass over the fp32 accumulator of the weight's gradient, 8 * vocab * features bytes
+// against 6 * chunk * features * vocab flops: on an H200 about 230 / chunk of a 16-bit problem's time. By default one
+// chunk takes all tokens where their 16-bit gradient is no larger than that accumulator, which is then not needed. fp32
+// accumulates in the result itself, and its flops are slow enough for small chunks.
+Plan plan(const Problem& p) {
+  const int64_t logits = p.stride() * static_cast<int64_t>(at::elementSize(compute_type(p.hidden)));
+  const bool narrow = cross_entropy::any(p.mask) && p.hidden.scalar_type() != compute_type(p.hidden);
+  int64_t wave, chunk;
+  if (const int64_t bytes = p.workspace_mb << 20; bytes > 0) {
+    wave = narrow ? std::max<int64_t>(1, bytes / 4 / logits) : bytes / logits;
+    chunk = (bytes - wave * logits) / (logits / 2);
+  } else {
+    wave = std::max<int64_t>(narrow ? 128 : 1024, (int64_t{256} << 20) / logits);
+    chunk = !p.mask[1] ? 1024 : p.tokens() <= 2 * p.features() ? p.tokens() : std::max<int64_t>(2048, p.features());
+  }
+  if (!narrow) chunk = wave;
+  chunk = even_part(p.tokens(), std::max(wave, chunk));
+  return {even_part(chunk, wave), chunk};
+}
+
+// Rows from `begin` on, as many as `logits` has.
+void start_rows(const Problem& p, const Tensor& logits, const Tensor& gradient, int64_t begin, const Tensor& factor,
+                const Tensor& loss) {
   kernels::CrossEntropyRows rows{};
   rows.logits = logits.mutable_data_ptr();
   rows.tokens = logits.size(0);
@@ -82,7 +100,7 @@ void start_rows(const Problem& p, const Tensor& logits, int64_t begin, const Ten
   rows.factor = (rows.factor_per_row ? factor.narrow(0, begin, rows.tokens) : factor).const_data_ptr();
   rows.label_smoothing = p.label_smoothing;
   rows.softcap = p.softcap;
-  rows.gradient = cross_entropy::any(p.mask);
+  rows.gradient = gradient.defined() ? gradient.mutable_data_ptr() : nullptr;
   rows.loss = loss.narrow(0, begin, rows.tokens).mutable_data_ptr();
   const auto& kernels = cuda::table<kernels::LinearCrossEntropyCuda>(kOp);
   const auto dtype = p.hidden.scalar_type();
@@ -93,19 +111,18 @@ void start_rows(const Problem& p, const Tensor& logits, int64_t begin, const Ten
   check_launch(kOp, run(rows, stream_of(p.hidden)));
 }
 
-// The gradient that the row kernel left in `logits` (tokens, stride): (tokens, vocab), in hidden's dtype.
-Tensor gradient_in(const Tensor& logits, const Problem& p) {
-  const auto dtype = p.hidden.scalar_type();
-  if (dtype == logits.scalar_type()) return logits.narrow(1, 0, p.vocab());
-  return logits.view(dtype).narrow(1, p.stride(), p.vocab());
-}
-
 // The gradients are multiplied by factor * scale; factor, compute type, is () or (tokens).
 Result run(const Problem& p, const Tensor& factor, double scale) {
   const auto compute = p.hidden.options().dtype(compute_type(p.hidden));
-  const int64_t bytes_per_token = p.stride() * static_cast<int64_t>(compute.dtype().itemsize());
-  const int64_t wave = tokens_of_wave(p, bytes_per_token);
+  const auto [wave, chunk] = plan(p);
+  const bool gradient = cross_entropy::any(p.mask);
   Tensor logits = at::empty({std::min(wave, p.tokens()), p.stride()}, compute);
+  Tensor grad_logits;
+  if (gradient) {
+    grad_logits = p.hidden.scalar_type() == logits.scalar_type()
+                      ? logits
+                      : at::empty({std::min(chunk, p.tokens()), p.stride()}, p.hidden.options());
+  }
   const Tensor ignored = p.target.eq(p.ignore_index).unsqueeze(1);
 
   Result out;
@@ -114,19 +131,22 @@ Result run(const Problem& p, const Tensor& factor, double scale) {
     return p.tokens() == 0 ? at::zeros(shape, options) : at::empty(shape, options);
   };
   if (p.mask[0]) out.grad_hidden = at::empty_like(p.hidden, at::MemoryFormat::Contiguous);
-  // Several waves are summed in fp32 and rounded once; a single one writes the result.
-  if (p.mask[1]) out.grad_weight = start(p.weight.sizes(), wave < p.tokens() ? compute : p.weight.options());
+  // Several chunks are summed in fp32 and rounded once; a single one writes the result.
+  if (p.mask[1]) out.grad_weight = start(p.weight.sizes(), chunk < p.tokens() ? compute : p.weight.options());
   if (p.mask[2]) out.grad_bias = at::zeros({p.vocab()}, compute);
 
-  for (int64_t begin = 0; begin < p.tokens(); begin += wave) {
-    const int64_t tokens = std::min(wave, p.tokens() - begin);
+  for (int64_t begin = 0; begin < p.tokens(); begin += chunk) {
+    const int64_t tokens = std::min(chunk, p.tokens() - begin);
     // What an ignored token holds must not show, and 0 * inf would.
     Tensor x = p.hidden.narrow(0, begin, tokens).masked_fill(ignored.narrow(0, begin, tokens), 0);
-    Tensor z = logits.narrow(0, 0, tokens);
-    gemm(z.narrow(1, 0, p.vocab()), x, p.weight.t());
-    start_rows(p, z, begin, factor, out.loss);
-    if (!cross_entropy::any(p.mask)) continue;
-    Tensor grad = gradient_in(z, p);
+    for (int64_t first = 0; first < tokens; first += wave) {
+      const int64_t some = std::min(wave, tokens - first);
+      Tensor z = logits.narrow(0, 0, some);
+      gemm(z.narrow(1, 0, p.vocab()), x.narrow(0, first, some), p.weight.t());
+      start_rows(p, z, gradient ? grad_logits.narrow(0, first, some) : Tensor(), begin + first, factor, out.loss);
+    }
+    if (!gradient) continue;
+    Tensor grad = grad_logits.narrow(0, 0, tokens).narrow(1, 0, p.vocab());
     if (p.mask[0]) gemm(out.grad_hidden.narrow(0, begin, tokens), grad, p.weight, /*beta=*/0, scale);
     if (p.mask[1]) gemm(out.grad_weight, grad.t(), x, /*beta=*/begin == 0 ? 0 : 1, scale);
     if (p.mask[2]) out.grad_bias.add_(grad.sum(0, /*keepdim=*/false, compute_type(p.hidden)), scale);

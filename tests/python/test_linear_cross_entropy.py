@@ -42,8 +42,10 @@ SHAPES = [
     (7, 5, 3),  # less than a register
     (33, 64, 257),  # one past a multiple of every register
     (70, 8, 4099),  # several chunks of 1 MiB, and past the block in which sums are folded
-    (140, 16, 1999),  # 131 tokens fit 1 MiB: on a GPU a chunk of 128, and a small one
-    (3, 64, 40001),  # three tiles of the CUDA kernel, in which the order of reads and writes matters
+    # On a GPU 1 MiB holds 131 tokens of this in fp32: a chunk of 128, and a small one. In 16 bits, chunks of 128 tokens in
+    # waves of 32, and a chunk of four.
+    (260, 16, 1999),
+    (3, 64, 40001),  # three tiles of the CUDA kernel, the last not full
 ]
 
 

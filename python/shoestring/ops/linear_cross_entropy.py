@@ -36,10 +36,12 @@ def linear_cross_entropy(
         reduction: "mean" over the tokens that count (NaN where none does, as in PyTorch), "sum" or "none".
         label_smoothing: in [0, 1), as in ``torch.nn.functional.cross_entropy``.
         softcap: if not 0, logits become ``softcap * tanh(logits / softcap)`` (Gemma 2).
-        workspace_mb: bound on the chunk of logits that exists at a time, in MiB. 0 is the device's default. CPU: 64.
-            CUDA: 1024 tokens, or 256 MiB if that is more; and where weight needs a gradient, all tokens if they are
-            at most ``2 * features``, else ``features`` tokens. That is ``8 * vocab * features`` bytes, the fp32
-            accumulator included; less costs about ``230 / tokens per chunk`` of the time on an H200.
+        workspace_mb: bound in MiB on the logits, and their gradient, that exist at a time. 0 is the device's default. CPU:
+            64. CUDA: 256 (at least 1024 tokens in fp32, 128 in 16 bits); and in 16 bits, where weight needs a gradient,
+            room for the logits' gradient, ``2 * vocab`` bytes each of all tokens if they are at most ``2 * features``,
+            else of ``max(2048, features)`` beside an fp32 accumulator of weight's shape: never more than
+            ``vocab * max(6 * features, 4 * features + 4096)`` bytes. Less costs about ``230 / tokens at a time`` of the
+            time on an H200.
 
     Returns:
         A scalar, or target's shape for ``reduction="none"``; fp32 for 16-bit input. Bitwise repeatable. Differentiable

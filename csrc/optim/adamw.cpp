@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <map>
 
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
@@ -147,6 +148,33 @@ AdamW::Arena AdamW::make_arena(const std::vector<Tensor>& params, const std::str
   return arena;
 }
 
+void AdamW::set_max_grad_norm(std::optional<double> max_grad_norm) {
+  TORCH_CHECK(!max_grad_norm || *max_grad_norm > 0,
+              "shoestring::optim::AdamW: max_grad_norm: expected a number above 0, or none, received ",
+              max_grad_norm.value_or(0));
+  max_grad_norm_ = max_grad_norm;
+}
+
+// An undefined tensor where nothing is clipped. Norms are fp32 also for 16-bit gradients; nothing waits for a device.
+Tensor AdamW::clip_coef() {
+  grad_norm_ = Tensor();
+  if (!max_grad_norm_) return {};
+  std::vector<Tensor> norms;
+  for (auto& group : param_groups_) {
+    std::map<at::ScalarType, std::vector<Tensor>> grads;  // the one-launch norm takes one dtype at a time
+    for (const auto& p : group.params()) {
+      if (p.grad().defined()) grads[p.grad().scalar_type()].push_back(p.grad());
+    }
+    for (const auto& [type, same] : grads) {
+      for (const auto& norm : at::_foreach_norm(same, 2, at::kFloat)) norms.push_back(norm);
+    }
+  }
+  if (norms.empty()) return {};
+  for (auto& norm : norms) norm = norm.to(norms[0].device());
+  grad_norm_ = at::linalg_vector_norm(at::stack(norms));
+  return ((grad_norm_ + 1e-6).reciprocal() * *max_grad_norm_).clamp_max(1);
+}
+
 Tensor AdamW::step(LossClosure closure) {
   Tensor loss;
   if (closure != nullptr) {
@@ -154,6 +182,7 @@ Tensor AdamW::step(LossClosure closure) {
     loss = closure();
   }
   torch::NoGradGuard no_grad;
+  const Tensor clip = clip_coef();
   arenas_.resize(param_groups_.size());
   for (size_t g = 0; g < param_groups_.size(); ++g) {
     const auto& options = static_cast<const AdamWOptions&>(param_groups_[g].options());
@@ -180,6 +209,7 @@ Tensor AdamW::step(LossClosure closure) {
     AdamWState state{arena.step, arena.exp_avg, arena.exp_avg_sq, some(arena.exp_avg_scale),
                      some(arena.exp_avg_sq_scale)};
     const auto [beta1, beta2] = options.betas();
+    const Tensor coef = clip.defined() ? clip.to(params[0].device()) : clip;
     adamw_(params, grads, state,
            AdamWStepOptions()
                .lr(options.lr())
@@ -187,7 +217,8 @@ Tensor AdamW::step(LossClosure closure) {
                .beta2(beta2)
                .eps(options.eps())
                .weight_decay(options.weight_decay())
-               .maximize(options.maximize()));
+               .maximize(options.maximize())
+               .clip_coef(some(coef)));
   }
   return loss;
 }

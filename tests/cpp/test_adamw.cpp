@@ -1,5 +1,6 @@
 #include "catch.h"
 
+#include <algorithm>
 #include <cmath>
 #include <sstream>
 
@@ -155,6 +156,30 @@ TEST_CASE("adamw resumes bit for bit from an archive", "[adamw]") {
       CHECK(equal(through, resumed));
     }
   }
+}
+
+TEST_CASE("adamw clips to the norm of all groups' gradients and leaves them alone", "[adamw]") {
+  auto clipped = parameters(), plain = parameters();
+  const auto groups = [](const std::vector<Tensor>& p) {
+    return std::vector<torch::optim::OptimizerParamGroup>{{{p[0], p[1]}}, {{p[2], p[3]}}};
+  };
+  AdamW opt(groups(clipped)), other(groups(plain));
+  opt.set_max_grad_norm(0.5);
+  for (double size : {1.0, 1e-4}) {  // clipped, and not
+    for (int i : {0, 1, 3}) {        // one parameter has no gradient
+      clipped[i].mutable_grad() = at::full_like(clipped[i], size);
+      plain[i].mutable_grad() = clipped[i].grad() * std::min(1.0, 0.5 / (size * std::sqrt(301.0) + 1e-6));
+    }
+    opt.step();
+    other.step();
+    for (int i : {0, 1, 2, 3}) CHECK(at::allclose(clipped[i], plain[i], 1e-6, 1e-7));
+    CHECK(std::abs(opt.grad_norm().item<double>() - size * std::sqrt(301.0)) < 1e-6 * std::sqrt(301.0));
+    CHECK(clipped[1].grad()[0].item<float>() == static_cast<float>(size));
+  }
+  opt.set_max_grad_norm(std::nullopt);
+  opt.step();
+  CHECK(!opt.grad_norm().defined());
+  CHECK_THROWS_WITH(opt.set_max_grad_norm(0), Catch::Contains("max_grad_norm: expected a number above 0"));
 }
 
 TEST_CASE("adamw: groups, closures, schedules and parameters without a gradient", "[adamw]") {

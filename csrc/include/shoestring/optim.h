@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -60,6 +61,12 @@ class SHOESTRING_API AdamW : public torch::optim::Optimizer {
   /// only, and gives the groups of any other the defaults.)
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
+  /// Clips the gradients to this norm, over all parameters that have one, as torch::nn::utils::clip_grad_norm_ does,
+  /// but within the step: grad() stays as it is. Not saved by save().
+  void set_max_grad_norm(std::optional<double> max_grad_norm);
+  /// The last step's norm before clipping, an fp32 scalar on the gradients' device; undefined without max_grad_norm.
+  const at::Tensor& grad_norm() const { return grad_norm_; }
+
   at::Tensor step(LossClosure closure = nullptr) override;
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
@@ -71,8 +78,11 @@ class SHOESTRING_API AdamW : public torch::optim::Optimizer {
     at::Tensor step, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale;
   };
   Arena make_arena(const std::vector<at::Tensor>& params, const std::string& state);
+  at::Tensor clip_coef();
 
   std::vector<Arena> arenas_;  // one a group
+  std::optional<double> max_grad_norm_;
+  at::Tensor grad_norm_;
 };
 
 }  // namespace shoestring::optim

@@ -36,15 +36,25 @@ TORCH_LIBRARY(shoestring, m) {
   m.def(
       "dequantize_4bit(Tensor packed, Tensor absmax, Tensor? nested=None, *, SymInt[] shape, ScalarType dtype, "
       "str quant_type='nf4', int block_size=64) -> Tensor");
-  // One step of AdamW on every parameter whose gradient is given; the others keep their step. The state of all of them
-  // lies in flat arenas, in the order of params, each beginning at a multiple of 256 elements: step (tensors) fp32;
-  // exp_avg and exp_avg_sq uint8 codes with one fp32 scale for 256 of them, or fp32 without scales. lr_tensor (in place
-  // of lr), grad_scale (divides gradients), clip_coef (multiplies them) and found_inf (not zero: nothing changes) are one
-  // fp32 element each on params' device, which reads them.
+  // One step of an optimizer on every parameter whose gradient is given; the others keep their step. The state of all of
+  // them lies in flat arenas, in the order of params, each beginning at a multiple of 256 elements: step (tensors) fp32;
+  // moments uint8 codes with one fp32 scale for 256 of them, or fp32 without scales. lr_tensor (in place of lr),
+  // grad_scale (divides gradients), clip_coef (multiplies them) and found_inf (not zero: nothing changes) are one fp32
+  // element each on params' device, which reads them.
   m.def(
       "adamw_(Tensor(a!)[] params, Tensor?[] grads, Tensor(b!) step, Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, "
       "Tensor(e!) exp_avg_sq, Tensor(f!)? exp_avg_sq_scale, *, float lr, float beta1, float beta2, float eps, "
       "float weight_decay, bool maximize=False, Tensor? lr_tensor=None, Tensor? grad_scale=None, "
+      "Tensor? clip_coef=None, Tensor? found_inf=None) -> ()");
+  m.def(
+      "lion_(Tensor(a!)[] params, Tensor?[] grads, Tensor(b!) step, Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, *, "
+      "float lr, float beta1, float beta2, float weight_decay, bool maximize=False, Tensor? lr_tensor=None, "
+      "Tensor? grad_scale=None, Tensor? clip_coef=None, Tensor? found_inf=None) -> ()");
+  // With momentum, as torch.optim.SGD.
+  m.def(
+      "sgd_(Tensor(a!)[] params, Tensor?[] grads, Tensor(b!) step, Tensor(c!) momentum_buffer, "
+      "Tensor(d!)? momentum_buffer_scale, *, float lr, float momentum, float dampening, float weight_decay, "
+      "bool nesterov=False, bool maximize=False, Tensor? lr_tensor=None, Tensor? grad_scale=None, "
       "Tensor? clip_coef=None, Tensor? found_inf=None) -> ()");
   // Block-wise 8-bit state from values and back: codes of x's shape, and a scale for each 256 elements. An unsigned map
   // (signed=False, for x >= 0) has no zero but for zero itself.

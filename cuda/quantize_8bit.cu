@@ -1,9 +1,9 @@
-// A warp a block of 256, eight elements a lane: the codes that cuda/adamw.cu keeps its state in, on their own.
+// A warp a block of 256, eight elements a lane: the codes that optimizers keep their state in, on their own.
 
 #include "common/launch.h"
 #include "dynamic_map.h"
-#include "kernels/adamw.h"
 #include "kernels/cuda.h"
+#include "kernels/quantize_8bit.h"
 
 namespace shoestring::cuda {
 namespace {

@@ -8,7 +8,8 @@ instantiation::
 
 Registers a thread and static shared memory a block are upper bounds. "no spills" marks a hot kernel; without it spills
 are allowed. A kernel that keeps an array in local memory adds ", 64 bytes stack" before ", no spills": without it none
-may. The build keeps ptxas' figures beside each object file (``cmake/keep_ptxas.sh``), so nothing is compiled here.
+may. A header in the folder of the .cu files may hold kernels too: their budgets are checked in each file that includes
+it. The build keeps ptxas' figures beside each object file (``cmake/keep_ptxas.sh``), so nothing is compiled here.
 """
 
 import argparse
@@ -156,11 +157,15 @@ def compare(usage: Usage, budget: Budget) -> list[str]:
 
 def check(source: Path, log: str) -> tuple[list[str], list[tuple[str, Usage, Budget | None]]]:
     """What is wrong with a file, a line each; and every instantiation with its budget, for the table."""
-    kernels, wrong = budgets(source.read_text())
-    failures = [f"{source.name}:{line}" for line in wrong]
-    failures += [f"{source.name}:{k.line}: {k.name}: expected a comment like `// Budget: 40 registers, 64 bytes "
-                 "shared, no spills.` directly above the kernel" for k in kernels if k.budget is None]
-    named = {k.name: k.budget for k in kernels}
+    failures: list[str] = []
+    named: dict[str, Budget | None] = {}
+    includes = re.findall(r'^#include "(\w+\.h)"', source.read_text(), re.MULTILINE)
+    for file in (source, *(h for name in includes if (h := source.parent / name).exists())):
+        kernels, wrong = budgets(file.read_text())
+        failures += [f"{file.name}:{line}" for line in wrong]
+        failures += [f"{file.name}:{k.line}: {k.name}: expected a comment like `// Budget: 40 registers, 64 bytes "
+                     "shared, no spills.` directly above the kernel" for k in kernels if k.budget is None]
+        named |= {k.name: k.budget for k in kernels}
     found = list(usages(log))
     names = demangle([u.symbol for u in found])
     rows = []

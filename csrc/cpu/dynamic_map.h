@@ -52,6 +52,20 @@ class Decoder {
 #endif
 };
 
+// The largest magnitude as an integer: the order of fp32 bits, in which NaN is above infinity and so not lost.
+SHOESTRING_INLINE I32 larger(I32 most, F32 x) {
+  I32 bits = (I32)as_bits(abs(x));
+  return bits > most ? bits : most;
+}
+SHOESTRING_INLINE float largest(I32 most) {
+  int32_t lanes[kLanes], top = 0;
+  __builtin_memcpy(lanes, &most, sizeof most);
+  for (int i = 0; i < kLanes; ++i) top = lanes[i] > top ? lanes[i] : top;
+  float x;
+  __builtin_memcpy(&x, &top, sizeof x);
+  return x;
+}
+
 // The decade of a magnitude, guessed from the bits of the float, which are a piecewise linear logarithm: the segment or
 // the one below it. 0.95 decades a step and -6.3 for the first keep the guess between the exact limits of both maps.
 constexpr double kBitsPerStep = 8388608 * 3.321928094887362 * 0.95;

@@ -1,66 +1,63 @@
 #pragma once
 
-#include <cstdint>
-
-#include "kernels/adamw_rule.h"
-#include "kernels/capability.h"
-#include "kernels/dynamic_map.h"
+#include "kernels/optimizer.h"
 
 namespace shoestring::kernels {
 
-enum class WeightType { kFloat, kBFloat16, kHalf };
+struct AdamWOptions;
 
-// One tensor of `count` elements and its state. A tensor is worked on in blocks of kStateBlock elements.
-struct AdamWTensor {
-  AdamWRule rule;
-  WeightType type;
-  void* param;
-  const void* grad;
-  void* exp_avg;            // uint8 codes where there are scales, else fp32
-  void* exp_avg_sq;
-  float* exp_avg_scale;     // one a block, or null
-  float* exp_avg_sq_scale;
-  int64_t count;
+// AdamW (Loshchilov and Hutter, arXiv 1711.05101).
+struct alignas(16) AdamWRule {
+  static constexpr const char* kName = "adamw";
+  static constexpr int kMoments = 2;  // exp_avg, exp_avg_sq
+  static constexpr bool kSigned[] = {true, false};
+  using Options = AdamWOptions;
+
+  float decay;  // 1 - lr * weight_decay, applied before the update
+  float beta1, beta2;
+  float gradient;               // 1 - beta1, negative to maximise; times what scales the gradient
+  float gradient_squared_root;  // of 1 - beta2; times what scales the gradient
+  float step;                   // -lr / (1 - beta1^step)
+  float inverse_bias2;          // 1 / sqrt(1 - beta2^step)
+  float eps;
+
+  template <class V, class Math>
+  SHOESTRING_HOST_DEVICE void operator()(V& param, V grad, V (&moments)[2], Math math) const {
+    V& exp_avg = moments[0];
+    V& exp_avg_sq = moments[1];
+    const V root = grad * gradient_squared_root;
+    exp_avg = math.fma(exp_avg, beta1, grad * gradient);
+    exp_avg_sq = math.fma(exp_avg_sq, beta2, root * root);
+    const V update = math.divide(exp_avg, math.sqrt(exp_avg_sq) * inverse_bias2 + eps);
+    param = math.fma(param, decay, update * step);
+  }
+
+  // A second moment below 1.2e-38 has a root of zero there. What is added is at least the root of that, so that an
+  // update may become smaller, but not explode.
+  SHOESTRING_HOST_DEVICE void for_codes(const float (&scales)[2]) {
+    beta1 *= scales[0];
+    beta2 *= scales[1];
+    eps = fmaxf(eps, 1.1e-19f);
+  }
 };
 
-struct AdamWTable {
-  // One step of blocks [first, last). The state has room for whole blocks; param and grad end at `count`.
-  void (*step)(const AdamWTensor& tensor, int64_t first, int64_t last);
+struct AdamWOptions : StepOptions {
+  double beta1, beta2, eps;
 
-  // Between values and 8-bit state; n may be anything, and codes have n elements.
-  void (*quantize)(const float* x, int64_t n, bool is_signed, uint8_t* codes, float* scale);
-  void (*dequantize)(const uint8_t* codes, const float* scale, int64_t n, bool is_signed, float* x);
-};
-
-// CUDA: a parameter as the kernel finds it. Without a gradient it is left alone, and has no blocks of the launch.
-constexpr uint64_t kNoGradient = 3;  // in place of a type
-struct AdamWEntry {
-  void* param;
-  const void* grad;
-  uint64_t count : 62, type : 2;  // a WeightType
-  uint32_t block;                 // of the arena, at which its state begins; 2^32 blocks are 2 TiB of 8-bit state
-  uint32_t end;                   // in the blocks of a launch; the launcher's
-};
-
-struct AdamWState {
-  void* exp_avg;  // uint8 codes where there are scales, else fp32; multiples of 16 bytes
-  void* exp_avg_sq;
-  float* exp_avg_scale;
-  float* exp_avg_sq_scale;
-};
-
-// Pointers are on the device, but for `entries`. Each function returns an error's text or null.
-struct AdamWCuda {
-  // One step of all entries, whose `steps` advance. `rules` is room for one a parameter.
-  const char* (*step)(const AdamWEntry* entries, int64_t count, const AdamWOptions&, const AdamWState&, float* steps,
-                      AdamWRule* rules, void* stream);
-};
-struct Quantize8bitCuda {
-  const char* (*quantize)(const float* x, int64_t n, bool is_signed, uint8_t* codes, float* scale, void* stream);
-  const char* (*dequantize)(const uint8_t* codes, const float* scale, int64_t n, bool is_signed, float* x,
-                            void* stream);
+  SHOESTRING_HOST_DEVICE AdamWRule rule(float step) const {
+    const double rate = this->rate(), factor = this->factor();
+    const double bias1 = 1 - pow(beta1, step), bias2 = 1 - pow(beta2, step);
+    return {static_cast<float>(1 - rate * weight_decay),
+            static_cast<float>(beta1),
+            static_cast<float>(beta2),
+            static_cast<float>((maximize ? beta1 - 1 : 1 - beta1) * factor),
+            static_cast<float>(sqrt(1 - beta2) * factor),
+            static_cast<float>(-rate / bias1),
+            static_cast<float>(1 / sqrt(bias2)),
+            static_cast<float>(eps)};
+  }
 };
 
 }  // namespace shoestring::kernels
 
-SHOESTRING_CPU_TABLE(kernels::AdamWTable, adamw)
+SHOESTRING_CPU_TABLE(kernels::OptimizerTable<kernels::AdamWRule>, adamw)

@@ -7,7 +7,7 @@
 
 #include <shoestring/ops.h>
 
-#include "kernels/adamw.h"
+#include "kernels/quantize_8bit.h"
 #include "ops/call.h"
 #include "ops/cuda.h"
 
@@ -54,7 +54,7 @@ std::tuple<Tensor, Tensor> quantize_cpu(const Tensor& x, bool is_signed) {
   const float* in = source.const_data_ptr<float>();
   uint8_t* out = codes.data_ptr<uint8_t>();
   float* scales = scale.data_ptr<float>();
-  const auto& kernels = cpu::adamw();
+  const auto& kernels = cpu::quantize_8bit();
   over_blocks(x.numel(), [&](int64_t first, int64_t count) {
     kernels.quantize(in + first, count, is_signed, out + first, scales + first / kStateBlock);
   });
@@ -68,7 +68,7 @@ Tensor dequantize_cpu(const Tensor& codes, const Tensor& scale, bool is_signed) 
   const uint8_t* in = source.const_data_ptr<uint8_t>();
   const float* scales = factors.const_data_ptr<float>();
   float* out = x.data_ptr<float>();
-  const auto& kernels = cpu::adamw();
+  const auto& kernels = cpu::quantize_8bit();
   over_blocks(codes.numel(), [&](int64_t first, int64_t count) {
     kernels.dequantize(in + first, scales + first / kStateBlock, count, is_signed, out + first);
   });

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from test_adamw import HYPER, arenas
+from optimizer_rules import ADAMW
 from torch.nn import Parameter
 
 from shoestring.ops import adamw_
@@ -31,13 +31,13 @@ def test_full_size(size: int) -> None:
     starts = [*range(0, size - 512, size // 64 // 256 * 256), size // 256 * 256 - 256]
     samples = [(b, min(b + 512, size)) for b in starts]
     alone = [param[b:e].clone() for b, e in samples]
-    arena = arenas([size], "8bit")
+    arena = ADAMW.arenas([size], "8bit")
     for _ in range(2):
-        adamw_([param], [grad], *arena, **HYPER)
+        adamw_([param], [grad], *arena, **ADAMW.hyper)
     parts = [grad[b:e].clone() for b, e in samples]
-    small = arenas([p.numel() for p in alone], "8bit")
+    small = ADAMW.arenas([p.numel() for p in alone], "8bit")
     for _ in range(2):
-        adamw_(alone, parts, *small, **HYPER)
+        adamw_(alone, parts, *small, **ADAMW.hyper)
     assert all(torch.equal(param[b:e], p) for (b, e), p in zip(samples, alone, strict=True))
     codes = torch.cat([arena[1][b : -(-e // 256) * 256] for b, e in samples])
     assert torch.equal(codes, small[1])
@@ -97,26 +97,26 @@ def test_a_stream_of_its_own() -> None:
     stream = torch.cuda.Stream()
     p, plain = torch.zeros(1 << 20), torch.zeros(1 << 20)
     g = torch.zeros(1 << 20)
-    a, b = arenas([p.numel()], "8bit"), arenas([p.numel()], "8bit")
+    a, b = ADAMW.arenas([p.numel()], "8bit"), ADAMW.arenas([p.numel()], "8bit")
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10_000_000)
         g.fill_(1)
-        adamw_([p], [g], *a, **HYPER)
+        adamw_([p], [g], *a, **ADAMW.hyper)
     torch.cuda.current_stream().wait_stream(stream)
-    adamw_([plain], [torch.ones(1 << 20)], *b, **HYPER)
+    adamw_([plain], [torch.ones(1 << 20)], *b, **ADAMW.hyper)
     assert torch.equal(p, plain)
 
 
 def test_other_devices_are_refused() -> None:
     p, g = torch.zeros(20), torch.ones(20)
-    far, state = torch.zeros(20, device="cpu"), arenas([20, 20], "8bit")
+    far, state = torch.zeros(20, device="cpu"), ADAMW.arenas([20, 20], "8bit")
     with pytest.raises(RuntimeError, match="adamw_: params\\[1\\]: expected .* device of all, cuda:0, received .* cpu"):
-        adamw_([p, far], [g, far], *state, **HYPER)
+        adamw_([p, far], [g, far], *state, **ADAMW.hyper)
     with pytest.raises(RuntimeError, match="adamw_: grads\\[1\\]: expected the parameter's dtype and device"):
-        adamw_([p, p.clone()], [g, far], *state, **HYPER)
+        adamw_([p, p.clone()], [g, far], *state, **ADAMW.hyper)
     with pytest.raises(RuntimeError, match="adamw_: exp_avg: expected the parameters' device, cuda:0, received cpu"):
-        adamw_([p, p.clone()], [g, g], state[0], state[1].cpu(), *state[2:], **HYPER)
+        adamw_([p, p.clone()], [g, g], state[0], state[1].cpu(), *state[2:], **ADAMW.hyper)
     with pytest.raises(RuntimeError, match="adamw_: found_inf: expected one fp32 number on the parameters' device"):
-        adamw_([p, p.clone()], [g, g], *state, **HYPER, found_inf=torch.zeros((), device="cpu"))
+        adamw_([p, p.clone()], [g, g], *state, **ADAMW.hyper, found_inf=torch.zeros((), device="cpu"))
     assert (p == 0).all() and (state[0] == 0).all()

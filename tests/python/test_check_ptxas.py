@@ -16,15 +16,7 @@ import check_ptxas as gate  # noqa: E402
 
 NVCC = shutil.which("nvcc") or (path if os.access(path := "/usr/local/cuda/bin/nvcc", os.X_OK) else None)
 
-KERNELS = """
-namespace shoestring::cuda { namespace {
-// Budget: 40 registers, 0 bytes shared, no spills.
-template <class T, int N>
-__global__ void __launch_bounds__(128) good(T* x) { x[threadIdx.x] *= N; }
-
-// Budget: 2 registers, 0 bytes shared, no spills.
-__global__ void many_registers(float* x) { x[threadIdx.x] = x[threadIdx.x + blockIdx.x * 7] * x[blockIdx.y]; }
-
+HEADER = """
 // Budget: 40 registers, 64 bytes shared, no spills.
 __global__ void much_shared(float* x) {
   __shared__ float y[32];
@@ -32,6 +24,17 @@ __global__ void much_shared(float* x) {
   __syncthreads();
   x[threadIdx.x] = y[31 - threadIdx.x];
 }
+"""
+KERNELS = """
+#include "in_a_header.h"
+
+namespace shoestring::cuda { namespace {
+// Budget: 40 registers, 0 bytes shared, no spills.
+template <class T, int N>
+__global__ void __launch_bounds__(128) good(T* x) { x[threadIdx.x] *= N; }
+
+// Budget: 2 registers, 0 bytes shared, no spills.
+__global__ void many_registers(float* x) { x[threadIdx.x] = x[threadIdx.x + blockIdx.x * 7] * x[blockIdx.y]; }
 
 // Budget: 255 registers, 0 bytes shared, 4096 bytes stack, no spills.
 __global__ void __launch_bounds__(1024, 2) spilling(float* x) {
@@ -76,6 +79,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "CMakeFiles/kernels.dir/cuda").mkdir(parents=True)
     source, target = folder / "bad.cu", folder / "CMakeFiles/kernels.dir/cuda/bad.cu.o"
     source.write_text(KERNELS)
+    (folder / "in_a_header.h").write_text(HEADER)
     command = [ROOT / "cmake/keep_ptxas.sh", NVCC, "-std=c++17", "-Xptxas", "-v", "-c", source, "-o", target,
                "-gencode", "arch=compute_80,code=sm_80"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shoestring.ops import dequantize_8bit, dequantize_8bit_reference, quantize_8bit, quantize_8bit_reference
-from shoestring.ops.adamw import dynamic_map
+from shoestring.ops.quantize_8bit import dynamic_map
 
 pytestmark = pytest.mark.device
 

@@ -91,6 +91,54 @@ struct AdamWStepOptions {
 SHOESTRING_API void adamw_(const std::vector<at::Tensor>& params, const std::vector<std::optional<at::Tensor>>& grads,
                            AdamWState& state, const AdamWStepOptions& options = {});
 
+struct LionState {
+  at::Tensor step;                          // as in AdamWState
+  at::Tensor exp_avg;
+  std::optional<at::Tensor> exp_avg_scale;
+};
+
+struct LionStepOptions {
+  TORCH_ARG(double, lr) = 1e-4;
+  TORCH_ARG(double, beta1) = 0.9;
+  TORCH_ARG(double, beta2) = 0.99;
+  TORCH_ARG(double, weight_decay) = 0.0;
+  TORCH_ARG(bool, maximize) = false;
+  /// As in AdamWStepOptions.
+  TORCH_ARG(std::optional<at::Tensor>, lr_tensor) = std::nullopt;
+  TORCH_ARG(std::optional<at::Tensor>, grad_scale) = std::nullopt;
+  TORCH_ARG(std::optional<at::Tensor>, clip_coef) = std::nullopt;
+  TORCH_ARG(std::optional<at::Tensor>, found_inf) = std::nullopt;
+};
+
+/// One step of Lion, in place, on every parameter whose gradient is given.
+SHOESTRING_API void lion_(const std::vector<at::Tensor>& params, const std::vector<std::optional<at::Tensor>>& grads,
+                          LionState& state, const LionStepOptions& options = {});
+
+struct SGDState {
+  at::Tensor step;                          // as in AdamWState
+  at::Tensor momentum_buffer;
+  std::optional<at::Tensor> momentum_buffer_scale;
+};
+
+/// As torch::optim::SGDOptions, but that there is no SGD without momentum.
+struct SGDStepOptions {
+  TORCH_ARG(double, lr) = 1e-3;
+  TORCH_ARG(double, momentum) = 0.9;
+  TORCH_ARG(double, dampening) = 0.0;
+  TORCH_ARG(double, weight_decay) = 0.0;
+  TORCH_ARG(bool, nesterov) = false;
+  TORCH_ARG(bool, maximize) = false;
+  /// As in AdamWStepOptions.
+  TORCH_ARG(std::optional<at::Tensor>, lr_tensor) = std::nullopt;
+  TORCH_ARG(std::optional<at::Tensor>, grad_scale) = std::nullopt;
+  TORCH_ARG(std::optional<at::Tensor>, clip_coef) = std::nullopt;
+  TORCH_ARG(std::optional<at::Tensor>, found_inf) = std::nullopt;
+};
+
+/// One step of SGD with momentum, in place, on every parameter whose gradient is given.
+SHOESTRING_API void sgd_(const std::vector<at::Tensor>& params, const std::vector<std::optional<at::Tensor>>& grads,
+                         SGDState& state, const SGDStepOptions& options = {});
+
 /// x as block-wise 8-bit codes (x's shape) and one fp32 scale for each 256 elements; a negative x needs the signed map.
 SHOESTRING_API std::tuple<at::Tensor, at::Tensor> quantize_8bit(const at::Tensor& x, bool is_signed);
 SHOESTRING_API at::Tensor dequantize_8bit(const at::Tensor& codes, const at::Tensor& scale, bool is_signed);

@@ -1,15 +1,9 @@
 """The operators as Python functions: thin over torch.ops.shoestring, each with a readable reference beside it."""
 
-from shoestring.ops.adamw import (
-    adamw_,
-    adamw_reference,
-    dequantize_8bit,
-    dequantize_8bit_reference,
-    quantize_8bit,
-    quantize_8bit_reference,
-)
+from shoestring.ops.adamw import adamw_, adamw_reference
 from shoestring.ops.linear_4bit import linear_4bit, linear_4bit_reference
 from shoestring.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from shoestring.ops.lion import lion_, lion_reference
 from shoestring.ops.lora_linear import lora_linear, lora_linear_reference
 from shoestring.ops.quantize_4bit import (
     dequantize_4bit,
@@ -17,6 +11,13 @@ from shoestring.ops.quantize_4bit import (
     quantize_4bit,
     quantize_4bit_reference,
 )
+from shoestring.ops.quantize_8bit import (
+    dequantize_8bit,
+    dequantize_8bit_reference,
+    quantize_8bit,
+    quantize_8bit_reference,
+)
+from shoestring.ops.sgd import sgd_, sgd_reference
 
 __all__ = [
     "adamw_",
@@ -29,10 +30,14 @@ __all__ = [
     "linear_4bit_reference",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
+    "lion_",
+    "lion_reference",
     "lora_linear",
     "lora_linear_reference",
     "quantize_4bit",
     "quantize_4bit_reference",
     "quantize_8bit",
     "quantize_8bit_reference",
+    "sgd_",
+    "sgd_reference",
 ]

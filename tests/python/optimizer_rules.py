@@ -1,0 +1,57 @@
+"""The rules of the optimizers' operators, and the flat arenas that they keep their state in."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shoestring.ops import adamw_, adamw_reference, dequantize_8bit, lion_, lion_reference, sgd_, sgd_reference
+
+STATE_BLOCK = 256
+
+
+def blocks(size: int) -> int:
+    return -(-size // STATE_BLOCK)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An operator, its twin in plain PyTorch, its options, and its moments: whether each may be negative, by name."""
+
+    name: str
+    step: Callable[..., None]
+    reference: Callable[..., None]
+    moments: dict[str, bool]
+    hyper: dict[str, float | bool] = field(default_factory=dict)
+
+    def arenas(self, sizes: Sequence[int], state: str) -> list[Tensor | None]:
+        """step, and each moment with its scale, of parameters that have not been stepped."""
+        total = sum(map(blocks, sizes))
+        found: list[Tensor | None] = [torch.zeros(len(sizes))]
+        for _ in self.moments:
+            if state == "fp32":
+                found += [torch.zeros(total * STATE_BLOCK), None]
+            else:
+                found += [torch.zeros(total * STATE_BLOCK, dtype=torch.uint8), torch.zeros(total)]
+        return found
+
+    def arena_names(self) -> list[str]:
+        return ["step", *(n + end for n in self.moments for end in ("", "_scale"))]
+
+    def values(self, sizes: Sequence[int], arena: Sequence[Tensor | None]) -> list[Tensor]:
+        """The moments of all parameters, without the padding between them."""
+        begins = [STATE_BLOCK * sum(map(blocks, sizes[:i])) for i in range(len(sizes))]
+        kept = torch.cat([torch.arange(b, b + n) for b, n in zip(begins, sizes, strict=True)])
+        found = []
+        for moment, scale, signed in zip(arena[1::2], arena[2::2], self.moments.values(), strict=True):
+            found.append((moment if scale is None else dequantize_8bit(moment, scale, signed=signed))[kept])
+        return found
+
+
+ADAMW = Rule("adamw", adamw_, adamw_reference, {"exp_avg": True, "exp_avg_sq": False},
+             dict(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1))
+LION = Rule("lion", lion_, lion_reference, {"exp_avg": True}, dict(lr=1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1))
+SGD = Rule("sgd", sgd_, sgd_reference, {"momentum_buffer": True},
+           dict(lr=1e-2, momentum=0.9, dampening=0.25, weight_decay=0.1))
+NESTEROV = Rule("nesterov", sgd_, sgd_reference, SGD.moments, SGD.hyper | dict(dampening=0.0, nesterov=True))

@@ -1,5 +1,7 @@
 """Optimizers with low-memory state; drop-in for torch.optim."""
 
 from shoestring.optim.adamw import AdamW
+from shoestring.optim.lion import Lion
+from shoestring.optim.sgd import SGD
 
-__all__ = ["AdamW"]
+__all__ = ["SGD", "AdamW", "Lion"]

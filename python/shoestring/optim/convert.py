@@ -76,6 +76,8 @@ def _entry(
         names = [moment.name for moment in moments]
     else:
         return entry  # ours
+    if names == ["momentum_buffer"]:
+        entry = {"step": 1, **entry}  # torch's SGD counts no steps; where there is a buffer, the first was taken
     known = {"step", NESTED, *names, *(f"{kind}{i + 1}" for kind in ("qmap", "absmax") for i in range(len(moments)))}
     if "step" not in entry or not known >= entry.keys() >= set(names):
         received = sorted(entry.keys() - {NESTED})

@@ -76,30 +76,35 @@ def dequantize_4bit(device: str) -> Results:
     return found
 
 
-def adamw(device: str) -> Results:
+def optimizers(device: str) -> Results:
     """The second step, from a given state: all that a step reads is the same on both sides."""
+    return {f"{kind.__name__} {state} {name}": row
+            for kind in (shoestring.optim.AdamW, shoestring.optim.Lion, shoestring.optim.SGD)
+            for state in ("8bit", "fp32") for name, row in second_step(device, kind, state).items()}
+
+
+def second_step(device: str, kind: type[torch.optim.Optimizer], state: str) -> Results:
     found: Results = {}
-    for state in ("8bit", "fp32"):
-        dtypes = {1: torch.float32, 256: torch.float32, 4097: torch.float32, 1000: torch.bfloat16, 777: torch.float16}
-        params = [torch.nn.Parameter(uniform(n, seed=n).to(device, dtype)) for n, dtype in dtypes.items()]
-        before = [p.detach().clone() for p in params]
-        optimizer = shoestring.optim.AdamW(params, lr=1e-2, weight_decay=0.1, state=state)
-        for seed in (100, 200):
-            for i, p in enumerate(params):
-                p.grad = uniform(p.numel(), seed=seed + i).to(p)
-                if seed == 100:
-                    continue
-                p.data.copy_(before[i])
-                for j, (name, entry) in enumerate(optimizer.state[p].items()):
-                    if entry.dtype == torch.uint8:
-                        entry.copy_(byte_values(entry.numel(), seed + j, low=1).view(entry.shape))
-                    elif name != "step":
-                        entry.copy_(uniform(entry.numel(), seed=seed + j).abs().view(entry.shape))
-            optimizer.step()
+    dtypes = {1: torch.float32, 256: torch.float32, 4097: torch.float32, 1000: torch.bfloat16, 777: torch.float16}
+    params = [torch.nn.Parameter(uniform(n, seed=n).to(device, dtype)) for n, dtype in dtypes.items()]
+    before = [p.detach().clone() for p in params]
+    optimizer = kind(params, lr=1e-2, weight_decay=0.1, state=state)
+    for seed in (100, 200):
         for i, p in enumerate(params):
-            found[f"{state} parameter {i}"] = (p.detach(), 8)
-            for name, entry in optimizer.state[p].items():
-                found[f"{state} {name} {i}"] = (entry, 1 if entry.dtype == torch.uint8 else 0 if name == "step" else 4)
+            p.grad = uniform(p.numel(), seed=seed + i).to(p)
+            if seed == 100:
+                continue
+            p.data.copy_(before[i])
+            for j, (name, entry) in enumerate(optimizer.state[p].items()):
+                if entry.dtype == torch.uint8:
+                    entry.copy_(byte_values(entry.numel(), seed + j, low=1).view(entry.shape))
+                elif name != "step":
+                    entry.copy_(uniform(entry.numel(), seed=seed + j).abs().view(entry.shape))
+        optimizer.step()
+    for i, p in enumerate(params):
+        found[f"parameter {i}"] = (p.detach(), 8)
+        for name, entry in optimizer.state[p].items():
+            found[f"{name} {i}"] = (entry, 1 if entry.dtype == torch.uint8 else 0 if name == "step" else 4)
     return found
 
 
@@ -125,7 +130,7 @@ def linear_cross_entropy(device: str) -> Results:
 
 
 CASES: tuple[Callable[[str], Results], ...] = (
-    quantize_8bit_codes, quantize_4bit, quantize_absmax, dequantize_4bit, adamw, linear_cross_entropy,
+    quantize_8bit_codes, quantize_4bit, quantize_absmax, dequantize_4bit, optimizers, linear_cross_entropy,
 )
 
 

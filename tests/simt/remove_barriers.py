@@ -30,13 +30,14 @@ def sites(source: Path) -> list[tuple[int, int, int]]:
 
 def run(*command: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
     """The command's outcome, with its output; ``more`` is added to the environment."""
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=os.environ | more, check=False)
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, cwd=ROOT,
+                          env=os.environ | more)
 
 
 def first_error(output: str) -> str:
     """The emulator's own words if it was it that noticed, else the first failure that a suite reports."""
     found = re.search(r"launch failed: (.*)", output) or re.search(r"^(?:E  +|FAILED )(.*)", output, re.M)
-    return found.group(1)[:140] if found else "(no message)"
+    return (found.group(1) if found else (output.strip().splitlines() or ["it printed nothing"])[-1])[:140]
 
 
 def tests(build: Path) -> tuple[bool, str]:
@@ -47,7 +48,8 @@ def tests(build: Path) -> tuple[bool, str]:
     own = run(build / "tests/simt/simt_tests")
     if own.returncode != 0:
         return False, first_error(own.stdout)
-    suite = run(sys.executable, "-m", "pytest", "--backend=simt", "-x", "-q", SHOESTRING_BUILD=str(build))
+    suite = run(sys.executable, "-m", "pytest", "--backend=simt", "-x", "-q", SHOESTRING_BUILD=str(build),
+                PYTHONPATH=str(ROOT / "python"))
     return suite.returncode == 0, first_error(suite.stdout)
 
 

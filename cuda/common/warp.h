@@ -18,13 +18,6 @@ __device__ T warp_reduce(T x, Combine combine) {
   return x;
 }
 
-__device__ inline float warp_sum(float x) {
-  return warp_reduce(x, [](float a, float b) { return a + b; });
-}
-/// NaN where any lane has one.
-__device__ inline float warp_max(float x) {
-  return warp_reduce(x, [](float a, float b) { return a > b || a != a ? a : b; });
-}
 /// One instruction from sm_80 on.
 __device__ inline unsigned warp_max(unsigned x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

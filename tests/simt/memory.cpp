@@ -61,6 +61,7 @@ struct Module {
 };
 
 Module find_module() {
+  touch = 1;
   Module module;
   const auto visit = [](dl_phdr_info* info, size_t, void* data) {
     auto& m = *static_cast<Module*>(data);
@@ -84,12 +85,6 @@ Module find_module() {
   dl_iterate_phdr(visit, &module);
   module.cells = zero_cells(module.shared_size);
   return module;
-}
-
-
-Module module_of_this_thread() {
-  touch = 1;
-  return find_module();
 }
 
 Module module;
@@ -205,7 +200,7 @@ void begin_block() {
   static std::thread::id thread;
   if (std::this_thread::get_id() != thread) {  // each has its own thread-local storage
     std::free(module.cells);
-    module = module_of_this_thread();
+    module = find_module();
     thread = std::this_thread::get_id();
   }
   if (dynamic_cells.size() < static_cast<size_t>(block.shared_bytes)) dynamic_cells.resize(block.shared_bytes);

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shoestring.ops.quantize_8bit import STATE_BLOCK as STATE_BLOCK  # the state of optimizers is made of these
-from shoestring.ops.quantize_8bit import places, read_moment, write_moment
+from shoestring.ops.quantize_8bit import places, read_moment, step_numbers, write_moment
 
 def adamw_(
     params: Sequence[Tensor],
@@ -98,9 +98,7 @@ def adamw_reference(
     """``adamw_`` in plain PyTorch, a tensor at a time."""
     if found_inf is not None and found_inf.item() != 0:
         return
-    lr = lr if lr_tensor is None else lr_tensor.item()
-    factor = 1.0 if clip_coef is None else clip_coef.item()
-    factor = factor if grad_scale is None else factor / grad_scale.item()
+    lr, factor = step_numbers(lr, lr_tensor, grad_scale, clip_coef)
     for i, (param, grad, where) in enumerate(zip(params, grads, places(params), strict=True)):
         if grad is None:
             continue

@@ -92,6 +92,14 @@ def write_moment(values: Tensor, scale: Tensor | None, where: slice, moment: Ten
         values[where], scale[blocks] = quantize_8bit_reference(moment, signed=signed)
 
 
+def step_numbers(
+    lr: float, lr_tensor: Tensor | None, grad_scale: Tensor | None, clip_coef: Tensor | None
+) -> tuple[float, float]:
+    """A step's learning rate, and what its gradients are multiplied by."""
+    factor = 1.0 if clip_coef is None else clip_coef.item()
+    return lr if lr_tensor is None else lr_tensor.item(), factor if grad_scale is None else factor / grad_scale.item()
+
+
 def places(params: Sequence[Tensor]) -> list[slice]:
     """Where in an arena the state of each parameter lies."""
     found, begin = [], 0

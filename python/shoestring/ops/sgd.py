@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoestring.ops.quantize_8bit import places, read_moment, write_moment
+from shoestring.ops.quantize_8bit import places, read_moment, step_numbers, write_moment
 
 
 def sgd_(
@@ -87,9 +87,7 @@ def sgd_reference(
     """``sgd_`` in plain PyTorch, a tensor at a time."""
     if found_inf is not None and found_inf.item() != 0:
         return
-    lr = lr if lr_tensor is None else lr_tensor.item()
-    factor = 1.0 if clip_coef is None else clip_coef.item()
-    factor = factor if grad_scale is None else factor / grad_scale.item()
+    lr, factor = step_numbers(lr, lr_tensor, grad_scale, clip_coef)
     for i, (param, grad, where) in enumerate(zip(params, grads, places(params), strict=True)):
         if grad is None:
             continue

@@ -11,6 +11,10 @@ namespace {
 
 using namespace shoestring::cuda;
 
+__device__ float warp_sum(float x) {
+  return warp_reduce(x, [](float a, float b) { return a + b; });
+}
+
 __global__ void half_a_barrier() {
   if (threadIdx.x < 32) __syncthreads();
 }

@@ -1,5 +1,7 @@
 // Every operator's schema: the contract on one page. A name that ends in _ changes its arguments in place.
 
+#include <string>
+
 #include <torch/library.h>
 
 TORCH_LIBRARY(shoestring, m) {
@@ -36,26 +38,30 @@ TORCH_LIBRARY(shoestring, m) {
   m.def(
       "dequantize_4bit(Tensor packed, Tensor absmax, Tensor? nested=None, *, SymInt[] shape, ScalarType dtype, "
       "str quant_type='nf4', int block_size=64) -> Tensor");
-  // One step of an optimizer on every parameter whose gradient is given; the others keep their step. The state of all of
-  // them lies in flat arenas, in the order of params, each beginning at a multiple of 256 elements: step (tensors) fp32;
-  // moments uint8 codes with one fp32 scale for 256 of them, or fp32 without scales. lr_tensor (in place of lr),
-  // grad_scale (divides gradients), clip_coef (multiplies them) and found_inf (not zero: nothing changes) are one fp32
-  // element each on params' device, which reads them.
-  m.def(
-      "adamw_(Tensor(a!)[] params, Tensor?[] grads, Tensor(b!) step, Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, "
-      "Tensor(e!) exp_avg_sq, Tensor(f!)? exp_avg_sq_scale, *, float lr, float beta1, float beta2, float eps, "
-      "float weight_decay, bool maximize=False, Tensor? lr_tensor=None, Tensor? grad_scale=None, "
-      "Tensor? clip_coef=None, Tensor? found_inf=None) -> ()");
-  m.def(
-      "lion_(Tensor(a!)[] params, Tensor?[] grads, Tensor(b!) step, Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, *, "
-      "float lr, float beta1, float beta2, float weight_decay, bool maximize=False, Tensor? lr_tensor=None, "
-      "Tensor? grad_scale=None, Tensor? clip_coef=None, Tensor? found_inf=None) -> ()");
+  // One step of an optimizer on every parameter whose gradient (fp32, bf16 or fp16) is given; the others keep their step.
+  // The state of all of them lies in flat arenas, in the order of params, each beginning at a multiple of 256 elements:
+  // step (tensors) fp32; moments fp32 or bf16 without scales, or codes with fp32 scales: uint8, 8 bits with one scale
+  // for 256 elements, or 4 bits (quantize_state_4bit). lr_tensor (in place of lr), grad_scale (divides gradients),
+  // clip_coef (multiplies them) and found_inf (not zero: nothing changes) are one fp32 element each on params' device,
+  // which reads them. accumulated (fp32 or bf16, an arena) is added to the gradients and becomes zero. bf16 weights:
+  // stochastic_rounding, or with weight_remainder (int16, an arena) exactly the fp32 that both make. Random bits follow
+  // from seed, step and the element's place in the arena, moved by `position` blocks.
+  const auto optimizer = [&](const std::string& name, const std::string& own) {
+    const std::string schema = name + "(Tensor(a!)[] params, Tensor?[] grads, Tensor(b!) step, " + own +
+        ", bool maximize=False, Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? clip_coef=None, "
+        "Tensor? found_inf=None, Tensor(x!)? weight_remainder=None, Tensor(y!)? accumulated=None, "
+        "bool stochastic_rounding=False, int seed=0, int position=0) -> ()";
+    m.def(schema.c_str());
+  };
+  optimizer("adamw_",
+            "Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, Tensor(e!) exp_avg_sq, Tensor(f!)? exp_avg_sq_scale, *, "
+            "float lr, float beta1, float beta2, float eps, float weight_decay");
+  optimizer("lion_",
+            "Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, *, float lr, float beta1, float beta2, float weight_decay");
   // With momentum, as torch.optim.SGD.
-  m.def(
-      "sgd_(Tensor(a!)[] params, Tensor?[] grads, Tensor(b!) step, Tensor(c!) momentum_buffer, "
-      "Tensor(d!)? momentum_buffer_scale, *, float lr, float momentum, float dampening, float weight_decay, "
-      "bool nesterov=False, bool maximize=False, Tensor? lr_tensor=None, Tensor? grad_scale=None, "
-      "Tensor? clip_coef=None, Tensor? found_inf=None) -> ()");
+  optimizer("sgd_",
+            "Tensor(c!) momentum_buffer, Tensor(d!)? momentum_buffer_scale, *, float lr, float momentum, "
+            "float dampening, float weight_decay, bool nesterov=False");
   // Block-wise 8-bit state from values and back: codes of x's shape, and a scale for each 256 elements. An unsigned map
   // (signed=False, for x >= 0) has no zero but for zero itself.
   m.def("quantize_8bit(Tensor x, *, bool signed) -> (Tensor codes, Tensor scale)");

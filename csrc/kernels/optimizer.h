@@ -1,9 +1,9 @@
 #pragma once
 
-// What the optimizers share: a parameter, its moments in flat arenas (8-bit codes with scales, or fp32), and a rule.
+// What the optimizers share: parameters, their moments in flat arenas, and a rule.
 //
 // A rule is a struct of one step's numbers with
-//   kMoments, kSigned[kMoments]  how many moments it keeps, and which may be negative (their 8-bit map)
+//   kMoments, kSigned[kMoments]  how many moments it keeps, and which may be negative (their map of codes)
 //   operator()(V& param, V grad, V (&moments)[kMoments], math)  for one element, or one vector of elements;
 //                                math has sqrt, divide, sign, and fma(vector, number, vector), because where a sum
 //                                has two products compilers do not agree on which one is fused
@@ -21,7 +21,23 @@
 
 namespace shoestring::kernels {
 
-enum class WeightType { kFloat, kBFloat16, kHalf };
+enum class ElementType : uint8_t { kFloat, kBFloat16, kHalf };
+
+// How moments are kept: fp32, bf16 rounded stochastically (to nearest, a second moment could not decay), or codes with
+// scales.
+enum class StateType : uint8_t { kFloat, kBFloat16, k8Bit, k4Bit };
+
+// Of a block of kStateBlock elements.
+constexpr int64_t scales_per_block(StateType state, bool is_signed) {
+  return state == StateType::k8Bit ? 1 : 0;
+}
+
+// How a bf16 weight takes an update; fp32 and fp16 weights are rounded to nearest.
+enum class Rounding : uint8_t {
+  kNearest,
+  kStochastic,  // up or down, so that the mean is right
+  kRemainder,   // weight and 16 more bits are an fp32: the weight in the upper half rounded, halves away from zero
+};
 
 // A step's numbers, of any rule. Those behind pointers are one fp32 each, in the memory of the device that steps; null:
 // none.
@@ -43,42 +59,56 @@ struct StepOptions {
   }
 };
 
+constexpr int at_least_one(int n) { return n > 1 ? n : 1; }  // for arrays, which cannot be empty
+
+// Arenas: one for all parameters of a call, each of which begins at a multiple of kStateBlock elements.
+template <int kMoments>
+struct OptimizerArenas {
+  StateType type;
+  void* moment[at_least_one(kMoments)];
+  float* scale[at_least_one(kMoments)];  // where moments are codes
+  int16_t* remainder;          // where rounding is kRemainder
+  void* accumulated;           // a sum of gradients that is added to the gradient, and becomes zero; or null
+  ElementType accumulated_type;
+  Rounding rounding;
+  // Random bits are a function of seed, step, and the element's place: that in these arenas, moved by `position` blocks.
+  uint64_t seed;
+  uint64_t position;
+};
+
+// Which random bits, of those that belong to an element and a step.
+constexpr uint32_t kWeightStream = 0, kMomentStream = 1;  // the latter and above: a moment each
+
 // ---- CPU ----------------------------------------------------------------------------------------------------------
 
-// One tensor of `count` elements and its state. A tensor is worked on in blocks of kStateBlock elements.
+// One tensor of `count` elements. A tensor is worked on in blocks of kStateBlock elements.
 template <class Rule>
 struct OptimizerTensor {
   Rule rule;
-  WeightType type;
+  uint32_t step;
+  ElementType type, grad_type;
   void* param;
   const void* grad;
-  void* moment[Rule::kMoments];  // uint8 codes where there are scales, else fp32
-  float* scale[Rule::kMoments];  // one a block, or null
+  int64_t block;  // of the arenas, at which its state begins
   int64_t count;
 };
 
 template <class Rule>
 struct OptimizerTable {
-  // One step of blocks [first, last). The state has room for whole blocks; param and grad end at `count`.
-  void (*step)(const OptimizerTensor<Rule>& tensor, int64_t first, int64_t last);
+  // One step of blocks [first, last). Arenas have room for whole blocks; param and grad end at `count`.
+  void (*step)(const OptimizerTensor<Rule>& tensor, const OptimizerArenas<Rule::kMoments>& arenas, int64_t first,
+               int64_t last);
 };
 
 // ---- CUDA ---------------------------------------------------------------------------------------------------------
 
 // A parameter as the kernel finds it. Without a gradient it is left alone, and has no blocks of the launch.
-constexpr uint64_t kNoGradient = 3;  // in place of a type
 struct OptimizerEntry {
   void* param;
-  const void* grad;
-  uint64_t count : 62, type : 2;  // a WeightType
-  uint32_t block;                 // of the arena, at which its state begins; 2^32 blocks are 1 TiB of 8-bit state
-  uint32_t end;                   // in the blocks of a launch; the launcher's
-};
-
-template <class Rule>
-struct OptimizerState {
-  void* moment[Rule::kMoments];  // uint8 codes where there are scales, else fp32; multiples of 16 bytes
-  float* scale[Rule::kMoments];
+  const void* grad;  // null: none
+  uint64_t count : 60, type : 2, grad_type : 2;  // ElementTypes
+  uint32_t block;  // of the arenas, at which its state begins; 2^32 blocks are 1 TiB of 8-bit state
+  uint32_t end;    // in the blocks of a launch; the launcher's
 };
 
 // Pointers are on the device, but for `entries`. Returns an error's text or null.
@@ -86,7 +116,7 @@ template <class Rule>
 struct OptimizerCuda {
   // One step of all entries, whose `steps` advance. `rules` is room for one a parameter.
   const char* (*step)(const OptimizerEntry* entries, int64_t count, const typename Rule::Options&,
-                      const OptimizerState<Rule>&, float* steps, Rule* rules, void* stream);
+                      const OptimizerArenas<Rule::kMoments>&, float* steps, Rule* rules, void* stream);
 };
 
 }  // namespace shoestring::kernels

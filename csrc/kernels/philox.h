@@ -24,7 +24,7 @@ SHOESTRING_HOST_DEVICE Random4 philox(Random4 counter, uint32_t key0, uint32_t k
   return counter;
 }
 
-/// Bits for the four elements from 4 * `index` on, in `step`: the same on every device, whatever the launch looks like.
+/// The bits of `index` in `step`: the same on every device, whatever the launch looks like.
 SHOESTRING_HOST_DEVICE Random4 philox_at(uint64_t seed, uint64_t step, uint64_t index) {
   return philox({{static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32), static_cast<uint32_t>(step),
                   static_cast<uint32_t>(step >> 32)}},

@@ -1,14 +1,23 @@
 #include "ops/optimizer.h"
 
 #include <algorithm>
-#include <string>
 
+#include <ATen/Functions.h>
 #include <ATen/MemoryOverlap.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
-#include <torch/library.h>
 
 namespace shoestring::optimizer {
 namespace {
+
+using kernels::ElementType;
+using kernels::StateType;
+
+int64_t total_blocks(const Call& call) {
+  int64_t blocks = 0;
+  for (const Tensor& p : call.params) blocks += blocks_of(p);
+  return blocks;
+}
 
 void check_arena(const char* op, const std::string& name, const Tensor& arena, at::ScalarType type, int64_t size,
                  c10::Device device) {
@@ -26,10 +35,14 @@ void check_number(const char* op, const char* name, const OptionalTensor& number
               " ", number->sizes(), " on ", number->device());
 }
 
+bool is_supported(const Tensor& t) {
+  const auto type = t.scalar_type();
+  return type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
+}
+
 void check_param(const char* op, int64_t i, const Tensor& param, c10::Device device) {
-  const auto type = param.scalar_type();
-  TORCH_CHECK(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, op, ": params[", i,
-              "]: expected fp32, bf16 or fp16, received ", type);
+  TORCH_CHECK(is_supported(param), op, ": params[", i, "]: expected fp32, bf16 or fp16, received ",
+              param.scalar_type());
   TORCH_CHECK(param.layout() == at::kStrided && param.device() == device, op, ": params[", i,
               "]: expected a dense tensor on the device of all, ", device, ", received ", param.layout(), " on ",
               param.device());
@@ -42,66 +55,116 @@ void check_grad(const char* op, int64_t i, const Tensor& param, const Tensor& gr
               "; sparse gradients are not supported");
   TORCH_CHECK(grad.sizes() == param.sizes(), op, ": grads[", i, "]: expected the parameter's shape, ", param.sizes(),
               ", received ", grad.sizes());
-  TORCH_CHECK(grad.scalar_type() == param.scalar_type() && grad.device() == param.device(), op, ": grads[", i,
-              "]: expected the parameter's dtype and device, ", param.scalar_type(), " on ", param.device(),
-              ", received ", grad.scalar_type(), " on ", grad.device());
+  TORCH_CHECK(is_supported(grad) && grad.device() == param.device(), op, ": grads[", i,
+              "]: expected fp32, bf16 or fp16 on the parameter's device, ", param.device(), ", received ",
+              grad.scalar_type(), " on ", grad.device());
 }
 
-// Every moment has scales, or none has.
-void check_scales(const Arguments& a) {
-  for (const Arena& m : a.moments) {
-    TORCH_CHECK(m.scale.has_value() == a.quantized(), a.op, ": ", a.moments[0].name, "_scale and ", m.name,
-                "_scale: expected both (8-bit state) or neither (fp32 state)");
+void check_moments(const Call& call, const std::vector<Moment>& moments, int64_t blocks, c10::Device device) {
+  if (moments.empty()) return;
+  const StateType state = state_of(call, moments);
+  for (const Moment& m : moments) {
+    TORCH_CHECK(m.scale.has_value() == moments[0].scale.has_value(), call.op, ": ", moments[0].name, "_scale and ",
+                m.name, "_scale: expected both (8- or 4-bit state) or neither (fp32 or bf16 state)");
+    const int64_t elements = blocks * kStateBlock;
+    if (m.scale) {
+      const bool four = state == StateType::k4Bit;
+      check_arena(call.op, m.name, m.values, at::kByte, four ? elements / 2 : elements, device);
+      check_arena(call.op, std::string(m.name) + "_scale", *m.scale, at::kFloat,
+                  blocks * kernels::scales_per_block(state, m.is_signed), device);
+    } else {
+      check_arena(call.op, m.name, m.values, state == StateType::kBFloat16 ? at::kBFloat16 : at::kFloat, elements,
+                  device);
+    }
   }
 }
 
 }  // namespace
 
-kernels::WeightType Stepped::type() const {
-  return param.scalar_type() == at::kFloat      ? kernels::WeightType::kFloat
-         : param.scalar_type() == at::kBFloat16 ? kernels::WeightType::kBFloat16
-                                                : kernels::WeightType::kHalf;
+Call::Call(const c10::OperatorHandle& handle, const torch::jit::Stack& stack)
+    : op(handle.schema().name().c_str() + sizeof("shoestring::") - 1), schema_(handle.schema()), stack_(stack) {
+  params = (*this)["params"].toTensorVector();
+  for (const c10::IValue& grad : (*this)["grads"].toListRef()) {
+    grads.push_back(grad.isNone() || !grad.toTensor().defined() ? std::nullopt : OptionalTensor(grad.toTensor()));
+  }
+  TORCH_CHECK(grads.size() == params.size(), op, ": grads: expected one (or None) for each of ", params.size(),
+              " parameters, received ", grads.size());
+  step = tensor("step");
+  lr_tensor = optional("lr_tensor");
+  grad_scale = optional("grad_scale");
+  clip_coef = optional("clip_coef");
+  found_inf = optional("found_inf");
+  weight_remainder = optional("weight_remainder");
+  accumulated = optional("accumulated");
+}
+
+const c10::IValue& Call::operator[](const char* name) const {
+  const auto index = schema_.argumentIndexWithName(name);
+  TORCH_INTERNAL_ASSERT(index.has_value(), op, " has no argument ", name);
+  return torch::jit::peek(stack_, *index, schema_.arguments().size());
+}
+
+double Call::at_least_zero(const char* name) const {
+  const double x = number(name);
+  TORCH_CHECK(x >= 0, op, ": ", name, ": expected a number of at least 0, received ", x);
+  return x;
+}
+
+double Call::fraction(const char* name) const {
+  const double x = number(name);
+  TORCH_CHECK(x >= 0 && x < 1, op, ": ", name, ": expected a number in [0, 1), received ", x);
+  return x;
+}
+
+kernels::StepOptions Call::options() const {
+  const auto pointer = [](const OptionalTensor& t) { return t ? t->const_data_ptr<float>() : nullptr; };
+  const auto device = params.empty() ? step.device() : params[0].device();
+  check_number(op, "lr_tensor", lr_tensor, device);
+  check_number(op, "grad_scale", grad_scale, device);
+  check_number(op, "clip_coef", clip_coef, device);
+  check_number(op, "found_inf", found_inf, device);
+  return {at_least_zero("lr"),   at_least_zero("weight_decay"), (*this)["maximize"].toBool(), pointer(lr_tensor),
+          pointer(grad_scale), pointer(clip_coef),            pointer(found_inf)};
+}
+
+ElementType type_of(const Tensor& t) {
+  return t.scalar_type() == at::kFloat      ? ElementType::kFloat
+         : t.scalar_type() == at::kBFloat16 ? ElementType::kBFloat16
+                                            : ElementType::kHalf;
 }
 
 int64_t blocks_of(const Tensor& param) { return (param.numel() + kStateBlock - 1) / kStateBlock; }
 
-void check_at_least_zero(const char* op, const char* name, double number) {
-  TORCH_CHECK(number >= 0, op, ": ", name, ": expected a number of at least 0, received ", number);
+StateType state_of(const Call& call, const std::vector<Moment>& moments) {
+  if (moments.empty()) return StateType::kFloat;
+  const Moment& m = moments[0];
+  if (!m.scale) return m.values.scalar_type() == at::kBFloat16 ? StateType::kBFloat16 : StateType::kFloat;
+  return m.values.numel() * 2 == total_blocks(call) * kStateBlock ? StateType::k4Bit : StateType::k8Bit;
 }
 
-void check_fraction(const char* op, const char* name, double number) {
-  TORCH_CHECK(number >= 0 && number < 1, op, ": ", name, ": expected a number in [0, 1), received ", number);
-}
-
-void check_options(const Arguments& a, const kernels::StepOptions& options) {
-  check_at_least_zero(a.op, "lr", options.lr);
-  check_at_least_zero(a.op, "weight_decay", options.weight_decay);
-  TORCH_CHECK(a.grads.size() == a.params.size(), a.op, ": grads: expected one (or None) for each of ", a.params.size(),
-              " parameters, received ", a.grads.size());
-}
-
-std::vector<Stepped> checked(const Arguments& a) {
-  const auto device = a.params.empty() ? a.step.device() : a.params[0].device();
+std::vector<Stepped> checked(const Call& call, const std::vector<Moment>& moments) {
+  const auto device = call.params.empty() ? call.step.device() : call.params[0].device();
   std::vector<Stepped> work;
-  work.reserve(a.params.size());
+  work.reserve(call.params.size());
   int64_t blocks = 0;
-  for (size_t i = 0; i < a.params.size(); blocks += blocks_of(a.params[i++])) {
-    const OptionalTensor grad = a.grads.get(i);
-    if (!grad.has_value() || !grad->defined()) continue;
-    check_param(a.op, i, a.params[i], device);
-    check_grad(a.op, i, a.params[i], *grad);
-    work.push_back({static_cast<int64_t>(i), blocks, a.params[i], *grad, {}});
+  for (size_t i = 0; i < call.params.size(); blocks += blocks_of(call.params[i++])) {
+    if (!call.grads[i]) continue;
+    check_param(call.op, i, call.params[i], device);
+    check_grad(call.op, i, call.params[i], *call.grads[i]);
+    work.push_back({static_cast<int64_t>(i), blocks, call.params[i], *call.grads[i], {}});
   }
-  check_scales(a);
-  check_arena(a.op, "step", a.step, at::kFloat, a.params.size(), device);
-  for (const Arena& m : a.moments) {
-    check_arena(a.op, m.name, m.values, a.quantized() ? at::kByte : at::kFloat, blocks * kStateBlock, device);
-    if (a.quantized()) check_arena(a.op, std::string(m.name) + "_scale", *m.scale, at::kFloat, blocks, device);
+  check_arena(call.op, "step", call.step, at::kFloat, call.params.size(), device);
+  check_moments(call, moments, blocks, device);
+  const int64_t elements = blocks * kStateBlock;
+  if (call.weight_remainder) {
+    check_arena(call.op, "weight_remainder", *call.weight_remainder, at::kShort, elements, device);
+    TORCH_CHECK(!call["stochastic_rounding"].toBool(), call.op, ": stochastic_rounding: expected False with "
+                "weight_remainder, which leaves nothing to round");
   }
-  check_number(a.op, "lr_tensor", a.lr_tensor, device);
-  check_number(a.op, "grad_scale", a.grad_scale, device);
-  check_number(a.op, "clip_coef", a.clip_coef, device);
-  check_number(a.op, "found_inf", a.found_inf, device);
+  if (call.accumulated) {
+    const auto type = call.accumulated->scalar_type();
+    check_arena(call.op, "accumulated", *call.accumulated, type == at::kBFloat16 ? type : at::kFloat, elements, device);
+  }
   return work;
 }
 
@@ -123,12 +186,17 @@ void copy_back(const std::vector<Stepped>& work) {
   }
 }
 
-void check_not_recorded(const Arguments& a) {
-  if (!at::GradMode::is_enabled()) return;
-  for (const Tensor& p : a.params) {
-    TORCH_CHECK(!p.requires_grad(), a.op, ": params: a step on parameters that require gradients is not recorded for "
-                "backward; call it under torch.no_grad()");
+void below_autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const int index = *schema.argumentIndexWithName("params");
+  const auto params = torch::jit::peek(*stack, index, schema.arguments().size()).toTensorVector();
+  for (const Tensor& p : params) {
+    TORCH_CHECK(!at::GradMode::is_enabled() || !p.requires_grad(), schema.name().substr(sizeof("shoestring::") - 1),
+                ": params: a step on parameters that require gradients is not recorded for backward; call it under "
+                "torch.no_grad()");
   }
+  at::AutoDispatchBelowADInplaceOrView below;
+  op.callBoxed(stack);
 }
 
 // All tensors are one row of blocks: a thousand small ones share the threads as one large one does.
@@ -147,11 +215,14 @@ void over_blocks(const std::vector<Stepped>& work, c10::function_ref<void(size_t
   });
 }
 
-void check_aligned(const Arguments& a) {
-  for (const Arena& m : a.moments) {
-    TORCH_CHECK(reinterpret_cast<uintptr_t>(m.values.const_data_ptr()) % 16 == 0, a.op, ": ", m.name,
+void check_aligned(const Call& call, const std::vector<Moment>& moments) {
+  const auto check = [&](const char* name, const Tensor& arena) {
+    TORCH_CHECK(reinterpret_cast<uintptr_t>(arena.const_data_ptr()) % 16 == 0, call.op, ": ", name,
                 ": expected memory aligned to 16 bytes, received a view at an odd offset; call .clone()");
-  }
+  };
+  for (const Moment& m : moments) check(m.name, m.values);
+  if (call.weight_remainder) check("weight_remainder", *call.weight_remainder);
+  if (call.accumulated) check("accumulated", *call.accumulated);
 }
 
 }  // namespace shoestring::optimizer

@@ -1,13 +1,15 @@
 #pragma once
 
-// The host's side of an optimizer's operator, for any rule (kernels/optimizer.h): what must fit, contiguity, arenas,
-// threads and launches. An operator's own file has its schema's arguments and its options.
+// The host's side of an optimizer's operator, for any rule (kernels/optimizer.h): its arguments, read from the schema by
+// name; what must fit; contiguity, arenas, threads and launches. An operator's own file has its options.
 
+#include <string>
 #include <vector>
 
-#include <ATen/Functions.h>
-#include <ATen/Parallel.h>
-#include <ATen/core/List.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/util/FunctionRef.h>
+#include <torch/library.h>
 
 #include "kernels/optimizer.h"
 #include "ops/cuda.h"
@@ -17,28 +19,39 @@ namespace shoestring::optimizer {
 using at::Tensor;
 using kernels::kStateBlock;
 using OptionalTensor = std::optional<Tensor>;
-using OptionalTensors = c10::List<OptionalTensor>;
 
 // A moment of all parameters; its scale's name has _scale behind.
-struct Arena {
+struct Moment {
   const char* name;
-  const Tensor& values;
-  const OptionalTensor& scale;
+  bool is_signed;
+  Tensor values;
+  OptionalTensor scale;
 };
 
-// The arguments that all operators have, under the names of their schemas.
-struct Arguments {
-  const char* op;
-  at::TensorList params;
-  const OptionalTensors& grads;
-  const Tensor& step;
-  c10::ArrayRef<Arena> moments;
-  const OptionalTensor& lr_tensor;
-  const OptionalTensor& grad_scale;
-  const OptionalTensor& clip_coef;
-  const OptionalTensor& found_inf;
+// The arguments of a call.
+class Call {
+ public:
+  Call(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
 
-  bool quantized() const { return moments[0].scale.has_value(); }
+  const char* op;  // without the namespace
+  std::vector<Tensor> params;
+  std::vector<OptionalTensor> grads;
+  Tensor step;
+  OptionalTensor lr_tensor, grad_scale, clip_coef, found_inf, weight_remainder, accumulated;
+
+  const c10::IValue& operator[](const char* name) const;
+  Tensor tensor(const char* name) const { return (*this)[name].toTensor(); }
+  OptionalTensor optional(const std::string& name) const { return (*this)[name.c_str()].toOptional<Tensor>(); }
+  double number(const char* name) const { return (*this)[name].toDouble(); }
+  double at_least_zero(const char* name) const;
+  double fraction(const char* name) const;  // in [0, 1)
+
+  /// lr, weight_decay (in an operator that has it), maximize, and the numbers in tensors.
+  kernels::StepOptions options() const;
+
+ private:
+  const c10::FunctionSchema& schema_;
+  const torch::jit::Stack& stack_;
 };
 
 // A parameter with a gradient, both contiguous.
@@ -46,62 +59,77 @@ struct Stepped {
   int64_t index, block;  // among the parameters; of the arena, at which its state begins
   Tensor param, grad;
   Tensor strided;  // the parameter itself, where `param` is a copy
-
-  kernels::WeightType type() const;
 };
 
+kernels::ElementType type_of(const Tensor& t);
 int64_t blocks_of(const Tensor& param);
 
-void check_at_least_zero(const char* op, const char* name, double number);
-void check_fraction(const char* op, const char* name, double number);  // [0, 1)
-void check_options(const Arguments& a, const kernels::StepOptions& options);
-
 /// The parameters to step. Everything is checked before anything changes.
-std::vector<Stepped> checked(const Arguments& a);
+std::vector<Stepped> checked(const Call& call, const std::vector<Moment>& moments);
 void make_contiguous(std::vector<Stepped>& work);
 void copy_back(const std::vector<Stepped>& work);
 
-/// An optimizer step is no part of a graph: an error where one would have to be.
-void check_not_recorded(const Arguments& a);
+/// How the moments, of which all are alike, are kept.
+kernels::StateType state_of(const Call& call, const std::vector<Moment>& moments);
 
 /// body(parameter among `work`, its first block, one past the last), over the blocks of all of them, in threads.
 void over_blocks(const std::vector<Stepped>& work, c10::function_ref<void(size_t, int64_t, int64_t)> body);
 
-/// For a kernel, which reads moments in vectors.
-void check_aligned(const Arguments& a);
+/// For a kernel, which reads arenas in vectors.
+void check_aligned(const Call& call, const std::vector<Moment>& moments);
 
-template <class Options>
-Options with_numbers(Options options, const Arguments& a) {
-  const auto number = [](const OptionalTensor& t) { return t.has_value() ? t->const_data_ptr<float>() : nullptr; };
-  options.lr_tensor = number(a.lr_tensor);
-  options.grad_scale = number(a.grad_scale);
-  options.clip_coef = number(a.clip_coef);
-  options.found_inf = number(a.found_inf);
-  return options;
-}
-
-template <class Rule>
-kernels::OptimizerState<Rule> state_of(const Arguments& a) {
-  kernels::OptimizerState<Rule> state;
-  for (int k = 0; k < Rule::kMoments; ++k) {
-    state.moment[k] = a.moments[k].values.mutable_data_ptr();
-    state.scale[k] = a.quantized() ? a.moments[k].scale->template mutable_data_ptr<float>() : nullptr;
+template <class Op>
+std::vector<Moment> moments_of(const Call& call) {
+  std::vector<Moment> moments;
+  for (int k = 0; k < Op::Rule::kMoments; ++k) {
+    const char* name = Op::kNames[k];
+    moments.push_back({name, Op::Rule::kSigned[k], call.tensor(name), call.optional(std::string(name) + "_scale")});
   }
-  return state;
+  return moments;
 }
 
 template <class Rule>
-void step_cpu(const Arguments& a, const typename Rule::Options& plain, const kernels::OptimizerTable<Rule>& kernels) {
-  std::vector<Stepped> stepped = checked(a);
-  const auto options = with_numbers(plain, a);
-  if (stepped.empty() || options.skips()) return;
+auto arenas_of(const Call& call, const std::vector<Moment>& moments) {
+  kernels::OptimizerArenas<Rule::kMoments> a{};
+  a.type = state_of(call, moments);
+  for (int k = 0; k < Rule::kMoments; ++k) {
+    a.moment[k] = moments[k].values.mutable_data_ptr();
+    a.scale[k] = moments[k].scale ? moments[k].scale->mutable_data_ptr<float>() : nullptr;
+  }
+  a.rounding = kernels::Rounding::kNearest;
+  if (call["stochastic_rounding"].toBool()) a.rounding = kernels::Rounding::kStochastic;
+  if (call.weight_remainder) {
+    a.rounding = kernels::Rounding::kRemainder;
+    a.remainder = call.weight_remainder->mutable_data_ptr<int16_t>();
+  }
+  if (call.accumulated) {
+    a.accumulated = call.accumulated->mutable_data_ptr();
+    a.accumulated_type = type_of(*call.accumulated);
+  }
+  a.seed = call["seed"].toInt();
+  a.position = call["position"].toInt();
+  return a;
+}
+
+/// An operator that is a rule's kernels and nothing else. Op has the Rule, kNames of its moments, options(call), and
+/// table(), the CPU kernels.
+template <class Op>
+void step_cpu(const Call& call) {
+  using Rule = typename Op::Rule;
+  const auto moments = moments_of<Op>(call);
+  const auto options = Op::options(call);
+  std::vector<Stepped> stepped = checked(call, moments);
+  if (stepped.empty()) return;
+  const auto arenas = arenas_of<Rule>(call, moments);
+  if (options.skips()) {
+    if (call.accumulated) call.accumulated->zero_();
+    return;
+  }
   make_contiguous(stepped);
   std::vector<kernels::OptimizerTensor<Rule>> work;
   work.reserve(stepped.size());
   Rule rule{};
-  const auto state = state_of<Rule>(a);
-  const int64_t size = a.quantized() ? 1 : sizeof(float);
-  float* steps = a.step.mutable_data_ptr<float>();
+  float* steps = call.step.mutable_data_ptr<float>();
   float previous = -1;
   for (const Stepped& s : stepped) {
     steps[s.index] += 1;
@@ -109,40 +137,82 @@ void step_cpu(const Arguments& a, const typename Rule::Options& plain, const ker
       previous = steps[s.index];
       rule = options.rule(previous);
     }
-    auto& t = work.emplace_back();
-    t.rule = rule;
-    t.type = s.type();
-    t.param = s.param.mutable_data_ptr();
-    t.grad = s.grad.const_data_ptr();
-    for (int k = 0; k < Rule::kMoments; ++k) {
-      t.moment[k] = static_cast<char*>(state.moment[k]) + s.block * kStateBlock * size;
-      t.scale[k] = a.quantized() ? state.scale[k] + s.block : nullptr;
-    }
-    t.count = s.param.numel();
+    work.push_back({rule, static_cast<uint32_t>(previous), type_of(s.param), type_of(s.grad),
+                    s.param.mutable_data_ptr(), s.grad.const_data_ptr(), s.block, s.param.numel()});
   }
-  over_blocks(stepped, [&](size_t i, int64_t first, int64_t last) { kernels.step(work[i], first, last); });
+  const auto& kernels = Op::table();
+  over_blocks(stepped, [&](size_t i, int64_t first, int64_t last) { kernels.step(work[i], arenas, first, last); });
   copy_back(stepped);
 }
 
 // Whatever lies on the device is read there: nothing waits for it.
-template <class Rule>
-void step_cuda(const Arguments& a, const typename Rule::Options& plain) {
-  std::vector<Stepped> stepped = checked(a);
+template <class Op>
+void step_cuda(const Call& call) {
+  using Rule = typename Op::Rule;
+  const auto moments = moments_of<Op>(call);
+  const auto options = Op::options(call);
+  std::vector<Stepped> stepped = checked(call, moments);
   if (stepped.empty()) return;
-  const c10::OptionalDeviceGuard guard(a.step.device());
-  check_aligned(a);
+  const c10::OptionalDeviceGuard guard(call.step.device());
+  check_aligned(call, moments);
+  const auto arenas = arenas_of<Rule>(call, moments);
   make_contiguous(stepped);
-  std::vector<kernels::OptimizerEntry> entries(a.params.size(), {nullptr, nullptr, 0, kernels::kNoGradient, 0, 0});
+  std::vector<kernels::OptimizerEntry> entries(call.params.size(), {nullptr, nullptr, 0, 0, 0, 0, 0});
   for (const Stepped& s : stepped) {
-    entries[s.index] = {s.param.mutable_data_ptr(), s.grad.const_data_ptr(), static_cast<uint64_t>(s.param.numel()),
-                        static_cast<uint64_t>(s.type()), static_cast<uint32_t>(s.block), 0};
+    entries[s.index] = {s.param.mutable_data_ptr(),
+                        s.grad.const_data_ptr(),
+                        static_cast<uint64_t>(s.param.numel()),
+                        static_cast<uint64_t>(type_of(s.param)),
+                        static_cast<uint64_t>(type_of(s.grad)),
+                        static_cast<uint32_t>(s.block),
+                        0};
   }
-  const Tensor rules = at::empty({a.step.numel(), sizeof(Rule)}, a.step.options().dtype(at::kByte));
+  const Tensor rules = at::empty({call.step.numel(), sizeof(Rule)}, call.step.options().dtype(at::kByte));
   const auto& kernels = cuda::table<kernels::OptimizerCuda<Rule>>(Rule::kName);
-  check_launch(a.op, kernels.step(entries.data(), entries.size(), with_numbers(plain, a), state_of<Rule>(a),
-                                  a.step.mutable_data_ptr<float>(), static_cast<Rule*>(rules.mutable_data_ptr()),
-                                  stream_of(a.step)));
+  check_launch(call.op,
+               kernels.step(entries.data(), entries.size(), options, arenas, call.step.mutable_data_ptr<float>(),
+                            static_cast<Rule*>(rules.mutable_data_ptr()), stream_of(call.step)));
   copy_back(stepped);
 }
+
+using Run = void (*)(const Call&);
+
+template <Run run>
+void boxed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  run(Call(op, *stack));
+  torch::jit::drop(*stack, op.schema().arguments().size());
+}
+
+/// An optimizer step is no part of a graph: an error where one would have to be.
+void below_autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+/// Nothing is returned and nothing allocated: under tracing only what cannot depend on values is checked.
+inline void on_meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  torch::jit::drop(*stack, op.schema().arguments().size());
+}
+
+/// Registers an operator's implementations for as long as the library is loaded.
+template <Run cpu, Run cuda>
+struct Registered {
+  std::vector<torch::Library> keys;
+
+  explicit Registered(const char* op) {
+    add(op, c10::DispatchKey::CPU, torch::CppFunction::makeFromBoxedFunction<&boxed<cpu>>());
+    add(op, c10::DispatchKey::CUDA, torch::CppFunction::makeFromBoxedFunction<&boxed<cuda>>());
+    // Sparse gradients come here as well, to be refused in words.
+    add(op, c10::DispatchKey::SparseCPU, torch::CppFunction::makeFromBoxedFunction<&boxed<cpu>>());
+    add(op, c10::DispatchKey::SparseCUDA, torch::CppFunction::makeFromBoxedFunction<&boxed<cuda>>());
+    add(op, c10::DispatchKey::Autograd, torch::CppFunction::makeFromBoxedFunction<&below_autograd>());
+    add(op, c10::DispatchKey::Meta, torch::CppFunction::makeFromBoxedFunction<&on_meta>());
+  }
+
+ private:
+  void add(const char* op, c10::DispatchKey key, torch::CppFunction&& f) {
+    keys.emplace_back(torch::Library::IMPL, "shoestring", key, __FILE__, __LINE__).impl(op, std::move(f));
+  }
+};
+
+template <class Op>
+using RegisteredRule = Registered<step_cpu<Op>, step_cuda<Op>>;
 
 }  // namespace shoestring::optimizer

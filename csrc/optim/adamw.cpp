@@ -1,5 +1,3 @@
-#include <shoestring/ops.h>
-
 #include "optim/base.h"
 
 namespace shoestring::optim {
@@ -29,19 +27,9 @@ struct AdamWRule final : TypedRule<AdamWOptions, AdamWParamState> {
     at_least_zero("eps", o.eps());
   }
 
-  void step_own(Call& call, const AdamWOptions& o) const override {
-    const auto& m = call.moments;
-    AdamWState state{call.step, *m[0], *m[2], m[1], m[3]};
+  Operator operator_own(const AdamWOptions& o) const override {
     const auto [beta1, beta2] = o.betas();
-    adamw_(call.params, call.grads, state,
-           AdamWStepOptions()
-               .lr(o.lr())
-               .beta1(beta1)
-               .beta2(beta2)
-               .eps(o.eps())
-               .weight_decay(o.weight_decay())
-               .maximize(o.maximize())
-               .clip_coef(call.clip_coef));
+    return {"adamw_", {{"beta1", beta1}, {"beta2", beta2}, {"eps", o.eps()}}};
   }
 };
 

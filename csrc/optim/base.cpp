@@ -152,10 +152,14 @@ Tensor LowMemoryOptimizer::step(LossClosure closure) {
     }
     if (in_arena != params.size() || in_arena != arena.params.size()) arena = make_arena(params, options);
 
-    detail::Call call{params, {}, arena.step, {}, clip.defined() ? some(clip.to(params[0].device())) : std::nullopt};
-    for (const auto& p : params) call.grads.push_back(some(p.grad()));
-    for (const auto& m : arena.moments) call.moments.push_back(some(m));
-    rule_->step(call, options);
+    c10::List<std::optional<Tensor>> grads;
+    for (const auto& p : params) grads.push_back(some(p.grad()));
+    auto [name, arguments] = rule_->operator_of(options);
+    arguments.insert(arguments.end(), {{"params", params}, {"grads", grads}, {"step", arena.step}});
+    const auto parts = rule_->parts(*rule_->new_state());
+    for (size_t k = 1; k < parts.size(); ++k) arguments.push_back({parts[k].first, some(arena.moments[k - 1])});
+    arguments.push_back({"clip_coef", clip.defined() ? some(clip.to(params[0].device())) : std::nullopt});
+    call_by_name(std::string("shoestring::") + name, arguments);
   }
   return loss;
 }

@@ -13,6 +13,8 @@
 
 #include <shoestring/optim.h>
 
+#include "ops/call.h"
+
 namespace shoestring::optim::detail {
 
 using at::Tensor;
@@ -26,13 +28,10 @@ using torch::serialize::OutputArchive;
 template <class T>
 using Parts = std::vector<std::pair<const char*, T*>>;
 
-/// One call of the operator: arguments that all rules have.
-struct Call {
-  const std::vector<Tensor>& params;
-  std::vector<std::optional<Tensor>> grads;
-  Tensor step;
-  std::vector<std::optional<Tensor>> moments;  // a moment, its scales or none, the next, ...
-  std::optional<Tensor> clip_coef;
+/// The operator that a rule calls, and the arguments that others do not have.
+struct Operator {
+  const char* name;
+  NamedArguments arguments;
 };
 
 struct Rule {
@@ -41,7 +40,8 @@ struct Rule {
 
   virtual void check(const OptimizerOptions& options) const = 0;
   virtual const std::string& state(const OptimizerOptions& options) const = 0;
-  virtual void step(Call& call, const OptimizerOptions& options) const = 0;
+  /// With lr, weight_decay and maximize among the arguments.
+  virtual Operator operator_of(const OptimizerOptions& options) const = 0;
   virtual std::unique_ptr<OptimizerParamState> new_state() const = 0;
   virtual Parts<Tensor> parts(OptimizerParamState& state) const = 0;
   virtual void save(OutputArchive& archive, const Optimizer& optimizer) const = 0;
@@ -56,7 +56,7 @@ template <class Options, class State>
 struct TypedRule : Rule {
   using Rule::Rule;
   virtual void check_own(const Options& options) const = 0;
-  virtual void step_own(Call& call, const Options& options) const = 0;
+  virtual Operator operator_own(const Options& options) const = 0;
 
   void check(const OptimizerOptions& any) const final {
     const auto* options = dynamic_cast<const Options*>(&any);
@@ -69,7 +69,14 @@ struct TypedRule : Rule {
                 ": state: expected \"8bit\" or \"fp32\", received \"", options->state(), "\"");
   }
   const std::string& state(const OptimizerOptions& any) const final { return static_cast<const Options&>(any).state(); }
-  void step(Call& call, const OptimizerOptions& any) const final { step_own(call, static_cast<const Options&>(any)); }
+  Operator operator_of(const OptimizerOptions& any) const final {
+    const auto& options = static_cast<const Options&>(any);
+    Operator op = operator_own(options);
+    op.arguments.insert(op.arguments.end(), {{"lr", options.lr()},
+                                             {"weight_decay", options.weight_decay()},
+                                             {"maximize", options.maximize()}});
+    return op;
+  }
   std::unique_ptr<OptimizerParamState> new_state() const final { return std::make_unique<State>(); }
   void save(OutputArchive& archive, const Optimizer& o) const final {
     torch::optim::serialize<State, Options>(archive, o);

@@ -1,5 +1,3 @@
-#include <shoestring/ops.h>
-
 #include "optim/base.h"
 
 namespace shoestring::optim {
@@ -26,17 +24,9 @@ struct LionRule final : TypedRule<LionOptions, LionParamState> {
     fractions(o.betas());
   }
 
-  void step_own(Call& call, const LionOptions& o) const override {
-    LionState state{call.step, *call.moments[0], call.moments[1]};
+  Operator operator_own(const LionOptions& o) const override {
     const auto [beta1, beta2] = o.betas();
-    lion_(call.params, call.grads, state,
-          LionStepOptions()
-              .lr(o.lr())
-              .beta1(beta1)
-              .beta2(beta2)
-              .weight_decay(o.weight_decay())
-              .maximize(o.maximize())
-              .clip_coef(call.clip_coef));
+    return {"lion_", {{"beta1", beta1}, {"beta2", beta2}}};
   }
 };
 

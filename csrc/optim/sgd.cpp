@@ -1,7 +1,5 @@
 #include <cmath>
 
-#include <shoestring/ops.h>
-
 #include "optim/base.h"
 
 namespace shoestring::optim {
@@ -33,17 +31,8 @@ struct SGDRule final : TypedRule<SGDOptions, SGDParamState> {
                 "shoestring::optim::SGD: dampening: expected 0 with nesterov, received ", o.dampening());
   }
 
-  void step_own(Call& call, const SGDOptions& o) const override {
-    SGDState state{call.step, *call.moments[0], call.moments[1]};
-    sgd_(call.params, call.grads, state,
-         SGDStepOptions()
-             .lr(o.lr())
-             .momentum(o.momentum())
-             .dampening(o.dampening())
-             .weight_decay(o.weight_decay())
-             .nesterov(o.nesterov())
-             .maximize(o.maximize())
-             .clip_coef(call.clip_coef));
+  Operator operator_own(const SGDOptions& o) const override {
+    return {"sgd_", {{"momentum", o.momentum()}, {"dampening", o.dampening()}, {"nesterov", o.nesterov()}}};
   }
 };
 

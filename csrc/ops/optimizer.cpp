@@ -66,6 +66,8 @@ void check_moments(const Call& call, const std::vector<Moment>& moments, int64_t
   for (const Moment& m : moments) {
     TORCH_CHECK(m.scale.has_value() == moments[0].scale.has_value(), call.op, ": ", moments[0].name, "_scale and ",
                 m.name, "_scale: expected both (8- or 4-bit state) or neither (fp32 or bf16 state)");
+  }
+  for (const Moment& m : moments) {
     const int64_t elements = blocks * kStateBlock;
     if (m.scale) {
       const bool four = state == StateType::k4Bit;

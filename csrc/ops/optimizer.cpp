@@ -170,6 +170,13 @@ std::vector<Stepped> checked(const Call& call, const std::vector<Moment>& moment
   return work;
 }
 
+void drop_accumulated(const Call& call, const std::vector<Stepped>& work) {
+  if (!call.accumulated) return;
+  for (const Stepped& s : work) {
+    call.accumulated->narrow(0, s.block * kStateBlock, blocks_of(s.param) * kStateBlock).zero_();
+  }
+}
+
 void make_contiguous(std::vector<Stepped>& work) {
   for (Stepped& s : work) {
     if (!s.param.is_inference()) s.param.unsafeGetTensorImpl()->bump_version();

@@ -69,6 +69,9 @@ std::vector<Stepped> checked(const Call& call, const std::vector<Moment>& moment
 void make_contiguous(std::vector<Stepped>& work);
 void copy_back(const std::vector<Stepped>& work);
 
+/// What a skipped step does.
+void drop_accumulated(const Call& call, const std::vector<Stepped>& work);
+
 /// How the moments, of which all are alike, are kept.
 kernels::StateType state_of(const Call& call, const std::vector<Moment>& moments);
 
@@ -121,10 +124,7 @@ void step_cpu(const Call& call) {
   std::vector<Stepped> stepped = checked(call, moments);
   if (stepped.empty()) return;
   const auto arenas = arenas_of<Rule>(call, moments);
-  if (options.skips()) {
-    if (call.accumulated) call.accumulated->zero_();
-    return;
-  }
+  if (options.skips()) return drop_accumulated(call, stepped);
   make_contiguous(stepped);
   std::vector<kernels::OptimizerTensor<Rule>> work;
   work.reserve(stepped.size());

@@ -30,8 +30,9 @@ class Rule:
         total = sum(map(blocks, sizes))
         found: list[Tensor | None] = [torch.zeros(len(sizes))]
         for _ in self.moments:
-            if state == "fp32":
-                found += [torch.zeros(total * STATE_BLOCK), None]
+            if state in ("fp32", "bf16"):
+                dtype = torch.float32 if state == "fp32" else torch.bfloat16
+                found += [torch.zeros(total * STATE_BLOCK, dtype=dtype), None]
             else:
                 found += [torch.zeros(total * STATE_BLOCK, dtype=torch.uint8), torch.zeros(total)]
         return found
@@ -45,7 +46,7 @@ class Rule:
         kept = torch.cat([torch.arange(b, b + n) for b, n in zip(begins, sizes, strict=True)])
         found = []
         for moment, scale, signed in zip(arena[1::2], arena[2::2], self.moments.values(), strict=True):
-            found.append((moment if scale is None else dequantize_8bit(moment, scale, signed=signed))[kept])
+            found.append((moment.float() if scale is None else dequantize_8bit(moment, scale, signed=signed))[kept])
         return found
 
 

@@ -17,7 +17,7 @@ TENSORS = 1000  # of one CUDA launch
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 RULES = pytest.mark.parametrize("rule", [ADAMW, LION, SGD, NESTEROV], ids=lambda r: r.name)
 ONE_EACH = pytest.mark.parametrize("rule", [ADAMW, LION, SGD], ids=lambda r: r.name)
-STATES = pytest.mark.parametrize("state", ["8bit", "fp32"])
+STATES = pytest.mark.parametrize("state", ["8bit", "bf16", "fp32"])
 
 
 @RULES
@@ -38,7 +38,8 @@ def test_matches_the_reference(rule: Rule, capability: str, dtype: torch.dtype, 
     # one: for a few elements in a hundred thousand.
     tolerance = 2 * torch.finfo(dtype).eps
     results = [(torch.cat(params), torch.cat(expected), tolerance)]
-    results += [(a, b, 1e-5) for a, b in zip(rule.values(sizes, ours), rule.values(sizes, theirs), strict=True)]
+    rtol = torch.finfo(torch.bfloat16).eps if state == "bf16" else 1e-5  # another side of what was drawn, too
+    results += [(a, b, rtol) for a, b in zip(rule.values(sizes, ours), rule.values(sizes, theirs), strict=True)]
     for result, reference, rtol in results:
         differ = ~torch.isclose(result, reference, rtol=rtol, atol=1e-6 * reference.abs().max().item())
         assert differ.sum() <= 3 + 1e-4 * result.numel()
@@ -227,7 +228,7 @@ def test_opcheck(rule: Rule) -> None:
     operator = getattr(torch.ops.shoestring, f"{rule.name}_").default
     params = [torch.randn(300), torch.randn(4, 5)]
     grads = [torch.randn(300), None]
-    for state in ("8bit", "fp32"):
+    for state in ("8bit", "bf16", "fp32"):
         numbers = {"lr_tensor": torch.tensor(1e-3), "found_inf": torch.zeros(1)}
         torch.library.opcheck(operator, (params, grads, *rule.arenas([300, 20], state)), rule.hyper | numbers)
 

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from shoestring.ops.quantize_8bit import STATE_BLOCK as STATE_BLOCK  # the state of optimizers is made of these
-from shoestring.ops.quantize_8bit import places, read_moment, step_numbers, write_moment
+from shoestring.ops.optimizer import Arena, StepArguments, reference_step
+
 
 def adamw_(
     params: Sequence[Tensor],
@@ -22,11 +23,7 @@ def adamw_(
     beta2: float,
     eps: float,
     weight_decay: float,
-    maximize: bool = False,
-    lr_tensor: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    clip_coef: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    **arguments: Unpack[StepArguments],
 ) -> None:
     """One step of AdamW, in place, on every parameter that has a gradient, in one pass over all of them.
 
@@ -35,18 +32,14 @@ def adamw_(
     or infinite gradient spoils its weight as in PyTorch, and with 8-bit state its block of 256, but no other.
 
     Args:
-        params: fp32, bf16 or fp16, any shapes and sizes; arithmetic is fp32, rounding to nearest.
-        grads: one for each parameter, its shape and dtype, or None: the parameter and its step stay as they are.
+        params: fp32, bf16 or fp16, any shapes and sizes; arithmetic is fp32.
+        grads: one for each parameter, its shape, fp32, bf16 or fp16; or None: the parameter and its step stay as they
+            are.
         step: (parameters), fp32: steps taken; incremented.
-        exp_avg, exp_avg_sq: (elements of the arena): uint8 codes, or fp32.
-        exp_avg_scale, exp_avg_sq_scale: (elements of the arena / 256), fp32; None for fp32 state.
+        exp_avg, exp_avg_sq: (elements of the arena): fp32 or bf16, or codes (uint8, 8 or 4 bits each).
+        exp_avg_scale, exp_avg_sq_scale: of codes, fp32: (elements of the arena / 256), or as ``quantize_state_4bit`` has it.
         lr, beta1, beta2, eps, weight_decay: as in ``torch.optim.AdamW``; decay comes before the update.
-        maximize: ascend instead.
-        lr_tensor: in place of lr; its sign is not checked. This and what follows are one fp32 element each, on the
-            parameters' device: a GPU reads them itself, so the host does not wait, and a CUDA graph replays the step.
-        grad_scale: gradients are divided by it.
-        clip_coef: gradients are multiplied by it.
-        found_inf: where it is not zero, nothing changes.
+        **arguments: see ``StepArguments``.
 
     Raises:
         RuntimeError: a shape, dtype, device or option that does not fit; nothing has changed then.
@@ -67,11 +60,7 @@ def adamw_(
         beta2=beta2,
         eps=eps,
         weight_decay=weight_decay,
-        maximize=maximize,
-        lr_tensor=lr_tensor,
-        grad_scale=grad_scale,
-        clip_coef=clip_coef,
-        found_inf=found_inf,
+        **arguments,
     )
 
 
@@ -89,30 +78,16 @@ def adamw_reference(
     beta2: float,
     eps: float,
     weight_decay: float,
-    maximize: bool = False,
-    lr_tensor: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    clip_coef: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    **arguments: Unpack[StepArguments],
 ) -> None:
     """``adamw_`` in plain PyTorch, a tensor at a time."""
-    if found_inf is not None and found_inf.item() != 0:
-        return
-    lr, factor = step_numbers(lr, lr_tensor, grad_scale, clip_coef)
-    for i, (param, grad, where) in enumerate(zip(params, grads, places(params), strict=True)):
-        if grad is None:
-            continue
-        m = read_moment(exp_avg, exp_avg_scale, where, signed=True)
-        v = read_moment(exp_avg_sq, exp_avg_sq_scale, where, signed=False)
 
-        step[i] += 1
-        g = (-grad if maximize else grad).float().flatten() * factor
+    def rule(lr: float, step: int, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         m = m + (g - m) * (1 - beta1)
         v = v * beta2 + g * g * (1 - beta2)
-        bias1, bias2 = 1 - beta1 ** step[i].item(), 1 - beta2 ** step[i].item()
-        p = param.float().flatten() * (1 - lr * weight_decay)
-        p = p - lr / bias1 * (m / (v.sqrt() / bias2**0.5 + eps))
-        param.copy_(p.view(param.shape))
+        bias1, bias2 = 1 - beta1**step, 1 - beta2**step
+        p = p * (1 - lr * weight_decay)
+        return p - lr / bias1 * (m / (v.sqrt() / bias2**0.5 + eps)), m, v
 
-        write_moment(exp_avg, exp_avg_scale, where, m, signed=True)
-        write_moment(exp_avg_sq, exp_avg_sq_scale, where, v, signed=False)
+    arenas = [Arena(exp_avg, exp_avg_scale, True), Arena(exp_avg_sq, exp_avg_sq_scale, False)]
+    reference_step(rule, params, grads, step, arenas, lr=lr, **arguments)

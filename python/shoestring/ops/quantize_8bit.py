@@ -1,7 +1,5 @@
 """The 8-bit codes that the state of optimizers may be kept in."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -73,37 +71,3 @@ def dequantize_8bit_reference(codes: Tensor, scale: Tensor, *, signed: bool) -> 
     """The same in plain PyTorch, by looking the codes up."""
     values = dynamic_map(signed)[codes.int()].flatten()
     return (values * scale.repeat_interleave(STATE_BLOCK)[: codes.numel()]).view(codes.shape)
-
-
-def read_moment(values: Tensor, scale: Tensor | None, where: slice, *, signed: bool) -> Tensor:
-    """A parameter's part of an arena as fp32: elements ``where``, from a multiple of 256 on."""
-    if scale is None:
-        return values[where]
-    blocks = slice(where.start // STATE_BLOCK, -(-where.stop // STATE_BLOCK))
-    return dequantize_8bit_reference(values[where], scale[blocks], signed=signed)
-
-
-def write_moment(values: Tensor, scale: Tensor | None, where: slice, moment: Tensor, *, signed: bool) -> None:
-    """The same back: rounded to codes where the arena has scales."""
-    if scale is None:
-        values[where] = moment
-    else:
-        blocks = slice(where.start // STATE_BLOCK, -(-where.stop // STATE_BLOCK))
-        values[where], scale[blocks] = quantize_8bit_reference(moment, signed=signed)
-
-
-def step_numbers(
-    lr: float, lr_tensor: Tensor | None, grad_scale: Tensor | None, clip_coef: Tensor | None
-) -> tuple[float, float]:
-    """A step's learning rate, and what its gradients are multiplied by."""
-    factor = 1.0 if clip_coef is None else clip_coef.item()
-    return lr if lr_tensor is None else lr_tensor.item(), factor if grad_scale is None else factor / grad_scale.item()
-
-
-def places(params: Sequence[Tensor]) -> list[slice]:
-    """Where in an arena the state of each parameter lies."""
-    found, begin = [], 0
-    for param in params:
-        found.append(slice(begin, begin + param.numel()))
-        begin += -(-param.numel() // STATE_BLOCK) * STATE_BLOCK
-    return found

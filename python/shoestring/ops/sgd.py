@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from shoestring.ops.quantize_8bit import places, read_moment, step_numbers, write_moment
+from shoestring.ops.optimizer import Arena, StepArguments, reference_step
+
 
 
 def sgd_(
@@ -20,11 +22,7 @@ def sgd_(
     dampening: float,
     weight_decay: float,
     nesterov: bool = False,
-    maximize: bool = False,
-    lr_tensor: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    clip_coef: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    **arguments: Unpack[StepArguments],
 ) -> None:
     """One step of SGD with momentum, in place, on every parameter that has a gradient, in one pass over all of them.
 
@@ -34,15 +32,15 @@ def sgd_(
     for ``adamw_``. A NaN or infinite gradient spoils its weight, and with 8-bit state its block of 256, but no other.
 
     Args:
-        params: fp32, bf16 or fp16, any shapes and sizes; arithmetic is fp32, rounding to nearest.
-        grads: one for each parameter, its shape and dtype, or None: the parameter and its step stay as they are.
+        params: fp32, bf16 or fp16, any shapes and sizes; arithmetic is fp32.
+        grads: one for each parameter, its shape, fp32, bf16 or fp16; or None: the parameter and its step stay as they
+            are.
         step: (parameters), fp32: steps taken; incremented.
-        momentum_buffer: (elements of the arena): uint8 codes, or fp32.
-        momentum_buffer_scale: (elements of the arena / 256), fp32; None for fp32 state.
+        momentum_buffer: (elements of the arena): fp32 or bf16, or codes (uint8, 8 or 4 bits each).
+        momentum_buffer_scale: of codes, fp32: (elements of the arena / 256), or as ``quantize_state_4bit`` has it.
         lr, momentum, dampening, weight_decay, nesterov: as in ``torch.optim.SGD``. momentum is above 0: without it
             there is no state to keep. nesterov needs dampening 0.
-        maximize: ascend instead.
-        lr_tensor, grad_scale, clip_coef, found_inf: numbers that the device reads, as in ``adamw_``.
+        **arguments: see ``StepArguments``.
 
     Raises:
         RuntimeError: a shape, dtype, device or option that does not fit; nothing has changed then.
@@ -58,11 +56,7 @@ def sgd_(
         dampening=dampening,
         weight_decay=weight_decay,
         nesterov=nesterov,
-        maximize=maximize,
-        lr_tensor=lr_tensor,
-        grad_scale=grad_scale,
-        clip_coef=clip_coef,
-        found_inf=found_inf,
+        **arguments,
     )
 
 
@@ -78,26 +72,14 @@ def sgd_reference(
     dampening: float,
     weight_decay: float,
     nesterov: bool = False,
-    maximize: bool = False,
-    lr_tensor: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    clip_coef: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    **arguments: Unpack[StepArguments],
 ) -> None:
     """``sgd_`` in plain PyTorch, a tensor at a time."""
-    if found_inf is not None and found_inf.item() != 0:
-        return
-    lr, factor = step_numbers(lr, lr_tensor, grad_scale, clip_coef)
-    for i, (param, grad, where) in enumerate(zip(params, grads, places(params), strict=True)):
-        if grad is None:
-            continue
-        buffer = read_moment(momentum_buffer, momentum_buffer_scale, where, signed=True)
 
-        step[i] += 1
-        p = param.float().flatten()
-        g = (-grad if maximize else grad).float().flatten() * factor + weight_decay * p
-        buffer = g if step[i] == 1 else buffer * momentum + g * (1 - dampening)
-        p = p - lr * (g + momentum * buffer if nesterov else buffer)
-        param.copy_(p.view(param.shape))
+    def rule(lr: float, step: int, p: Tensor, g: Tensor, buffer: Tensor) -> tuple[Tensor, ...]:
+        g = g + weight_decay * p
+        buffer = g if step == 1 else buffer * momentum + g * (1 - dampening)
+        return p - lr * (g + momentum * buffer if nesterov else buffer), buffer
 
-        write_moment(momentum_buffer, momentum_buffer_scale, where, buffer, signed=True)
+    arenas = [Arena(momentum_buffer, momentum_buffer_scale, True)]
+    reference_step(rule, params, grads, step, arenas, lr=lr, **arguments)

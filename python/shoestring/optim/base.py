@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from shoestring.ops.adamw import STATE_BLOCK
+from shoestring.ops.quantize_8bit import STATE_BLOCK
 from shoestring.optim.convert import Moment, blocks, imported
 
 FORMAT_VERSION = 1

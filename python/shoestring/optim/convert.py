@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoestring.ops import dequantize_8bit, quantize_8bit
-from shoestring.ops.adamw import STATE_BLOCK
+from shoestring.ops.quantize_8bit import STATE_BLOCK
 
 NESTED = "__bnb_optimizer_quant_state__"  # under which bitsandbytes hides its tensors from FSDP
 OURS = ("state", "min_quantize_size", "maximize")  # options that the others need not have

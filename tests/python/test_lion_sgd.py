@@ -195,7 +195,7 @@ def test_bitsandbytes_lion(kind: str) -> None:
         (lambda p: SGD(p, momentum=0), "SGD: momentum: expected a number above 0"),
         (lambda p: SGD(p, nesterov=True, dampening=0.1), "SGD: dampening: expected 0 with nesterov, received 0.1"),
         (lambda p: SGD(p, lr=-1), "SGD: lr: expected"),
-        (lambda p: Lion(p, state="4bit"), "Lion: state: expected"),
+        (lambda p: Lion(p, state="3bit"), "Lion: state: expected"),
     ],
 )
 def test_bad_options(make: Callable[[list[Parameter]], object], message: str) -> None:

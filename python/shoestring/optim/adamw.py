@@ -1,13 +1,15 @@
-"""AdamW with block-wise 8-bit state."""
+"""AdamW with state in few bits."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from shoestring.ops.adamw import adamw_
-from shoestring.optim.base import LowMemoryOptimizer
-from shoestring.optim.convert import Moment, exported
+from shoestring.optim.arena import Moment
+from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
+from shoestring.optim.convert import exported
 
 
 class AdamW(LowMemoryOptimizer):
@@ -19,24 +21,18 @@ class AdamW(LowMemoryOptimizer):
     fp32 with the moments as they are before quantisation, all tensors of a group in one pass; results do not depend on
     the number of threads.
 
-    Memory: ``sum(ceil(n / 256) * 520 + 4)`` bytes over the parameters that have had a gradient, n being their sizes;
-    for fp32 state 2048 in place of 520. State is made when a parameter first has a gradient.
+    Memory: ``sum(ceil(n / 256) * 520 + 4)`` bytes over the parameters that have had a gradient, n being their sizes; for
+    bf16 state 1024 and for fp32 state 2048 in place of 520; 512 more with ``weights="remainder"``. State is made when a
+    parameter first has a gradient.
 
     Args:
-        params: parameters, named parameters or groups; fp32, bf16 or fp16. Weights are rounded to nearest: with 16-bit
-            weights, updates below half a unit in the last place are lost.
+        params: parameters, named parameters or groups; fp32, bf16 or fp16.
         lr: learning rate; a number, or a tensor of one element. One on the parameters' device is read there by each
             step: a schedule may change it in place (``fill_``) between the replays of a CUDA graph.
         betas: decay of the running means of the gradient and of its square, each in [0, 1).
         eps: added to the root of the second moment.
         weight_decay: decoupled, applied before the update.
-        state: "8bit" or "fp32"; a group may have its own.
-        min_quantize_size: parameters with fewer elements have fp32 state; a group may have its own.
-        max_grad_norm: gradients are clipped to this norm, over all parameters of the optimizer that have one, as by
-            ``torch.nn.utils.clip_grad_norm_`` but within the step, so that ``.grad`` stays as it is. An infinite norm
-            makes finite gradients zero and others NaN, a NaN norm makes all NaN, as there; a GradScaler skips such
-            steps. The attribute may be changed between steps.
-        maximize: ascend instead.
+        **options: see ``LowMemoryOptions``: ``state``, ``weights``, ``max_grad_norm``, ``step_in_backward`` and others.
 
     Attributes:
         grad_norm: with ``max_grad_norm``, the last step's norm before clipping (without the scale of a GradScaler): an
@@ -66,14 +62,9 @@ class AdamW(LowMemoryOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        *,
-        state: str = "8bit",
-        min_quantize_size: int = 0,
-        max_grad_norm: float | None = None,
-        maximize: bool = False,
+        **options: Unpack[LowMemoryOptions],
     ) -> None:
-        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, state=state)
-        super().__init__(params, defaults | dict(min_quantize_size=min_quantize_size, maximize=maximize), max_grad_norm)
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
 
     def _rule(self, group: dict[str, Any]) -> dict[str, Any]:
         beta1, beta2 = group["betas"]

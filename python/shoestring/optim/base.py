@@ -1,41 +1,52 @@
-"""What the optimizers share: moments in flat arenas, 8-bit or fp32, and one operator call for all of an arena."""
+"""What the optimizers share: moments in flat arenas, in few bits, and one operator call for all of an arena."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
+from typing_extensions import TypedDict
 
-from shoestring.ops.quantize_8bit import STATE_BLOCK
-from shoestring.optim.convert import Moment, blocks, imported
+from shoestring.optim.arena import STATES, WEIGHTS, Arena, Kind, Layout, Moment, local, make_arena, parts
+from shoestring.optim.convert import imported
+from shoestring.optim.gradients import Gradients, number_on
 
 FORMAT_VERSION = 1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass
-class _Arena:
-    """The state of parameters of one group: one flat tensor a kind, each parameter at a multiple of the block."""
+class LowMemoryOptions(TypedDict, total=False):
+    """Keyword arguments that every optimizer has; a group may have its own of the first five.
 
-    params: list[Tensor]
-    step: Tensor
-    moments: list[Tensor | None]  # as the operator takes them: a moment, its scales (None for fp32), the next, ...
+    state: how moments are kept: "8bit" or "4bit", codes in blocks with fp32 scales; "bf16", rounded stochastically; or
+        "fp32".
+    min_quantize_size: parameters with fewer elements have fp32 state.
+    weights: how bf16 weights take an update: "plain", rounded to nearest, which loses updates below half a unit in
+        the last place; "stochastic", rounded up or down so that the mean is right; or "remainder", with 16 more bits a
+        weight: exactly as fp32 weights would.
+    seed: of what is rounded stochastically. A step's random bits follow from it, the number of the step, and the place
+        of the element among the state: the same on every device.
+    maximize: ascend instead.
+    max_grad_norm: gradients are clipped to this norm, over all parameters of the optimizer that have one, as by
+        ``torch.nn.utils.clip_grad_norm_`` but within the step, so that ``.grad`` stays as it is. An infinite norm makes
+        finite gradients zero and others NaN, a NaN norm makes all NaN, as there; a GradScaler skips such steps. The
+        attribute may be changed between steps.
+    step_in_backward: each parameter is stepped as soon as its gradient is complete, which is then freed: gradients are
+        never all alive. ``step()`` still has to be called, after each backward; it only counts. Clipping then is by the
+        norm of the step before (the first is not clipped), which is not the same. Not for a GradScaler.
+    accumulate_dtype: torch.float32 or torch.bfloat16: what ``accumulate()`` adds gradients in.
+    """
 
-
-@dataclass
-class _Layout:
-    """A group's arenas, 8-bit and fp32 (or one of them), and the parameters that have never had a gradient."""
-
-    arenas: list[_Arena]
-    absent: list[Tensor]
-
-    def holds(self, params: list[Tensor]) -> bool:
-        """Whether it still is the layout of this group."""
-        count = len(self.absent) + sum(len(arena.params) for arena in self.arenas)
-        return count == len(params) and all(p.grad is None for p in self.absent)
+    state: str
+    min_quantize_size: int
+    weights: str
+    seed: int
+    maximize: bool
+    max_grad_norm: float | None
+    step_in_backward: bool
+    accumulate_dtype: torch.dtype
 
 
 class _AsSaved:
@@ -45,27 +56,40 @@ class _AsSaved:
         self.tensor = tensor
 
 
-class LowMemoryOptimizer(Optimizer):
+class LowMemoryOptimizer(Gradients, Optimizer):
     """Everything but the rule. A subclass names its moments and its operator, and hands over its options.
 
-    The operator is called as ``operator(params, grads, step, moment, scales, ..., lr=, **rule, maximize=, lr_tensor=,
-    grad_scale=, clip_coef=, found_inf=)``, as ``shoestring.ops.adamw_``. Every group has the options ``lr``, ``state``,
-    ``min_quantize_size`` and ``maximize`` beside the rule's own.
+    The operator is called as ``operator(params, grads, step, moment, scales, ..., lr=, **rule, **arguments)``, as
+    ``shoestring.ops.adamw_``, with the arguments of ``shoestring.ops.optimizer.StepArguments``. Where a rule has more
+    tensors for a parameter than moments, it has them in lists, one for each parameter.
     """
 
     _moments: ClassVar[tuple[Moment, ...]]
     _operator: ClassVar[Callable[..., None]]
     _step_supports_amp_scaling = True  # GradScaler.step then sets grad_scale and found_inf on the optimizer
 
-    max_grad_norm: float | None = None
-    grad_norm: Tensor | None = None
-
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], max_grad_norm: float | None) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        state: str = "8bit",
+        min_quantize_size: int = 0,
+        weights: str = "plain",
+        seed: int = 0,
+        maximize: bool = False,
+        max_grad_norm: float | None = None,
+        step_in_backward: bool = False,
+        accumulate_dtype: torch.dtype = torch.float32,
+    ) -> None:
         positive = max_grad_norm is None or max_grad_norm > 0
         self._expect(positive, "max_grad_norm", "None or a number above 0", max_grad_norm)
-        self._layouts: dict[int, _Layout] = {}  # by the group's position
-        self.max_grad_norm = max_grad_norm
-        super().__init__(params, defaults)
+        is_known = accumulate_dtype in (torch.float32, torch.bfloat16)
+        self._expect(is_known, "accumulate_dtype", "torch.float32 or torch.bfloat16", accumulate_dtype)
+        self._layouts: dict[int, Layout] = {}  # by the group's position
+        self._init_gradients(max_grad_norm, step_in_backward, accumulate_dtype)
+        own = dict(state=state, min_quantize_size=min_quantize_size, weights=weights, seed=seed, maximize=maximize)
+        super().__init__(params, defaults | own)
 
     def _rule(self, group: dict[str, Any]) -> dict[str, Any]:
         """The operator's own arguments, from a group's options."""
@@ -74,6 +98,10 @@ class LowMemoryOptimizer(Optimizer):
     def _check_rule(self, group: dict[str, Any]) -> None:
         """Raises ValueError (by ``_expect``) where one of the rule's own options does not fit."""
         raise NotImplementedError
+
+    def _extra(self, param: Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of a parameter's fp32 tensors beside its moments, if the rule has any."""
+        return {}
 
     @property
     def _name(self) -> str:
@@ -88,12 +116,15 @@ class LowMemoryOptimizer(Optimizer):
         positive = (not isinstance(lr, Tensor) or lr.numel() == 1) and float(lr) >= 0
         self._expect(positive, "lr", "a number of at least 0", lr)
         self._check_rule(group)
-        self._expect(group["state"] in ("8bit", "fp32"), "state", '"8bit" or "fp32"', group["state"])
+        self._expect(group["state"] in STATES, "state", " or ".join(f'"{s}"' for s in STATES), group["state"])
+        self._expect(group["weights"] in WEIGHTS, "weights", " or ".join(f'"{w}"' for w in WEIGHTS), group["weights"])
         self._expect(isinstance(size, int) and size >= 0, "min_quantize_size", "a whole number of at least 0", size)
+        self._expect(isinstance(group["seed"], int), "seed", "a whole number", group["seed"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as in ``torch.optim.Optimizer``; its options are checked first."""
-        self._check_options({**self.defaults, **param_group})
+        group = {**self.defaults, **param_group}
+        self._check_options(group)
         params = param_group["params"]
         param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
         seen = set()
@@ -101,10 +132,16 @@ class LowMemoryOptimizer(Optimizer):
             param = item[1] if isinstance(item, tuple) else item
             if isinstance(param, Tensor) and param.dtype not in DTYPES:
                 raise ValueError(f"{self._name}: params[{i}]: expected fp32, bf16 or fp16, received {param.dtype}")
+            if group["weights"] != "plain" and isinstance(param, Tensor) and param.dtype == torch.float16:
+                raise ValueError(
+                    f'{self._name}: params[{i}]: weights="{group["weights"]}" expects bf16 (or fp32, which it leaves '
+                    f"as they are), received {param.dtype}"
+                )
             if id(param) in seen:
                 raise ValueError(f"{self._name}: params[{i}]: expected each parameter once, received one again")
             seen.add(id(param))
         super().add_param_group(param_group)
+        self._watch(param_group["params"])
 
     @_disable_dynamo
     @torch.no_grad()
@@ -114,91 +151,89 @@ class LowMemoryOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        clip_coef = self._clip_coef()
+        if self.step_in_backward:
+            self._finish_backward()
+        calls = []
         for index, group in enumerate(self.param_groups):
-            if all(p.grad is None for p in group["params"]):
-                continue
-            layout = self._layouts.get(index)
-            if layout is None or not layout.holds(group["params"]):
-                layout = self._layouts[index] = self._make_layout(group)
-            for arena in layout.arenas:
-                lr, device = group["lr"], arena.step.device
-                on_device = isinstance(lr, Tensor) and lr.device == device
-                type(self)._operator(
-                    arena.params,
-                    [p.grad for p in arena.params],
-                    arena.step,
-                    *arena.moments,
-                    lr=0.0 if on_device else float(lr),
-                    **self._rule(group),
-                    maximize=group["maximize"],
-                    lr_tensor=lr.detach().float() if on_device else None,
-                    grad_scale=_number_on(device, getattr(self, "grad_scale", None)),
-                    clip_coef=_number_on(device, clip_coef),
-                    found_inf=_number_on(device, getattr(self, "found_inf", None)),
-                )
+            if any(self._has_gradient(p) for p in group["params"]):
+                calls += [(group, arena) for arena in self._layout(index, group).arenas]
+        found_inf = getattr(self, "found_inf", None)
+        gradients = self._gathered([arena for _, arena in calls], found_inf is not None)
+        found_inf, coefficient = self._clip([g for grads, _ in gradients for g in grads], found_inf)
+        for (group, arena), (grads, accumulated) in zip(calls, gradients, strict=True):
+            self._step_arena(group, arena, grads, accumulated, coefficient, found_inf)
+        self._drop_sums()
         return loss
 
-    def _clip_coef(self) -> Tensor | None:
-        """As ``torch.nn.utils.clip_grad_norm_`` has it, but that the norm of 16-bit gradients is an fp32 number."""
-        self.grad_norm = None
-        if self.max_grad_norm is None:
-            return None
-        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    by_kind.setdefault((p.grad.device, p.grad.dtype), []).append(p.grad)
-        # With its own dtype, the norm of finite fp16 gradients under a loss scale would overflow.
-        norms = [n for grads in by_kind.values() for n in torch._foreach_norm(grads, 2, dtype=torch.float32)]
-        if not norms:
-            return None
-        self.grad_norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
-        scale = _number_on(self.grad_norm.device, getattr(self, "grad_scale", None))
-        if scale is not None:
-            self.grad_norm = self.grad_norm / scale.squeeze()
-        return (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
+    def _step_arena(
+        self,
+        group: dict[str, Any],
+        arena: Arena,
+        grads: list[Tensor | None],
+        accumulated: Tensor | None,
+        coefficient: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        lr, device = group["lr"], arena.kind.device
+        on_device = isinstance(lr, Tensor) and lr.device == device
+        moments: list[Tensor | None] = []
+        for m in self._moments:
+            moments += [arena.values[m.name], arena.values.get(f"{m.name}_scale")]
+        extra = {n: [self.state[p][n] for p in arena.params] for n in self._extra(arena.params[0], group)}
+        type(self)._operator(
+            [local(p) for p in arena.params],
+            grads,
+            arena.step,
+            *moments,
+            lr=0.0 if on_device else float(lr),
+            **self._rule(group),
+            **extra,
+            maximize=group["maximize"],
+            lr_tensor=lr.detach().float() if on_device else None,
+            grad_scale=number_on(device, getattr(self, "grad_scale", None)),
+            clip_coef=number_on(device, coefficient),
+            found_inf=number_on(device, found_inf),
+            weight_remainder=arena.values.get("weight_remainder"),
+            accumulated=accumulated,
+            stochastic_rounding=group["weights"] == "stochastic",
+            seed=group["seed"],
+            position=arena.position,
+        )
 
-    def _make_layout(self, group: dict[str, Any]) -> _Layout:
-        """Arenas for the parameters that have state or a gradient; state that there is moves into them."""
-        members: dict[bool, list[Tensor]] = {True: [], False: []}
+    def _kind(self, param: Tensor, group: dict[str, Any]) -> Kind:
+        own = local(param)
+        state = group["state"] if param.numel() >= group["min_quantize_size"] else "fp32"
+        return Kind(state, group["weights"] == "remainder" and own.dtype == torch.bfloat16, own.device)
+
+    def _layout(self, index: int, group: dict[str, Any]) -> Layout:
+        """The group's arenas: of parameters that have state or a gradient (or will have, in backward)."""
+        layout = self._layouts.get(index)
+        if layout is not None and layout.holds(group["params"], self._has_gradient):
+            return layout
+        members: dict[Kind, list[Tensor]] = {}
         absent = []
         for p in group["params"]:
-            old = self.state.get(p)
-            if old:
-                members[f"{self._moments[0].name}_scale" in old].append(p)
-            elif p.grad is not None:
-                members[_quantized(p, group)].append(p)
+            if self.state.get(p) or self._has_gradient(p) or (self.step_in_backward and p.requires_grad):
+                members.setdefault(self._kind(p, group), []).append(p)
             else:
                 absent.append(p)
-        return _Layout([self._make_arena(params, kind) for kind, params in members.items() if params], absent)
-
-    def _make_arena(self, params: list[Tensor], quantized: bool) -> _Arena:
-        count, device = sum(blocks(p) for p in params), params[0].device
-        step = torch.zeros(len(params), dtype=torch.float32, device=device)
-        moments: list[Tensor | None] = []
-        for _ in self._moments:
-            dtype = torch.uint8 if quantized else torch.float32
-            moments.append(torch.zeros(count * STATE_BLOCK, dtype=dtype, device=device))
-            moments.append(torch.zeros(count, dtype=torch.float32, device=device) if quantized else None)
-        block = 0
-        for i, p in enumerate(params):
-            views = {"step": step[i]}
-            for moment, values, scales in zip(self._moments, moments[::2], moments[1::2], strict=True):
-                assert values is not None
-                begin = block * STATE_BLOCK
-                views[moment.name] = values[begin : begin + p.numel()].view(p.shape)
-                if scales is not None:
-                    views[f"{moment.name}_scale"] = scales[block : block + blocks(p)]
-            block += blocks(p)
-            for name, old in self.state.get(p, {}).items():
-                views[name].copy_(old)
-            self.state[p] = views
-        return _Arena(params, step, moments)
+        arenas = []
+        for kind, params in members.items():
+            position = (2 * len(STATES) * index + kind.order) << 40
+            arenas.append(make_arena(params, kind, self._moments, position, self.state))
+            for p in params:
+                for name, shape in self._extra(p, group).items():
+                    self.state[p].setdefault(name, torch.zeros(shape, dtype=torch.float32, device=kind.device))
+        self._alone.clear()  # views of other arenas
+        layout = self._layouts[index] = Layout(arenas, absent)
+        return layout
 
     def state_dict(self) -> dict[str, Any]:
         """The state as in ``torch.optim.Optimizer``, with the ``format_version`` of the entries."""
-        return {**super().state_dict(), "format_version": FORMAT_VERSION}
+        extra = {"format_version": FORMAT_VERSION}
+        if self.step_in_backward and self.grad_norm is not None:
+            extra["grad_norm"] = self.grad_norm
+        return {**super().state_dict(), **extra}
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -223,7 +258,7 @@ class LowMemoryOptimizer(Optimizer):
 
         def keep(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             if "format_version" not in loaded:
-                loaded = imported(self, self._moments, loaded, _quantized)
+                loaded = imported(self, self._moments, loaded, lambda p, group: self._kind(p, group).state)
             entries = {
                 key: {k: _AsSaved(v) if isinstance(v, Tensor) else v for k, v in entry.items()}
                 for key, entry in loaded["state"].items()
@@ -235,9 +270,10 @@ class LowMemoryOptimizer(Optimizer):
             super().load_state_dict(state_dict)
         finally:
             last.remove()
+        self._restore_norm(state_dict.get("grad_norm"))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm}
+        return {**super().__getstate__(), **self._gradient_options()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes the state of a load, a copy or an unpickling, after checking it, and moves it into new arenas."""
@@ -254,32 +290,26 @@ class LowMemoryOptimizer(Optimizer):
                     self._check_entry(param, entry, group)
         super().__setstate__(state)
         self._layouts = {}
+        if "max_grad_norm" in state:  # a copy, which has no hooks yet
+            self._init_gradients(*(state[name] for name in self._gradient_options()))
         for index, group in enumerate(self.param_groups):
+            if "max_grad_norm" in state:
+                self._watch(group["params"])
             if any(self.state.get(p) for p in group["params"]):
-                self._layouts[index] = self._make_layout(group)
+                self._layout(index, group)
 
     def _check_entry(self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]) -> None:
-        quantized = _quantized(param, group)
+        kind, own = self._kind(param, group), local(param)
         expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"step": (torch.float32, ())}
-        for moment in self._moments:
-            expected[moment.name] = (torch.uint8 if quantized else torch.float32, tuple(param.shape))
-            if quantized:
-                expected[f"{moment.name}_scale"] = (torch.float32, (blocks(param),))
-        where, kind = f"{self._name}: load_state_dict", "8bit" if quantized else "fp32"
+        expected |= {p.name: (p.dtype, p.shape(own)) for p in parts(self._moments, kind.state, kind.remainder)}
+        expected |= {name: (torch.float32, shape) for name, shape in self._extra(param, group).items()}
+        where = f"{self._name}: load_state_dict"
         if entry.keys() != expected.keys():
             raise ValueError(
-                f'{where}: state="{kind}" expects the entries {sorted(expected)}, received {sorted(entry)}'
+                f'{where}: state="{kind.state}" expects the entries {sorted(expected)}, received {sorted(entry)}'
             )
         for name, (dtype, shape) in expected.items():
             value = entry[name]
             if not isinstance(value, Tensor) or value.dtype != dtype or value.shape != torch.Size(shape):
                 received = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
                 raise ValueError(f"{where}: {name}: expected {dtype} {shape}, received {received}")
-
-
-def _number_on(device: torch.device, number: Tensor | None) -> Tensor | None:
-    return None if number is None else number.to(device, torch.float32, non_blocking=True)
-
-
-def _quantized(param: Tensor, group: dict[str, Any]) -> bool:
-    return group["state"] == "8bit" and param.numel() >= group["min_quantize_size"]

@@ -1,8 +1,6 @@
 """State dicts of torch.optim and bitsandbytes, into the entries of ours and back."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -11,33 +9,21 @@ from torch.optim import Optimizer
 
 from shoestring.ops import dequantize_8bit, quantize_8bit
 from shoestring.ops.quantize_8bit import STATE_BLOCK
+from shoestring.optim.arena import Moment, blocks
 
 NESTED = "__bnb_optimizer_quant_state__"  # under which bitsandbytes hides its tensors from FSDP
-OURS = ("state", "min_quantize_size", "maximize")  # options that the others need not have
+OURS = ("state", "min_quantize_size", "weights", "seed", "maximize")  # options that the others need not have
 # Options of the others that say how, not what, they compute, or mean nothing (amsgrad and L2 decay are refused).
 THEIRS = ("foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay")
 THEIRS += ("alpha", "t_alpha", "t_beta3", "eps")
 MAP_TOLERANCE = 1e-6  # maps were computed in fp32 by either side: neighbours are 5e-7 of their scale apart at the least
 
 
-@dataclass(frozen=True)
-class Moment:
-    """One of a rule's running means: its name in a state dict, and whether it may be negative."""
-
-    name: str
-    signed: bool
-
-
-def blocks(param: Tensor) -> int:
-    """The number of blocks that a parameter's state takes."""
-    return -(-param.numel() // STATE_BLOCK)
-
-
 def imported(
     optimizer: Optimizer,
     moments: tuple[Moment, ...],
     state_dict: dict[str, Any],
-    quantized: Callable[[Tensor, dict[str, Any]], bool],
+    state_of: Callable[[Tensor, dict[str, Any]], str],
 ) -> dict[str, Any]:
     """A state dict without ``format_version`` as one of ours; what it cannot read is left to the checks of a load.
 
@@ -61,13 +47,15 @@ def imported(
         groups.append(group)
         for key, param in zip(theirs["params"], ours["params"], strict=False):
             if entries.get(key):
-                entries[key] = _entry(where, moments, entries[key], param, quantized(param, group))
+                entries[key] = _entry(where, moments, entries[key], param, state_of(param, group))
+                if group["weights"] == "remainder" and param.dtype == torch.bfloat16:
+                    entries[key].setdefault("weight_remainder", torch.zeros_like(param, dtype=torch.int16))
     groups += state_dict["param_groups"][len(groups) :]  # too many, which the load itself refuses
     return {**state_dict, "state": entries, "param_groups": groups}
 
 
 def _entry(
-    where: str, moments: tuple[Moment, ...], entry: dict[str, Any], param: Tensor, quantized: bool
+    where: str, moments: tuple[Moment, ...], entry: dict[str, Any], param: Tensor, state: str
 ) -> dict[str, Any]:
     entry = {**entry, **entry.get(NESTED, {})}
     if "state1" in entry:
@@ -91,11 +79,9 @@ def _entry(
             shape, received = tuple(param.shape), tuple(value.shape) if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"{where}: {name}: expected the parameter's shape, {shape}, received {received}")
         if value.is_floating_point():
-            result[moment.name] = value.float()
-            if quantized:
-                codes[moment.name] = quantize_8bit(value.float(), signed=moment.signed)
+            result |= _kept(moment, value.float(), state)
             continue
-        for part, size in ((f"qmap{i + 1}", 256), (scale, blocks(param))):
+        for part, size in ((f"qmap{i + 1}", 256), (scale, blocks(param.numel()))):
             if part not in entry or entry[part].shape != (size,):
                 received = tuple(entry[part].shape) if part in entry else "none"
                 raise ValueError(f"{where}: {part}: expected ({size},) (blocks of 256 elements), received {received}")
@@ -106,14 +92,31 @@ def _entry(
         zero = 127  # the code of zero in the signed map
         codes["exp_avg_sq"] = (torch.where((v == 0) & (m != zero), 1, v).to(torch.uint8), v_scale)
     for moment in moments:
-        if moment.name not in codes:
-            continue
-        values, scales = codes[moment.name]
-        if quantized:
-            result[moment.name], result[f"{moment.name}_scale"] = values, scales
-        else:
-            result[moment.name] = dequantize_8bit(values, scales, signed=moment.signed)
+        if moment.name in codes:
+            values, scales = codes[moment.name]
+            if state == "8bit":
+                result[moment.name], result[f"{moment.name}_scale"] = values, scales
+            else:
+                result |= _kept(moment, dequantize_8bit(values, scales, signed=moment.signed), state)
     return result
+
+
+def _kept(moment: Moment, value: Tensor, state: str) -> dict[str, Tensor]:
+    """The entries of a moment, given in fp32 and its parameter's shape."""
+    if state in ("fp32", "bf16"):
+        return {moment.name: value.to(torch.float32 if state == "fp32" else torch.bfloat16)}
+    codes, scale = (quantize_8bit if state == "8bit" else quantize_state_4bit)(value, signed=moment.signed)
+    return {moment.name: codes, f"{moment.name}_scale": scale}
+
+
+def _plain(moment: Moment, entry: dict[str, Tensor], param: Tensor) -> Tensor:
+    """A moment of one of our entries, in fp32."""
+    value, scale = entry[moment.name], entry.get(f"{moment.name}_scale")
+    if scale is None:
+        return value.to(torch.float32, copy=True)
+    if value.shape == param.shape and scale.numel() == blocks(param.numel()):
+        return dequantize_8bit(value, scale, signed=moment.signed)
+    return dequantize_state_4bit(value, scale, signed=moment.signed, numel=param.numel()).view(param.shape)
 
 
 def _standard(codes: Tensor, values: Tensor, scale: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
@@ -129,15 +132,10 @@ def _standard(codes: Tensor, values: Tensor, scale: Tensor, signed: bool) -> tup
 def exported(optimizer: Optimizer, moments: tuple[Moment, ...]) -> dict[str, Any]:
     """A state dict for torch's optimizer of the same rule: fp32 moments, without the options that it lacks."""
     state_dict = optimizer.state_dict()
+    params = [p for group in optimizer.param_groups for p in group["params"]]
     state = {}
     for key, entry in state_dict["state"].items():
-        state[key] = {"step": entry["step"].cpu().clone()}
-        for moment in moments:
-            scale = entry.get(f"{moment.name}_scale")
-            value = entry[moment.name]
-            state[key][moment.name] = (
-                value.clone() if scale is None else dequantize_8bit(value, scale, signed=moment.signed)
-            )
-    own = ("state", "min_quantize_size")
+        state[key] = {m.name: _plain(m, entry, params[key]) for m in moments} | {"step": entry["step"].cpu().clone()}
+    own = ("state", "min_quantize_size", "weights", "seed")
     groups = [{k: v for k, v in group.items() if k not in own} for group in state_dict["param_groups"]]
     return {"state": state, "param_groups": groups}

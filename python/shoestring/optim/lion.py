@@ -4,10 +4,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from shoestring.ops import lion_
-from shoestring.optim.base import LowMemoryOptimizer
-from shoestring.optim.convert import Moment
+from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
+from shoestring.optim.arena import Moment
 
 
 class Lion(LowMemoryOptimizer):
@@ -24,7 +25,7 @@ class Lion(LowMemoryOptimizer):
         lr: learning rate; a number, or a tensor of one element, as for ``AdamW``.
         betas: the share of the moment in the update, and in the new moment, each in [0, 1).
         weight_decay: decoupled, applied before the update.
-        state, min_quantize_size, max_grad_norm, maximize: as for ``AdamW``.
+        **options: as for ``AdamW``.
 
     Raises:
         ValueError: an option, dtype or loaded state that does not fit; nothing has changed then.
@@ -42,14 +43,9 @@ class Lion(LowMemoryOptimizer):
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
-        *,
-        state: str = "8bit",
-        min_quantize_size: int = 0,
-        max_grad_norm: float | None = None,
-        maximize: bool = False,
+        **options: Unpack[LowMemoryOptions],
     ) -> None:
-        defaults = dict(lr=lr, betas=betas, weight_decay=weight_decay, state=state)
-        super().__init__(params, defaults | dict(min_quantize_size=min_quantize_size, maximize=maximize), max_grad_norm)
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), **options)
 
     def _rule(self, group: dict[str, Any]) -> dict[str, Any]:
         beta1, beta2 = group["betas"]

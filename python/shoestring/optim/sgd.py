@@ -4,10 +4,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from shoestring.ops import sgd_
-from shoestring.optim.base import LowMemoryOptimizer
-from shoestring.optim.convert import Moment, exported
+from shoestring.optim.arena import Moment
+from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
+from shoestring.optim.convert import exported
 
 
 class SGD(LowMemoryOptimizer):
@@ -25,7 +27,7 @@ class SGD(LowMemoryOptimizer):
         dampening: the share of the gradient that does not enter the buffer, but for the first.
         weight_decay: an L2 penalty, added to the gradient (after clipping).
         nesterov: step along the gradient and the momentum ahead; wants ``dampening=0``.
-        state, min_quantize_size, max_grad_norm, maximize: as for ``AdamW``.
+        **options: as for ``AdamW``.
 
     Raises:
         ValueError: an option, dtype or loaded state that does not fit; nothing has changed then.
@@ -46,15 +48,10 @@ class SGD(LowMemoryOptimizer):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        *,
-        state: str = "8bit",
-        min_quantize_size: int = 0,
-        max_grad_norm: float | None = None,
-        maximize: bool = False,
+        **options: Unpack[LowMemoryOptions],
     ) -> None:
         defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
-        defaults |= dict(state=state, min_quantize_size=min_quantize_size, maximize=maximize)
-        super().__init__(params, defaults, max_grad_norm)
+        super().__init__(params, defaults, **options)
 
     def _rule(self, group: dict[str, Any]) -> dict[str, Any]:
         return {name: group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov")}

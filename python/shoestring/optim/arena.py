@@ -1,0 +1,159 @@
+"""Where the state of optimizers lies: flat arenas that an operator steps in one call, and a parameter's views of them."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoestring.ops.quantize_8bit import STATE_BLOCK
+
+STATES = ("8bit", "4bit", "bf16", "fp32")
+WEIGHTS = ("plain", "stochastic", "remainder")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One of a rule's running means: its name in a state dict, and whether it may be negative."""
+
+    name: str
+    signed: bool
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the parameters of an arena have in common."""
+
+    state: str
+    remainder: bool
+    device: torch.device
+
+    @property
+    def order(self) -> int:
+        """A number for every state and remainder, so that arenas of a group have random bits of their own."""
+        return 2 * STATES.index(self.state) + self.remainder
+
+
+def blocks(size: int) -> int:
+    """The number of blocks that the state of so many elements takes."""
+    return -(-size // STATE_BLOCK)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that this process has; any other tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """A kind of entry: its dtype, and what it takes of an arena for each block of 256 elements."""
+
+    name: str
+    dtype: torch.dtype
+    per_block: int
+    shaped: bool  # as the parameter; else flat, whole blocks
+
+    def size(self, param: Tensor) -> int:
+        """Elements of a parameter's view."""
+        return param.numel() if self.shaped else blocks(param.numel()) * self.per_block
+
+    def shape(self, param: Tensor) -> tuple[int, ...]:
+        """The shape of a parameter's view."""
+        return tuple(param.shape) if self.shaped else (self.size(param),)
+
+
+def parts(moments: Iterable[Moment], state: str, remainder: bool) -> list[Part]:
+    """The entries of a parameter, but for its step, in the order of the operators' arguments."""
+    found = []
+    for m in moments:
+        if state in ("fp32", "bf16"):
+            dtype = torch.float32 if state == "fp32" else torch.bfloat16
+            found.append(Part(m.name, dtype, STATE_BLOCK, True))
+        elif state == "8bit":
+            found.append(Part(m.name, torch.uint8, STATE_BLOCK, True))
+            found.append(Part(f"{m.name}_scale", torch.float32, 1, False))
+        else:
+            found.append(Part(m.name, torch.uint8, STATE_BLOCK // 2, False))
+            found.append(Part(f"{m.name}_scale", torch.float32, 8 if m.signed else 2, False))
+    if remainder:
+        found.append(Part("weight_remainder", torch.int16, STATE_BLOCK, True))
+    return found
+
+
+@dataclass
+class Arena:
+    """The state of a group's parameters of one kind, each beginning at a multiple of a block."""
+
+    kind: Kind
+    params: list[Tensor]
+    step: Tensor
+    values: dict[str, Tensor]  # by the names of the operator's arguments
+    position: int  # in blocks, among all arenas of the optimizer: for random bits
+    begins: list[int] = field(init=False)  # in blocks, of each parameter
+    accumulated: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.begins, block = [], 0
+        for p in self.params:
+            self.begins.append(block)
+            block += blocks(local(p).numel())
+
+    def accumulated_views(self, dtype: torch.dtype) -> list[Tensor]:
+        """A gradient's sum for each parameter, in its shape; zeros, until something is added."""
+        if self.accumulated is None:
+            count = sum(blocks(local(p).numel()) for p in self.params)
+            self.accumulated = torch.zeros(count * STATE_BLOCK, dtype=dtype, device=self.kind.device)
+        return [
+            self.accumulated[begin * STATE_BLOCK :][: local(p).numel()].view(local(p).shape)
+            for p, begin in zip(self.params, self.begins, strict=True)
+        ]
+
+    def only(self, index: int, moments: tuple[Moment, ...]) -> "Arena":
+        """The part of one parameter, as an arena of its own."""
+        count, begin = blocks(local(self.params[index]).numel()), self.begins[index]
+        slices = {
+            part.name: self.values[part.name][begin * part.per_block :][: count * part.per_block]
+            for part in parts(moments, self.kind.state, self.kind.remainder)
+        }
+        arena = Arena(self.kind, [self.params[index]], self.step[index : index + 1], slices, self.position + begin)
+        if self.accumulated is not None:
+            arena.accumulated = self.accumulated[begin * STATE_BLOCK :][: count * STATE_BLOCK]
+        return arena
+
+
+def make_arena(
+    params: list[Tensor], kind: Kind, moments: tuple[Moment, ...], position: int, state: dict[Tensor, Any]
+) -> Arena:
+    """An arena; what ``state`` has of its parameters moves into it, and becomes views of it."""
+    count = sum(blocks(local(p).numel()) for p in params)
+    every = parts(moments, kind.state, kind.remainder)
+    step = torch.zeros(len(params), dtype=torch.float32, device=kind.device)
+    values = {part.name: torch.zeros(count * part.per_block, dtype=part.dtype, device=kind.device) for part in every}
+    arena = Arena(kind, params, step, values, position)
+    for i, (p, begin) in enumerate(zip(params, arena.begins, strict=True)):
+        own = local(p)
+        views = {"step": step[i]}
+        for part in every:
+            view = values[part.name][begin * part.per_block :][: part.size(own)]
+            views[part.name] = view.view(part.shape(own))
+        for name, old in state.get(p, {}).items():
+            if name in views:
+                views[name].copy_(old)
+            else:
+                views[name] = old
+        state[p] = views
+    return arena
+
+
+@dataclass
+class Layout:
+    """A group's arenas, and the parameters that have never had a gradient."""
+
+    arenas: list[Arena]
+    absent: list[Tensor]
+
+    def holds(self, params: list[Tensor], has_gradient: Callable[[Tensor], bool]) -> bool:
+        """Whether it still is the layout of this group."""
+        count = len(self.absent) + sum(len(arena.params) for arena in self.arenas)
+        return count == len(params) and not any(has_gradient(p) for p in self.absent)

@@ -1,0 +1,227 @@
+"""What happens to gradients before a step: sums over micro-batches, clipping, and steps within backward."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoestring.optim.arena import Arena, Layout, Moment, local
+
+
+def number_on(device: torch.device, number: Tensor | None) -> Tensor | None:
+    """A number as the operators take it."""
+    return None if number is None else number.to(device, torch.float32, non_blocking=True)
+
+
+def total_norm(grads: list[Tensor]) -> Tensor:
+    """The norm of all gradients together, fp32 on the first one's device; nothing waits for it."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for g in grads:
+        by_kind.setdefault((g.device, g.dtype), []).append(g)
+    # With its own dtype, the norm of finite fp16 gradients under a loss scale would overflow.
+    norms = [n for same in by_kind.values() for n in torch._foreach_norm(same, 2, dtype=torch.float32)]
+    return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+
+
+def clip_coef(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients are multiplied by, as in ``torch.nn.utils.clip_grad_norm_``."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+class Gradients:
+    """The part of an optimizer that knows about gradients, and not about rules."""
+
+    max_grad_norm: float | None
+    grad_norm: Tensor | None
+    step_in_backward: bool
+    accumulate_dtype: torch.dtype
+    # Of the optimizer:
+    param_groups: list[dict[str, Any]]
+    _moments: tuple[Moment, ...]
+    _layout: Callable[[int, dict[str, Any]], Layout]
+    _step_arena: Callable[..., None]
+
+    def _init_gradients(self, max_grad_norm: float | None, step_in_backward: bool, dtype: torch.dtype) -> None:
+        self.max_grad_norm, self.step_in_backward, self.accumulate_dtype = max_grad_norm, step_in_backward, dtype
+        self.grad_norm = None
+        self._sums: dict[Tensor, Tensor] = {}  # of gradients, views of arenas once there are any
+        self._pending: set[Tensor] = set()  # parameters whose sum is not empty
+        self._used: list[Tensor] = []  # sums that stand for gradients, and have to become zero
+        self._accumulating = False
+        self._watched: set[Tensor] = set()
+        self._alone: dict[Tensor, tuple[dict[str, Any], Arena]] = {}  # in backward: each parameter's group and state
+        self._norms: list[Tensor] = []  # of gradients that have been freed
+
+    def _gradient_options(self) -> dict[str, Any]:
+        return {
+            "max_grad_norm": self.max_grad_norm,
+            "step_in_backward": self.step_in_backward,
+            "accumulate_dtype": self.accumulate_dtype,
+        }
+
+    def _has_gradient(self, param: Tensor) -> bool:
+        return param.grad is not None or param in self._pending
+
+    # ---- sums over micro-batches ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Around forward and backward of every micro-batch but the last of a step: its gradients are added up.
+
+        Sums are in ``accumulate_dtype`` (fp32: exact but for its rounding, whatever the gradients' dtype), 4 or 2 bytes
+        a parameter, and ``.grad`` is freed as soon as it is added. The last micro-batch runs outside; ``step()``, or
+        the step within backward, adds its gradient on the way. The loss has to be divided by the number of
+        micro-batches, as ever. Zero_grad does not drop the sums; a step, also one that is skipped, does.
+        """
+        self._watch((p for group in self.param_groups for p in group["params"]), always=True)
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def _watch(self, params: Iterable[Tensor], always: bool = False) -> None:
+        """Hooks on parameters, where gradients are not simply left in ``.grad``."""
+        if not (always or self.step_in_backward):
+            return
+        optimizer = weakref.ref(self)
+
+        def on_gradient(param: Tensor) -> None:
+            self = optimizer()
+            if self is not None and param.grad is not None:
+                with torch.no_grad():
+                    if self._accumulating:
+                        self._add(param)
+                    elif self.step_in_backward:
+                        self._step_alone(param)
+
+        for p in params:
+            if p.requires_grad and p not in self._watched:
+                self._watched.add(p)
+                p.register_post_accumulate_grad_hook(on_gradient)
+
+    def _add(self, param: Tensor) -> None:
+        grad = local(param.grad)
+        if param not in self._sums:
+            self._sums[param] = torch.zeros_like(grad, dtype=self.accumulate_dtype, memory_format=torch.contiguous_format)
+        self._sums[param].add_(grad)
+        self._pending.add(param)
+        param.grad = None
+
+    def _into_arena(self, arena: Arena) -> list[Tensor]:
+        """The sums of an arena's parameters, as views of its own."""
+        views = arena.accumulated_views(self.accumulate_dtype)
+        for p, view in zip(arena.params, views, strict=True):
+            if p in self._pending and self._sums[p].data_ptr() != view.data_ptr():
+                view.copy_(self._sums[p])
+            self._sums[p] = view
+        return views
+
+    def _gathered(self, arenas: list[Arena], scaled: bool) -> list[tuple[list[Tensor | None], Tensor | None]]:
+        """For each arena, the gradients and what the step itself adds to them.
+
+        Where the norm of the whole gradient is needed first, sums are completed here and stand for the gradients.
+        """
+        if scaled and self._pending and getattr(self, "grad_scale", None) is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: step: expected scaled gradients, as accumulate() has added them up, received some "
+                "after GradScaler.unscale_; use max_grad_norm, which unscales by itself, in its place"
+            )
+        found: list[tuple[list[Tensor | None], Tensor | None]] = []
+        for arena in arenas:
+            grads = [None if p.grad is None else local(p.grad) for p in arena.params]
+            if not any(p in self._pending for p in arena.params):
+                found.append((grads, None))
+                continue
+            views = self._into_arena(arena)
+            whole = scaled or self.max_grad_norm is not None
+            for i, (p, view) in enumerate(zip(arena.params, views, strict=True)):
+                if p not in self._pending:
+                    continue
+                if whole:
+                    self._used.append(view)
+                    grads[i] = view if grads[i] is None else view.add_(grads[i])
+                elif grads[i] is None:
+                    grads[i] = torch.zeros_like(local(p))
+            found.append((grads, None if whole else arena.accumulated))
+        return found
+
+    def _drop_sums(self) -> None:
+        for view in self._used:
+            view.zero_()
+        self._used.clear()
+        self._pending.clear()
+
+    # ---- clipping ------------------------------------------------------------------------------------------------
+
+    def _clip(self, grads: list[Tensor | None], found_inf: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Whether to skip, sums looked at too, and the factor of all gradients."""
+        if self.step_in_backward:
+            return found_inf, None
+        self.grad_norm = None
+        present = [g for g in grads if g is not None]
+        looks = found_inf is not None and self._pending
+        if not present or (self.max_grad_norm is None and not looks):
+            return found_inf, None
+        norm = total_norm(present)
+        if looks:  # a GradScaler has seen the last micro-batch alone
+            found_inf = torch.maximum(number_on(norm.device, found_inf), (~norm.isfinite()).float())
+        if self.max_grad_norm is None:
+            return found_inf, None
+        scale = number_on(norm.device, getattr(self, "grad_scale", None))
+        self.grad_norm = norm if scale is None else norm / scale.squeeze()
+        return found_inf, clip_coef(self.grad_norm, self.max_grad_norm)
+
+    # ---- steps within backward -----------------------------------------------------------------------------------
+
+    def _step_alone(self, param: Tensor) -> None:
+        """One parameter, whose gradient is complete."""
+        if param in self._pending and (param not in self._alone or self._alone[param][1].accumulated is None):
+            self._alone.clear()
+        if param not in self._alone:
+            self._find_alone()
+        group, arena = self._alone[param]
+        grad, accumulated = local(param.grad), arena.accumulated if param in self._pending else None
+        coefficient = None
+        if self.max_grad_norm is not None:
+            if accumulated is not None:
+                grad = self._sums[param].add_(grad)
+                accumulated = None
+            self._norms.append(torch.linalg.vector_norm(grad, dtype=torch.float32))
+            if self.grad_norm is not None:
+                coefficient = clip_coef(self.grad_norm, self.max_grad_norm)
+        self._step_arena(group, arena, [grad], accumulated, coefficient, None)
+        if self.max_grad_norm is not None and param in self._pending:
+            self._sums[param].zero_()
+        self._pending.discard(param)
+        param.grad = None
+
+    def _find_alone(self) -> None:
+        layouts = [self._layout(index, group) for index, group in enumerate(self.param_groups)]
+        for group, layout in zip(self.param_groups, layouts, strict=True):
+            for arena in layout.arenas:
+                if any(p in self._pending for p in arena.params):
+                    self._into_arena(arena)
+                for i, p in enumerate(arena.params):
+                    self._alone[p] = (group, arena.only(i, self._moments))
+
+    def _finish_backward(self) -> None:
+        if getattr(self, "found_inf", None) is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}: step: expected no GradScaler with step_in_backward=True, received one: weights are "
+                "stepped before it knows whether all gradients are finite; use bf16, or step_in_backward=False"
+            )
+        if self._norms:
+            self.grad_norm = torch.linalg.vector_norm(torch.stack([n.to(self._norms[0].device) for n in self._norms]))
+            self._norms.clear()
+
+    def _restore_norm(self, norm: Tensor | None) -> None:
+        """After a load: what clips the next backward."""
+        self._alone.clear()
+        self._sums.clear()
+        self._pending.clear()
+        if self.step_in_backward:
+            self.grad_norm = None if norm is None else norm.clone()

@@ -30,12 +30,15 @@ struct Math {
 
 // A block of a call: what its moments are made from.
 struct Block {
-  uint64_t seed, place;  // among all blocks that random bits tell apart
-  uint32_t step;
+  uint64_t seed;
+  uint32_t step, number;
+  int64_t own;   // among those of its parameter
   int64_t at;    // in the arenas
   int64_t left;  // elements up to the tensor's end
 
-  void random(uint32_t stream, uint16_t* bits) const { random_block(seed, step, stream, place, bits); }
+  void random(uint32_t stream, uint16_t* bits) const {
+    random_block(seed, step, kernels::stream_word(number, stream), own, bits);
+  }
 };
 
 // A moment of one block: read and written a vector at a time, then measured, then encoded.
@@ -122,7 +125,7 @@ template <StateType kState, class Rule>
 void step_copied(const OptimizerTensor<Rule>& t, const OptimizerArenas<Rule::kMoments>& a, const Block& block) {
   constexpr std::make_integer_sequence<int, Rule::kMoments> kAll;
   alignas(kBytes) float param[kStateBlock], grad[kStateBlock];
-  const int64_t begin = (block.at - t.block) * kStateBlock, arena = block.at * kStateBlock;
+  const int64_t begin = block.own * kStateBlock, arena = block.at * kStateBlock;
   const int64_t count = block.left < kStateBlock ? block.left : kStateBlock;
   const bool rounds = t.type == ElementType::kBFloat16;
   uint16_t* remainder = rounds && a.rounding == Rounding::kRemainder ? (uint16_t*)a.remainder + arena : nullptr;
@@ -169,7 +172,7 @@ void step_blocks(const OptimizerTensor<Rule>& t, const OptimizerArenas<Rule::kMo
   const bool is_bf16 = t.type == ElementType::kBFloat16 && a.rounding == Rounding::kNearest;
   for (int64_t i = first; i < last; ++i) {
     const int64_t begin = i * kStateBlock, at = t.block + i;
-    const Block block{a.seed, a.position + at, t.step, at, t.count - begin};
+    const Block block{a.seed, t.step, t.number, i, at, t.count - begin};
     if (direct && block.left >= kStateBlock && t.type == ElementType::kFloat) {
       update_block<kState, Float>(t, a, block, static_cast<float*>(t.param) + begin,
                                   static_cast<const float*>(t.grad) + begin, kAll);

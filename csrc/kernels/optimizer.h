@@ -71,13 +71,14 @@ struct OptimizerArenas {
   void* accumulated;           // a sum of gradients that is added to the gradient, and becomes zero; or null
   ElementType accumulated_type;
   Rounding rounding;
-  // Random bits are a function of seed, step, and the element's place: that in these arenas, moved by `position` blocks.
   uint64_t seed;
-  uint64_t position;
 };
 
-// Which random bits, of those that belong to an element and a step.
+// Random bits of an element are a function of the seed, the step, the parameter's number, the element's place in it, and
+// what they are for: Philox's counter has a place's eighth in its lower words, then the step, then this.
 constexpr uint32_t kWeightStream = 0, kMomentStream = 1;  // the latter and above: a moment each
+constexpr int kNumberBits = 20;                           // of a parameter's number
+SHOESTRING_HOST_DEVICE uint32_t stream_word(uint32_t number, uint32_t stream) { return number << 3 | stream; }
 
 // ---- CPU ----------------------------------------------------------------------------------------------------------
 
@@ -85,7 +86,7 @@ constexpr uint32_t kWeightStream = 0, kMomentStream = 1;  // the latter and abov
 template <class Rule>
 struct OptimizerTensor {
   Rule rule;
-  uint32_t step;
+  uint32_t step, number;
   ElementType type, grad_type;
   void* param;
   const void* grad;
@@ -106,7 +107,7 @@ struct OptimizerTable {
 struct OptimizerEntry {
   void* param;
   const void* grad;  // null: none
-  uint64_t count : 60, type : 2, grad_type : 2;  // ElementTypes
+  uint64_t count : 40, number : kNumberBits, type : 2, grad_type : 2;  // ElementTypes
   uint32_t block;  // of the arenas, at which its state begins; 2^32 blocks are 1 TiB of 8-bit state
   uint32_t end;    // in the blocks of a launch; the launcher's
 };

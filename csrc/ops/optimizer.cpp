@@ -91,6 +91,13 @@ Call::Call(const c10::OperatorHandle& handle, const torch::jit::Stack& stack)
   }
   TORCH_CHECK(grads.size() == params.size(), op, ": grads: expected one (or None) for each of ", params.size(),
               " parameters, received ", grads.size());
+  numbers = (*this)["numbers"].toIntVector();
+  TORCH_CHECK(numbers.empty() || numbers.size() == params.size(), op, ": numbers: expected none or one for each of ",
+              params.size(), " parameters, received ", numbers.size());
+  for (int64_t n : numbers) {
+    TORCH_CHECK(n >= 0 && n < 1 << kernels::kNumberBits, op, ": numbers: expected some in [0, 2^",
+                kernels::kNumberBits, "), received ", n);
+  }
   step = tensor("step");
   lr_tensor = optional("lr_tensor");
   grad_scale = optional("grad_scale");

@@ -36,12 +36,14 @@ class Call {
   const char* op;  // without the namespace
   std::vector<Tensor> params;
   std::vector<OptionalTensor> grads;
+  std::vector<int64_t> numbers;
   Tensor step;
   OptionalTensor lr_tensor, grad_scale, clip_coef, found_inf, weight_remainder, accumulated;
 
   const c10::IValue& operator[](const char* name) const;
   Tensor tensor(const char* name) const { return (*this)[name].toTensor(); }
   OptionalTensor optional(const std::string& name) const { return (*this)[name.c_str()].toOptional<Tensor>(); }
+  uint32_t number_of(int64_t param) const { return static_cast<uint32_t>(numbers.empty() ? param : numbers[param]); }
   double number(const char* name) const { return (*this)[name].toDouble(); }
   double at_least_zero(const char* name) const;
   double fraction(const char* name) const;  // in [0, 1)
@@ -110,7 +112,6 @@ auto arenas_of(const Call& call, const std::vector<Moment>& moments) {
     a.accumulated_type = type_of(*call.accumulated);
   }
   a.seed = call["seed"].toInt();
-  a.position = call["position"].toInt();
   return a;
 }
 
@@ -137,7 +138,7 @@ void step_cpu(const Call& call) {
       previous = steps[s.index];
       rule = options.rule(previous);
     }
-    work.push_back({rule, static_cast<uint32_t>(previous), type_of(s.param), type_of(s.grad),
+    work.push_back({rule, static_cast<uint32_t>(previous), call.number_of(s.index), type_of(s.param), type_of(s.grad),
                     s.param.mutable_data_ptr(), s.grad.const_data_ptr(), s.block, s.param.numel()});
   }
   const auto& kernels = Op::table();
@@ -157,11 +158,12 @@ void step_cuda(const Call& call) {
   check_aligned(call, moments);
   const auto arenas = arenas_of<Rule>(call, moments);
   make_contiguous(stepped);
-  std::vector<kernels::OptimizerEntry> entries(call.params.size(), {nullptr, nullptr, 0, 0, 0, 0, 0});
+  std::vector<kernels::OptimizerEntry> entries(call.params.size(), {nullptr, nullptr, 0, 0, 0, 0, 0, 0});
   for (const Stepped& s : stepped) {
     entries[s.index] = {s.param.mutable_data_ptr(),
                         s.grad.const_data_ptr(),
                         static_cast<uint64_t>(s.param.numel()),
+                        call.number_of(s.index),
                         static_cast<uint64_t>(type_of(s.param)),
                         static_cast<uint64_t>(type_of(s.grad)),
                         static_cast<uint32_t>(s.block),

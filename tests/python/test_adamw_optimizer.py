@@ -192,7 +192,7 @@ def test_a_load_copies() -> None:
         (lambda s: s["state"][0].pop("exp_avg_scale"), "expects the entries"),
         (lambda s: s["state"][0].update(exp_avg=torch.zeros(3, 100)), "exp_avg: expected torch.uint8"),
         (lambda s: s["state"][0].update(exp_avg_scale=torch.zeros(1)), "exp_avg_scale: expected .*32 \\(2,\\)"),
-        (lambda s: s["param_groups"][0].update(state="4bit"), 'state: expected "8bit" or "4bit" or "bf16" or "fp32"'),
+        (lambda s: s["param_groups"][0].update(state="3bit"), 'state: expected "8bit" or "4bit" or "bf16" or "fp32"'),
         (lambda s: s.update(format_version=2), "expected format_version 1, received 2"),
     ],
 )

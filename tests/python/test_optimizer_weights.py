@@ -95,7 +95,7 @@ def test_stochastic_rounding_is_the_references(rule: Rule, capability: str, stat
     start = [torch.randn(n).bfloat16() for n in SIZES]
     params, expected = [p.clone() for p in start], [p.clone() for p in start]
     ours, theirs = rule.arenas(SIZES, state), rule.arenas(SIZES, state)
-    options = dict(stochastic_rounding=True, seed=-(2**40) - 5, position=2**35 // STATE_BLOCK)
+    options = dict(stochastic_rounding=True, seed=-(2**40) - 5, numbers=[2**20 - 1, 7, 0, 3])
     for _ in range(3):
         grads = [torch.randn(n).bfloat16() for n in SIZES]
         rule.step(params, grads, *ours, **rule.hyper, **options)
@@ -108,7 +108,7 @@ def test_stochastic_rounding_is_the_references(rule: Rule, capability: str, stat
 
 
 def test_bits_are_those_of_the_place(capability: str) -> None:
-    """A parameter in a call of its own, its place given, is rounded as among others."""
+    """A parameter in a call of its own, its number given, is rounded as among others."""
     sizes = [300, 700, 40]
     start = [torch.randn(n).bfloat16() for n in sizes]
     grads = [torch.randn(n).bfloat16() for n in sizes]
@@ -116,9 +116,8 @@ def test_bits_are_those_of_the_place(capability: str) -> None:
     options = dict(stochastic_rounding=True, seed=7)
     ADAMW.step(together, grads, *ADAMW.arenas(sizes, "bf16"), **ADAMW.hyper, **options)
     for i, p in enumerate(start):
-        before = sum(map(blocks, sizes[:i]))
         arenas = ADAMW.arenas([sizes[i]], "bf16")
-        ADAMW.step([p], [grads[i]], *arenas, **ADAMW.hyper, **options, position=before)
+        ADAMW.step([p], [grads[i]], *arenas, **ADAMW.hyper, **options, numbers=[i])
         assert torch.equal(p, together[i])
     other = [p.clone() for p in start]
     ADAMW.step(other, grads, *ADAMW.arenas(sizes, "bf16"), **ADAMW.hyper, stochastic_rounding=True, seed=8)
@@ -141,16 +140,15 @@ def test_stochastic_rounding_is_right_in_the_mean(capability: str, backend: str)
 
 
 def test_random_bits_are_uniform_and_their_own() -> None:
-    """Of neighbouring steps, streams, places and seeds; each of 16 bits set in half of 2^15 draws, within 5 sigma."""
+    """Of neighbouring steps, parameters, streams, seeds and places; each of 16 bits set in half of 2^15 draws, within 5 sigma."""
     n = 2**15
-    draws = [random_bits(1, 1, 0, 0, n), random_bits(1, 2, 0, 0, n), random_bits(1, 1, 1, 0, n)]
-    draws += [random_bits(2, 1, 0, 0, n), random_bits(1, 1, 0, n, n)]
+    draws = [random_bits(1, 1, 0, 0, 2 * n)[:n], random_bits(1, 2, 0, 0, n), random_bits(1, 1, 1, 0, n)]
+    draws += [random_bits(1, 1, 0, 1, n), random_bits(2, 1, 0, 0, n), random_bits(1, 1, 0, 0, 2 * n)[n:]]
     for i, a in enumerate(draws):
         for bit in range(16):
             assert abs((a >> bit & 1).sum().item() - n / 2) < 5 * math.sqrt(n) / 2
         for b in draws[:i]:
             assert (a == b).float().mean() < 1e-3
-    assert torch.equal(random_bits(1, 1, 0, 256, 512), draws[0][256:768])
 
 
 @pytest.mark.parametrize("value", [1.0, -1.0, 3e38, 1e-40, 0.0])
@@ -228,6 +226,8 @@ BAD = {
     "weight_remainder: expected a contiguous Short tensor of shape \\(768\\)": dict(weight_remainder=torch.zeros(768)),
     "accumulated: expected a contiguous Float tensor of shape \\(768\\)": dict(accumulated=torch.zeros(512)),
     "accumulated: expected a contiguous Float": dict(accumulated=torch.zeros(768).half()),
+    "numbers: expected none or one for each of 2 parameters, received 1": dict(numbers=[1]),
+    "numbers: expected some in \\[0, 2\\^20\\), received 1048576": dict(numbers=[0, 2**20]),
     "stochastic_rounding: expected False with weight_remainder": dict(
         weight_remainder=torch.zeros(768, dtype=torch.int16), stochastic_rounding=True
     ),

@@ -24,8 +24,9 @@ class StepArguments(TypedDict, total=False):
         zero): ``bits(fp32) = (bits(weight) << 16) + remainder``.
     accumulated: (elements of the arena), fp32 or bf16: added to the gradients, and then zero, of parameters with one.
     stochastic_rounding: bf16 weights are rounded up or down so that the mean is right, in place of to nearest.
-    seed: of all random bits, which are a function of it, the step and the element's place in the arena alone.
-    position: added to the place, in blocks of 256 elements: where in a larger arena this one begins.
+    seed: of all random bits, which are a function of it, the step, the parameter's number and the element's place in the
+        parameter.
+    numbers: of the parameters, below 2^20; none: their indices.
     """
 
     maximize: bool
@@ -37,7 +38,7 @@ class StepArguments(TypedDict, total=False):
     accumulated: Tensor | None
     stochastic_rounding: bool
     seed: int
-    position: int
+    numbers: Sequence[int]
 
 
 class Arena(NamedTuple):
@@ -88,14 +89,14 @@ def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> list[Tensor]:
     return [c0, c1, c2, c3]
 
 
-def random_bits(seed: int, step: int, stream: int, first: int, count: int) -> Tensor:
-    """16 random bits (int64) for each of the ``count`` elements from place ``first``, a multiple of 256, on.
+def random_bits(seed: int, step: int, number: int, stream: int, count: int) -> Tensor:
+    """16 random bits (int64) for each of the ``count`` elements of a parameter, for its weight (stream 0) or a moment.
 
-    Counter ``i`` (with step and stream in its other words) has those of elements 8 i to 8 i + 7: the lower and then the
-    upper half of each of its four words.
+    Counter ``i`` (with step, number and stream in its other words) has those of elements 8 i to 8 i + 7: the lower and
+    then the upper half of each of its four words.
     """
-    index = torch.arange(first // 8, (first + count + 7) // 8)
-    counter = [index & 0xFFFFFFFF, index >> 32, torch.full_like(index, step), torch.full_like(index, stream)]
+    index = torch.arange((count + 7) // 8)
+    counter = [index, index >> 32, torch.full_like(index, step), torch.full_like(index, number << 3 | stream)]
     words = torch.stack(philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)), 1)
     return torch.stack([words & 0xFFFF, words >> 16], 2).flatten()[:count]
 
@@ -135,7 +136,7 @@ def reference_step(
     accumulated: Tensor | None = None,
     stochastic_rounding: bool = False,
     seed: int = 0,
-    position: int = 0,
+    numbers: Sequence[int] = (),
 ) -> None:
     """An operator in plain PyTorch, a tensor at a time.
 
@@ -156,8 +157,8 @@ def reference_step(
         step[i] += 1
         t = int(step[i].item())
 
-        def random(stream: int, where: slice = where, t: int = t) -> Tensor:
-            return random_bits(seed, t, stream, position * STATE_BLOCK + where.start, where.stop - where.start)
+        def random(stream: int, number: int = numbers[i] if numbers else i, t: int = t, count: int = g.numel()) -> Tensor:
+            return random_bits(seed, t, number, stream, count)
 
         exact = weight_remainder is not None and param.dtype == torch.bfloat16
         p = param.flatten()

@@ -29,11 +29,6 @@ class Kind:
     remainder: bool
     device: torch.device
 
-    @property
-    def order(self) -> int:
-        """A number for every state and remainder, so that arenas of a group have random bits of their own."""
-        return 2 * STATES.index(self.state) + self.remainder
-
 
 def blocks(size: int) -> int:
     """The number of blocks that the state of so many elements takes."""
@@ -89,7 +84,7 @@ class Arena:
     params: list[Tensor]
     step: Tensor
     values: dict[str, Tensor]  # by the names of the operator's arguments
-    position: int  # in blocks, among all arenas of the optimizer: for random bits
+    numbers: list[int]  # of the parameters among all of the optimizer, for random bits
     begins: list[int] = field(init=False)  # in blocks, of each parameter
     accumulated: Tensor | None = None
 
@@ -116,21 +111,23 @@ class Arena:
             part.name: self.values[part.name][begin * part.per_block :][: count * part.per_block]
             for part in parts(moments, self.kind.state, self.kind.remainder)
         }
-        arena = Arena(self.kind, [self.params[index]], self.step[index : index + 1], slices, self.position + begin)
+        step, number = self.step[index : index + 1], self.numbers[index]
+        arena = Arena(self.kind, [self.params[index]], step, slices, [number])
         if self.accumulated is not None:
             arena.accumulated = self.accumulated[begin * STATE_BLOCK :][: count * STATE_BLOCK]
         return arena
 
 
 def make_arena(
-    params: list[Tensor], kind: Kind, moments: tuple[Moment, ...], position: int, state: dict[Tensor, Any]
+    members: dict[int, Tensor], kind: Kind, moments: tuple[Moment, ...], state: dict[Tensor, Any]
 ) -> Arena:
-    """An arena; what ``state`` has of its parameters moves into it, and becomes views of it."""
+    """An arena of parameters, by number; what ``state`` has of them moves into it, and becomes views of it."""
+    params = list(members.values())
     count = sum(blocks(local(p).numel()) for p in params)
     every = parts(moments, kind.state, kind.remainder)
     step = torch.zeros(len(params), dtype=torch.float32, device=kind.device)
     values = {part.name: torch.zeros(count * part.per_block, dtype=part.dtype, device=kind.device) for part in every}
-    arena = Arena(kind, params, step, values, position)
+    arena = Arena(kind, params, step, values, list(members))
     for i, (p, begin) in enumerate(zip(params, arena.begins, strict=True)):
         own = local(p)
         views = {"step": step[i]}

@@ -26,8 +26,8 @@ class LowMemoryOptions(TypedDict, total=False):
     weights: how bf16 weights take an update: "plain", rounded to nearest, which loses updates below half a unit in
         the last place; "stochastic", rounded up or down so that the mean is right; or "remainder", with 16 more bits a
         weight: exactly as fp32 weights would.
-    seed: of what is rounded stochastically. A step's random bits follow from it, the number of the step, and the place
-        of the element among the state: the same on every device.
+    seed: of what is rounded stochastically. Random bits follow from it, the number of the step, that of the parameter in
+        the optimizer, and the place of the element in it: the same on every device, however the work is divided.
     maximize: ascend instead.
     max_grad_norm: gradients are clipped to this norm, over all parameters of the optimizer that have one, as by
         ``torch.nn.utils.clip_grad_norm_`` but within the step, so that ``.grad`` stays as it is. An infinite norm makes
@@ -197,7 +197,7 @@ class LowMemoryOptimizer(Gradients, Optimizer):
             accumulated=accumulated,
             stochastic_rounding=group["weights"] == "stochastic",
             seed=group["seed"],
-            position=arena.position,
+            numbers=arena.numbers,
         )
 
     def _kind(self, param: Tensor, group: dict[str, Any]) -> Kind:
@@ -210,18 +210,18 @@ class LowMemoryOptimizer(Gradients, Optimizer):
         layout = self._layouts.get(index)
         if layout is not None and layout.holds(group["params"], self._has_gradient):
             return layout
-        members: dict[Kind, list[Tensor]] = {}
+        members: dict[Kind, dict[int, Tensor]] = {}
         absent = []
-        for p in group["params"]:
+        first = sum(len(g["params"]) for g in self.param_groups[:index])
+        for number, p in enumerate(group["params"], first):
             if self.state.get(p) or self._has_gradient(p) or (self.step_in_backward and p.requires_grad):
-                members.setdefault(self._kind(p, group), []).append(p)
+                members.setdefault(self._kind(p, group), {})[number] = p
             else:
                 absent.append(p)
         arenas = []
         for kind, params in members.items():
-            position = (2 * len(STATES) * index + kind.order) << 40
-            arenas.append(make_arena(params, kind, self._moments, position, self.state))
-            for p in params:
+            arenas.append(make_arena(params, kind, self._moments, self.state))
+            for p in params.values():
                 for name, shape in self._extra(p, group).items():
                     self.state[p].setdefault(name, torch.zeros(shape, dtype=torch.float32, device=kind.device))
         self._alone.clear()  # views of other arenas

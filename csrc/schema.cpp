@@ -66,6 +66,10 @@ TORCH_LIBRARY(shoestring, m) {
   // (signed=False, for x >= 0) has no zero but for zero itself.
   m.def("quantize_8bit(Tensor x, *, bool signed) -> (Tensor codes, Tensor scale)");
   m.def("dequantize_8bit(Tensor codes, Tensor scale, *, bool signed) -> Tensor");
+  // The same in 4 bits, flat and in whole blocks of 256: 128 bytes of codes each, and a scale for each 32 (signed) or 128
+  // elements. With a step, rounded as optimizers round what moves slowly: up or down by turns from step to step.
+  m.def("quantize_state_4bit(Tensor x, *, bool signed, int? step=None) -> (Tensor codes, Tensor scale)");
+  m.def("dequantize_state_4bit(Tensor codes, Tensor scale, *, bool signed, SymInt numel) -> Tensor");
 
   // x (..., in_features) times the transpose of a frozen 4-bit weight (out_features, in_features), plus bias. The weight
   // is dequantised a panel of rows at a time, never whole. Gradients by x and bias.

@@ -66,6 +66,14 @@ SHOESTRING_API at::Tensor dequantize_4bit(const at::Tensor& packed, const at::Te
 SHOESTRING_API std::tuple<at::Tensor, at::Tensor> quantize_8bit(const at::Tensor& x, bool is_signed);
 SHOESTRING_API at::Tensor dequantize_8bit(const at::Tensor& codes, const at::Tensor& scale, bool is_signed);
 
+/// x as 4-bit codes (128 bytes for each 256 elements, flat) and fp32 scales, one for each 32 elements (signed) or 128; a
+/// negative x needs the signed map. With a step, rounded up or down by turns from step to step, else to the nearest.
+SHOESTRING_API std::tuple<at::Tensor, at::Tensor> quantize_state_4bit(const at::Tensor& x, bool is_signed,
+                                                                      std::optional<int64_t> step = std::nullopt);
+/// The first `numel` values, flat.
+SHOESTRING_API at::Tensor dequantize_state_4bit(const at::Tensor& codes, const at::Tensor& scale, bool is_signed,
+                                                int64_t numel);
+
 /// x (..., in_features) times the transpose of a frozen 4-bit weight (out_features, in_features), plus bias. The weight
 /// is dequantised a panel of rows at a time. Gradients by x and bias.
 SHOESTRING_API at::Tensor linear_4bit(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& absmax,

@@ -17,6 +17,12 @@ from shoestring.ops.quantize_8bit import (
     quantize_8bit,
     quantize_8bit_reference,
 )
+from shoestring.ops.quantize_state_4bit import (
+    dequantize_state_4bit,
+    dequantize_state_4bit_reference,
+    quantize_state_4bit,
+    quantize_state_4bit_reference,
+)
 from shoestring.ops.sgd import sgd_, sgd_reference
 
 __all__ = [
@@ -26,6 +32,8 @@ __all__ = [
     "dequantize_4bit_reference",
     "dequantize_8bit",
     "dequantize_8bit_reference",
+    "dequantize_state_4bit",
+    "dequantize_state_4bit_reference",
     "linear_4bit",
     "linear_4bit_reference",
     "linear_cross_entropy",
@@ -38,6 +46,8 @@ __all__ = [
     "quantize_4bit_reference",
     "quantize_8bit",
     "quantize_8bit_reference",
+    "quantize_state_4bit",
+    "quantize_state_4bit_reference",
     "sgd_",
     "sgd_reference",
 ]

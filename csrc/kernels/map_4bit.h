@@ -12,16 +12,18 @@
 // table or a search. A scale is an fp32: 5 and 4.25 bits an element, 9.25 for Adam's two.
 //
 // A second moment moves by a thousandth of itself a step, where a step of the map is half of it: to the nearest it would
-// stay where it is for ever. So it is dithered: element i of a block rounds up in as many of the optimizer's steps as its
-// place between two values says. A threshold that goes round evenly does that with less noise than random ones. The same
-// holds of a first moment whose decay is above 0.93 (Lion's); below, to the nearest has the smaller error, if a little
-// towards zero: what is too large once stays so for some steps. Errors of the update, in units of its mean square:
+// stay where it is for ever. So it is dithered: an element between two codes rounds up in as many of the optimizer's
+// steps as its place between them says, by a threshold that goes round, more evenly than a random one. The same is
+// needed by a first moment with a decay above 0.95 (Lion's). Below, to the nearest has the smaller error, if a little
+// towards zero: what is too large stays so for some steps. Error of the update, as a part of its mean square:
 //
-//   Adam, log-normal gradients of sigma         0.4     1.0    0.4, and x 5 for 2 % of elements, of those
-//   this format                                 .15     .39    .07
-//   this format, v to the nearest               .15     .38    3.3
-//   4 bits in groups of 128 with linear v       .31     .79    1.9
-//   Lion (decay .99): m dithered / to nearest   .61 / .80    .84 / .93
+//   Adam, log-normal gradients of sigma                            0.4     1.0   0.4: of the 2 % that grow fivefold
+//   this format                                                    .14     .40   .07
+//   this format, second moment to the nearest                      .15     .39   3.2
+//   dynamic first, linear second moment, 4 bits, groups of 128     .31     .79   1.9
+//   8 bits                                                         .007    .06   .015
+//   Lion, decay 0.99: this format                                  .59     .80
+//   Lion, decay 0.99: this format, to the nearest                  .84     .96
 
 #include <cstdint>
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import shoestring
-from shoestring.ops import dequantize_8bit, quantize_8bit
+from shoestring.ops import dequantize_8bit, dequantize_state_4bit, quantize_8bit, quantize_state_4bit
 
 Results = dict[str, tuple[Tensor, float]]  # name: tensor, allowed
 OPERATORS = torch.ops.shoestring
@@ -42,6 +42,18 @@ def quantize_8bit_codes(device: str) -> Results:
             codes, scale = quantize_8bit(x if signed else x.abs(), signed=signed)
             found |= {f"codes {size} {signed}": (codes, 0), f"scale {size} {signed}": (scale, 0),
                       f"values {size} {signed}": (dequantize_8bit(codes, scale, signed=signed), 2)}
+    return found
+
+
+def quantize_state_4bit_codes(device: str) -> Results:
+    found: Results = {}
+    for size, step in ((1, None), (256, 1), (1000, None), (4097, 77)):
+        x = uniform(size, seed=size).to(device)
+        for signed in (True, False):
+            codes, scale = quantize_state_4bit(x if signed else x.abs(), signed=signed, step=step)
+            values = dequantize_state_4bit(codes, scale, signed=signed, numel=size)
+            found |= {f"codes {size} {signed}": (codes, 0), f"scale {size} {signed}": (scale, 0),
+                      f"values {size} {signed}": (values, 0)}
     return found
 
 
@@ -130,7 +142,8 @@ def linear_cross_entropy(device: str) -> Results:
 
 
 CASES: tuple[Callable[[str], Results], ...] = (
-    quantize_8bit_codes, quantize_4bit, quantize_absmax, dequantize_4bit, optimizers, linear_cross_entropy,
+    quantize_8bit_codes, quantize_state_4bit_codes, quantize_4bit, quantize_absmax, dequantize_4bit, optimizers,
+    linear_cross_entropy,
 )
 
 

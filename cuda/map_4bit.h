@@ -1,8 +1,8 @@
 #pragma once
 
-// 4-bit codes of optimizer state (kernels/map_4bit.h) by warps: a block is 32 lanes of eight consecutive elements, whose
-// codes are one word. A signed group is four lanes, an unsigned one sixteen. No table and so no barrier: either way is a
-// handful of instructions on a float's bits, the same as on the CPU, rounding for rounding.
+// 4-bit codes of optimizer state (kernels/map_4bit.h) by warps: a block is 32 lanes of eight consecutive elements,
+// whose codes are one word. A signed group is four lanes, an unsigned one sixteen. No table and so no barrier: either
+// way is a handful of instructions on a float's bits, the same as on the CPU, rounding for rounding.
 
 #include "common/warp.h"
 #include "kernels/map_4bit.h"
@@ -46,7 +46,7 @@ __device__ float find_scale4(const float (&x)[kPerLane4]) {
     most = max(most, __shfl_xor_sync(kAllLanes, most, offset));
   }
   if (!kSigned) return __uint_as_float(most);
-  return __uint_as_float(most > 1 ? most >> 1 | ~most << 31 : 0);  // the largest magnitude is minus one
+  return __uint_as_float(most != 0 ? most >> 1 | ~most << 31 : 0);  // the largest magnitude is minus one
 }
 
 /// The codes of a lane's x in units of its group's scale. It may multiply x by a power of two.
@@ -58,10 +58,11 @@ __device__ uint32_t encode4(float (&x)[kPerLane4], float scale, kernels::Roundin
     for (int i = 0; i < kPerLane4; ++i) x[i] *= kernels::kRaise4;
   }
   const float inverse = scale != 0 ? __frcp_rn(scale) : 0;
-  // Zero, to the nearest, so that it is one code either way.
+  // To the nearest it is zero, so that both ways are the same instructions.
   const int weight = !rounding.dithered ? 0 : kSigned ? kernels::kDither4Signed : kernels::kDither4Unsigned;
   const uint32_t phase = rounding.phase + lane() * (kPerLane4 * kernels::kDitherStride);
-  const int offset = kSigned ? kernels::offset4_signed(rounding.dithered) : kernels::offset4_unsigned(rounding.dithered);
+  const int offset =
+      kSigned ? kernels::offset4_signed(rounding.dithered) : kernels::offset4_unsigned(rounding.dithered);
   uint32_t codes = 0;
 #pragma unroll
   for (int i = 0; i < kPerLane4; ++i) {

@@ -19,7 +19,7 @@ constexpr int kWarps = kThreads / kWarp;
 constexpr int kBlocksPerWarp = 4;
 constexpr int64_t kPerBlock = int64_t{kWarps} * kBlocksPerWarp * kStateBlock;
 
-// body(block, this lane's first element, how many it has: may be more than eight, or negative) for each block of a warp.
+// body(block, this lane's first element, how many follow it: may be above eight, or negative) for each of a warp's.
 template <class Body>
 __device__ void over_blocks(int64_t n, Body body) {
   const int64_t first = int64_t{blockIdx.x} * (kWarps * kBlocksPerWarp) + warp();

@@ -1,8 +1,8 @@
 #pragma once
 
-// Encoding and decoding of 4-bit state (kernels/map_4bit.h). A table of 16 values is one or two registers, so decoding is
-// a permutation; encoding is arithmetic on the bits of floats, each operation of which rounds alike everywhere: every
-// capability and the GPU make the same codes.
+// Encoding and decoding of 4-bit state (kernels/map_4bit.h). A table of 16 values is one or two registers, so decoding
+// is a permutation; encoding is arithmetic on the bits of floats, each operation of which rounds alike everywhere, so
+// that every capability and the GPU make the same codes.
 
 #include "cpu/vec.h"
 #include "kernels/map_4bit.h"
@@ -198,7 +198,7 @@ class Encoder4 {
     }
     for (int k = 0; k < kParts4; ++k) {
       // The largest magnitude is minus one in units of the scale.
-      bits[k] = !kSigned ? top[k] : top[k] > 1 ? (top[k] >> 1) | (~top[k] << 31) : 0;
+      bits[k] = !kSigned ? top[k] : top[k] != 0 ? (top[k] >> 1) | (~top[k] << 31) : 0;
     }
     float all[kParts4];
     __builtin_memcpy(all, bits, sizeof all);

@@ -1,8 +1,8 @@
 #pragma once
 
-// 4-bit codes of optimizer state, of a format of our own: two elements a byte, the lower nibble first, in blocks of 256.
+// 4-bit codes of optimizer state, of a format of our own: two elements a byte, the lower nibble first, blocks of 256.
 //
-//   signed (first moments)     groups of 32.  value = scale * ((33^(k / 8) - 1) / 32), nearly, for k = 0..8, with signs.
+//   signed (first moments)     groups of 32.  value = scale * (33^(k / 8) - 1) / 32, nearly, for k = 0..8, with signs.
 //                              The scale has the sign that makes the largest magnitude k = -8: nibbles are two's
 //                              complement, -8..7, and no step is lost to a second end. Zero is zero.
 //   unsigned (second moments)  groups of 128. value = scale * 2^(-13/16 k), nearly, for k = 0..15: 12.2 octaves, and
@@ -11,11 +11,11 @@
 // "Nearly": the bits of a float are a piecewise linear logarithm, and steps are equal in those. Neither way needs a
 // table or a search. A scale is an fp32: 5 and 4.25 bits an element, 9.25 for Adam's two.
 //
-// A second moment moves by a thousandth of itself a step, where a step of the map is half of it: to the nearest it would
-// stay where it is for ever. So it is dithered: an element between two codes rounds up in as many of the optimizer's
-// steps as its place between them says, by a threshold that goes round, more evenly than a random one. The same is
-// needed by a first moment with a decay above 0.95 (Lion's). Below, to the nearest has the smaller error, if a little
-// towards zero: what is too large stays so for some steps. Error of the update, as a part of its mean square:
+// A second moment moves by a thousandth of itself a step, where a step of the map is half of it: to the nearest it
+// would stay where it is for ever. So it is dithered: an element between two codes rounds up in as many of the
+// optimizer's steps as its place between them says, by a threshold that goes round, more evenly than a random one. The
+// same is needed by a first moment with a decay above 0.95 (Lion's). Below, to the nearest has the smaller error, if a
+// little towards zero: what is too large stays so for some steps. Error of the update, as a part of its mean square:
 //
 //   Adam, log-normal gradients of sigma                            0.4     1.0   0.4: of the 2 % that grow fivefold
 //   this format                                                    .14     .40   .07
@@ -52,8 +52,8 @@ struct Rounding4 {
   uint32_t phase = 0;     // 16 bits
 };
 
-/// Of an optimizer's step by its number. The phase goes round in steps that no fraction comes close to: every stretch of
-/// steps has its share of every phase. (The continued fraction of 46073 / 65536 has no term above 2.)
+/// Of an optimizer's step by its number. The phase goes round in strides that no fraction comes close to: every stretch
+/// of steps has its share of every phase. (The continued fraction of 46073 / 65536 has no term above 2.)
 SHOESTRING_HOST_DEVICE constexpr Rounding4 dithered4(uint32_t step) { return {true, step * 46073u & 0xffffu}; }
 
 // The dither of element i of a block is the signed 16-bit number phase + i * kDitherStride, times kDither4 last bits:

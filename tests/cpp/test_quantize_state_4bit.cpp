@@ -40,5 +40,6 @@ TEST_CASE("4-bit state takes turns in rounding from step to step") {
 
 TEST_CASE("4-bit state refuses what does not fit") {
   const auto [codes, scale] = quantize_state_4bit(at::ones({300}), true);
-  CHECK_THROWS_WITH(dequantize_state_4bit(codes, scale, false, 300), Catch::Contains("scale: expected fp32 of shape (4)"));
+  CHECK_THROWS_WITH(dequantize_state_4bit(codes, scale, false, 300),
+                    Catch::Contains("scale: expected fp32 of shape (4)"));
 }

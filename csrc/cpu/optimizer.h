@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "cpu/dynamic_map.h"
+#include "cpu/map_4bit.h"
 #include "cpu/weights.h"
 
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
@@ -49,7 +50,7 @@ template <bool kSigned>
 struct Moment<StateType::kFloat, kSigned> {
   float* values;
 
-  SHOESTRING_METHOD Moment(const Block& block, void* arena, float*, int)
+  SHOESTRING_METHOD Moment(const Block& block, void* arena, float*, int, float)
       : values(static_cast<float*>(arena) + block.at * kStateBlock) {}
   SHOESTRING_METHOD F32 read(int64_t i) const { return load(values + i); }
   SHOESTRING_METHOD void write(int64_t i, F32 x) { store(values + i, x); }
@@ -62,7 +63,7 @@ struct Moment<StateType::kBFloat16, kSigned> {
   uint16_t* values;
   uint16_t random[kStateBlock];
 
-  SHOESTRING_METHOD Moment(const Block& block, void* arena, float*, int index)
+  SHOESTRING_METHOD Moment(const Block& block, void* arena, float*, int index, float)
       : values(static_cast<uint16_t*>(arena) + block.at * kStateBlock) {
     block.random(kernels::kMomentStream + index, random);
   }
@@ -83,7 +84,7 @@ struct Moment<StateType::k8Bit, kSigned> {
   Decoder<kSigned> decode;
   I32 most;
 
-  SHOESTRING_METHOD Moment(const Block& block, void* arena, float* scales, int)
+  SHOESTRING_METHOD Moment(const Block& block, void* arena, float* scales, int, float)
       : codes(static_cast<uint8_t*>(arena) + block.at * kStateBlock), scale(scales + block.at), decode(*scale), most{} {
     // What lies past the end is zero whatever its codes are.
     if (block.left < kStateBlock) __builtin_memset(codes + block.left, kSigned ? 127 : 0, kStateBlock - block.left);
@@ -95,6 +96,33 @@ struct Moment<StateType::k8Bit, kSigned> {
   }
   SHOESTRING_METHOD void measure() const { *scale = largest(most); }
   SHOESTRING_METHOD void encode() { Encoder<kSigned>()(values, *scale, codes); }
+};
+
+template <bool kSigned>
+struct Moment<StateType::k4Bit, kSigned> {
+  uint8_t* codes;
+  float* scales;
+  int64_t left;
+  Decoder4<kSigned> decode;
+  Encoder4<kSigned> encoder;
+  alignas(kBytes) float values[kStateBlock];
+
+  SHOESTRING_METHOD Moment(const Block& block, void* arena, float* all_scales, int, float keeps)
+      : codes(static_cast<uint8_t*>(arena) + block.at * kernels::kBlockBytes4),
+        scales(all_scales + block.at * kScales4<kSigned>),
+        left(block.left),
+        decode(codes, scales),
+        encoder(kernels::rounding_4bit(kSigned, keeps, block.step)) {}
+  SHOESTRING_METHOD F32 read(int64_t i) const {
+    F32 x = decode(i);
+    if (__builtin_expect(left < kStateBlock, 0)) {  // what lies past the end is zero whatever its codes are
+      for (int lane = 0; lane < kLanes; ++lane) x[lane] = i + lane < left ? x[lane] : 0;
+    }
+    return x;
+  }
+  SHOESTRING_METHOD void write(int64_t i, F32 x) { store(values + i, x); }
+  SHOESTRING_METHOD void measure() const {}
+  SHOESTRING_METHOD void encode() { encoder(values, scales, codes); }
 };
 
 template <class Element, class Rule, class... Moments>
@@ -117,7 +145,7 @@ template <StateType kState, class Element, class Rule, int... k>
 SHOESTRING_INLINE void update_block(const OptimizerTensor<Rule>& t, const OptimizerArenas<Rule::kMoments>& a,
                                     const Block& block, typename Element::Type* param,
                                     const typename Element::Type* grad, std::integer_sequence<int, k...>) {
-  update_block<Element>(t.rule, param, grad, Moment<kState, Rule::kSigned[k]>(block, a.moment[k], a.scale[k], k)...);
+  update_block<Element>(t.rule, param, grad, Moment<kState, Rule::kSigned[k]>(block, a.moment[k], a.scale[k], k, t.rule.keeps(k))...);
 }
 
 // Block by block: the weights and gradients of any type and rounding, through fp32.
@@ -191,7 +219,7 @@ void step(const OptimizerTensor<Rule>& t, const OptimizerArenas<Rule::kMoments>&
     case StateType::kFloat: return step_blocks<StateType::kFloat>(t, a, first, last);
     case StateType::kBFloat16: return step_blocks<StateType::kBFloat16>(t, a, first, last);
     case StateType::k8Bit: return step_blocks<StateType::k8Bit>(t, a, first, last);
-    case StateType::k4Bit: return;
+    case StateType::k4Bit: return step_blocks<StateType::k4Bit>(t, a, first, last);
   }
 }
 

@@ -32,6 +32,8 @@ struct alignas(16) AdamWRule {
     param = math.fma(param, decay, update * step);
   }
 
+  SHOESTRING_HOST_DEVICE float keeps(int k) const { return k == 0 ? beta1 : beta2; }
+
   // A second moment below 1.2e-38 has a root of zero there. What is added is at least the root of that, so that an
   // update may become smaller, but not explode.
   SHOESTRING_HOST_DEVICE void for_codes(const float (&scales)[2]) {

@@ -25,6 +25,8 @@ struct alignas(16) LionRule {
     exp_avg = math.fma(exp_avg, beta2, grad * gradient2);
   }
 
+  SHOESTRING_HOST_DEVICE float keeps(int) const { return beta2; }
+
   SHOESTRING_HOST_DEVICE void for_codes(const float (&scales)[1]) {
     beta1 *= scales[0];
     beta2 *= scales[0];

@@ -7,6 +7,7 @@
 //   operator()(V& param, V grad, V (&moments)[kMoments], math)  for one element, or one vector of elements;
 //                                math has sqrt, divide, sign, and fma(vector, number, vector), because where a sum
 //                                has two products compilers do not agree on which one is fused
+//   keeps(k)                     how much of moment k stays in a step
 //   for_codes(scales)            turns it into the same for moments in units of these, and for math that is not exact
 //   Options                      StepOptions and more, with rule(step): the rule of step number `step`, from one on
 // The kernels of every device share it.
@@ -18,6 +19,7 @@
 #include "kernels/capability.h"
 #include "kernels/dynamic_map.h"
 #include "kernels/host_device.h"
+#include "kernels/map_4bit.h"
 
 namespace shoestring::kernels {
 
@@ -29,7 +31,13 @@ enum class StateType : uint8_t { kFloat, kBFloat16, k8Bit, k4Bit };
 
 // Of a block of kStateBlock elements.
 constexpr int64_t scales_per_block(StateType state, bool is_signed) {
+  if (state == StateType::k4Bit) return is_signed ? kScales4<true> : kScales4<false>;
   return state == StateType::k8Bit ? 1 : 0;
+}
+
+// How the 4-bit codes of a moment are rounded (kernels/map_4bit.h).
+SHOESTRING_HOST_DEVICE Rounding4 rounding_4bit(bool is_signed, float keeps, uint32_t step) {
+  return !is_signed || keeps > 0.93f ? dithered4(step) : Rounding4{};
 }
 
 // How a bf16 weight takes an update; fp32 and fp16 weights are rounded to nearest.

@@ -26,6 +26,8 @@ struct alignas(16) SGDRule {
     param = param - math.fma(momentum_buffer, buffer, whole * gradient);
   }
 
+  SHOESTRING_HOST_DEVICE float keeps(int) const { return momentum; }
+
   SHOESTRING_HOST_DEVICE void for_codes(const float (&scales)[1]) { momentum *= scales[0]; }
 };
 

@@ -6,9 +6,28 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shoestring.ops import adamw_, adamw_reference, dequantize_8bit, lion_, lion_reference, sgd_, sgd_reference
+from shoestring.ops import (
+    adamw_,
+    adamw_reference,
+    dequantize_8bit,
+    dequantize_state_4bit,
+    lion_,
+    lion_reference,
+    sgd_,
+    sgd_reference,
+)
+from shoestring.ops.quantize_state_4bit import GROUP_4BIT
 
 STATE_BLOCK = 256
+
+
+def plain(moment: Tensor, scale: Tensor | None, signed: bool) -> Tensor:
+    """An arena's values in fp32."""
+    if scale is None:
+        return moment.float()
+    if scale.numel() * STATE_BLOCK == moment.numel():
+        return dequantize_8bit(moment, scale, signed=signed)
+    return dequantize_state_4bit(moment, scale, signed=signed, numel=2 * moment.numel())
 
 
 def blocks(size: int) -> int:
@@ -29,12 +48,15 @@ class Rule:
         """step, and each moment with its scale, of parameters that have not been stepped."""
         total = sum(map(blocks, sizes))
         found: list[Tensor | None] = [torch.zeros(len(sizes))]
-        for _ in self.moments:
+        for signed in self.moments.values():
             if state in ("fp32", "bf16"):
                 dtype = torch.float32 if state == "fp32" else torch.bfloat16
                 found += [torch.zeros(total * STATE_BLOCK, dtype=dtype), None]
-            else:
+            elif state == "8bit":
                 found += [torch.zeros(total * STATE_BLOCK, dtype=torch.uint8), torch.zeros(total)]
+            else:
+                scales = torch.zeros(total * STATE_BLOCK // GROUP_4BIT[signed])
+                found += [torch.zeros(total * STATE_BLOCK // 2, dtype=torch.uint8), scales]
         return found
 
     def arena_names(self) -> list[str]:
@@ -46,7 +68,7 @@ class Rule:
         kept = torch.cat([torch.arange(b, b + n) for b, n in zip(begins, sizes, strict=True)])
         found = []
         for moment, scale, signed in zip(arena[1::2], arena[2::2], self.moments.values(), strict=True):
-            found.append((moment.float() if scale is None else dequantize_8bit(moment, scale, signed=signed))[kept])
+            found.append(plain(moment, scale, signed)[kept])
         return found
 
 

@@ -15,7 +15,7 @@ from shoestring.optim.base import LowMemoryOptimizer
 pytestmark = pytest.mark.device
 
 OPTIMIZERS = pytest.mark.parametrize("optimizer", [AdamW, Lion, SGD])
-STATES = ("8bit", "bf16", "fp32")
+STATES = ("8bit", "4bit", "bf16", "fp32")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 MICRO = 3  # micro-batches a step
 

@@ -17,7 +17,7 @@ TENSORS = 1000  # of one CUDA launch
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 RULES = pytest.mark.parametrize("rule", [ADAMW, LION, SGD, NESTEROV], ids=lambda r: r.name)
 ONE_EACH = pytest.mark.parametrize("rule", [ADAMW, LION, SGD], ids=lambda r: r.name)
-STATES = pytest.mark.parametrize("state", ["8bit", "bf16", "fp32"])
+STATES = pytest.mark.parametrize("state", ["8bit", "4bit", "bf16", "fp32"])
 
 
 @RULES
@@ -228,7 +228,7 @@ def test_opcheck(rule: Rule) -> None:
     operator = getattr(torch.ops.shoestring, f"{rule.name}_").default
     params = [torch.randn(300), torch.randn(4, 5)]
     grads = [torch.randn(300), None]
-    for state in ("8bit", "bf16", "fp32"):
+    for state in ("8bit", "4bit", "bf16", "fp32"):
         numbers = {"lr_tensor": torch.tensor(1e-3), "found_inf": torch.zeros(1)}
         torch.library.opcheck(operator, (params, grads, *rule.arenas([300, 20], state)), rule.hyper | numbers)
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.device
 
 SIZES = [700, 3, 256, 1]  # a tail, less than a register, a whole block, one
 RULES = pytest.mark.parametrize("rule", [ADAMW, LION, SGD, NESTEROV], ids=lambda r: r.name)
-STATES = pytest.mark.parametrize("state", ["8bit", "bf16", "fp32"])
+STATES = pytest.mark.parametrize("state", ["8bit", "4bit", "bf16", "fp32"])
 
 
 def total(sizes: list[int]) -> int:

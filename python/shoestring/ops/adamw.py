@@ -89,5 +89,5 @@ def adamw_reference(
         p = p * (1 - lr * weight_decay)
         return p - lr / bias1 * (m / (v.sqrt() / bias2**0.5 + eps)), m, v
 
-    arenas = [Arena(exp_avg, exp_avg_scale, True), Arena(exp_avg_sq, exp_avg_sq_scale, False)]
+    arenas = [Arena(exp_avg, exp_avg_scale, True, beta1), Arena(exp_avg_sq, exp_avg_sq_scale, False, beta2)]
     reference_step(rule, params, grads, step, arenas, lr=lr, **arguments)

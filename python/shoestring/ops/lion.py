@@ -78,4 +78,4 @@ def lion_reference(
         p = p * (1 - lr * weight_decay) - lr * (m * beta1 + g * (1 - beta1)).sign()
         return p, m * beta2 + g * (1 - beta2)
 
-    reference_step(rule, params, grads, step, [Arena(exp_avg, exp_avg_scale, True)], lr=lr, **arguments)
+    reference_step(rule, params, grads, step, [Arena(exp_avg, exp_avg_scale, True, beta2)], lr=lr, **arguments)

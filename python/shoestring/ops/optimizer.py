@@ -8,6 +8,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from shoestring.ops.quantize_8bit import STATE_BLOCK, dequantize_8bit_reference, quantize_8bit_reference
+from shoestring.ops.quantize_state_4bit import dequantize_state_4bit_reference, quantize_state_4bit_reference
 
 
 class StepArguments(TypedDict, total=False):
@@ -42,27 +43,52 @@ class StepArguments(TypedDict, total=False):
 
 
 class Arena(NamedTuple):
-    """A moment of all parameters: fp32 or bf16 without scales, or codes; ``signed``: whether it may be negative."""
+    """A moment of all parameters: fp32 or bf16 without scales, or codes.
+
+    signed: whether it may be negative. keeps: how much of it stays in a step.
+    """
 
     values: Tensor
     scale: Tensor | None
     signed: bool
+    keeps: float
+
+    @property
+    def is_4bit(self) -> bool:
+        """Whether codes have 4 bits: then there are more scales for each byte."""
+        return self.scale is not None and self.scale.numel() * STATE_BLOCK != self.values.numel()
 
     def read(self, where: slice) -> Tensor:
         """A parameter's part as fp32: elements ``where``, from a multiple of 256 on."""
         if self.scale is None:
             return self.values[where].float()
+        if self.is_4bit:
+            codes, scales = self._blocks_4bit(where)
+            return dequantize_state_4bit_reference(
+                self.values[codes], self.scale[scales], signed=self.signed, numel=where.stop - where.start
+            )
         return dequantize_8bit_reference(self.values[where], self.scale[_blocks(where)], signed=self.signed)
 
-    def write(self, where: slice, moment: Tensor, random: Callable[[], Tensor]) -> None:
+    def write(self, where: slice, moment: Tensor, step: int, random: Callable[[], Tensor]) -> None:
         """The same back: rounded to codes where the arena has scales, and at random where it is bf16."""
-        if self.scale is not None:
+        if self.is_4bit:
+            codes, scales = self._blocks_4bit(where)
+            dithered = step if not self.signed or self.keeps > 0.93 else None
+            self.values[codes], self.scale[scales] = quantize_state_4bit_reference(
+                moment, signed=self.signed, step=dithered
+            )
+        elif self.scale is not None:
             codes, self.scale[_blocks(where)] = quantize_8bit_reference(moment, signed=self.signed)
             self.values[where] = codes
         elif self.values.dtype == torch.bfloat16:
             self.values[where] = round_stochastically(moment, random())
         else:
             self.values[where] = moment
+
+    def _blocks_4bit(self, where: slice) -> tuple[slice, slice]:
+        blocks, half = _blocks(where), STATE_BLOCK // 2
+        scales = self.scale.numel() * half // self.values.numel()
+        return (slice(blocks.start * n, blocks.stop * n) for n in (half, scales))
 
 
 def _blocks(where: slice) -> slice:
@@ -170,4 +196,4 @@ def reference_step(
             p = round_stochastically(p, random(0))
         param.copy_(p.view(param.shape))
         for k, (arena, moment) in enumerate(zip(arenas, moments, strict=True)):
-            arena.write(where, moment, lambda k=k: random(1 + k))
+            arena.write(where, moment, t, lambda k=k: random(1 + k))

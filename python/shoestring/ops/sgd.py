@@ -81,5 +81,5 @@ def sgd_reference(
         buffer = g if step == 1 else buffer * momentum + g * (1 - dampening)
         return p - lr * (g + momentum * buffer if nesterov else buffer), buffer
 
-    arenas = [Arena(momentum_buffer, momentum_buffer_scale, True)]
+    arenas = [Arena(momentum_buffer, momentum_buffer_scale, True, momentum)]
     reference_step(rule, params, grads, step, arenas, lr=lr, **arguments)

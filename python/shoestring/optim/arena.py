@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shoestring.ops.quantize_8bit import STATE_BLOCK
+from shoestring.ops.quantize_state_4bit import GROUP_4BIT
 
 STATES = ("8bit", "4bit", "bf16", "fp32")
 WEIGHTS = ("plain", "stochastic", "remainder")
@@ -70,7 +71,7 @@ def parts(moments: Iterable[Moment], state: str, remainder: bool) -> list[Part]:
             found.append(Part(f"{m.name}_scale", torch.float32, 1, False))
         else:
             found.append(Part(m.name, torch.uint8, STATE_BLOCK // 2, False))
-            found.append(Part(f"{m.name}_scale", torch.float32, 8 if m.signed else 2, False))
+            found.append(Part(f"{m.name}_scale", torch.float32, STATE_BLOCK // GROUP_4BIT[m.signed], False))
     if remainder:
         found.append(Part("weight_remainder", torch.int16, STATE_BLOCK, True))
     return found

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoestring.ops import dequantize_8bit, quantize_8bit
+from shoestring.ops import dequantize_8bit, dequantize_state_4bit, quantize_8bit, quantize_state_4bit
 from shoestring.ops.quantize_8bit import STATE_BLOCK
 from shoestring.optim.arena import Moment, blocks
 

@@ -21,9 +21,9 @@ class AdamW(LowMemoryOptimizer):
     fp32 with the moments as they are before quantisation, all tensors of a group in one pass; results do not depend on
     the number of threads.
 
-    Memory: ``sum(ceil(n / 256) * 520 + 4)`` bytes over the parameters that have had a gradient, n being their sizes; for
-    bf16 state 1024 and for fp32 state 2048 in place of 520; 512 more with ``weights="remainder"``. State is made when a
-    parameter first has a gradient.
+    Memory: ``sum(ceil(n / 256) * 520 + 4)`` bytes over the parameters that have had a gradient, n being their sizes; in
+    place of 520, 296 for 4-bit state, 1024 for bf16 and 2048 for fp32, and 512 more with ``weights="remainder"``. State
+    is made when a parameter first has a gradient.
 
     Args:
         params: parameters, named parameters or groups; fp32, bf16 or fp16.

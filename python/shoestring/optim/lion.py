@@ -1,4 +1,4 @@
-"""Lion with block-wise 8-bit state."""
+"""Lion with state in few bits."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -17,8 +17,8 @@ class Lion(LowMemoryOptimizer):
     A weight moves by lr, up or down: ``p = p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g)``; then
     ``m = beta2 m + (1 - beta2) g``. Learning rates are 3 to 10 times below AdamW's, weight decay as much above.
 
-    Memory: ``sum(ceil(n / 256) * 260 + 4)`` bytes over the parameters that have had a gradient, n being their sizes;
-    for fp32 state 1024 in place of 260.
+    Memory: ``sum(ceil(n / 256) * 260 + 4)`` bytes over the parameters that have had a gradient, n being their sizes; in
+    place of 260, 160 for 4-bit state, 512 for bf16 and 1024 for fp32, and 512 more with ``weights="remainder"``.
 
     Args:
         params: parameters, named parameters or groups; fp32, bf16 or fp16.

@@ -1,4 +1,4 @@
-"""SGD with momentum, its buffer in block-wise 8 bits."""
+"""SGD with momentum, its buffer in few bits."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -17,8 +17,8 @@ class SGD(LowMemoryOptimizer):
 
     What ``torch.optim.SGD`` computes. There is none without momentum, which has no state to keep: that is torch's.
 
-    Memory: ``sum(ceil(n / 256) * 260 + 4)`` bytes over the parameters that have had a gradient, n being their sizes;
-    for fp32 state 1024 in place of 260.
+    Memory: ``sum(ceil(n / 256) * 260 + 4)`` bytes over the parameters that have had a gradient, n being their sizes; in
+    place of 260, 160 for 4-bit state, 512 for bf16 and 1024 for fp32, and 512 more with ``weights="remainder"``.
 
     Args:
         params: parameters, named parameters or groups; fp32, bf16 or fp16.

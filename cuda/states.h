@@ -1,0 +1,197 @@
+#pragma once
+
+// How a lane's eight elements of every moment are loaded, made numbers, and stored after the update.
+
+#include <type_traits>
+
+#include "common/math.h"
+#include "weights.h"
+
+namespace shoestring::cuda {
+
+struct ExactMath {
+  __device__ static float sqrt(float x) { return sqrtf(x); }
+  __device__ static float divide(float a, float b) { return a / b; }
+  __device__ static float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+  __device__ static float sign(float x) { return fabsf(x) > 0 ? copysignf(1.f, x) : x; }  // zero and NaN: their own
+};
+// Some 3e-7 of an update, where moments of 16 bits or fewer are wrong by thousands of times as much.
+struct FastMath : ExactMath {
+  __device__ static float sqrt(float x) { return fast_sqrt(x); }
+  __device__ static float divide(float a, float b) { return a * fast_reciprocal(b); }
+};
+
+// A lane's part of all moments.
+template <class Rule>
+using Moments = Vector<float, kPerLane>[kernels::at_least_one(Rule::kMoments)];
+
+// body(k) for each moment, k being a constant in its type: which map a moment has is part of the code.
+template <class Rule, int k = 0, class Body>
+__device__ __forceinline__ void each_moment(Body body) {
+  if constexpr (k < Rule::kMoments) {
+    body(std::integral_constant<int, k>{});
+    each_moment<Rule, k + 1>(body);
+  }
+}
+
+// Where a lane's part of a moment begins.
+template <class T, int kMoments>
+__device__ T* moment_at(const OptimizerArenas<kMoments>& arenas, int k, const Place& place) {
+  return static_cast<T*>(arenas.moment[k]) + place.in_arena();
+}
+
+template <class R>
+struct FloatState {
+  using Rule = R;
+  using Math = ExactMath;
+  static constexpr int kResident = 3;  // blocks a multiprocessor: 24 warps, for which there are 80 registers a thread
+  struct Shared {};
+  struct Loaded {
+    Moments<Rule> values;
+  };
+  OptimizerArenas<Rule::kMoments> arenas;
+
+  __device__ void fill_shared(Shared&) const {}
+
+  __device__ void load(const Place& place, Loaded& loaded) const {
+#pragma unroll
+    for (int k = 0; k < Rule::kMoments; ++k) {
+      loaded.values[k] = cuda::load<kPerLane>(moment_at<const float>(arenas, k, place));
+    }
+  }
+
+  __device__ void decode(const Loaded& loaded, int, const Shared&, Rule&, Moments<Rule>& moments) const {
+#pragma unroll
+    for (int k = 0; k < Rule::kMoments; ++k) moments[k] = loaded.values[k];
+  }
+
+  __device__ void store(const Place& place, Moments<Rule>& moments, const Shared&) const {
+#pragma unroll
+    for (int k = 0; k < Rule::kMoments; ++k) cuda::store(moment_at<float>(arenas, k, place), moments[k]);
+  }
+};
+
+// Rounded stochastically.
+template <class R>
+struct BFloat16State {
+  using Rule = R;
+  using Math = FastMath;
+  static constexpr int kResident = 4;  // 64 registers
+  struct Shared {};
+  struct Loaded {
+    Raw<__nv_bfloat16> values[Rule::kMoments];
+  };
+  OptimizerArenas<Rule::kMoments> arenas;
+
+  __device__ void fill_shared(Shared&) const {}
+
+  __device__ void load(const Place& place, Loaded& loaded) const {
+#pragma unroll
+    for (int k = 0; k < Rule::kMoments; ++k) {
+      loaded.values[k] = load_part(moment_at<const __nv_bfloat16>(arenas, k, place), kPerLane, true);
+    }
+  }
+
+  __device__ void decode(const Loaded& loaded, int, const Shared&, Rule& rule, Moments<Rule>& moments) const {
+    float ones[Rule::kMoments];
+#pragma unroll
+    for (int k = 0; k < Rule::kMoments; ++k) {
+      ones[k] = 1;
+      const auto values = loaded.values[k].values();
+#pragma unroll
+      for (int i = 0; i < kPerLane; i += 2) {
+        const float2 pair = to_floats(&values[i]);
+        moments[k][i] = pair.x;
+        moments[k][i + 1] = pair.y;
+      }
+    }
+    rule.for_codes(ones);
+  }
+
+  __device__ void store(const Place& place, Moments<Rule>& moments, const Shared&) const {
+#pragma unroll
+    for (int k = 0; k < Rule::kMoments; ++k) {
+      const auto random = random_bits(arenas, place, kernels::kMomentStream + k);
+      Vector<unsigned, 4> words;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        words[i] = round_stochastically(moments[k][2 * i], moments[k][2 * i + 1], random.value[i]);
+      }
+      cuda::store(reinterpret_cast<unsigned*>(moment_at<__nv_bfloat16>(arenas, k, place)), words);
+    }
+  }
+};
+
+// What lies past a tensor's end, `left` elements on, is zero whatever its codes are.
+template <bool kSigned>
+__device__ uint2 first_codes(uint2 codes, int left) {
+  if (left >= kPerLane) return codes;
+  const uint64_t past = left > 0 ? ~uint64_t{0} << 8 * left : ~uint64_t{0};
+  const auto cut = [&](unsigned c, unsigned mask) { return (c & ~mask) | (kSigned ? 0x7f7f7f7fu & mask : 0); };
+  return make_uint2(cut(codes.x, static_cast<unsigned>(past)), cut(codes.y, static_cast<unsigned>(past >> 32)));
+}
+
+template <class R>
+struct EightBitState {
+  using Rule = R;
+  using Math = FastMath;
+  static constexpr int kResident = 4;  // 64 registers
+  struct Shared {
+    SharedMap map[Rule::kMoments];
+  };
+  struct Loaded {
+    uint2 codes[Rule::kMoments];
+    float scale[Rule::kMoments];
+  };
+  OptimizerArenas<Rule::kMoments> arenas;
+  MapConstants map[Rule::kMoments];
+
+  explicit EightBitState(const OptimizerArenas<Rule::kMoments>& a) : arenas(a) {
+    for (int k = 0; k < Rule::kMoments; ++k) map[k] = make_constants(Rule::kSigned[k]);
+  }
+
+  __device__ void fill_shared(Shared& shared) const {
+    each_moment<Rule>([&](auto index) {
+      constexpr int k = decltype(index)::value;
+      fill<Rule::kSigned[k]>(shared.map[k], map[k]);
+    });
+    __syncthreads();
+  }
+
+  __device__ void load(const Place& place, Loaded& loaded) const {
+#pragma unroll
+    for (int k = 0; k < Rule::kMoments; ++k) {
+      loaded.codes[k] = *reinterpret_cast<const uint2*>(moment_at<const uint8_t>(arenas, k, place));
+      loaded.scale[k] = arenas.scale[k][place.block()];
+    }
+  }
+
+  __device__ void decode(const Loaded& loaded, int left, const Shared& shared, Rule& rule,
+                         Moments<Rule>& moments) const {
+    rule.for_codes(loaded.scale);  // in place of scaling eight values
+    each_moment<Rule>([&](auto index) {
+      constexpr int k = decltype(index)::value;
+      cuda::decode(first_codes<Rule::kSigned[k]>(loaded.codes[k], left), shared.map[k], moments[k].value);
+    });
+  }
+
+  __device__ void store(const Place& place, Moments<Rule>& moments, const Shared& shared) const {
+    float scales[Rule::kMoments];
+    each_moment<Rule>([&](auto index) {
+      constexpr int k = decltype(index)::value;
+      scales[k] = largest_magnitude<Rule::kSigned[k]>(moments[k].value);
+    });
+    __syncwarp();  // all lanes have read the old scales
+    if (lane() == 0) {
+#pragma unroll
+      for (int k = 0; k < Rule::kMoments; ++k) arenas.scale[k][place.block()] = scales[k];
+    }
+    each_moment<Rule>([&](auto index) {
+      constexpr int k = decltype(index)::value;
+      *reinterpret_cast<uint2*>(moment_at<uint8_t>(arenas, k, place)) =
+          encode<Rule::kSigned[k]>(moments[k].value, scales[k], shared.map[k], map[k].bend);
+    });
+  }
+};
+
+}  // namespace shoestring::cuda

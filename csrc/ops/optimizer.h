@@ -161,7 +161,7 @@ void step_cuda(const Call& call) {
   std::vector<kernels::OptimizerEntry> entries(call.params.size(), {nullptr, nullptr, 0, 0, 0, 0, 0, 0});
   for (const Stepped& s : stepped) {
     entries[s.index] = {s.param.mutable_data_ptr(),
-                        s.grad.const_data_ptr(),
+                        s.param.numel() > 0 ? s.grad.const_data_ptr() : &call,  // never read, and not null
                         static_cast<uint64_t>(s.param.numel()),
                         call.number_of(s.index),
                         static_cast<uint64_t>(type_of(s.param)),

@@ -1,6 +1,9 @@
 #pragma once
 
 // How a lane's eight elements of every moment are loaded, made numbers, and stored after the update.
+//
+// kResident is how many blocks of threads a multiprocessor shall hold: 4 leave 64 registers a thread, 3 leave 80, 2 leave
+// 128. Fewer registers would be spilled, more would let fewer loads be in flight.
 
 #include <type_traits>
 
@@ -44,7 +47,7 @@ template <class R>
 struct FloatState {
   using Rule = R;
   using Math = ExactMath;
-  static constexpr int kResident = 3;  // blocks a multiprocessor: 24 warps, for which there are 80 registers a thread
+  static constexpr int kResident = Rule::kMoments > 2 ? 2 : 3;
   struct Shared {};
   struct Loaded {
     Moments<Rule> values;
@@ -76,7 +79,7 @@ template <class R>
 struct BFloat16State {
   using Rule = R;
   using Math = FastMath;
-  static constexpr int kResident = 4;  // 64 registers
+  static constexpr int kResident = Rule::kMoments > 2 ? 3 : 4;
   struct Shared {};
   struct Loaded {
     Raw<__nv_bfloat16> values[Rule::kMoments];
@@ -111,7 +114,7 @@ struct BFloat16State {
   __device__ void store(const Place& place, Moments<Rule>& moments, const Shared&) const {
 #pragma unroll
     for (int k = 0; k < Rule::kMoments; ++k) {
-      const auto random = random_bits(arenas, place, kernels::kMomentStream + k);
+      const auto random = random_bits(arenas.seed, place, kernels::kMomentStream + k);
       Vector<unsigned, 4> words;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -135,7 +138,7 @@ template <class R>
 struct EightBitState {
   using Rule = R;
   using Math = FastMath;
-  static constexpr int kResident = 4;  // 64 registers
+  static constexpr int kResident = Rule::kMoments > 2 ? 3 : 4;
   struct Shared {
     SharedMap map[Rule::kMoments];
   };
@@ -162,7 +165,7 @@ struct EightBitState {
 #pragma unroll
     for (int k = 0; k < Rule::kMoments; ++k) {
       loaded.codes[k] = *reinterpret_cast<const uint2*>(moment_at<const uint8_t>(arenas, k, place));
-      loaded.scale[k] = arenas.scale[k][place.block()];
+      loaded.scale[k] = arenas.scale[k][place.arena_block()];
     }
   }
 
@@ -184,7 +187,7 @@ struct EightBitState {
     __syncwarp();  // all lanes have read the old scales
     if (lane() == 0) {
 #pragma unroll
-      for (int k = 0; k < Rule::kMoments; ++k) arenas.scale[k][place.block()] = scales[k];
+      for (int k = 0; k < Rule::kMoments; ++k) arenas.scale[k][place.arena_block()] = scales[k];
     }
     each_moment<Rule>([&](auto index) {
       constexpr int k = decltype(index)::value;

@@ -5,66 +5,17 @@
 // the last block of a tensor, odd addresses) are fp32 between load and store, and what they are is asked at run time.
 
 #include "common/convert.h"
-#include "dynamic_map.h"
-#include "kernels/optimizer.h"
-#include "kernels/philox.h"
+#include "place.h"
 
 namespace shoestring::cuda {
 
-using kernels::ElementType;
-using kernels::kStateBlock;
-using kernels::OptimizerArenas;
-using kernels::OptimizerEntry;
 using kernels::Rounding;
-
-constexpr int kTensors = 1000;  // of a launch, whose parameters have room for 32,764 bytes
-
-struct Group {
-  OptimizerEntry entry[kTensors];
-  int count;
-  const float* steps;
-  const float* found_inf;  // or null
-
-  __device__ bool skips() const { return found_inf != nullptr && *found_inf != 0; }
-};
-
-// Block `own` of a tensor, as a lane sees it. All that follows from it is computed where it is needed.
-struct Place {
-  const Group& group;
-  uint32_t tensor, own;
-
-  __device__ const OptimizerEntry& t() const { return group.entry[tensor]; }
-  __device__ ElementType type() const { return static_cast<ElementType>(t().type); }
-  __device__ ElementType grad_type() const { return static_cast<ElementType>(t().grad_type); }
-  __device__ uint32_t block() const { return t().block + own; }  // of the arenas
-  __device__ uint64_t in_arena() const { return uint64_t{block()} * kStateBlock + lane() * kPerLane; }
-  __device__ uint64_t in_tensor() const { return uint64_t{own} * kStateBlock + lane() * kPerLane; }
-  __device__ int left() const { return left_of(t().count - uint64_t{own} * kStateBlock); }
-  __device__ bool aligned() const {
-    return ((reinterpret_cast<uintptr_t>(t().param) | reinterpret_cast<uintptr_t>(t().grad)) & 15) == 0;
-  }
-  __device__ bool whole() const { return own < t().count / kStateBlock; }
-};
-
-/// 16 bits for each of a lane's elements: those of 2w and 2w + 1 are the lower and upper half of word w.
-template <int kMoments>
-__device__ kernels::Random4 random_bits(const OptimizerArenas<kMoments>& arenas, const Place& place, uint32_t stream) {
-  return kernels::philox_at(arenas.seed, uint64_t{stream} << 32 | static_cast<uint32_t>(place.group.steps[place.tensor]),
-                            (arenas.position + place.block()) * kWarp + lane());
-}
-
-/// Two bf16, each up with the probability of what is cut off. NaN stays NaN.
-__device__ inline unsigned round_stochastically(float x, float y, unsigned random) {
-  const auto add = [](float v, unsigned up) {
-    return v == v ? __float_as_uint(v) + up : __float_as_uint(v) | 0x400000u;
-  };
-  return __byte_perm(add(x, random & 0xffff), add(y, random >> 16), 0x7632);
-}
 
 template <class T>
 class PlainWeights {
  public:
   static __device__ int left(const Place&) { return kPerLane; }
+  static __device__ const Place& again(const Place& place) { return place; }
 
   template <class Arenas>
   __device__ PlainWeights(const Arenas&, const Place& place)
@@ -169,6 +120,7 @@ template <class Arenas>
 class AnyWeights {
  public:
   static __device__ int left(const Place& place) { return place.left(); }
+  static __device__ Place again(const Place& place) { return place.again(); }
 
   __device__ AnyWeights(const Arenas& arenas, const Place& place)
       : grad_(load_words(place.t().grad, place.grad_type(), in_tensor(place))) {
@@ -206,7 +158,7 @@ class AnyWeights {
     } else if (rounding(arenas, place) == Rounding::kNearest) {
       narrow<__nv_bfloat162>(x, words);
     } else if (rounding(arenas, place) == Rounding::kStochastic) {
-      const auto random = random_bits(arenas, place, kernels::kWeightStream);
+      const auto random = random_bits(arenas.seed, place, kernels::kWeightStream);
 #pragma unroll
       for (int i = 0; i < 4; ++i) words[i] = round_stochastically(x[2 * i], x[2 * i + 1], random.value[i]);
     } else {
@@ -235,7 +187,7 @@ class AnyWeights {
     return place.type() == ElementType::kBFloat16 ? arenas.rounding : Rounding::kNearest;
   }
   static __device__ Part in_tensor(const Place& place) {
-    return {place.in_tensor(), place.left(), place.aligned() && place.whole()};
+    return {place.in_tensor(), place.left(), place.aligned() && place.own < place.whole_blocks()};
   }
   static __device__ Part in_arena(const Place& place) { return {place.in_arena(), kPerLane, true}; }
   static __device__ unsigned* remainder(const Arenas& arenas, const Place& place) {

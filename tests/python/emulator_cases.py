@@ -15,10 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from optimizer_rules import ADAMW, LION, SGD, Rule, blocks
 from torch import Tensor
 
 import shoestring
 from shoestring.ops import dequantize_8bit, dequantize_state_4bit, quantize_8bit, quantize_state_4bit
+from shoestring.ops.optimizer import join
 
 Results = dict[str, tuple[Tensor, float]]  # name: tensor, allowed
 OPERATORS = torch.ops.shoestring
@@ -88,35 +90,57 @@ def dequantize_4bit(device: str) -> Results:
     return found
 
 
+# Whole blocks and parts of one; a weight's dtype and a gradient's.
+STEPPED = (
+    (1, torch.float32, torch.float32),
+    (4097, torch.float32, torch.float32),
+    (256, torch.float32, torch.bfloat16),
+    (1000, torch.bfloat16, torch.bfloat16),
+    (512, torch.bfloat16, torch.float32),
+    (777, torch.float16, torch.float16),
+)
+
+
 def optimizers(device: str) -> Results:
     """The second step, from a given state: all that a step reads is the same on both sides."""
-    return {f"{kind.__name__} {state} {name}": row
-            for kind in (shoestring.optim.AdamW, shoestring.optim.Lion, shoestring.optim.SGD)
-            for state in ("8bit", "fp32") for name, row in second_step(device, kind, state).items()}
+    return {f"{rule.name} {state} {weights} {name}": row
+            for rule in (ADAMW, LION, SGD) for state in ("8bit", "4bit", "bf16", "fp32")
+            for weights in ("plain", "stochastic", "remainder")
+            for name, row in second_step(device, rule, state, weights).items()}
 
 
-def second_step(device: str, kind: type[torch.optim.Optimizer], state: str) -> Results:
+def second_step(device: str, rule: Rule, state: str, weights: str) -> Results:
+    sizes = [n for n, _, _ in STEPPED]
+    params = [uniform(n, seed=n).to(device, dtype) for n, dtype, _ in STEPPED]
+    grads = [uniform(n, seed=100 + n).to(device, dtype) for n, _, dtype in STEPPED]
+    arenas: list[Tensor | None] = [torch.ones(len(sizes), device=device)]
+    for i, t in enumerate(rule.arenas(sizes, state)[1:]):
+        if t is not None:
+            values = byte_values(t.numel(), i, low=1) if t.dtype == torch.uint8 else uniform(t.numel(), seed=i).abs()
+            t = values.to(device, t.dtype)
+        arenas.append(t)
+    total, options = 256 * sum(map(blocks, sizes)), {}
+    remainder = torch.randint(-(2**15), 2**15, (total,), generator=torch.Generator().manual_seed(1), dtype=torch.int16)
+    if weights == "stochastic":
+        options = {"stochastic_rounding": True, "seed": 5, "accumulated": uniform(total, seed=2).to(device).bfloat16()}
+    if weights == "remainder":
+        options = {"weight_remainder": remainder.to(device), "accumulated": uniform(total, seed=2).to(device)}
+    rule.step(params, grads, *arenas, **rule.hyper, **options)
     found: Results = {}
-    dtypes = {1: torch.float32, 256: torch.float32, 4097: torch.float32, 1000: torch.bfloat16, 777: torch.float16}
-    params = [torch.nn.Parameter(uniform(n, seed=n).to(device, dtype)) for n, dtype in dtypes.items()]
-    before = [p.detach().clone() for p in params]
-    optimizer = kind(params, lr=1e-2, weight_decay=0.1, state=state)
-    for seed in (100, 200):
-        for i, p in enumerate(params):
-            p.grad = uniform(p.numel(), seed=seed + i).to(p)
-            if seed == 100:
-                continue
-            p.data.copy_(before[i])
-            for j, (name, entry) in enumerate(optimizer.state[p].items()):
-                if entry.dtype == torch.uint8:
-                    entry.copy_(byte_values(entry.numel(), seed + j, low=1).view(entry.shape))
-                elif name != "step":
-                    entry.copy_(uniform(entry.numel(), seed=seed + j).abs().view(entry.shape))
-        optimizer.step()
+    begin = 0
     for i, p in enumerate(params):
-        found[f"parameter {i}"] = (p.detach(), 8)
-        for name, entry in optimizer.state[p].items():
-            found[f"{name} {i}"] = (entry, 1 if entry.dtype == torch.uint8 else 0 if name == "step" else 4)
+        if weights == "remainder" and p.dtype == torch.bfloat16:
+            p = join(p, options["weight_remainder"][begin : begin + p.numel()])
+        found[f"parameter {i}"] = (p, 8)
+        begin += 256 * blocks(p.numel())
+    for name, t in zip(rule.arena_names(), arenas, strict=True):
+        if t is not None:
+            if state == "4bit" and t.dtype == torch.uint8:
+                t = torch.stack([t & 15, t >> 4], 1).short()
+                t = (t ^ 8) - 8 if rule.moments[name] else t  # signed: two's complement
+            found[name] = (t, 1 if t.dtype == torch.uint8 else 0 if name == "step" else 4)
+    if "accumulated" in options:
+        found["accumulated"] = (options["accumulated"], 0)
     return found
 
 

@@ -66,7 +66,7 @@ __device__ void step_block(const Place& place, const typename State::Rule* rules
   update(rule, param, weights.grad(state.arenas, place), moments, typename State::Math());
   const Place same = Weights::again(place);
   weights.store(state.arenas, same, param);
-  state.store(same, moments, shared);
+  state.store(same, moments, shared, rules);
 }
 
 // By a warp: blocks [place.own, last) of a tensor.
@@ -161,7 +161,7 @@ const char* step_all(const OptimizerEntry* entries, int64_t count, const typenam
         case StateType::kFloat: error = run_as(FloatState<Rule>{arenas}); break;
         case StateType::kBFloat16: error = run_as(BFloat16State<Rule>{arenas}); break;
         case StateType::k8Bit: error = run_as(EightBitState<Rule>{arenas}); break;
-        case StateType::k4Bit: error = "4-bit moments"; break;
+        case StateType::k4Bit: error = run_as(FourBitState<Rule>{arenas}); break;
       }
     }
     if (error != nullptr) return error;

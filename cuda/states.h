@@ -2,12 +2,13 @@
 
 // How a lane's eight elements of every moment are loaded, made numbers, and stored after the update.
 //
-// kResident is how many blocks of threads a multiprocessor shall hold: 4 leave 64 registers a thread, 3 leave 80, 2 leave
-// 128. Fewer registers would be spilled, more would let fewer loads be in flight.
+// kResident is how many blocks of threads a multiprocessor shall hold: 4 leave 64 registers a thread, 3 leave 80, 2
+// leave 128. With fewer registers some would be spilled; with fewer threads fewer loads are in flight.
 
 #include <type_traits>
 
 #include "common/math.h"
+#include "map_4bit.h"
 #include "weights.h"
 
 namespace shoestring::cuda {
@@ -68,7 +69,7 @@ struct FloatState {
     for (int k = 0; k < Rule::kMoments; ++k) moments[k] = loaded.values[k];
   }
 
-  __device__ void store(const Place& place, Moments<Rule>& moments, const Shared&) const {
+  __device__ void store(const Place& place, Moments<Rule>& moments, const Shared&, const Rule*) const {
 #pragma unroll
     for (int k = 0; k < Rule::kMoments; ++k) cuda::store(moment_at<float>(arenas, k, place), moments[k]);
   }
@@ -111,7 +112,7 @@ struct BFloat16State {
     rule.for_codes(ones);
   }
 
-  __device__ void store(const Place& place, Moments<Rule>& moments, const Shared&) const {
+  __device__ void store(const Place& place, Moments<Rule>& moments, const Shared&, const Rule*) const {
 #pragma unroll
     for (int k = 0; k < Rule::kMoments; ++k) {
       const auto random = random_bits(arenas.seed, place, kernels::kMomentStream + k);
@@ -178,7 +179,7 @@ struct EightBitState {
     });
   }
 
-  __device__ void store(const Place& place, Moments<Rule>& moments, const Shared& shared) const {
+  __device__ void store(const Place& place, Moments<Rule>& moments, const Shared& shared, const Rule*) const {
     float scales[Rule::kMoments];
     each_moment<Rule>([&](auto index) {
       constexpr int k = decltype(index)::value;
@@ -194,6 +195,66 @@ struct EightBitState {
       *reinterpret_cast<uint2*>(moment_at<uint8_t>(arenas, k, place)) =
           encode<Rule::kSigned[k]>(moments[k].value, scales[k], shared.map[k], map[k].bend);
     });
+  }
+};
+
+template <class R>
+struct FourBitState {
+  using Rule = R;
+  using Math = FastMath;
+  static constexpr int kResident = Rule::kMoments > 2 ? 3 : 4;
+  struct Shared {};
+  struct Loaded {
+    uint32_t codes[Rule::kMoments];
+    float scale[Rule::kMoments];  // of the lane's group
+  };
+  OptimizerArenas<Rule::kMoments> arenas;
+
+  __device__ void fill_shared(Shared&) const {}
+
+  __device__ void load(const Place& place, Loaded& loaded) const {
+    each_moment<Rule>([&](auto index) {
+      constexpr int k = decltype(index)::value;
+      loaded.codes[k] = *codes_at(k, place);
+      loaded.scale[k] = *scale_at<k>(place);
+    });
+  }
+
+  __device__ void decode(const Loaded& loaded, int left, const Shared&, Rule& rule, Moments<Rule>& moments) const {
+    rule.for_codes(loaded.scale);
+    each_moment<Rule>([&](auto index) {
+      constexpr int k = decltype(index)::value;
+      decode4<Rule::kSigned[k]>(loaded.codes[k], 1, moments[k].value);
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) moments[k][i] = i < left ? moments[k][i] : 0;  // no code is always zero
+    });
+  }
+
+  __device__ void store(const Place& place, Moments<Rule>& moments, const Shared&, const Rule* rules) const {
+    float scales[Rule::kMoments];
+    each_moment<Rule>([&](auto index) {
+      constexpr int k = decltype(index)::value;
+      scales[k] = find_scale4<Rule::kSigned[k]>(moments[k].value);
+    });
+    __syncwarp();  // all lanes have read the old scales
+    each_moment<Rule>([&](auto index) {
+      constexpr int k = decltype(index)::value;
+      constexpr bool kSigned = Rule::kSigned[k];
+      if (lane() % kGroupLanes4<kSigned> == 0) *scale_at<k>(place) = scales[k];
+      const auto rounding = kernels::rounding_4bit(kSigned, rules[place.tensor].keeps(k), place.step());
+      *codes_at(k, place) = encode4<kSigned>(moments[k].value, scales[k], rounding);
+    });
+  }
+
+ private:
+  __device__ uint32_t* codes_at(int k, const Place& place) const {
+    return static_cast<uint32_t*>(arenas.moment[k]) + uint64_t{place.arena_block()} * kWarp + lane();
+  }
+  template <int k>
+  __device__ float* scale_at(const Place& place) const {
+    constexpr bool kSigned = Rule::kSigned[k];
+    const uint64_t first = uint64_t{place.arena_block()} * kernels::kScales4<kSigned>;
+    return arenas.scale[k] + first + lane() / kGroupLanes4<kSigned>;
   }
 };
 

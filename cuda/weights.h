@@ -43,7 +43,8 @@ struct Part {
   bool vectors;
 };
 
-// Eight elements as they lie in memory; of 16 bits, in the first half. Never as 16-bit values: each would fill a register.
+// Eight elements as they lie in memory; of 16 bits, in the first half. Never as values of 16 bits: each would fill a
+// register.
 using Words = Vector<unsigned, kPerLane>;
 
 __device__ inline Words load_words(const void* base, ElementType type, const Part& part) {
@@ -77,7 +78,8 @@ __device__ inline void store_words(void* base, ElementType type, const Part& par
     }
   } else {
     uint16_t* to = static_cast<uint16_t*>(base) + part.at;
-    if (part.vectors) return store(reinterpret_cast<unsigned*>(to), Vector<unsigned, 4>{{words[0], words[1], words[2], words[3]}});
+    const Vector<unsigned, 4> half{{words[0], words[1], words[2], words[3]}};
+    if (part.vectors) return store(reinterpret_cast<unsigned*>(to), half);
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       if (i < part.left) to[i] = static_cast<uint16_t>(words[i / 2] >> i % 2 * 16);
@@ -104,15 +106,13 @@ __device__ inline Vector<float, kPerLane> as_floats(const Words& words, ElementT
   return x;
 }
 
-__device__ inline __half2 rounded_pair(float x, float y, __half2*) { return __floats2half2_rn(x, y); }
-__device__ inline __nv_bfloat162 rounded_pair(float x, float y, __nv_bfloat162*) { return __floats2bfloat162_rn(x, y); }
-
+// The other way, by `pair`, which rounds two.
 template <class Pair>
-__device__ void narrow(const Vector<float, kPerLane>& x, Words& words) {
+__device__ void narrow(const Vector<float, kPerLane>& x, Words& words, Pair pair) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const auto pair = rounded_pair(x[2 * i], x[2 * i + 1], static_cast<Pair*>(nullptr));
-    memcpy(&words[i], &pair, sizeof pair);
+    const auto both = pair(x[2 * i], x[2 * i + 1]);
+    memcpy(&words[i], &both, sizeof both);
   }
 }
 
@@ -154,9 +154,9 @@ class AnyWeights {
     if (place.type() == ElementType::kFloat) {
       memcpy(&words, &x, sizeof words);
     } else if (place.type() == ElementType::kHalf) {
-      narrow<__half2>(x, words);
+      narrow(x, words, [](float a, float b) { return __floats2half2_rn(a, b); });
     } else if (rounding(arenas, place) == Rounding::kNearest) {
-      narrow<__nv_bfloat162>(x, words);
+      narrow(x, words, [](float a, float b) { return __floats2bfloat162_rn(a, b); });
     } else if (rounding(arenas, place) == Rounding::kStochastic) {
       const auto random = random_bits(arenas.seed, place, kernels::kWeightStream);
 #pragma unroll

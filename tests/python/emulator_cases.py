@@ -138,7 +138,7 @@ def second_step(device: str, rule: Rule, state: str, weights: str) -> Results:
             if state == "4bit" and t.dtype == torch.uint8:
                 t = torch.stack([t & 15, t >> 4], 1).short()
                 t = (t ^ 8) - 8 if rule.moments[name] else t  # signed: two's complement
-            found[name] = (t, 1 if t.dtype == torch.uint8 else 0 if name == "step" else 4)
+            found[name] = (t, 1 if not t.is_floating_point() else 0 if name == "step" else 4)
     if "accumulated" in options:
         found["accumulated"] = (options["accumulated"], 0)
     return found

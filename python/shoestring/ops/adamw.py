@@ -44,8 +44,8 @@ def adamw_(
     Raises:
         RuntimeError: a shape, dtype, device or option that does not fit; nothing has changed then.
 
-    With 8-bit state on a GPU an update takes its root and its reciprocal from hardware instructions, which are wrong by
-    a unit or two in the last place, and eps is at least 1.1e-19.
+    With other than fp32 state on a GPU an update takes its root and its reciprocal from hardware instructions, which are
+    wrong by a unit or two in the last place, and eps is at least 1.1e-19.
     """
     torch.ops.shoestring.adamw_(
         params,

@@ -1,7 +1,9 @@
 """Optimizers with low-memory state; drop-in for torch.optim."""
 
 from shoestring.optim.adamw import AdamW
+from shoestring.optim.apollo import APOLLO, APOLLOMini
+from shoestring.optim.galore import GaLore
 from shoestring.optim.lion import Lion
 from shoestring.optim.sgd import SGD
 
-__all__ = ["SGD", "AdamW", "Lion"]
+__all__ = ["APOLLO", "SGD", "APOLLOMini", "AdamW", "GaLore", "Lion"]

@@ -1,0 +1,301 @@
+"""What GaLore and APOLLO share: steps of a base optimizer at low rank."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+
+from shoestring.optim.projections import is_left
+from shoestring.optim.sgd import SGD
+from shoestring.optim.virtual import DTYPES, VirtualParameters
+
+FORMAT_VERSION = 1
+
+
+class _AsSaved:
+    """Carries a tensor through Optimizer.load_state_dict, which would cast it to the parameter's dtype."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class LowRankOptimizer(Optimizer):
+    """Everything but the projection. A subclass says how a gradient gets down to low rank, and an update back up.
+
+    Groups have the options of the base optimizer beside ``rank`` (None: no projection), ``update_proj_gap``, ``scale``
+    and the subclass's own; ``state[p]`` has the base's entries, of the virtual parameter, beside the subclass's.
+    """
+
+    _virtual_options: ClassVar[dict[str, Any]] = {"weight_decay": 0.0}
+
+    max_grad_norm: float | None = None
+    grad_norm: Tensor | None = None
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        base_optimizer: type[Optimizer],
+        defaults: dict[str, Any],
+        options: dict[str, Any],
+        seed: int,
+        max_grad_norm: float | None,
+    ) -> None:
+        is_class = isinstance(base_optimizer, type) and issubclass(base_optimizer, Optimizer)
+        plain = is_class and not issubclass(base_optimizer, LowRankOptimizer)
+        self._expect(plain, "base_optimizer", "a class of optimizers that do not project, as AdamW", base_optimizer)
+        positive = max_grad_norm is None or max_grad_norm > 0
+        self._expect(positive, "max_grad_norm", "None or a number above 0", max_grad_norm)
+        self._expect(isinstance(seed, int) and seed >= 0, "seed", "a whole number of at least 0", seed)
+        self.base_optimizer, self.max_grad_norm, self.seed = base_optimizer, max_grad_norm, seed
+        self._options = options
+        self._virtual = VirtualParameters(base_optimizer, options, self._virtual_options)
+        base = self._virtual.defaults
+        for name in options:
+            self._expect(name in base, name, f"an option of {base_optimizer.__name__}'s groups", options[name])
+        super().__init__(params, defaults | base)
+
+    def _down(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        """The low-rank gradient, fp32, of ``grad`` (m, n); makes or renews the projection in ``self.state[param]``."""
+        raise NotImplementedError
+
+    def _up(self, param: Tensor, low: Tensor, low_grad: Tensor, grad_factor: Tensor | float, group: dict) -> None:
+        """Decays the parameter, and moves it by what the base made of the virtual one; both are (r, n) or (m, r).
+
+        ``low_grad`` is what the base was given, the projected gradient times ``grad_factor``.
+        """
+        raise NotImplementedError
+
+    def _check_own(self, group: dict[str, Any]) -> None:
+        """Raises ValueError (by ``_expect``) where one of the subclass's own options does not fit."""
+
+    def _own_shapes(self, param: Tensor, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, ...]] | None]:
+        """The subclass's own entries of a state, with dtype and shape; None for whole numbers."""
+        raise NotImplementedError
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _expect(self, good: bool, name: str, expected: str, received: object) -> None:
+        if not good:
+            raise ValueError(f"{self._name}: {name}: expected {expected}, received {received!r}")
+
+    def _check_options(self, group: dict[str, Any]) -> None:
+        rank, gap, scale, decay = (group.get(k) for k in ("rank", "update_proj_gap", "scale", "weight_decay"))
+        natural = rank is None or (isinstance(rank, int) and rank >= 1)
+        self._expect(natural, "rank", "None or a whole number of at least 1", rank)
+        self._expect(isinstance(gap, int) and gap >= 1, "update_proj_gap", "a whole number of at least 1", gap)
+        self._expect(scale > 0, "scale", "a number above 0", scale)
+        if rank is not None and decay and _decay_is_a_penalty(self.base_optimizer, group):
+            expected = f"0 with {self.base_optimizer.__name__}, where it is an L2 penalty (or rank=None)"
+            self._expect(False, "weight_decay", expected, decay)
+        self._check_own(group)
+
+    def _shape(self, param: Tensor, group: dict[str, Any]) -> tuple[int, int] | None:
+        """The virtual parameter's: (r, n) or (m, r), the matrix being (m, n); None where the parameter steps as it is."""
+        rank = group["rank"]
+        if rank is None or param.dim() < 2 or param.numel() == 0:
+            return None
+        rows, columns = len(param), param.numel() // len(param)
+        if rank > (rows if is_left(rows, columns, group) else columns):
+            return None
+        return (rank, columns) if is_left(rows, columns, group) else (rows, rank)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as in ``torch.optim.Optimizer``; its options are checked first."""
+        self._check_options({**self.defaults, **param_group})
+        params = param_group["params"]
+        param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
+        seen: set[int] = set()
+        for i, item in enumerate(param_group["params"]):
+            key = id(item[1] if isinstance(item, tuple) else item)
+            if key in seen:
+                raise ValueError(f"{self._name}: params[{i}]: expected each parameter once, received one again")
+            seen.add(key)
+        super().add_param_group(param_group)
+        try:
+            group = self.param_groups[-1]
+            self._virtual.add(group, self._shapes(group))
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _shapes(self, group: dict[str, Any]) -> list[tuple[int, int] | None]:
+        """The virtual parameters' of a group, whose own are checked."""
+        for i, p in enumerate(group["params"]):
+            if self._shape(p, group) is not None:
+                self._expect(p.dtype in DTYPES, f"params[{i}]", "fp32, bf16 or fp16", p.dtype)
+                self._expect(not hasattr(p, "device_mesh"), f"params[{i}]", "a local tensor", type(p).__name__)
+        return [self._shape(p, group) for p in group["params"]]
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps every parameter that has a gradient; returns what the closure, if any, returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        factor = self._clip_coef()
+        virtual, given = self._virtual, []  # gradients to be put back
+        virtual.update_options(self.param_groups)
+        try:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is None:
+                        continue
+                    if p in virtual.of:
+                        self._check_grad(p, group)
+                        low_grad = self._down(p, p.grad.flatten(1), group)
+                        virtual.provide(p, low_grad if factor is None else low_grad.mul_(factor.to(p.device)))
+                    elif factor is not None:
+                        given.append((p, p.grad))
+                        p.grad = p.grad * factor.to(p.device)
+            virtual.base.step()
+            for group in self.param_groups:
+                for p in group["params"]:
+                    low = virtual.of.get(p)
+                    if low is not None and low.grad is not None:
+                        on_device = 1.0 if factor is None else factor.to(p.device)
+                        self._up(p, low.detach(), low.grad, on_device, group)
+        finally:
+            for p, grad in given:
+                p.grad = grad
+            virtual.release()
+        virtual.show(self.state, self.param_groups)
+        return loss
+
+    def _check_grad(self, param: Tensor, group: dict[str, Any]) -> None:
+        same = self._shape(param, group) == self._virtual.of[param].shape
+        self._expect(same, "rank", "what the group was made with (as projection)", group["rank"])
+        self._expect(not param.grad.is_sparse, "grad", "a dense gradient", "a sparse one")
+
+    def _clip_coef(self) -> Tensor | None:
+        """As ``torch.nn.utils.clip_grad_norm_`` has it, but that the norm of 16-bit gradients is an fp32 number."""
+        self.grad_norm = None
+        if self.max_grad_norm is None:
+            return None
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    by_kind.setdefault((p.grad.device, p.grad.dtype), []).append(p.grad)
+        norms = [n for grads in by_kind.values() for n in torch._foreach_norm(grads, 2, dtype=torch.float32)]
+        if not norms:
+            return None
+        self.grad_norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+        return (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
+
+    def _decay(self, weight: Tensor, param: Tensor, group: dict[str, Any]) -> None:
+        if group.get("weight_decay"):
+            weight.mul_(1.0 - self._lr(param, group) * group["weight_decay"])
+
+    def _lr(self, param: Tensor, group: dict[str, Any]) -> Tensor | float:
+        lr = group["lr"]
+        return float(lr) if isinstance(lr, Tensor) and lr.device != param.device else lr
+
+    def _position(self, param: Tensor) -> int:
+        """The parameter's place among all of the optimizer, which tells its random numbers from the others'."""
+        every = (p for group in self.param_groups for p in group["params"])
+        return next(i for i, p in enumerate(every) if p is param)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as in ``torch.optim.Optimizer``, with a ``format_version`` and whose the base's entries are."""
+        base = {"name": self.base_optimizer.__name__, **self._virtual.beside()}
+        return {**super().state_dict(), "format_version": FORMAT_VERSION, "base_optimizer": base}
+
+    @_disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of the same class over the same base optimizer, bit for bit; everything is copied.
+
+        Raises:
+            ValueError: what is loaded does not fit; nothing has changed then.
+        """
+        base, expected = state_dict.get("base_optimizer"), self.base_optimizer.__name__
+        version = state_dict.get("format_version")
+        fits = isinstance(base, dict) and base.get("name") == expected and version == FORMAT_VERSION
+        received = f"{base['name']}, format_version {version}" if isinstance(base, dict) else "another optimizer's"
+        wanted = f"{self._name}'s over {expected}, format_version {FORMAT_VERSION}"
+        if not fits:
+            raise ValueError(f"{self._name}: load_state_dict: expected a state dict of {wanted}, received {received}")
+
+        def keep(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            entries = {
+                key: {k: _AsSaved(v) if isinstance(v, Tensor) else v for k, v in entry.items()}
+                for key, entry in loaded["state"].items()
+            }
+            return {**loaded, "state": entries}
+
+        self._loaded_base = {k: v for k, v in base.items() if k != "name"}
+        last = self.register_load_state_dict_pre_hook(keep)  # after those that the user registered
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+            self.__dict__.pop("_loaded_base", None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("base_optimizer", "max_grad_norm", "seed", "_options")
+        return {**super().__getstate__(), **{k: getattr(self, k) for k in own}, "_loaded_base": self._virtual.beside()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes the state of a load, a copy or an unpickling: checks it, and hands it to a new base optimizer."""
+        if "state" not in state:
+            super().__setstate__(state)
+            return
+        before = dict(self.__dict__)
+        try:
+            self.__dict__.update({k: v for k, v in state.items() if k not in ("state", "param_groups")})
+            self._take(state["state"], state["param_groups"])
+        except BaseException:
+            self.__dict__.clear()
+            self.__dict__.update(before)
+            raise
+        super().__setstate__({"state": state["state"], "param_groups": state["param_groups"]})
+        self._virtual.show(self.state, self.param_groups)
+
+    def _take(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+        beside = self.__dict__.pop("_loaded_base")
+        self._virtual = VirtualParameters(self.base_optimizer, self._options, self._virtual_options)
+        owner: dict[Tensor, dict[str, Any]] = {}
+        for group in groups:
+            for name, default in self.defaults.items():
+                group.setdefault(name, default)
+            self._check_options(group)
+            self._virtual.add(group, self._shapes(group))
+            owner.update(dict.fromkeys(group["params"], group))
+        entries = {}
+        for p, entry in state.items():
+            for name, value in entry.items():
+                entry[name] = value.tensor if isinstance(value, _AsSaved) else value
+            if p in owner and entry:
+                own = self._own_entries(p, entry, owner[p]) if p in self._virtual.of else {}
+                entries[p] = {k: v for k, v in entry.items() if k not in own}
+                state[p] = own
+        self._virtual.load(entries, beside)
+
+    def _own_entries(self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+        """Our part of a projected parameter's entries, after checking it."""
+        own = {}
+        for name, kind in self._own_shapes(param, group).items():
+            value = entry.get(name)
+            if kind is None:
+                good, expected = isinstance(value, int), "a whole number"
+            else:
+                good = isinstance(value, Tensor) and value.dtype == kind[0] and value.shape == torch.Size(kind[1])
+                expected = f"{kind[0]} {kind[1]}"
+            if not good:
+                received = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                raise ValueError(f"{self._name}: load_state_dict: {name}: expected {expected}, received {received}")
+            own[name] = value if kind is None else value.to(param.device, copy=True)
+        return own
+
+
+def _decay_is_a_penalty(base: type[Optimizer], group: dict[str, Any]) -> bool:
+    """Whether the base adds the decay to the gradient: it would have to be projected with it."""
+    decoupled = (torch.optim.Adafactor, torch.optim.Muon)
+    of_torch = base.__module__.startswith("torch.optim") and not issubclass(base, decoupled)
+    return issubclass(base, SGD) or (of_torch and not group.get("decoupled_weight_decay", False))

@@ -1,0 +1,99 @@
+"""A base optimizer that steps small virtual parameters in the place of large matrices."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class VirtualParameters:
+    """The base optimizer, and by parameter the virtual one that it has instead, fp32.
+
+    A virtual parameter is zero before a step, and its gradient is the projected one; what the base leaves in it is the
+    low-rank update. So any rule works, with its state of any kind. Between steps virtual parameters have no memory.
+    Each group of the optimizer around is two here: the parameters that step as they are, and the virtual ones.
+    """
+
+    def __init__(self, base: type[Optimizer], options: dict[str, Any], fixed: dict[str, Any]) -> None:
+        self.defaults = base([Parameter(torch.zeros(1))], **options).defaults  # checks the options, too
+        self.fixed = {name: value for name, value in fixed.items() if name in self.defaults}  # of virtual parameters
+        self.of: dict[Tensor, Parameter] = {}
+        self._class, self._options = base, options
+        self._base: Optimizer | None = None
+
+    @property
+    def base(self) -> Optimizer:
+        assert self._base is not None, "add comes first"
+        return self._base
+
+    def _both(self, group: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        options = {name: group[name] for name in self.defaults}
+        return options, options | self.fixed
+
+    def add(self, group: dict[str, Any], shapes: list[tuple[int, int] | None]) -> None:
+        """A group of parameters; None is the shape of one that has no virtual parameter."""
+        plain = [p for p, shape in zip(group["params"], shapes, strict=True) if shape is None]
+        virtual = {}
+        for p, shape in zip(group["params"], shapes, strict=True):
+            if shape is not None:
+                virtual[p] = Parameter(torch.empty(shape, dtype=torch.float32, device=p.device))
+                virtual[p].untyped_storage().resize_(0)
+        members = (plain, list(virtual.values()))
+        groups = [{**options, "params": params} for options, params in zip(self._both(group), members, strict=True)]
+        if self._base is None:
+            self._base = self._class(groups, **self._options)
+        else:
+            for i, new in enumerate(groups):
+                try:
+                    self._base.add_param_group(new)
+                except BaseException:
+                    del self._base.param_groups[len(self._base.param_groups) - i :]
+                    raise
+        self.of |= virtual
+
+    def update_options(self, groups: list[dict[str, Any]]) -> None:
+        """What schedules and people have changed in the groups of the optimizer around."""
+        for i, group in enumerate(groups):
+            for ours, options in zip(self.base.param_groups[2 * i : 2 * i + 2], self._both(group), strict=True):
+                ours.update(options)
+
+    def provide(self, param: Tensor, grad: Tensor) -> None:
+        """Memory, with zeros in it, for a virtual parameter, and its gradient."""
+        virtual = self.of[param]
+        virtual.untyped_storage().resize_(virtual.numel() * virtual.element_size())
+        virtual.zero_()
+        virtual.grad = grad
+
+    def release(self) -> None:
+        """Takes memory and gradients of all virtual parameters back."""
+        for virtual in self.of.values():
+            virtual.grad = None
+            virtual.untyped_storage().resize_(0)
+
+    def show(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+        """The base's state into that of the optimizer around: it may have moved to other memory."""
+        for group in groups:
+            for p in group["params"]:
+                entry = self.base.state.get(self.of.get(p, p))
+                if entry:
+                    state[p].update(entry)
+
+    def beside(self) -> dict[str, Any]:
+        """What the base has in a state dict beside state and groups."""
+        return {k: v for k, v in self.base.state_dict().items() if k not in ("state", "param_groups")}
+
+    def load(self, entries: dict[Tensor, dict[str, Any]], beside: dict[str, Any]) -> None:
+        """The base's state, by the parameters of the optimizer around, and what ``beside`` gave."""
+        saved = self.base.state_dict()
+        owners = {virtual: p for p, virtual in self.of.items()}
+        by_index = {}
+        for group, indices in zip(self.base.param_groups, saved["param_groups"], strict=True):
+            for member, index in zip(group["params"], indices["params"], strict=True):
+                entry = entries.get(owners.get(member, member))
+                if entry:
+                    by_index[index] = entry
+        self.base.load_state_dict({**saved, **beside, "state": by_index})

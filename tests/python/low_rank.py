@@ -1,0 +1,52 @@
+"""Parameters and gradients for the tests of the optimizers at low rank."""
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+# Wide, tall, a convolution's, one whose side is less than every rank here, a vector, an empty one.
+SIZES = [(24, 40), (40, 24), (12, 3, 3, 3), (4, 50), (30,), (0, 8)]
+PROJECTED = [0, 1, 2, 6]  # with a rank of 8; 6 is a transposed matrix
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[Parameter]:
+    generator = torch.Generator(torch.get_default_device()).manual_seed(5)
+    values = [torch.randn(size, generator=generator).to(dtype) for size in SIZES]
+    values.append(torch.randn((48, 16), generator=generator).to(dtype).T)
+    return [Parameter(v) for v in values]
+
+
+def gradients(params: list[Parameter], step: int, size: float = 1.0) -> None:
+    """Of full rank, with singular values that fall."""
+    generator = torch.Generator(torch.get_default_device()).manual_seed(step)
+    for p in params:
+        noise = torch.randn(p.shape, generator=generator)
+        if p.dim() > 1:
+            noise = noise * torch.linspace(2, 0.2, len(p)).view(-1, *[1] * (p.dim() - 1))
+        p.grad = (noise * size).to(p.dtype)
+
+
+def train(optimizer: Optimizer, params: list[Parameter], steps: range) -> None:
+    for step in steps:
+        gradients(params, step)
+        optimizer.step()
+
+
+def same(a: list[Parameter], b: list[Parameter]) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+class Adam64:
+    """AdamW's update in fp64, without the learning rate: what it adds to a weight at a rate of one."""
+
+    def __init__(self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
+        self.betas, self.eps, self.step = betas, eps, 0
+        self.m = self.v = 0.0
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        self.step += 1
+        (b1, b2), g = self.betas, grad.double()
+        self.m = b1 * self.m + (1 - b1) * g
+        self.v = b2 * self.v + (1 - b2) * g * g
+        return -self.m / (1 - b1**self.step) / ((self.v / (1 - b2**self.step)).sqrt() + self.eps)

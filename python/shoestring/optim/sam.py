@@ -1,0 +1,231 @@
+"""SAM: the gradient of the worst point nearby, for any optimizer."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+
+
+class SAM(Optimizer):
+    """Sharpness-aware minimisation (arXiv 2010.01412) around another optimizer.
+
+    The first half of a step goes up, from the weights w to ``w + rho * g / norm(g)``, g being the gradient of all of
+    them; the second goes back to w, to the bit, and takes the base optimizer's step there with the gradient from above::
+
+        optimizer = SAM(model.parameters(), AdamW, rho=0.05, lr=1e-3)
+        for batch in data:
+            loss(model, batch).backward()
+            optimizer.first_step(zero_grad=True)
+            loss(model, batch).backward()
+            optimizer.second_step(zero_grad=True)
+
+    Each ``backward`` may be several, over micro-batches. ``optimizer.step(closure)`` does all of it, calling the closure
+    twice. Under ``torch.amp.GradScaler``, which must not ``unscale_`` before the first half, it is ::
+
+            scaler.scale(loss(model, batch)).backward()
+            optimizer.first_step(zero_grad=True)  # a direction: the scale does not matter
+            scaler.scale(loss(model, batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    A first gradient that is not finite leaves the weights where they are, and ``scaler.step`` then skips the step, as it
+    does for the second one. (The scale falls by the second, which is of the same weights and will not be finite either.)
+
+    Memory: the base's, and between the halves a copy of the weights that have a gradient.
+
+    Args:
+        params: parameters, named parameters or groups.
+        base_optimizer: the class of the optimizer that takes the steps: shoestring.optim's, torch.optim's or another.
+        rho: how far the first half goes; at least 0. A group may have its own; the norm is that of all groups.
+        adaptive: ASAM (arXiv 2102.11600): up along ``w^2 * g``, by ``rho / norm(w * g)``; rho is then about ten times
+            larger. A group may have its own.
+        options: of the base optimizer: lr, weight_decay, max_grad_norm, ...; norms are clipped in the second half alone.
+
+    Attributes:
+        base_optimizer: the optimizer that takes the steps. Groups and state are one and the same here and there.
+
+    Raises:
+        ValueError: an option that does not fit.
+        RuntimeError: a half of a step that is not due, or a state dict wanted between the halves.
+
+    Layers that keep running statistics, such as BatchNorm, see every batch twice, the second time with weights that are
+    never used: set their ``momentum`` to 0 for the second pass, or accept it. Random layers draw anew in the second pass.
+    The move up is added in fp32 and rounded once; in 16-bit weights, what is below half a unit in the last place is lost.
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler.step then always calls step, so that weights come back
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        base_optimizer: type[Optimizer],
+        rho: float = 0.05,
+        adaptive: bool = False,
+        **options: Any,
+    ) -> None:
+        if not (isinstance(base_optimizer, type) and issubclass(base_optimizer, Optimizer)):
+            expected = "a class of optimizers, such as shoestring.optim.AdamW"
+            raise ValueError(f"SAM: base_optimizer: expected {expected}, received {base_optimizer!r}")
+        self.base_optimizer: Optimizer | None = None
+        self._weights: dict[Tensor, Tensor] | None = None  # between the halves: those before the first
+        self._finite: Tensor | None = None  # whether the first half's norm was
+        super().__init__(params, dict(rho=rho, adaptive=adaptive))
+        self.base_optimizer = base_optimizer(self.param_groups, **options)
+        self.defaults = {**self.base_optimizer.defaults, **self.defaults}
+        self._share()
+
+    def _share(self) -> None:
+        assert self.base_optimizer is not None
+        self.param_groups, self.state = self.base_optimizer.param_groups, self.base_optimizer.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as in ``torch.optim.Optimizer``."""
+        group = {**self.defaults, **param_group}
+        if not group["rho"] >= 0:
+            raise ValueError(f"SAM: rho: expected a number of at least 0, received {group['rho']!r}")
+        if self.base_optimizer is None:  # in the constructor, where the base takes all groups afterwards
+            super().add_param_group(param_group)
+        else:
+            for name in ("rho", "adaptive"):
+                param_group.setdefault(name, group[name])
+            self.base_optimizer.add_param_group(param_group)
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        """Moves every parameter that has a gradient up; ``zero_grad`` as in the other optimizers, afterwards."""
+        if self._weights is not None:
+            raise RuntimeError("SAM: first_step: expected second_step() after the last first_step(), received another")
+        moved = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self._weights = {p: p.clone() for p, _ in moved}
+        if moved:
+            device = moved[0][0].device
+            norms = [torch.linalg.vector_norm(_weighted(p, g), dtype=_wide(p)).to(device) for p, g in moved]
+            norm = torch.linalg.vector_norm(torch.stack(norms))
+            self._finite = norm.isfinite()
+            inverse = torch.where(self._finite, 1 / (norm + 1e-12), 0.0)
+            for p, group in moved:
+                up = _weighted(p, group) * (inverse * group["rho"]).to(p.device, _wide(p))
+                if group["adaptive"]:
+                    up = up * p
+                # Where the norm is not finite, neither may be the gradient: no multiple of it is added.
+                p.copy_(p + torch.where(self._finite.to(p.device), up, 0.0))
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        """Takes the weights back, and the base optimizer's step; ``zero_grad`` as in the other optimizers, afterwards."""
+        self.step()  # whose hooks, and learning rate schedules, then see it
+        if zero_grad:
+            self.zero_grad()
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Both halves with a closure, which clears the gradients, computes the loss and its gradients, and returns it.
+
+        The closure is called twice; what is returned is the loss of the first time, of the weights themselves. Without a
+        closure, ``step`` is ``second_step``.
+        """
+        if closure is None:
+            if self._weights is None:
+                raise RuntimeError("SAM: step: expected first_step() before, or a closure, received neither")
+            self._descend()
+            return None
+        if self._weights is not None:
+            raise RuntimeError("SAM: step: expected second_step() after first_step(), received a closure")
+        with torch.enable_grad():
+            loss = closure()
+        self.first_step(zero_grad=True)
+        try:
+            with torch.enable_grad():
+                closure()
+        except BaseException:
+            self._go_back()
+            raise
+        self._descend()
+        return loss
+
+    def _go_back(self) -> None:
+        assert self._weights is not None
+        for p, weight in self._weights.items():
+            p.copy_(weight)
+        self._weights = None
+
+    def _descend(self) -> None:
+        """The step at the old weights; under a GradScaler, which hands over its scale and what it found, maybe none."""
+        base = self.base_optimizer
+        assert base is not None
+        self._go_back()
+        finite, self._finite = self._finite, None
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        if found_inf is None:
+            base.step()
+            return
+        if finite is not None:
+            found_inf = found_inf + (~finite).to(found_inf)
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if getattr(base, "_step_supports_amp_scaling", False):
+            base.grad_scale, base.found_inf = scale, found_inf  # type: ignore[attr-defined]
+            try:
+                base.step()
+            finally:
+                del base.grad_scale, base.found_inf  # type: ignore[attr-defined]
+            return
+        if found_inf.item():
+            return
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if scale is not None:
+            for grad in grads:
+                if grad.dtype == torch.float16:
+                    raise ValueError("SAM: grad: expected fp32 or bf16 gradients to unscale, received torch.float16")
+            for grad in grads:
+                grad.mul_((1 / scale).to(grad.device))
+        base.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base optimizer's, whose groups have ``rho`` and ``adaptive`` as well; not between the halves of a step."""
+        self._expect_whole("state_dict")
+        assert self.base_optimizer is not None
+        own = super().state_dict()  # runs the hooks
+        return {**self.base_optimizer.state_dict(), **own}
+
+    @_disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict, as the base optimizer does."""
+        self._expect_whole("load_state_dict")
+        assert self.base_optimizer is not None
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        self.base_optimizer.load_state_dict(state_dict)
+        self._share()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _expect_whole(self, what: str) -> None:
+        if self._weights is not None:
+            raise RuntimeError(f"SAM: {what}: expected second_step() after first_step(), received moved weights")
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._expect_whole("copy")
+        own = {"base_optimizer": self.base_optimizer, "_weights": None, "_finite": None}
+        return {"defaults": self.defaults, **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+
+def _wide(param: Tensor) -> torch.dtype:
+    return torch.promote_types(param.dtype, torch.float32)
+
+
+def _weighted(param: Tensor, group: dict[str, Any]) -> Tensor:
+    """What the norm is of, in fp32: the gradient, or for ASAM the gradient times the weight."""
+    grad = param.grad.to(_wide(param))
+    return grad * param if group["adaptive"] else grad

@@ -323,5 +323,7 @@ def test_what_is_not_due_is_refused() -> None:
         SAM(params, AdamW(params))
     with pytest.raises(ValueError, match="AdamW: lr: expected"):
         SAM(params, AdamW, lr=-1)
+    with pytest.raises(ValueError, match="SAM: step_in_backward: expected False"):
+        SAM(params, AdamW, step_in_backward=True)
     with pytest.raises(TypeError, match="nesterov"):
         SAM(params, AdamW, nesterov=True)

@@ -28,11 +28,11 @@ class APOLLO(LowRankOptimizer):
     Args:
         params: as for ``GaLore``; the parameters that step as by the base alone are the same.
         base_optimizer: the class: AdamW, or one whose update has a size of its own in the same way.
-        rank: r; a group may have its own, as of the three that follow, and None for no projection.
+        rank: r; a group may have its own, as of the four that follow, and None for no projection.
         update_proj_gap: steps between random projections.
         scale: what the update of a projected parameter is multiplied by. (The authors' code takes the square of it.)
         scale_type: "channel", or "tensor": one factor, from the norms of all of U and R.
-        seed: results depend on it and the kind of device.
+        seed: of the projections, on which results depend (and on the kind of device), and the base's.
         max_grad_norm, options: as for ``GaLore``.
 
     Raises:
@@ -59,8 +59,8 @@ class APOLLO(LowRankOptimizer):
         max_grad_norm: float | None = None,
         **options: Any,
     ) -> None:
-        defaults = dict(rank=rank, update_proj_gap=update_proj_gap, scale=scale, scale_type=scale_type)
-        super().__init__(params, base_optimizer, defaults, options, seed, max_grad_norm)
+        defaults = dict(rank=rank, update_proj_gap=update_proj_gap, scale=scale, scale_type=scale_type, seed=seed)
+        super().__init__(params, base_optimizer, defaults, options, max_grad_norm)
 
     def _check_own(self, group: dict[str, Any]) -> None:
         kind = group["scale_type"]
@@ -73,7 +73,7 @@ class APOLLO(LowRankOptimizer):
         rank, entry = group["rank"], self.state[param]
         if not entry:
             entry.update(norm=torch.zeros((), device=grad.device), projection_age=0)
-            entry["seed"] = mix(self.seed, self._position(param))
+            entry["seed"] = mix(group["seed"], self._position(param))
         elif entry["projection_age"] >= group["update_proj_gap"]:
             entry.update(projection_age=0, seed=mix(entry["seed"]))
         entry["projection_age"] += 1

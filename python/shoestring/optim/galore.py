@@ -36,12 +36,12 @@ class GaLore(LowRankOptimizer):
             fewer than ``rank`` rows (columns, for a projection on the right), step as by the base alone.
         base_optimizer: the class; its update must not depend on the weights but for decoupled weight decay (no L2
             penalty, trust ratio, parameter scale or averaging of weights).
-        rank: r; a group may have its own, as of the three that follow, and None for no projection. Embeddings and
+        rank: r; a group may have its own, as of the four that follow, and None for no projection. Embeddings and
             heads are usually left out.
         update_proj_gap: steps between projections.
         scale: what the update of a projected parameter is multiplied by.
         projection: "auto" (the smaller side), "left" (rows) or "right" (columns).
-        seed: of the random start of the iteration; results depend on it and the kind of device.
+        seed: of the random start of the iteration, on which results depend (and on the kind of device), and the base's.
         max_grad_norm: gradients are clipped to this norm, over the full gradients of all parameters, within the step:
             ``.grad`` stays as it is. The attribute may be changed between steps; ``grad_norm`` is the last norm.
         options: of the base optimizer: lr, betas, weight_decay, state, ... ``weight_decay`` decays the whole weight.
@@ -50,7 +50,7 @@ class GaLore(LowRankOptimizer):
         ValueError: an option, dtype or loaded state that does not fit; nothing has changed then.
         TypeError: an option that the base optimizer does not have.
 
-    16-bit weights: decay and update are added in fp32, and rounded once, to nearest. A gradient that is zero or not
+    16-bit weights: decay and update are added in fp32, and rounded once, to nearest (``weights="plain"``). A gradient that is zero or not
     finite gives no projection: the last one, or a random one, stays until the next step. Parameter groups, schedulers,
     hooks, closures and state dicts work as in ``torch.optim``; a GradScaler unscales, and skips, by itself. A new
     projection waits for the device; a step can not be captured in a CUDA graph, and has no DTensor parameters.
@@ -72,8 +72,8 @@ class GaLore(LowRankOptimizer):
         max_grad_norm: float | None = None,
         **options: Any,
     ) -> None:
-        defaults = dict(rank=rank, update_proj_gap=update_proj_gap, scale=scale, projection=projection)
-        super().__init__(params, base_optimizer, defaults, options, seed, max_grad_norm)
+        defaults = dict(rank=rank, update_proj_gap=update_proj_gap, scale=scale, projection=projection, seed=seed)
+        super().__init__(params, base_optimizer, defaults, options, max_grad_norm)
 
     def _check_own(self, group: dict[str, Any]) -> None:
         side = group["projection"]
@@ -95,7 +95,7 @@ class GaLore(LowRankOptimizer):
     def _renew(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         """A projection for the columns of a gradient; one that says nothing is waited out."""
         entry, old = self.state[param], self.state[param].get("projection")
-        seed = entry.get("seed", mix(self.seed, self._position(param)))
+        seed = entry.get("seed", mix(group["seed"], self._position(param)))
         largest = float(torch.linalg.vector_norm(grad, torch.inf))
         if 0 < largest < torch.inf:
             basis = leading_vectors(grad.float(), group["rank"], seed)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from shoestring.optim.gradients import clip_coef, total_norm
 from shoestring.optim.projections import is_left
 from shoestring.optim.sgd import SGD
 from shoestring.optim.virtual import DTYPES, VirtualParameters
@@ -40,7 +41,6 @@ class LowRankOptimizer(Optimizer):
         base_optimizer: type[Optimizer],
         defaults: dict[str, Any],
         options: dict[str, Any],
-        seed: int,
         max_grad_norm: float | None,
     ) -> None:
         is_class = isinstance(base_optimizer, type) and issubclass(base_optimizer, Optimizer)
@@ -48,14 +48,13 @@ class LowRankOptimizer(Optimizer):
         self._expect(plain, "base_optimizer", "a class of optimizers that do not project, as AdamW", base_optimizer)
         positive = max_grad_norm is None or max_grad_norm > 0
         self._expect(positive, "max_grad_norm", "None or a number above 0", max_grad_norm)
-        self._expect(isinstance(seed, int) and seed >= 0, "seed", "a whole number of at least 0", seed)
-        self.base_optimizer, self.max_grad_norm, self.seed = base_optimizer, max_grad_norm, seed
+        self.base_optimizer, self.max_grad_norm = base_optimizer, max_grad_norm
         self._options = options
         self._virtual = VirtualParameters(base_optimizer, options, self._virtual_options)
         base = self._virtual.defaults
         for name in options:
             self._expect(name in base, name, f"an option of {base_optimizer.__name__}'s groups", options[name])
-        super().__init__(params, defaults | base)
+        super().__init__(params, base | defaults)
 
     def _down(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         """The low-rank gradient, fp32, of ``grad`` (m, n); makes or renews the projection in ``self.state[param]``."""
@@ -89,6 +88,9 @@ class LowRankOptimizer(Optimizer):
         self._expect(natural, "rank", "None or a whole number of at least 1", rank)
         self._expect(isinstance(gap, int) and gap >= 1, "update_proj_gap", "a whole number of at least 1", gap)
         self._expect(scale > 0, "scale", "a number above 0", scale)
+        seed, weights = group["seed"], group.get("weights", "plain")
+        self._expect(isinstance(seed, int) and seed >= 0, "seed", "a whole number of at least 0", seed)
+        self._expect(rank is None or weights == "plain", "weights", '"plain", or rank=None', weights)
         if rank is not None and decay and _decay_is_a_penalty(self.base_optimizer, group):
             expected = f"0 with {self.base_optimizer.__name__}, where it is an L2 penalty (or rank=None)"
             self._expect(False, "weight_decay", expected, decay)
@@ -174,20 +176,14 @@ class LowRankOptimizer(Optimizer):
         self._expect(not param.grad.is_sparse, "grad", "a dense gradient", "a sparse one")
 
     def _clip_coef(self) -> Tensor | None:
-        """As ``torch.nn.utils.clip_grad_norm_`` has it, but that the norm of 16-bit gradients is an fp32 number."""
         self.grad_norm = None
         if self.max_grad_norm is None:
             return None
-        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    by_kind.setdefault((p.grad.device, p.grad.dtype), []).append(p.grad)
-        norms = [n for grads in by_kind.values() for n in torch._foreach_norm(grads, 2, dtype=torch.float32)]
-        if not norms:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not grads:
             return None
-        self.grad_norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
-        return (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
+        self.grad_norm = total_norm(grads)
+        return clip_coef(self.grad_norm, self.max_grad_norm)
 
     def _decay(self, weight: Tensor, param: Tensor, group: dict[str, Any]) -> None:
         if group.get("weight_decay"):
@@ -238,7 +234,7 @@ class LowRankOptimizer(Optimizer):
             self.__dict__.pop("_loaded_base", None)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("base_optimizer", "max_grad_norm", "seed", "_options")
+        own = ("base_optimizer", "max_grad_norm", "_options")
         return {**super().__getstate__(), **{k: getattr(self, k) for k in own}, "_loaded_base": self._virtual.beside()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

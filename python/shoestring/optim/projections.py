@@ -41,12 +41,16 @@ def leading_vectors(matrix: Tensor, count: int, seed: int, iterations: int = 4, 
     width = min(count + oversampling, rows)
     sketch = matrix @ normal((columns, width), seed, matrix.device)
     for _ in range(iterations):
-        sketch = matrix @ (matrix.mT @ torch.linalg.qr(sketch).Q)
+        sketch = matrix @ _scaled(matrix.mT @ torch.linalg.qr(sketch).Q)
     basis = torch.linalg.qr(sketch).Q
-    within = basis.mT @ matrix
-    within /= within.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)  # its square is then within fp32's range
+    within = _scaled(basis.mT @ matrix)
     vectors = torch.linalg.eigh(within @ within.mT).eigenvectors  # ascending
     return (basis @ vectors.flip(1)[:, :count]).contiguous()
+
+
+def _scaled(x: Tensor) -> Tensor:
+    """A multiple of x whose products, and x's with it, are within fp32's range."""
+    return x / x.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def fp32_rows(param: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -53,6 +53,7 @@ class SAM(Optimizer):
 
     Layers that keep running statistics, such as BatchNorm, see every batch twice, the second time with weights that are
     never used: set their ``momentum`` to 0 for the second pass, or accept it. Random layers draw anew in the second pass.
+    Micro-batches add up in ``.grad``, not in the base's ``accumulate()``.
     The move up is added in fp32 and rounded once; in 16-bit weights, what is below half a unit in the last place is lost.
     """
 
@@ -73,6 +74,8 @@ class SAM(Optimizer):
         self._weights: dict[Tensor, Tensor] | None = None  # between the halves: those before the first
         self._finite: Tensor | None = None  # whether the first half's norm was
         super().__init__(params, dict(rho=rho, adaptive=adaptive))
+        if options.get("step_in_backward"):
+            raise ValueError("SAM: step_in_backward: expected False, with two backward passes a step, received True")
         self.base_optimizer = base_optimizer(self.param_groups, **options)
         self.defaults = {**self.base_optimizer.defaults, **self.defaults}
         self._share()
@@ -106,9 +109,8 @@ class SAM(Optimizer):
             norms = [torch.linalg.vector_norm(_weighted(p, g), dtype=_wide(p)).to(device) for p, g in moved]
             norm = torch.linalg.vector_norm(torch.stack(norms))
             self._finite = norm.isfinite()
-            inverse = torch.where(self._finite, 1 / (norm + 1e-12), 0.0)
             for p, group in moved:
-                up = _weighted(p, group) * (inverse * group["rho"]).to(p.device, _wide(p))
+                up = _weighted(p, group) * (group["rho"] / (norm + 1e-12)).to(p.device, _wide(p))
                 if group["adaptive"]:
                     up = up * p
                 # Where the norm is not finite, neither may be the gradient: no multiple of it is added.

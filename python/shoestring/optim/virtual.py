@@ -47,12 +47,8 @@ class VirtualParameters:
         if self._base is None:
             self._base = self._class(groups, **self._options)
         else:
-            for i, new in enumerate(groups):
-                try:
-                    self._base.add_param_group(new)
-                except BaseException:
-                    del self._base.param_groups[len(self._base.param_groups) - i :]
-                    raise
+            for new in groups:
+                self._base.add_param_group(new)
         self.of |= virtual
 
     def update_options(self, groups: list[dict[str, Any]]) -> None:

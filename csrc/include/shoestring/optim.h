@@ -189,3 +189,5 @@ class SHOESTRING_API SGD : public LowMemoryOptimizer {
 };
 
 }  // namespace shoestring::optim
+
+#include <shoestring/optim_wrappers.h>

@@ -1,0 +1,115 @@
+#include <ATen/Functions.h>
+#include <torch/csrc/autograd/grad_mode.h>
+#include <torch/serialize/archive.h>
+
+#include <shoestring/optim_wrappers.h>
+
+namespace shoestring::optim {
+
+using at::Tensor;
+
+SAM::SAM(std::unique_ptr<torch::optim::Optimizer> base, SAMOptions options)
+    : Optimizer(std::vector<torch::optim::OptimizerParamGroup>(),
+                base == nullptr ? nullptr : std::as_const(*base).defaults().clone()),
+      base_(std::move(base)),
+      options_(options) {
+  TORCH_CHECK(base_ != nullptr, "shoestring::optim::SAM: base: expected an optimizer, received none");
+  TORCH_CHECK(options_.rho() >= 0, "shoestring::optim::SAM: rho: expected a number of at least 0, received ", options_.rho());
+  for (const auto& group : base_->param_groups()) param_groups_.emplace_back(group);
+}
+
+void SAM::first_step() {
+  expect_whole("first_step");
+  torch::NoGradGuard no_grad;
+  std::vector<Tensor> ups, norms;  // up: the direction, for ASAM before its second factor
+  for (const auto& group : param_groups_) {
+    for (const Tensor& p : group.params()) {
+      if (!p.grad().defined()) continue;
+      const auto wide = at::promote_types(p.scalar_type(), at::kFloat);
+      ups.push_back(p.grad().to(wide));
+      if (options_.adaptive()) ups.back() = ups.back() * p;
+      norms.push_back(at::linalg_vector_norm(ups.back()));
+      weights_.emplace_back(p, p.clone());
+    }
+  }
+  up_ = true;
+  if (norms.empty()) return;
+  for (auto& norm : norms) norm = norm.to(norms[0].options());
+  const Tensor norm = at::linalg_vector_norm(at::stack(norms));
+  const Tensor factor = options_.rho() / (norm + 1e-12), finite = norm.isfinite();
+  for (size_t i = 0; i < ups.size(); ++i) {
+    const Tensor& p = weights_[i].first;
+    Tensor up = ups[i] * factor.to(ups[i].options());
+    if (options_.adaptive()) up = up * p;
+    // Where the norm is not finite, neither may be the gradient: no multiple of it is added.
+    p.copy_(p + at::where(finite.to(p.device()), up, at::zeros({}, up.options())));
+  }
+}
+
+void SAM::go_back() {
+  for (auto& [p, weight] : weights_) p.copy_(weight);
+  weights_.clear();
+  up_ = false;
+}
+
+void SAM::second_step() {
+  TORCH_CHECK(up_, "shoestring::optim::SAM: second_step: expected first_step() before, received none");
+  torch::NoGradGuard no_grad;
+  go_back();
+  for (size_t g = 0; g < param_groups_.size(); ++g) {  // schedules change those of this optimizer
+    base_->param_groups()[g].set_options(std::as_const(param_groups_[g]).options().clone());
+  }
+  base_->step();
+}
+
+Tensor SAM::step(LossClosure closure) {
+  if (closure == nullptr) {
+    second_step();
+    return {};
+  }
+  expect_whole("step");
+  at::AutoGradMode enable_grad(true);
+  const Tensor loss = closure();
+  first_step();
+  zero_grad();
+  try {
+    closure();
+  } catch (...) {
+    torch::NoGradGuard no_grad;
+    go_back();
+    throw;
+  }
+  second_step();
+  return loss;
+}
+
+void SAM::expect_whole(const char* what) const {
+  TORCH_CHECK(!up_, "shoestring::optim::SAM: ", what, ": expected second_step() after first_step(), received moved weights");
+}
+
+void SAM::save(torch::serialize::OutputArchive& archive) const {
+  expect_whole("save");
+  for (size_t g = 0; g < param_groups_.size(); ++g) {
+    base_->param_groups()[g].set_options(param_groups_[g].options().clone());
+  }
+  torch::serialize::OutputArchive base(archive.compilation_unit());
+  base_->save(base);
+  archive.write("base", base);
+  archive.write("rho", c10::IValue(options_.rho()));
+  archive.write("adaptive", c10::IValue(options_.adaptive()));
+}
+
+void SAM::load(torch::serialize::InputArchive& archive) {
+  expect_whole("load");
+  c10::IValue rho, adaptive;
+  torch::serialize::InputArchive base;
+  const bool ours = archive.try_read("rho", rho) && archive.try_read("adaptive", adaptive) && archive.try_read("base", base);
+  TORCH_CHECK(ours, "shoestring::optim::SAM: load: expected an archive of this optimizer, received another one");
+  base_->load(base);
+  options_.rho(rho.toDouble()).adaptive(adaptive.toBool());
+  for (size_t g = 0; g < param_groups_.size(); ++g) {
+    param_groups_[g].set_options(std::as_const(base_->param_groups()[g]).options().clone());
+  }
+}
+
+}  // namespace shoestring::optim

@@ -1,0 +1,93 @@
+#include "optim/subspace.h"
+
+#include <algorithm>
+#include <limits>
+#include <tuple>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+
+namespace shoestring::optim::detail {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kIterations = 4, kOversampling = 16;
+constexpr int64_t kChunk = int64_t{1} << 24;  // elements of a 16-bit matrix that are in fp32 at a time: 64 MiB
+
+// From the CPU's generator, so that results are the same on every device; a matrix now and then.
+Tensor normal(int64_t rows, int64_t columns, int64_t seed, at::Device device) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(seed));
+  return at::randn({rows, columns}, generator, at::TensorOptions().dtype(at::kFloat).device(at::kCPU)).to(device);
+}
+
+// A multiple of x whose products, and x's with it, are within fp32's range.
+Tensor scaled(const Tensor& x) { return x / x.abs().amax().clamp_min(std::numeric_limits<float>::min()); }
+
+Tensor orthonormal(const Tensor& x) { return std::get<0>(at::linalg_qr(x)); }
+
+int64_t rows_at_a_time(const Tensor& matrix) {
+  return matrix.scalar_type() == at::kFloat ? matrix.size(0) : std::max<int64_t>(1, kChunk / matrix.size(1));
+}
+
+}  // namespace
+
+Tensor leading_vectors(const Tensor& matrix, int64_t count, int64_t seed) {
+  const int64_t width = std::min(count + kOversampling, matrix.size(0));
+  Tensor sketch = at::mm(matrix, normal(matrix.size(1), width, seed, matrix.device()));
+  for (int64_t i = 0; i < kIterations; ++i) sketch = at::mm(matrix, scaled(at::mm(matrix.mT(), orthonormal(sketch))));
+  const Tensor basis = orthonormal(sketch);
+  const Tensor within = scaled(at::mm(basis.mT(), matrix));
+  const Tensor vectors = std::get<1>(at::linalg_eigh(at::mm(within, within.mT())));  // ascending
+  return at::mm(basis, vectors.flip(1).narrow(1, 0, count)).contiguous();
+}
+
+Tensor random_basis(int64_t rows, int64_t count, int64_t seed, at::Device device) {
+  return orthonormal(normal(rows, count, seed, device));
+}
+
+Tensor project(const Tensor& grad, const Tensor& basis, bool left) {
+  const int64_t m = grad.size(0), n = grad.size(1), rank = basis.size(1), step = rows_at_a_time(grad);
+  const Tensor low = at::zeros({left ? rank : m, left ? n : rank}, grad.options().dtype(at::kFloat));
+  for (int64_t i = 0; i < m; i += step) {
+    const int64_t count = std::min(step, m - i);
+    const Tensor part = grad.narrow(0, i, count).to(at::kFloat);
+    if (left) {
+      low.addmm_(basis.narrow(0, i, count).mT(), part);
+    } else {
+      low.narrow(0, i, count).copy_(at::mm(part, basis));
+    }
+  }
+  return low;
+}
+
+void add_product(const Tensor& param, double keep, double scale, const Tensor& basis, const Tensor& low, bool left) {
+  const Tensor matrix = param.flatten(1);  // of a tensor that is not one in memory, a copy
+  const int64_t m = matrix.size(0), step = rows_at_a_time(matrix);
+  for (int64_t i = 0; i < m; i += step) {
+    const int64_t count = std::min(step, m - i);
+    const Tensor rows = matrix.narrow(0, i, count), wide = rows.to(at::kFloat);  // fp32: the rows themselves
+    if (keep != 1) wide.mul_(keep);
+    if (left) {
+      wide.addmm_(basis.narrow(0, i, count), low, 1, scale);
+    } else {
+      wide.addmm_(low.narrow(0, i, count), basis.mT(), 1, scale);
+    }
+    if (!wide.is_same(rows)) rows.copy_(wide);
+  }
+  if (matrix.data_ptr() != param.data_ptr()) param.copy_(matrix.view(param.sizes()));
+}
+
+int64_t mix(int64_t seed, int64_t number) {
+  uint64_t x = 0;
+  for (const int64_t value : {seed, number}) {  // a step of splitmix64 for each
+    x += static_cast<uint64_t>(value) + 0x9E3779B97F4A7C15;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
+    x ^= x >> 31;
+  }
+  return static_cast<int64_t>(x & 0xFFFFFFFF);
+}
+
+}  // namespace shoestring::optim::detail

@@ -1,0 +1,247 @@
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/schedulers/step_lr.h>
+#include <torch/optim/sgd.h>
+#include <torch/serialize/archive.h>
+
+#include <shoestring/optim.h>
+
+#include "catch.h"
+
+using at::Tensor;
+using Catch::Contains;
+using shoestring::optim::AdamW;
+using shoestring::optim::AdamWOptions;
+using shoestring::optim::GaLore;
+using shoestring::optim::GaLoreOptions;
+using shoestring::optim::SAM;
+using shoestring::optim::SAMOptions;
+
+namespace {
+
+std::vector<Tensor> parameters(at::ScalarType dtype = at::kFloat) {
+  at::manual_seed(3);
+  std::vector<Tensor> params{at::randn({12, 20}).to(dtype), at::randn({20}).to(dtype), at::randn({20, 1}).to(dtype)};
+  for (Tensor& p : params) p.requires_grad_();
+  return params;
+}
+
+std::pair<Tensor, Tensor> batch(int step) {
+  at::manual_seed(100 + step);
+  const Tensor x = at::randn({64, 12});
+  return {x, at::randn({64, 1})};
+}
+
+Tensor loss_of(const std::vector<Tensor>& p, const Tensor& x, const Tensor& y) {
+  const auto type = x.scalar_type();
+  return (at::mm((at::mm(x, p[0].to(type)) + p[1].to(type)).tanh(), p[2].to(type)) - y).square().mean();
+}
+
+Tensor half(const std::vector<Tensor>& params, int step) {
+  const auto [x, y] = batch(step);
+  const Tensor loss = loss_of(params, x, y);
+  torch::autograd::backward({loss}, {});
+  return loss.detach();
+}
+
+void train(SAM& opt, const std::vector<Tensor>& params, int begin, int end) {
+  for (int step = begin; step < end; ++step) {
+    half(params, step);
+    opt.first_step();
+    opt.zero_grad();
+    half(params, step);
+    opt.second_step();
+    opt.zero_grad();
+  }
+}
+
+std::vector<Tensor> copies(const std::vector<Tensor>& params) {
+  std::vector<Tensor> all;
+  for (const Tensor& p : params) all.push_back(p.detach().clone());
+  return all;
+}
+
+bool same(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (!at::equal(a[i], b[i])) return false;
+  }
+  return true;
+}
+
+std::vector<Tensor> gradients(const std::vector<Tensor>& values, int step) {
+  std::vector<Tensor> leaves;
+  for (const Tensor& v : values) leaves.push_back(v.detach().clone().requires_grad_());
+  const auto [x, y] = batch(step);
+  return torch::autograd::grad({loss_of(leaves, x.to(at::kDouble), y.to(at::kDouble))}, leaves);
+}
+
+std::unique_ptr<torch::optim::Optimizer> sgd(const std::vector<Tensor>& params, double lr) {
+  return std::make_unique<torch::optim::SGD>(params, torch::optim::SGDOptions(lr).momentum(0.8));
+}
+
+}  // namespace
+
+TEST_CASE("SAM agrees with fp64", "[sam]") {
+  for (bool adaptive : {false, true}) {
+    CAPTURE(adaptive);
+    auto params = parameters();
+    SAM opt(sgd(params, 0.05), SAMOptions(0.2).adaptive(adaptive));
+    std::vector<Tensor> exact, momentum;
+    for (const Tensor& p : params) {
+      exact.push_back(p.detach().to(at::kDouble));
+      momentum.push_back(at::zeros_like(exact.back()));
+    }
+    for (int step = 0; step < 6; ++step) {
+      const auto first = gradients(exact, step);
+      double squares = 0;
+      for (size_t i = 0; i < 3; ++i) squares += (adaptive ? first[i] * exact[i] : first[i]).square().sum().item<double>();
+      std::vector<Tensor> up;
+      for (size_t i = 0; i < 3; ++i) {
+        const Tensor direction = adaptive ? first[i] * exact[i] * exact[i] : first[i];
+        up.push_back(exact[i] + 0.2 / std::sqrt(squares) * direction);
+      }
+      const auto second = gradients(up, step);
+      for (size_t i = 0; i < 3; ++i) {
+        momentum[i] = 0.8 * momentum[i] + second[i];
+        exact[i] = exact[i] - 0.05 * momentum[i];
+      }
+      half(params, step);
+      opt.first_step();
+      if (step == 0) CHECK(((params[0].detach() - up[0]).norm() / (parameters()[0].detach() - up[0]).norm()).item<double>() < 1e-4);
+      opt.zero_grad();
+      half(params, step);
+      opt.second_step();
+      opt.zero_grad();
+    }
+    for (size_t i = 0; i < 3; ++i) CHECK(((params[i].detach() - exact[i]).norm() / exact[i].norm()).item<double>() < 1e-5);
+  }
+}
+
+TEST_CASE("SAM: weights come back to the bit", "[sam]") {
+  for (auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    for (bool adaptive : {false, true}) {
+      CAPTURE(dtype, adaptive);
+      auto params = parameters(dtype);
+      const auto before = copies(params);
+      SAM opt(sgd(params, 0), SAMOptions(0.3).adaptive(adaptive));
+      for (int step = 0; step < 3; ++step) {
+        half(params, step);
+        params[1].mutable_grad() = Tensor();
+        opt.first_step();
+        CHECK(!at::equal(params[0], before[0]));
+        CHECK(at::equal(params[1], before[1]));
+        opt.zero_grad();
+        half(params, step);
+        opt.second_step();
+        opt.zero_grad();
+        CHECK(same(params, before));
+      }
+    }
+  }
+}
+
+TEST_CASE("SAM: closures are called twice, micro-batches add up, and a failure up there leaves the weights", "[sam]") {
+  auto ours = parameters(), theirs = parameters(), parts = parameters();
+  SAM a(std::make_unique<AdamW>(ours, AdamWOptions(1e-2)), SAMOptions(0.2));
+  SAM b(std::make_unique<AdamW>(theirs, AdamWOptions(1e-2)), SAMOptions(0.2));
+  SAM c(std::make_unique<torch::optim::AdamW>(parts, torch::optim::AdamWOptions(1e-2)), SAMOptions(0.2));
+  auto whole = parameters();
+  SAM d(std::make_unique<torch::optim::AdamW>(whole, torch::optim::AdamWOptions(1e-2)), SAMOptions(0.2));
+  for (int step = 0; step < 3; ++step) {
+    std::vector<double> losses;
+    a.zero_grad();
+    const Tensor loss = a.step([&] {
+      const Tensor l = half(ours, step);
+      losses.push_back(l.item<double>());
+      return l;
+    });
+    train(b, theirs, step, step + 1);
+    CHECK(losses.size() == 2);
+    CHECK(losses[0] < losses[1]);
+    CHECK(loss.item<double>() == losses[0]);
+
+    const auto [x, y] = batch(step);
+    const auto xs = x.chunk(4), ys = y.chunk(4);
+    for (int part = 0; part < 2; ++part) {
+      for (size_t i = 0; i < 4; ++i) torch::autograd::backward({loss_of(parts, xs[i], ys[i]) / 4}, {});
+      part == 0 ? c.first_step() : c.second_step();
+      c.zero_grad();
+    }
+    train(d, whole, step, step + 1);
+    for (size_t i = 0; i < 3; ++i) CHECK(((parts[i] - whole[i]).norm() / whole[i].norm()).item<double>() < 1e-4);
+  }
+  CHECK(same(ours, theirs));
+  const auto before = copies(ours);
+  int calls = 0;
+  a.zero_grad();
+  const auto fails = [&]() -> Tensor {
+    if (++calls == 2) throw std::runtime_error("no second pass");
+    return half(ours, 0);
+  };
+  CHECK_THROWS_WITH(a.step(fails), Contains("no second pass"));
+  CHECK(same(ours, before));
+  train(a, ours, 5, 6);  // nothing is half done
+}
+
+TEST_CASE("SAM resumes bit for bit, and follows schedules", "[sam]") {
+  auto through = parameters(), resumed = parameters();
+  const auto make = [](std::vector<Tensor>& params, double lr) {
+    return std::make_unique<GaLore<AdamW>>(params, AdamWOptions(lr), GaLoreOptions().rank(8).update_proj_gap(2));
+  };
+  SAM opt(make(through, 1e-2), SAMOptions(0.2).adaptive(true)), other(make(resumed, 1), SAMOptions(0.7));
+  torch::optim::StepLR schedule(opt, 1, 0.5);
+  train(opt, through, 0, 3);
+  for (int i = 0; i < 2; ++i) schedule.step();  // LibTorch's first changes nothing
+  std::stringstream file;
+  torch::serialize::OutputArchive out;
+  opt.save(out);
+  out.save_to(file);
+  for (size_t i = 0; i < 3; ++i) resumed[i].detach().copy_(through[i].detach());
+  torch::serialize::InputArchive in;
+  in.load_from(file);
+  other.load(in);
+  CHECK(other.options().rho() == 0.2);
+  CHECK(other.options().adaptive());
+  CHECK(other.param_groups()[0].options().get_lr() == 5e-3);
+  train(opt, through, 3, 6);
+  train(other, resumed, 3, 6);
+  CHECK(same(through, resumed));
+  CHECK(opt.base().param_groups()[0].options().get_lr() == 5e-3);
+}
+
+TEST_CASE("SAM refuses what is not due, and does not go up along what is not finite", "[sam]") {
+  auto params = parameters();
+  const auto before = copies(params);
+  SAM opt(sgd(params, 0));
+  CHECK_THROWS_WITH(opt.second_step(), Contains("SAM: second_step: expected first_step() before, received none"));
+  CHECK_THROWS_WITH(opt.step(), Contains("SAM: second_step: expected first_step() before"));
+  half(params, 0);
+  params[0].mutable_grad()[0][0] = std::numeric_limits<float>::infinity();
+  opt.first_step();
+  CHECK(same(params, before));
+  CHECK_THROWS_WITH(opt.first_step(), Contains("SAM: first_step: expected second_step() after first_step()"));
+  CHECK_THROWS_WITH(opt.step([] { return Tensor(); }), Contains("SAM: step: expected second_step()"));
+  torch::serialize::OutputArchive out;
+  CHECK_THROWS_WITH(opt.save(out), Contains("SAM: save: expected second_step()"));
+  opt.zero_grad();
+  opt.second_step();
+  CHECK_THROWS_WITH(SAM(nullptr), Contains("SAM: base: expected an optimizer, received none"));
+  CHECK_THROWS_WITH(SAM(sgd(params, 0), SAMOptions(-1)), Contains("SAM: rho: expected a number of at least 0, received -1"));
+
+  AdamW plain(params);
+  std::stringstream file;
+  torch::serialize::OutputArchive foreign;
+  plain.save(foreign);
+  foreign.save_to(file);
+  torch::serialize::InputArchive in;
+  in.load_from(file);
+  CHECK_THROWS_WITH(opt.load(in), Contains("SAM: load: expected an archive of this optimizer, received another one"));
+}

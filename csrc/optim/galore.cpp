@@ -1,11 +1,10 @@
-#include <cmath>
-#include <map>
-
 #include <ATen/Functions.h>
+#include <shoestring/optim_wrappers.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/serialize/archive.h>
 
-#include <shoestring/optim_wrappers.h>
+#include <cmath>
+#include <map>
 
 #include "optim/subspace.h"
 
@@ -50,10 +49,10 @@ GaLoreCore::GaLoreCore(BaseClass base, std::unique_ptr<OptimizerOptions> default
       base_(class_.make()) {}
 
 void GaLoreCore::add_param_group(const OptimizerParamGroup& group, const GaLoreOptions& o) {
-  TORCH_CHECK(!o.rank() || *o.rank() >= 1, kPrefix, "rank: expected none or a number of at least 1, received ",
-              o.rank().value_or(0));
-  TORCH_CHECK(o.update_proj_gap() >= 1, kPrefix, "update_proj_gap: expected a number of at least 1, received ",
-              o.update_proj_gap());
+  TORCH_CHECK(!o.rank() || *o.rank() >= 1, kPrefix,
+              "rank: expected none or a number of at least 1, received ", o.rank().value_or(0));
+  TORCH_CHECK(o.update_proj_gap() >= 1, kPrefix,
+              "update_proj_gap: expected a number of at least 1, received ", o.update_proj_gap());
   TORCH_CHECK(o.scale() > 0, kPrefix, "scale: expected a number above 0, received ", o.scale());
   TORCH_CHECK(o.projection() == "auto" || o.projection() == "left" || o.projection() == "right", kPrefix,
               "projection: expected \"auto\", \"left\" or \"right\", received \"", o.projection(), "\"");
@@ -61,8 +60,9 @@ void GaLoreCore::add_param_group(const OptimizerParamGroup& group, const GaLoreO
   TORCH_CHECK(class_.fits(*options), kPrefix, "options: expected shoestring::optim::", class_.name,
               "Options in every group, received those of another optimizer");
   double& decay = class_.weight_decay(*options);
-  TORCH_CHECK(!o.rank() || decay == 0 || !class_.decay_is_a_penalty, kPrefix, "weight_decay: expected 0 with ",
-              class_.name, ", where it is an L2 penalty (or no rank), received ", decay);
+  TORCH_CHECK(!o.rank() || decay == 0 || !class_.decay_is_a_penalty, kPrefix,
+              "weight_decay: expected 0 with ", class_.name,
+              ", where it is an L2 penalty (or no rank), received ", decay);
 
   TORCH_CHECK(!o.rank() || class_.weights(*options) == "plain", kPrefix,
               "weights: expected \"plain\" (or no rank), received \"", class_.weights(*options), "\"");
@@ -81,7 +81,8 @@ void GaLoreCore::add_param_group(const OptimizerParamGroup& group, const GaLoreO
                 "params: expected fp32, bf16 or fp16, received ", type);
     const bool left = is_left(p, o);
     const int64_t columns = p.numel() / p.size(0);
-    low.push_back(hollow({left ? *o.rank() : p.size(0), left ? columns : *o.rank()}, p).detach().requires_grad_());
+    low.push_back(
+        hollow({left ? *o.rank() : p.size(0), left ? columns : *o.rank()}, p).detach().requires_grad_());
     added.projected.push_back({p, low.back(), left, {}, 0, mix(o.seed(), number)});
   }
   Optimizer::add_param_group(group);
@@ -98,12 +99,13 @@ void GaLoreCore::add_param_group(const OptimizerParamGroup& group, const GaLoreO
 }
 
 void GaLoreCore::set_max_grad_norm(std::optional<double> max_grad_norm) {
-  TORCH_CHECK(!max_grad_norm || *max_grad_norm > 0, kPrefix, "max_grad_norm: expected a number above 0, or none, received ",
-              max_grad_norm.value_or(0));
+  TORCH_CHECK(!max_grad_norm || *max_grad_norm > 0, kPrefix,
+              "max_grad_norm: expected a number above 0, or none, received ", max_grad_norm.value_or(0));
   max_grad_norm_ = max_grad_norm;
 }
 
-// An undefined tensor where nothing is clipped. Norms are fp32 also for 16-bit gradients; nothing waits for a device.
+// An undefined tensor where nothing is clipped. Norms are fp32 also for 16-bit gradients; nothing waits for a
+// device.
 Tensor GaLoreCore::clip_coef() {
   grad_norm_ = Tensor();
   if (!max_grad_norm_) return {};
@@ -163,7 +165,8 @@ Tensor GaLoreCore::step(LossClosure closure) {
   const Tensor clip = clip_coef();
   update_base_options();
 
-  // What the step borrows goes back also where it fails: plain gradients as they were, memory of virtual parameters.
+  // What the step borrows goes back also where it fails: plain gradients as they were, memory of virtual
+  // parameters.
   std::vector<std::pair<Tensor, Tensor>> given;
   const auto give_back = [&](void*) {
     for (auto& [p, grad] : given) p.mutable_grad() = grad;
@@ -247,9 +250,10 @@ void GaLoreCore::load(InputArchive& archive) {
   c10::IValue version, optimizer;
   const bool named = archive.try_read("format_version", version) && archive.try_read("optimizer", optimizer);
   const std::string expected = std::string("GaLore of ") + class_.name;
-  TORCH_CHECK(named && version.toInt() == kFormatVersion && optimizer.toStringRef() == expected, kPrefix,
-              "load: expected an archive of ", expected, ", format_version ", kFormatVersion, ", received ",
-              named ? c10::str(optimizer.toStringRef(), "'s, format_version ", version.toInt()) : "another one");
+  TORCH_CHECK(
+      named && version.toInt() == kFormatVersion && optimizer.toStringRef() == expected, kPrefix,
+      "load: expected an archive of ", expected, ", format_version ", kFormatVersion, ", received ",
+      named ? c10::str(optimizer.toStringRef(), "'s, format_version ", version.toInt()) : "another one");
   const int64_t count = read(archive, "groups").toInt();
   TORCH_CHECK(count == static_cast<int64_t>(groups_.size()), kPrefix, "load: expected ", groups_.size(),
               " groups, received ", count);
@@ -261,8 +265,9 @@ void GaLoreCore::load(InputArchive& archive) {
     const bool same = read(group, "rank").toInt() == o.rank().value_or(0) &&
                       read(group, "projection").toStringRef() == o.projection() &&
                       read(group, "projected").toInt() == static_cast<int64_t>(loaded[g].projected.size());
-    TORCH_CHECK(same, kPrefix, "load: expected rank ", o.rank().value_or(0), ", projection \"", o.projection(), "\" and ",
-                loaded[g].projected.size(), " projected parameters in group ", g, ", received others");
+    TORCH_CHECK(same, kPrefix, "load: expected rank ", o.rank().value_or(0), ", projection \"",
+                o.projection(), "\" and ", loaded[g].projected.size(), " projected parameters in group ", g,
+                ", received others");
     o.update_proj_gap(read(group, "update_proj_gap").toInt()).scale(read(group, "scale").toDouble());
     for (size_t i = 0; i < loaded[g].projected.size(); ++i) {
       auto& p = loaded[g].projected[i];
@@ -273,9 +278,10 @@ void GaLoreCore::load(InputArchive& archive) {
       p.basis = Tensor();
       if (!group.try_read("projection" + key, basis, /*is_buffer=*/true)) continue;
       const int64_t side = p.left ? p.param.size(0) : p.param.numel() / p.param.size(0);
-      TORCH_CHECK(basis.sizes() == at::IntArrayRef({side, *o.rank()}) && basis.scalar_type() == p.param.scalar_type(), kPrefix,
-                  "load: projection: expected ", p.param.scalar_type(), " (", side, ", ", *o.rank(), "), received ",
-                  basis.scalar_type(), " ", basis.sizes());
+      TORCH_CHECK(
+          basis.sizes() == at::IntArrayRef({side, *o.rank()}) && basis.scalar_type() == p.param.scalar_type(),
+          kPrefix, "load: projection: expected ", p.param.scalar_type(), " (", side, ", ", *o.rank(),
+          "), received ", basis.scalar_type(), " ", basis.sizes());
       p.basis = basis.to(p.param.device());
     }
   }

@@ -1,8 +1,7 @@
 #include <ATen/Functions.h>
+#include <shoestring/optim_wrappers.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/serialize/archive.h>
-
-#include <shoestring/optim_wrappers.h>
 
 namespace shoestring::optim {
 
@@ -14,7 +13,8 @@ SAM::SAM(std::unique_ptr<torch::optim::Optimizer> base, SAMOptions options)
       base_(std::move(base)),
       options_(options) {
   TORCH_CHECK(base_ != nullptr, "shoestring::optim::SAM: base: expected an optimizer, received none");
-  TORCH_CHECK(options_.rho() >= 0, "shoestring::optim::SAM: rho: expected a number of at least 0, received ", options_.rho());
+  TORCH_CHECK(options_.rho() >= 0, "shoestring::optim::SAM: rho: expected a number of at least 0, received ",
+              options_.rho());
   for (const auto& group : base_->param_groups()) param_groups_.emplace_back(group);
 }
 
@@ -84,7 +84,8 @@ Tensor SAM::step(LossClosure closure) {
 }
 
 void SAM::expect_whole(const char* what) const {
-  TORCH_CHECK(!up_, "shoestring::optim::SAM: ", what, ": expected second_step() after first_step(), received moved weights");
+  TORCH_CHECK(!up_, "shoestring::optim::SAM: ", what,
+              ": expected second_step() after first_step(), received moved weights");
 }
 
 void SAM::save(torch::serialize::OutputArchive& archive) const {
@@ -103,8 +104,10 @@ void SAM::load(torch::serialize::InputArchive& archive) {
   expect_whole("load");
   c10::IValue rho, adaptive;
   torch::serialize::InputArchive base;
-  const bool ours = archive.try_read("rho", rho) && archive.try_read("adaptive", adaptive) && archive.try_read("base", base);
-  TORCH_CHECK(ours, "shoestring::optim::SAM: load: expected an archive of this optimizer, received another one");
+  const bool ours = archive.try_read("rho", rho) && archive.try_read("adaptive", adaptive) &&
+                    archive.try_read("base", base);
+  TORCH_CHECK(ours,
+              "shoestring::optim::SAM: load: expected an archive of this optimizer, received another one");
   base_->load(base);
   options_.rho(rho.toDouble()).adaptive(adaptive.toBool());
   for (size_t g = 0; g < param_groups_.size(); ++g) {

@@ -1,12 +1,12 @@
 #include "optim/subspace.h"
 
-#include <algorithm>
-#include <limits>
-#include <tuple>
-
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
+
+#include <algorithm>
+#include <limits>
+#include <tuple>
 
 namespace shoestring::optim::detail {
 namespace {
@@ -14,12 +14,14 @@ namespace {
 using at::Tensor;
 
 constexpr int64_t kIterations = 4, kOversampling = 16;
-constexpr int64_t kChunk = int64_t{1} << 24;  // elements of a 16-bit matrix that are in fp32 at a time: 64 MiB
+constexpr int64_t kChunk = int64_t{1}
+                           << 24;  // elements of a 16-bit matrix that are in fp32 at a time: 64 MiB
 
 // From the CPU's generator, so that results are the same on every device; a matrix now and then.
 Tensor normal(int64_t rows, int64_t columns, int64_t seed, at::Device device) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(seed));
-  return at::randn({rows, columns}, generator, at::TensorOptions().dtype(at::kFloat).device(at::kCPU)).to(device);
+  return at::randn({rows, columns}, generator, at::TensorOptions().dtype(at::kFloat).device(at::kCPU))
+      .to(device);
 }
 
 // A multiple of x whose products, and x's with it, are within fp32's range.
@@ -36,7 +38,8 @@ int64_t rows_at_a_time(const Tensor& matrix) {
 Tensor leading_vectors(const Tensor& matrix, int64_t count, int64_t seed) {
   const int64_t width = std::min(count + kOversampling, matrix.size(0));
   Tensor sketch = at::mm(matrix, normal(matrix.size(1), width, seed, matrix.device()));
-  for (int64_t i = 0; i < kIterations; ++i) sketch = at::mm(matrix, scaled(at::mm(matrix.mT(), orthonormal(sketch))));
+  for (int64_t i = 0; i < kIterations; ++i)
+    sketch = at::mm(matrix, scaled(at::mm(matrix.mT(), orthonormal(sketch))));
   const Tensor basis = orthonormal(sketch);
   const Tensor within = scaled(at::mm(basis.mT(), matrix));
   const Tensor vectors = std::get<1>(at::linalg_eigh(at::mm(within, within.mT())));  // ascending
@@ -62,7 +65,8 @@ Tensor project(const Tensor& grad, const Tensor& basis, bool left) {
   return low;
 }
 
-void add_product(const Tensor& param, double keep, double scale, const Tensor& basis, const Tensor& low, bool left) {
+void add_product(const Tensor& param, double keep, double scale, const Tensor& basis, const Tensor& low,
+                 bool left) {
   const Tensor matrix = param.flatten(1);  // of a tensor that is not one in memory, a copy
   const int64_t m = matrix.size(0), step = rows_at_a_time(matrix);
   for (int64_t i = 0; i < m; i += step) {

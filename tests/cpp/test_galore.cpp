@@ -1,3 +1,7 @@
+#include <shoestring/optim.h>
+#include <torch/optim/schedulers/step_lr.h>
+#include <torch/serialize/archive.h>
+
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -5,11 +9,6 @@
 #include <string>
 #include <tuple>
 #include <vector>
-
-#include <torch/optim/schedulers/step_lr.h>
-#include <torch/serialize/archive.h>
-
-#include <shoestring/optim.h>
 
 #include "catch.h"
 
@@ -27,13 +26,15 @@ using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
 namespace {
 
-// Wide, tall, a convolution's, a transposed one; one whose side is less than the rank, a vector, an empty one.
+// Wide, tall, a convolution's, a transposed one; one whose side is less than the rank, a vector, an empty
+// one.
 constexpr size_t kProjected = 4;
 
 std::vector<Tensor> parameters(at::ScalarType dtype = at::kFloat) {
   at::manual_seed(5);
   std::vector<Tensor> params;
-  for (const at::IntArrayRef size : std::vector<std::vector<int64_t>>{{24, 40}, {40, 24}, {12, 3, 3, 3}, {48, 16}, {4, 50}, {30}, {0, 8}}) {
+  for (const at::IntArrayRef size : std::vector<std::vector<int64_t>>{
+           {24, 40}, {40, 24}, {12, 3, 3, 3}, {48, 16}, {4, 50}, {30}, {0, 8}}) {
     params.push_back(at::randn(size).to(dtype));
   }
   params[3] = params[3].t();
@@ -54,7 +55,8 @@ void train(torch::optim::Optimizer& opt, const std::vector<Tensor>& params, int 
 }
 
 bool same(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), [](const Tensor& x, const Tensor& y) { return at::equal(x, y); });
+  return std::equal(a.begin(), a.end(), b.begin(),
+                    [](const Tensor& x, const Tensor& y) { return at::equal(x, y); });
 }
 
 std::string saved(const torch::optim::Optimizer& opt) {
@@ -98,7 +100,8 @@ TEST_CASE("GaLore agrees with fp64, and its projections with an SVD", "[galore]"
       CAPTURE(side, maximize);
       auto params = parameters();
       const double lr = 0.01, decay = 0.2, clip = 5;
-      GaLore<AdamW> opt(params, AdamWOptions(lr).weight_decay(decay).eps(1e-4).state("fp32").maximize(maximize),
+      GaLore<AdamW> opt(params,
+                        AdamWOptions(lr).weight_decay(decay).eps(1e-4).state("fp32").maximize(maximize),
                         rank_8().projection(side));
       opt.set_max_grad_norm(clip);
       std::vector<Tensor> exact, last(params.size());
@@ -116,7 +119,8 @@ TEST_CASE("GaLore agrees with fp64, and its projections with an SVD", "[galore]"
         for (size_t i = 0; i < params.size(); ++i) {
           if (!params[i].grad().defined() || params[i].numel() == 0) continue;
           exact[i] = exact[i] * (1 - lr * decay);
-          const Tensor g = params[i].grad().to(at::kDouble) * ((maximize ? -1 : 1) * std::min(1.0, clip / std::sqrt(squares)));
+          const Tensor g = params[i].grad().to(at::kDouble) *
+                           ((maximize ? -1 : 1) * std::min(1.0, clip / std::sqrt(squares)));
           Tensor basis = opt.projection(params[i]);
           CHECK(basis.defined() == (i < kProjected || (i == 4 && std::string(side) == "right")));
           if (!basis.defined()) {
@@ -125,18 +129,22 @@ TEST_CASE("GaLore agrees with fp64, and its projections with an SVD", "[galore]"
           }
           basis = basis.to(at::kDouble);
           const Tensor matrix = g.flatten(1);
-          const bool left = basis.size(0) == matrix.size(0) && (std::string(side) != "right" || matrix.size(0) == matrix.size(1));
+          const bool left = basis.size(0) == matrix.size(0) &&
+                            (std::string(side) != "right" || matrix.size(0) == matrix.size(1));
           if (!last[i].defined() || !at::equal(basis, last[i])) {  // a new one
             const auto [u, s, vh] = at::linalg_svd(matrix, false);
-            const double captured = (left ? basis.mT().mm(matrix) : matrix.mm(basis)).square().sum().item<double>();
-            CHECK(captured > 0.98 * s.narrow(0, 0, std::min<int64_t>(8, s.numel())).square().sum().item<double>());
+            const double captured =
+                (left ? basis.mT().mm(matrix) : matrix.mm(basis)).square().sum().item<double>();
+            CHECK(captured >
+                  0.98 * s.narrow(0, 0, std::min<int64_t>(8, s.numel())).square().sum().item<double>());
             CHECK((basis.mT().mm(basis) - at::eye(8)).abs().max().item<double>() < 5e-6);
             if (last[i].defined()) CHECK(((basis * last[i]).sum(0) > 0).all().item<bool>());
             CHECK((!last[i].defined() || step == 3 || step == 6 || (i == 0 && step == 7)));
           }
           last[i] = basis;
           const Tensor low = adams[i](left ? basis.mT().mm(matrix) : matrix.mm(basis));
-          exact[i] = exact[i] + 0.5 * lr * (left ? basis.mm(low) : low.mm(basis.mT())).view(params[i].sizes());
+          exact[i] =
+              exact[i] + 0.5 * lr * (left ? basis.mm(low) : low.mm(basis.mT())).view(params[i].sizes());
         }
       }
       for (size_t i = 0; i + 1 < params.size(); ++i) CHECK(relative_error(params[i], exact[i]) < 1e-6);
@@ -147,7 +155,8 @@ TEST_CASE("GaLore agrees with fp64, and its projections with an SVD", "[galore]"
 TEST_CASE("GaLore: full rank is the dense step", "[galore]") {
   for (auto dtype : {at::kFloat, at::kBFloat16}) {
     CAPTURE(dtype);
-    std::vector<Tensor> ours{at::zeros({16, 24}, dtype).requires_grad_()}, theirs{at::zeros({16, 24}, dtype).requires_grad_()};
+    std::vector<Tensor> ours{at::zeros({16, 24}, dtype).requires_grad_()},
+        theirs{at::zeros({16, 24}, dtype).requires_grad_()};
     const auto options = SGDOptions(0.1).state("fp32");
     GaLore<SGD> a(ours, options, GaLoreOptions().rank(16).scale(1));
     SGD b(theirs, options);
@@ -158,7 +167,8 @@ TEST_CASE("GaLore: full rank is the dense step", "[galore]") {
   }
 }
 
-TEST_CASE("GaLore: what is not projected steps as by the base alone, with its state; the rest has little", "[galore]") {
+TEST_CASE("GaLore: what is not projected steps as by the base alone, with its state; the rest has little",
+          "[galore]") {
   auto ours = parameters(at::kBFloat16), theirs = parameters(at::kBFloat16);
   GaLore<Lion> a(ours, LionOptions(0.01), rank_8());
   Lion b(theirs, LionOptions(0.01));
@@ -182,10 +192,12 @@ TEST_CASE("GaLore rounds 16-bit weights once", "[galore]") {
   for (const Tensor& p : params) before.push_back(p.detach().to(at::kDouble));
   train(opt, params, 0, 1);
   for (size_t i = 0; i < kProjected; ++i) {
-    const Tensor basis = opt.projection(params[i]).to(at::kDouble), g = params[i].grad().to(at::kDouble).flatten(1);
+    const Tensor basis = opt.projection(params[i]).to(at::kDouble),
+                 g = params[i].grad().to(at::kDouble).flatten(1);
     const bool left = g.size(0) <= g.size(1);
     const Tensor low = Adam64()(left ? basis.mT().mm(g) : g.mm(basis));
-    const Tensor exact = before[i] * (1 - 0.003) + 0.01 * (left ? basis.mm(low) : low.mm(basis.mT())).view(params[i].sizes());
+    const Tensor exact =
+        before[i] * (1 - 0.003) + 0.01 * (left ? basis.mm(low) : low.mm(basis.mT())).view(params[i].sizes());
     const Tensor unit = at::exp2(exact.abs().log2().floor()) / 128;
     CHECK(((params[i].detach().to(at::kDouble) - exact).abs() <= 0.502 * unit + 1e-6).all().item<bool>());
   }
@@ -232,9 +244,11 @@ TEST_CASE("GaLore: groups, closures and schedules", "[galore]") {
   auto params = parameters(), theirs = parameters();
   Groups groups;
   groups.emplace_back(std::vector<Tensor>{params[0]});
-  groups.emplace_back(std::vector<Tensor>{params[2]}, std::make_unique<AdamWOptions>(AdamWOptions(0).state("fp32")));
+  groups.emplace_back(std::vector<Tensor>{params[2]},
+                      std::make_unique<AdamWOptions>(AdamWOptions(0).state("fp32")));
   GaLore<AdamW> opt(groups, AdamWOptions(0.1), rank_8());
-  opt.add_param_group({std::vector<Tensor>{params[1]}, std::make_unique<AdamWOptions>(0.5)}, GaLoreOptions().rank(std::nullopt));
+  opt.add_param_group({std::vector<Tensor>{params[1]}, std::make_unique<AdamWOptions>(0.5)},
+                      GaLoreOptions().rank(std::nullopt));
   AdamW dense({theirs[1]}, AdamWOptions(0.5));
   torch::optim::StepLR schedule(opt, 1, 0.5), other(dense, 1, 0.5);
   const Tensor still = params[2].detach().clone();
@@ -259,16 +273,22 @@ TEST_CASE("GaLore: groups, closures and schedules", "[galore]") {
 TEST_CASE("GaLore refuses what does not fit, and changes nothing", "[galore]") {
   auto params = parameters();
   const auto make = [&](const GaLoreOptions& o) { GaLore<AdamW>(params, {}, o); };
-  CHECK_THROWS_WITH(make(GaLoreOptions().rank(0)), Contains("GaLore: rank: expected none or a number of at least 1, received 0"));
-  CHECK_THROWS_WITH(make(GaLoreOptions().update_proj_gap(0)), Contains("update_proj_gap: expected a number of at least 1"));
-  CHECK_THROWS_WITH(make(GaLoreOptions().scale(-1)), Contains("scale: expected a number above 0, received -1"));
-  CHECK_THROWS_WITH(make(GaLoreOptions().projection("std")), Contains("\"auto\", \"left\" or \"right\", received \"std\""));
+  CHECK_THROWS_WITH(make(GaLoreOptions().rank(0)),
+                    Contains("GaLore: rank: expected none or a number of at least 1, received 0"));
+  CHECK_THROWS_WITH(make(GaLoreOptions().update_proj_gap(0)),
+                    Contains("update_proj_gap: expected a number of at least 1"));
+  CHECK_THROWS_WITH(make(GaLoreOptions().scale(-1)),
+                    Contains("scale: expected a number above 0, received -1"));
+  CHECK_THROWS_WITH(make(GaLoreOptions().projection("std")),
+                    Contains("\"auto\", \"left\" or \"right\", received \"std\""));
   CHECK_THROWS_WITH(GaLore<SGD>(params, SGDOptions().weight_decay(0.1)),
                     Contains("GaLore: weight_decay: expected 0 with SGD, where it is an L2 penalty"));
-  CHECK_THROWS_WITH(GaLore<AdamW>(params, AdamWOptions(-1)), Contains("AdamW: lr: expected a number of at least 0"));
+  CHECK_THROWS_WITH(GaLore<AdamW>(params, AdamWOptions(-1)),
+                    Contains("AdamW: lr: expected a number of at least 0"));
   Groups foreign;
   foreign.emplace_back(params, std::make_unique<LionOptions>());
-  CHECK_THROWS_WITH(GaLore<AdamW>(foreign), Contains("expected shoestring::optim::AdamWOptions in every group"));
+  CHECK_THROWS_WITH(GaLore<AdamW>(foreign),
+                    Contains("expected shoestring::optim::AdamWOptions in every group"));
   std::vector<Tensor> doubles{at::zeros({200, 200}, at::kDouble).requires_grad_()};
   CHECK_THROWS_WITH(GaLore<AdamW>(doubles), Contains("params: expected fp32, bf16 or fp16, received Double"));
 
@@ -277,11 +297,13 @@ TEST_CASE("GaLore refuses what does not fit, and changes nothing", "[galore]") {
   train(opt, params, 0, 2);
   const std::string good = saved(opt);
   AdamW plain(params);
-  CHECK_THROWS_WITH(load(opt, saved(plain)), Contains("expected an archive of GaLore of AdamW, format_version 1"));
+  CHECK_THROWS_WITH(load(opt, saved(plain)),
+                    Contains("expected an archive of GaLore of AdamW, format_version 1"));
   GaLore<Lion> lion(params, {}, rank_8());
   CHECK_THROWS_WITH(load(opt, saved(lion)), Contains("received GaLore of Lion's, format_version 1"));
   GaLore<AdamW> larger(params, {}, GaLoreOptions().rank(10));
-  CHECK_THROWS_WITH(load(opt, saved(larger)), Contains("expected rank 8, projection \"auto\" and 4 projected parameters"));
+  CHECK_THROWS_WITH(load(opt, saved(larger)),
+                    Contains("expected rank 8, projection \"auto\" and 4 projected parameters"));
   CHECK_THROWS_WITH(load(larger, good), Contains("expected rank 10"));
   CHECK(saved(opt).size() == good.size());
   CHECK(opt.param_groups()[0].options().get_lr() == 0.25);

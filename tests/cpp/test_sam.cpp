@@ -1,3 +1,10 @@
+#include <shoestring/optim.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/schedulers/step_lr.h>
+#include <torch/optim/sgd.h>
+#include <torch/serialize/archive.h>
+
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -5,14 +12,6 @@
 #include <stdexcept>
 #include <string>
 #include <vector>
-
-#include <torch/csrc/autograd/autograd.h>
-#include <torch/optim/adamw.h>
-#include <torch/optim/schedulers/step_lr.h>
-#include <torch/optim/sgd.h>
-#include <torch/serialize/archive.h>
-
-#include <shoestring/optim.h>
 
 #include "catch.h"
 
@@ -29,7 +28,8 @@ namespace {
 
 std::vector<Tensor> parameters(at::ScalarType dtype = at::kFloat) {
   at::manual_seed(3);
-  std::vector<Tensor> params{at::randn({12, 20}).to(dtype), at::randn({20}).to(dtype), at::randn({20, 1}).to(dtype)};
+  std::vector<Tensor> params{at::randn({12, 20}).to(dtype), at::randn({20}).to(dtype),
+                             at::randn({20, 1}).to(dtype)};
   for (Tensor& p : params) p.requires_grad_();
   return params;
 }
@@ -102,7 +102,8 @@ TEST_CASE("SAM agrees with fp64", "[sam]") {
     for (int step = 0; step < 6; ++step) {
       const auto first = gradients(exact, step);
       double squares = 0;
-      for (size_t i = 0; i < 3; ++i) squares += (adaptive ? first[i] * exact[i] : first[i]).square().sum().item<double>();
+      for (size_t i = 0; i < 3; ++i)
+        squares += (adaptive ? first[i] * exact[i] : first[i]).square().sum().item<double>();
       std::vector<Tensor> up;
       for (size_t i = 0; i < 3; ++i) {
         const Tensor direction = adaptive ? first[i] * exact[i] * exact[i] : first[i];
@@ -115,13 +116,17 @@ TEST_CASE("SAM agrees with fp64", "[sam]") {
       }
       half(params, step);
       opt.first_step();
-      if (step == 0) CHECK(((params[0].detach() - up[0]).norm() / (parameters()[0].detach() - up[0]).norm()).item<double>() < 1e-4);
+      if (step == 0)
+        CHECK(
+            ((params[0].detach() - up[0]).norm() / (parameters()[0].detach() - up[0]).norm()).item<double>() <
+            1e-4);
       opt.zero_grad();
       half(params, step);
       opt.second_step();
       opt.zero_grad();
     }
-    for (size_t i = 0; i < 3; ++i) CHECK(((params[i].detach() - exact[i]).norm() / exact[i].norm()).item<double>() < 1e-5);
+    for (size_t i = 0; i < 3; ++i)
+      CHECK(((params[i].detach() - exact[i]).norm() / exact[i].norm()).item<double>() < 1e-5);
   }
 }
 
@@ -148,7 +153,8 @@ TEST_CASE("SAM: weights come back to the bit", "[sam]") {
   }
 }
 
-TEST_CASE("SAM: closures are called twice, micro-batches add up, and a failure up there leaves the weights", "[sam]") {
+TEST_CASE("SAM: closures are called twice, micro-batches add up, and a failure up there leaves the weights",
+          "[sam]") {
   auto ours = parameters(), theirs = parameters(), parts = parameters();
   SAM a(std::make_unique<AdamW>(ours, AdamWOptions(1e-2)), SAMOptions(0.2));
   SAM b(std::make_unique<AdamW>(theirs, AdamWOptions(1e-2)), SAMOptions(0.2));
@@ -176,7 +182,8 @@ TEST_CASE("SAM: closures are called twice, micro-batches add up, and a failure u
       c.zero_grad();
     }
     train(d, whole, step, step + 1);
-    for (size_t i = 0; i < 3; ++i) CHECK(((parts[i] - whole[i]).norm() / whole[i].norm()).item<double>() < 1e-4);
+    for (size_t i = 0; i < 3; ++i)
+      CHECK(((parts[i] - whole[i]).norm() / whole[i].norm()).item<double>() < 1e-4);
   }
   CHECK(same(ours, theirs));
   const auto before = copies(ours);
@@ -194,7 +201,8 @@ TEST_CASE("SAM: closures are called twice, micro-batches add up, and a failure u
 TEST_CASE("SAM resumes bit for bit, and follows schedules", "[sam]") {
   auto through = parameters(), resumed = parameters();
   const auto make = [](std::vector<Tensor>& params, double lr) {
-    return std::make_unique<GaLore<AdamW>>(params, AdamWOptions(lr), GaLoreOptions().rank(8).update_proj_gap(2));
+    return std::make_unique<GaLore<AdamW>>(params, AdamWOptions(lr),
+                                           GaLoreOptions().rank(8).update_proj_gap(2));
   };
   SAM opt(make(through, 1e-2), SAMOptions(0.2).adaptive(true)), other(make(resumed, 1), SAMOptions(0.7));
   torch::optim::StepLR schedule(opt, 1, 0.5);
@@ -221,7 +229,8 @@ TEST_CASE("SAM refuses what is not due, and does not go up along what is not fin
   auto params = parameters();
   const auto before = copies(params);
   SAM opt(sgd(params, 0));
-  CHECK_THROWS_WITH(opt.second_step(), Contains("SAM: second_step: expected first_step() before, received none"));
+  CHECK_THROWS_WITH(opt.second_step(),
+                    Contains("SAM: second_step: expected first_step() before, received none"));
   CHECK_THROWS_WITH(opt.step(), Contains("SAM: second_step: expected first_step() before"));
   half(params, 0);
   params[0].mutable_grad()[0][0] = std::numeric_limits<float>::infinity();
@@ -234,7 +243,8 @@ TEST_CASE("SAM refuses what is not due, and does not go up along what is not fin
   opt.zero_grad();
   opt.second_step();
   CHECK_THROWS_WITH(SAM(nullptr), Contains("SAM: base: expected an optimizer, received none"));
-  CHECK_THROWS_WITH(SAM(sgd(params, 0), SAMOptions(-1)), Contains("SAM: rho: expected a number of at least 0, received -1"));
+  CHECK_THROWS_WITH(SAM(sgd(params, 0), SAMOptions(-1)),
+                    Contains("SAM: rho: expected a number of at least 0, received -1"));
 
   AdamW plain(params);
   std::stringstream file;
@@ -243,5 +253,6 @@ TEST_CASE("SAM refuses what is not due, and does not go up along what is not fin
   foreign.save_to(file);
   torch::serialize::InputArchive in;
   in.load_from(file);
-  CHECK_THROWS_WITH(opt.load(in), Contains("SAM: load: expected an archive of this optimizer, received another one"));
+  CHECK_THROWS_WITH(opt.load(in),
+                    Contains("SAM: load: expected an archive of this optimizer, received another one"));
 }

@@ -8,22 +8,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoestring.optim.adamw import AdamW
-from shoestring.optim.low_rank import LowRankOptimizer
+from shoestring.optim.low_rank import LowRankOptimizer, Shapes
 from shoestring.optim.projections import fp32_rows, is_left, mix, normal, project
 
 NORM_GROWTH = 1.01  # the most that the norm of an update grows by from step to step; the paper's (Fira's) limit
 
 
 class APOLLO(LowRankOptimizer):
-    """APOLLO (arXiv 2412.05270) around an optimizer like Adam: its step sizes, by channel, with the state of a low rank.
+    """APOLLO (arXiv 2412.05270) around an optimizer like Adam: step sizes by channel, with state of a low rank.
 
-    The gradient G (m, n) of a matrix, m <= n, becomes R = P G, (r, n), with random P. The base optimizer steps a virtual
-    parameter with R, at a learning rate of 1; its update U (r, n) tells how much G is scaled, in every column j:
-    ``W -= lr * scale * G * norm(U[:, j]) / norm(R[:, j])``, the norm of which grows by 1 % a step at most. Where n < m,
-    rows are the channels. P is made from a seed whenever it is needed, and from a new one every ``update_proj_gap`` steps.
+    The gradient G (m, n) of a matrix, m <= n, becomes R = P G, (r, n), with random P. The base optimizer steps a
+    virtual parameter with R, at a learning rate of 1; its update U (r, n) tells how much G is scaled, in every column
+    j: ``W -= lr * scale * G * norm(U[:, j]) / norm(R[:, j])``, the norm of which grows by 1 % a step at most. Where n <
+    m, rows are the channels. P is made from a seed whenever it is needed, and from a new one every ``update_proj_gap``
+    steps.
 
-    Memory, for a matrix (m, n), l being max(m, n): 4 bytes and the base's state of ``l * r`` parameters, which for 8-bit
-    AdamW is ``ceil(l * r / 256) * 520 + 4`` bytes. A step takes 8 l r bytes for a time, for all matrices together, and P.
+    Memory, for a matrix (m, n), l being max(m, n): 4 bytes and the base's state of ``l * r`` parameters, which for
+    8-bit AdamW is ``ceil(l * r / 256) * 520 + 4`` bytes. A step takes 8 l r bytes for a time, for all matrices
+    together, and P.
 
     Args:
         params: as for ``GaLore``; the parameters that step as by the base alone are the same.
@@ -39,9 +41,9 @@ class APOLLO(LowRankOptimizer):
         ValueError: an option, dtype or loaded state that does not fit; nothing has changed then.
         TypeError: an option that the base optimizer does not have.
 
-    What ``GaLore`` says of 16-bit weights, schedulers, state dicts and GradScaler holds here as well. ``state[p]`` holds
-    ``norm`` (fp32, of the last update before lr and scale), ``projection_age`` (steps) and ``seed`` beside the base's
-    entries, of the virtual parameter's shape. Updates are bias-corrected as the base's are.
+    What ``GaLore`` says of 16-bit weights, schedulers, state dicts and GradScaler holds here as well. ``state[p]``
+    holds ``norm`` (fp32, of the last update before lr and scale), ``projection_age`` (steps) and ``seed`` beside the
+    base's entries, of the virtual parameter's shape. Updates are bias-corrected as the base's are.
     """
 
     _virtual_options = {"weight_decay": 0.0, "lr": 1.0}
@@ -66,7 +68,7 @@ class APOLLO(LowRankOptimizer):
         kind = group["scale_type"]
         self._expect(kind in ("channel", "tensor"), "scale_type", '"channel" or "tensor"', kind)
 
-    def _own_shapes(self, param: Tensor, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, ...]] | None]:
+    def _own_shapes(self, param: Tensor, group: dict[str, Any]) -> Shapes:
         return {"norm": (torch.float32, ()), "projection_age": None, "seed": None}
 
     def _down(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:

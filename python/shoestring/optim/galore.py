@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoestring.optim.adamw import AdamW
-from shoestring.optim.low_rank import LowRankOptimizer
+from shoestring.optim.low_rank import LowRankOptimizer, Shapes
 from shoestring.optim.projections import fp32_rows, is_left, leading_vectors, mix, normal, project
 
 
@@ -18,8 +18,8 @@ class GaLore(LowRankOptimizer):
     The gradient G (m, n) of a matrix becomes R = P^T G, the columns of P (m, r) being G's leading left singular vectors
     of some step before; the base optimizer steps a virtual parameter (r, n) with R, and ``scale * P`` times its update
     moves the matrix. Where n < m, P (n, r) is on the right: R = G P, (m, r). Every ``update_proj_gap`` steps P is made
-    again, by a randomised subspace iteration that captures what an SVD would at a fraction of its time; the base's state
-    goes on in the new basis, whose signs follow the old one's. ::
+    again, by a randomised subspace iteration that captures what an SVD would at a fraction of its time; the base's
+    state goes on in the new basis, whose signs follow the old one's. ::
 
         optimizer = GaLore([{"params": matrices}, {"params": others, "rank": None}], AdamW, rank=128, lr=1e-3)
 
@@ -27,8 +27,9 @@ class GaLore(LowRankOptimizer):
     it as it makes those.
 
     Memory, for a matrix (m, n), s being min(m, n) and l max(m, n): ``s * r`` elements of the parameter's dtype, and the
-    base's state of ``l * r`` parameters: ``ceil(l * r / 256) * 520 + 4`` bytes for 8-bit AdamW. A step takes 8 l r bytes
-    for a time, for all matrices together, and for one matrix at a time what a product needs (16-bit ones: 64 MiB).
+    base's state of ``l * r`` parameters: ``ceil(l * r / 256) * 520 + 4`` bytes for 8-bit AdamW. A step takes 8 l r
+    bytes for a time, for all matrices together, and for one matrix at a time what a product needs (16-bit ones: 64
+    MiB).
 
     Args:
         params: parameters, named parameters or groups; projected ones are fp32, bf16 or fp16. A weight of more than two
@@ -50,13 +51,14 @@ class GaLore(LowRankOptimizer):
         ValueError: an option, dtype or loaded state that does not fit; nothing has changed then.
         TypeError: an option that the base optimizer does not have.
 
-    16-bit weights: decay and update are added in fp32, and rounded once, to nearest (``weights="plain"``). A gradient that is zero or not
-    finite gives no projection: the last one, or a random one, stays until the next step. Parameter groups, schedulers,
-    hooks, closures and state dicts work as in ``torch.optim``; a GradScaler unscales, and skips, by itself. A new
-    projection waits for the device; a step can not be captured in a CUDA graph, and has no DTensor parameters.
+    16-bit weights: decay and update are added in fp32, and rounded once, to nearest (``weights="plain"``). A gradient
+    that is zero or not finite gives no projection: the last one, or a random one, stays until the next step. Parameter
+    groups, schedulers, hooks, closures and state dicts work as in ``torch.optim``; a GradScaler unscales, and skips, by
+    itself. A new projection waits for the device; a step can not be captured in a CUDA graph, and has no DTensor
+    parameters.
 
-    ``state[p]`` holds ``projection`` (s, r), ``projection_age`` (steps) and ``seed`` (of the next one) beside the base's
-    entries, of the virtual parameter's shape.
+    ``state[p]`` holds ``projection`` (s, r), ``projection_age`` (steps) and ``seed`` (of the next one) beside the
+    base's entries, of the virtual parameter's shape.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class GaLore(LowRankOptimizer):
         side = group["projection"]
         self._expect(side in ("auto", "left", "right"), "projection", '"auto", "left" or "right"', side)
 
-    def _own_shapes(self, param: Tensor, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, ...]] | None]:
+    def _own_shapes(self, param: Tensor, group: dict[str, Any]) -> Shapes:
         left = is_left(len(param), param.numel() // len(param), group)
         side = len(param) if left else param.numel() // len(param)
         return {"projection": (param.dtype, (side, group["rank"])), "projection_age": None, "seed": None}

@@ -15,6 +15,8 @@ from shoestring.optim.virtual import DTYPES, VirtualParameters
 
 FORMAT_VERSION = 1
 
+Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]] | None]  # of entries, by name; None: a whole number
+
 
 class _AsSaved:
     """Carries a tensor through Optimizer.load_state_dict, which would cast it to the parameter's dtype."""
@@ -70,7 +72,7 @@ class LowRankOptimizer(Optimizer):
     def _check_own(self, group: dict[str, Any]) -> None:
         """Raises ValueError (by ``_expect``) where one of the subclass's own options does not fit."""
 
-    def _own_shapes(self, param: Tensor, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, ...]] | None]:
+    def _own_shapes(self, param: Tensor, group: dict[str, Any]) -> Shapes:
         """The subclass's own entries of a state, with dtype and shape; None for whole numbers."""
         raise NotImplementedError
 
@@ -97,7 +99,7 @@ class LowRankOptimizer(Optimizer):
         self._check_own(group)
 
     def _shape(self, param: Tensor, group: dict[str, Any]) -> tuple[int, int] | None:
-        """The virtual parameter's: (r, n) or (m, r), the matrix being (m, n); None where the parameter steps as it is."""
+        """The virtual parameter's: (r, n) or (m, r), the matrix being (m, n); None where it steps as it is."""
         rank = group["rank"]
         if rank is None or param.dim() < 2 or param.numel() == 0:
             return None

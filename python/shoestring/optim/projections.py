@@ -31,8 +31,9 @@ def leading_vectors(matrix: Tensor, count: int, seed: int, iterations: int = 4, 
     """The leading left singular vectors of an fp32 matrix, largest first, by randomised subspace iteration.
 
     Algorithms 4.4 and 5.1 of arXiv 0909.4061: a Gaussian sketch, taken through the matrix and back, orthonormalised in
-    between; then the singular vectors within its range. Four iterations and 16 more columns than are wanted leave 1 to 3 %
-    of the squared norm that an SVD captures where the matrix is noise, and 0.1 % where singular values fall as 1 / sqrt(i).
+    between; then the singular vectors within its range. Four iterations and 16 more columns than are wanted leave 1 to
+    3 % of the squared norm that an SVD captures where the matrix is noise, and 0.1 % where singular values fall as 1 /
+    sqrt(i).
 
     Returns:
         (rows, count), with orthonormal columns.
@@ -54,7 +55,7 @@ def _scaled(x: Tensor) -> Tensor:
 
 
 def fp32_rows(param: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """The rows of a parameter's matrix in fp32, to be changed in place; 16-bit ones are rounded once, a chunk a time."""
+    """The rows of a parameter's matrix in fp32, to be changed in place; 16-bit ones are rounded once, in chunks."""
     matrix = param.flatten(1)  # of a tensor that is not one in memory, a copy
     for rows in chunks(matrix):
         part = matrix[rows].float()

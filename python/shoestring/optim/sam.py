@@ -13,7 +13,8 @@ class SAM(Optimizer):
     """Sharpness-aware minimisation (arXiv 2010.01412) around another optimizer.
 
     The first half of a step goes up, from the weights w to ``w + rho * g / norm(g)``, g being the gradient of all of
-    them; the second goes back to w, to the bit, and takes the base optimizer's step there with the gradient from above::
+    them; the second goes back to w, to the bit, and takes the base optimizer's step there with the gradient from
+    above::
 
         optimizer = SAM(model.parameters(), AdamW, rho=0.05, lr=1e-3)
         for batch in data:
@@ -22,8 +23,8 @@ class SAM(Optimizer):
             loss(model, batch).backward()
             optimizer.second_step(zero_grad=True)
 
-    Each ``backward`` may be several, over micro-batches. ``optimizer.step(closure)`` does all of it, calling the closure
-    twice. Under ``torch.amp.GradScaler``, which must not ``unscale_`` before the first half, it is ::
+    Each ``backward`` may be several, over micro-batches. ``optimizer.step(closure)`` does all of it, calling the
+    closure twice. Under ``torch.amp.GradScaler``, which must not ``unscale_`` before the first half, it is ::
 
             scaler.scale(loss(model, batch)).backward()
             optimizer.first_step(zero_grad=True)  # a direction: the scale does not matter
@@ -31,8 +32,9 @@ class SAM(Optimizer):
             scaler.step(optimizer)
             scaler.update()
 
-    A first gradient that is not finite leaves the weights where they are, and ``scaler.step`` then skips the step, as it
-    does for the second one. (The scale falls by the second, which is of the same weights and will not be finite either.)
+    A first gradient that is not finite leaves the weights where they are, and ``scaler.step`` then skips the step, as
+    it does for the second one. (The scale falls by the second, which is of the same weights and will not be finite
+    either.)
 
     Memory: the base's, and between the halves a copy of the weights that have a gradient.
 
@@ -42,7 +44,7 @@ class SAM(Optimizer):
         rho: how far the first half goes; at least 0. A group may have its own; the norm is that of all groups.
         adaptive: ASAM (arXiv 2102.11600): up along ``w^2 * g``, by ``rho / norm(w * g)``; rho is then about ten times
             larger. A group may have its own.
-        options: of the base optimizer: lr, weight_decay, max_grad_norm, ...; norms are clipped in the second half alone.
+        options: of the base optimizer: lr, weight_decay, max_grad_norm, ...; the second half alone is clipped.
 
     Attributes:
         base_optimizer: the optimizer that takes the steps. Groups and state are one and the same here and there.
@@ -52,9 +54,9 @@ class SAM(Optimizer):
         RuntimeError: a half of a step that is not due, or a state dict wanted between the halves.
 
     Layers that keep running statistics, such as BatchNorm, see every batch twice, the second time with weights that are
-    never used: set their ``momentum`` to 0 for the second pass, or accept it. Random layers draw anew in the second pass.
-    Micro-batches add up in ``.grad``, not in the base's ``accumulate()``.
-    The move up is added in fp32 and rounded once; in 16-bit weights, what is below half a unit in the last place is lost.
+    never used: set their ``momentum`` to 0 for the second pass, or accept it. Random layers draw anew in the second
+    pass. Micro-batches add up in ``.grad``, not in the base's ``accumulate()``. The move up is added in fp32 and
+    rounded once; in 16-bit weights, what is below half a unit in the last place is lost.
     """
 
     _step_supports_amp_scaling = True  # GradScaler.step then always calls step, so that weights come back
@@ -120,7 +122,7 @@ class SAM(Optimizer):
 
     @torch.no_grad()
     def second_step(self, zero_grad: bool = False) -> None:
-        """Takes the weights back, and the base optimizer's step; ``zero_grad`` as in the other optimizers, afterwards."""
+        """Takes the weights back, and the base optimizer's step; ``zero_grad`` as in other optimizers, afterwards."""
         self.step()  # whose hooks, and learning rate schedules, then see it
         if zero_grad:
             self.zero_grad()
@@ -130,8 +132,8 @@ class SAM(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Both halves with a closure, which clears the gradients, computes the loss and its gradients, and returns it.
 
-        The closure is called twice; what is returned is the loss of the first time, of the weights themselves. Without a
-        closure, ``step`` is ``second_step``.
+        The closure is called twice; what is returned is the loss of the first time, of the weights themselves. Without
+        a closure, ``step`` is ``second_step``.
         """
         if closure is None:
             if self._weights is None:
@@ -190,7 +192,7 @@ class SAM(Optimizer):
         base.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The base optimizer's, whose groups have ``rho`` and ``adaptive`` as well; not between the halves of a step."""
+        """The base optimizer's, whose groups have ``rho`` and ``adaptive``, too; not between the halves of a step."""
         self._expect_whole("state_dict")
         assert self.base_optimizer is not None
         own = super().state_dict()  # runs the hooks

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shoestring.ops.quantize_8bit import STATE_BLOCK
 from shoestring.ops.quantize_state_4bit import GROUP_4BIT
+from shoestring.optim.sharded import Shards, local
 
 STATES = ("8bit", "4bit", "bf16", "fp32")
 WEIGHTS = ("plain", "stochastic", "remainder")
@@ -29,16 +30,12 @@ class Kind:
     state: str
     remainder: bool
     device: torch.device
+    shards: Shards | None = None
 
 
 def blocks(size: int) -> int:
     """The number of blocks that the state of so many elements takes."""
     return -(-size // STATE_BLOCK)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that this process has; any other tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 @dataclass(frozen=True)

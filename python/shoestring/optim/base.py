@@ -9,9 +9,11 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from typing_extensions import TypedDict
 
-from shoestring.optim.arena import STATES, WEIGHTS, Arena, Kind, Layout, Moment, local, make_arena, parts
+from shoestring.optim.arena import STATES, WEIGHTS, Arena, Kind, Layout, Moment, Part, make_arena, parts
 from shoestring.optim.convert import imported
 from shoestring.optim.gradients import Gradients, number_on
+from shoestring.optim.sharded import is_dtensor, local, seed_of, shards
+from shoestring.optim.sharded_state import needs_owning, owned, saved
 
 FORMAT_VERSION = 1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -159,7 +161,8 @@ class LowMemoryOptimizer(Gradients, Optimizer):
                 calls += [(group, arena) for arena in self._layout(index, group).arenas]
         found_inf = getattr(self, "found_inf", None)
         gradients = self._gathered([arena for _, arena in calls], found_inf is not None)
-        found_inf, coefficient = self._clip([g for grads, _ in gradients for g in grads], found_inf)
+        shares = [(arena.kind.shards, grads) for (_, arena), (grads, _) in zip(calls, gradients, strict=True)]
+        found_inf, coefficient = self._clip(shares, found_inf)
         for (group, arena), (grads, accumulated) in zip(calls, gradients, strict=True):
             self._step_arena(group, arena, grads, accumulated, coefficient, found_inf)
         self._drop_sums()
@@ -196,14 +199,14 @@ class LowMemoryOptimizer(Gradients, Optimizer):
             weight_remainder=arena.values.get("weight_remainder"),
             accumulated=accumulated,
             stochastic_rounding=group["weights"] == "stochastic",
-            seed=group["seed"],
+            seed=seed_of(group["seed"], arena.kind.shards),
             numbers=arena.numbers,
         )
 
     def _kind(self, param: Tensor, group: dict[str, Any]) -> Kind:
         own = local(param)
         state = group["state"] if param.numel() >= group["min_quantize_size"] else "fp32"
-        return Kind(state, group["weights"] == "remainder" and own.dtype == torch.bfloat16, own.device)
+        return Kind(state, group["weights"] == "remainder" and own.dtype == torch.bfloat16, own.device, shards(param))
 
     def _layout(self, index: int, group: dict[str, Any]) -> Layout:
         """The group's arenas: of parameters that have state or a gradient (or will have, in backward)."""
@@ -222,7 +225,7 @@ class LowMemoryOptimizer(Gradients, Optimizer):
         for kind, params in members.items():
             arenas.append(make_arena(params, kind, self._moments, self.state))
             for p in params.values():
-                for name, shape in self._extra(p, group).items():
+                for name, shape in self._extra(local(p), group).items():
                     self.state[p].setdefault(name, torch.zeros(shape, dtype=torch.float32, device=kind.device))
         self._alone.clear()  # views of other arenas
         layout = self._layouts[index] = Layout(arenas, absent)
@@ -233,7 +236,32 @@ class LowMemoryOptimizer(Gradients, Optimizer):
         extra = {"format_version": FORMAT_VERSION}
         if self.step_in_backward and self.grad_norm is not None:
             extra["grad_norm"] = self.grad_norm
-        return {**super().state_dict(), **extra}
+        first = self.register_state_dict_post_hook(LowMemoryOptimizer._save_dtensors, prepend=True)
+        try:
+            return {**super().state_dict(), **extra}
+        finally:
+            first.remove()
+
+    def _parts(self, param: Tensor, group: dict[str, Any]) -> list[Part]:
+        kind = self._kind(param, group)
+        return parts(self._moments, kind.state, kind.remainder)
+
+    def _save_dtensors(self, state_dict: dict[str, Any]) -> None:
+        for group, packed in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for p, key in zip(group["params"], packed["params"], strict=True):
+                if is_dtensor(p) and state_dict["state"].get(key):
+                    state_dict["state"][key] = saved(state_dict["state"][key], p, self._parts(p, group))
+
+    def _owned(self, where: str, loaded: dict[str, Any]) -> dict[Any, Any]:
+        """The entries of a load, those of DTensors as this process has them."""
+        entries = dict(loaded["state"])
+        for ours, theirs in zip(self.param_groups, loaded["param_groups"], strict=False):
+            group = {**ours, **theirs}
+            for p, key in zip(ours["params"], theirs["params"], strict=False):
+                if entries.get(key) and needs_owning(entries[key], p, self._parts(p, group)):
+                    state = self._kind(p, group).state
+                    entries[key] = owned(where, entries[key], p, self._parts(p, group), self._moments, state)
+        return entries
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -258,7 +286,9 @@ class LowMemoryOptimizer(Gradients, Optimizer):
 
         def keep(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             if "format_version" not in loaded:
-                loaded = imported(self, self._moments, loaded, lambda p, group: self._kind(p, group).state)
+                state_of = lambda p, group: self._kind(p, group).state  # noqa: E731
+                loaded = imported(self, self._moments, loaded, state_of, self._extra)
+            loaded = {**loaded, "state": self._owned(where, loaded)}
             entries = {
                 key: {k: _AsSaved(v) if isinstance(v, Tensor) else v for k, v in entry.items()}
                 for key, entry in loaded["state"].items()
@@ -302,7 +332,7 @@ class LowMemoryOptimizer(Gradients, Optimizer):
         kind, own = self._kind(param, group), local(param)
         expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"step": (torch.float32, ())}
         expected |= {p.name: (p.dtype, p.shape(own)) for p in parts(self._moments, kind.state, kind.remainder)}
-        expected |= {name: (torch.float32, shape) for name, shape in self._extra(param, group).items()}
+        expected |= {name: (torch.float32, shape) for name, shape in self._extra(own, group).items()}
         where = f"{self._name}: load_state_dict"
         if entry.keys() != expected.keys():
             raise ValueError(

@@ -1,6 +1,6 @@
 """State dicts of torch.optim and bitsandbytes, into the entries of ours and back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from shoestring.ops import dequantize_8bit, dequantize_state_4bit, quantize_8bit, quantize_state_4bit
 from shoestring.ops.quantize_8bit import STATE_BLOCK
 from shoestring.optim.arena import Moment, blocks
+from shoestring.optim.sharded import as_dtensor, is_dtensor, local
 
 NESTED = "__bnb_optimizer_quant_state__"  # under which bitsandbytes hides its tensors from FSDP
 OURS = ("state", "min_quantize_size", "weights", "seed", "maximize")  # options that the others need not have
@@ -24,8 +25,11 @@ def imported(
     moments: tuple[Moment, ...],
     state_dict: dict[str, Any],
     state_of: Callable[[Tensor, dict[str, Any]], str],
+    extra_of: Callable[[Tensor, dict[str, Any]], Iterable[str]],
 ) -> dict[str, Any]:
     """A state dict without ``format_version`` as one of ours; what it cannot read is left to the checks of a load.
+
+    Ours comes without it as well: ``torch.distributed.checkpoint`` keeps the state and the groups alone.
 
     Raises:
         ValueError: it is another rule's, or a tensor does not fit.
@@ -47,7 +51,8 @@ def imported(
         groups.append(group)
         for key, param in zip(theirs["params"], ours["params"], strict=False):
             if entries.get(key):
-                entries[key] = _entry(where, moments, entries[key], param, state_of(param, group))
+                beside = set(extra_of(param, group)) | {"weight_remainder"}
+                entries[key] = _entry(where, moments, entries[key], param, state_of(param, group), beside)
                 if group["weights"] == "remainder" and param.dtype == torch.bfloat16:
                     entries[key].setdefault("weight_remainder", torch.zeros_like(param, dtype=torch.int16))
     groups += state_dict["param_groups"][len(groups) :]  # too many, which the load itself refuses
@@ -55,7 +60,7 @@ def imported(
 
 
 def _entry(
-    where: str, moments: tuple[Moment, ...], entry: dict[str, Any], param: Tensor, state: str
+    where: str, moments: tuple[Moment, ...], entry: dict[str, Any], param: Tensor, state: str, beside: set[str]
 ) -> dict[str, Any]:
     entry = {**entry, **entry.get(NESTED, {})}
     if "state1" in entry:
@@ -66,20 +71,23 @@ def _entry(
         return entry  # ours
     if names == ["momentum_buffer"]:
         entry = {"step": 1, **entry}  # torch's SGD counts no steps; where there is a buffer, the first was taken
-    known = {"step", NESTED, *names, *(f"{kind}{i + 1}" for kind in ("qmap", "absmax") for i in range(len(moments)))}
+    known = beside | {"step", NESTED, *names, *(f"{kind}{i + 1}" for kind in ("qmap", "absmax") for i in range(len(moments)))}
     if "step" not in entry or not known >= entry.keys() >= set(names):
         received = sorted(entry.keys() - {NESTED})
         raise ValueError(f"{where}: expected the entries {['step', *names]}, received {received}")
 
-    result: dict[str, Any] = {"step": torch.as_tensor(entry["step"], dtype=torch.float32).reshape(())}
+    result: dict[str, Any] = {name: entry[name] for name in beside if name in entry}
+    result |= {"step": torch.as_tensor(entry["step"], dtype=torch.float32).reshape(())}
     codes: dict[str, tuple[Tensor, Tensor]] = {}
     for i, (moment, name) in enumerate(zip(moments, names, strict=True)):
         value, scale = entry[name], f"absmax{i + 1}"
         if not isinstance(value, Tensor) or value.shape != param.shape:
             shape, received = tuple(param.shape), tuple(value.shape) if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"{where}: {name}: expected the parameter's shape, {shape}, received {received}")
-        if value.is_floating_point():
-            result |= _kept(moment, value.float(), state)
+        if is_dtensor(value):
+            result[moment.name] = value
+        elif value.is_floating_point():
+            result |= kept(moment, value.float(), state)
             continue
         for part, size in ((f"qmap{i + 1}", 256), (scale, blocks(param.numel()))):
             if part not in entry or entry[part].shape != (size,):
@@ -97,11 +105,11 @@ def _entry(
             if state == "8bit":
                 result[moment.name], result[f"{moment.name}_scale"] = values, scales
             else:
-                result |= _kept(moment, dequantize_8bit(values, scales, signed=moment.signed), state)
+                result |= kept(moment, dequantize_8bit(values, scales, signed=moment.signed), state)
     return result
 
 
-def _kept(moment: Moment, value: Tensor, state: str) -> dict[str, Tensor]:
+def kept(moment: Moment, value: Tensor, state: str) -> dict[str, Tensor]:
     """The entries of a moment, given in fp32 and its parameter's shape."""
     if state in ("fp32", "bf16"):
         return {moment.name: value.to(torch.float32 if state == "fp32" else torch.bfloat16)}
@@ -134,8 +142,12 @@ def exported(optimizer: Optimizer, moments: tuple[Moment, ...]) -> dict[str, Any
     state_dict = optimizer.state_dict()
     params = [p for group in optimizer.param_groups for p in group["params"]]
     state = {}
-    for key, entry in state_dict["state"].items():
-        state[key] = {m.name: _plain(m, entry, params[key]) for m in moments} | {"step": entry["step"].cpu().clone()}
+    for key in state_dict["state"]:
+        param, entry = params[key], optimizer.state[params[key]]
+        state[key] = {m.name: _plain(m, entry, local(param)) for m in moments}
+        if is_dtensor(param):
+            state[key] = {name: as_dtensor(value, param, tuple(param.shape)) for name, value in state[key].items()}
+        state[key]["step"] = entry["step"].cpu().clone()
     own = ("state", "min_quantize_size", "weights", "seed")
     groups = [{k: v for k, v in group.items() if k not in own} for group in state_dict["param_groups"]]
     return {"state": state, "param_groups": groups}

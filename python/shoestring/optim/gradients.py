@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoestring.optim.arena import Arena, Layout, Moment, local
+from shoestring.optim.arena import Arena, Layout, Moment
+from shoestring.optim.sharded import Shards, is_dtensor, local, local_gradient, shards, whole_norm
 
 
 def number_on(device: torch.device, number: Tensor | None) -> Tensor | None:
@@ -24,6 +25,15 @@ def total_norm(grads: list[Tensor]) -> Tensor:
     # With its own dtype, the norm of finite fp16 gradients under a loss scale would overflow.
     norms = [n for same in by_kind.values() for n in torch._foreach_norm(same, 2, dtype=torch.float32)]
     return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+
+
+def norm_over(shares: list[tuple[Shards | None, list[Tensor]]]) -> Tensor:
+    """The norm of all gradients together, those that other processes have the rest of among them; the same on each."""
+    by_shards: dict[Shards | None, list[Tensor]] = {}
+    for piece, grads in shares:
+        by_shards.setdefault(piece, []).extend(grads)
+    norms = [whole_norm(total_norm(grads), piece) for piece, grads in by_shards.items() if grads]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
 
 
 def clip_coef(norm: Tensor, max_norm: float) -> Tensor:
@@ -53,7 +63,7 @@ class Gradients:
         self._accumulating = False
         self._watched: set[Tensor] = set()
         self._alone: dict[Tensor, tuple[dict[str, Any], Arena]] = {}  # in backward: each parameter's group and state
-        self._norms: list[Tensor] = []  # of gradients that have been freed
+        self._norms: list[tuple[Shards | None, Tensor]] = []  # of gradients that have been freed
 
     def _gradient_options(self) -> dict[str, Any]:
         return {
@@ -104,7 +114,7 @@ class Gradients:
                 p.register_post_accumulate_grad_hook(on_gradient)
 
     def _add(self, param: Tensor) -> None:
-        grad = local(param.grad)
+        grad = local_gradient(param)
         if param not in self._sums:
             self._sums[param] = torch.zeros_like(grad, dtype=self.accumulate_dtype, memory_format=torch.contiguous_format)
         self._sums[param].add_(grad)
@@ -132,7 +142,7 @@ class Gradients:
             )
         found: list[tuple[list[Tensor | None], Tensor | None]] = []
         for arena in arenas:
-            grads = [None if p.grad is None else local(p.grad) for p in arena.params]
+            grads = [local_gradient(p) for p in arena.params]
             if not any(p in self._pending for p in arena.params):
                 found.append((grads, None))
                 continue
@@ -157,16 +167,18 @@ class Gradients:
 
     # ---- clipping ------------------------------------------------------------------------------------------------
 
-    def _clip(self, grads: list[Tensor | None], found_inf: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def _clip(
+        self, shares: list[tuple[Shards | None, list[Tensor | None]]], found_inf: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Whether to skip, sums looked at too, and the factor of all gradients."""
         if self.step_in_backward:
             return found_inf, None
         self.grad_norm = None
-        present = [g for g in grads if g is not None]
+        present = [(piece, [g for g in grads if g is not None]) for piece, grads in shares]
         looks = found_inf is not None and self._pending
-        if not present or (self.max_grad_norm is None and not looks):
+        if not any(grads for _, grads in present) or (self.max_grad_norm is None and not looks):
             return found_inf, None
-        norm = total_norm(present)
+        norm = norm_over(present)
         if looks:  # a GradScaler has seen the last micro-batch alone
             found_inf = torch.maximum(number_on(norm.device, found_inf), (~norm.isfinite()).float())
         if self.max_grad_norm is None:
@@ -184,13 +196,15 @@ class Gradients:
         if param not in self._alone:
             self._find_alone()
         group, arena = self._alone[param]
-        grad, accumulated = local(param.grad), arena.accumulated if param in self._pending else None
+        grad, accumulated = local_gradient(param), arena.accumulated if param in self._pending else None
+        if is_dtensor(param) and grad.is_cuda:  # FSDP2 calls its hooks on a stream of its own, and may free there
+            grad.record_stream(torch.cuda.current_stream(grad.device))
         coefficient = None
         if self.max_grad_norm is not None:
             if accumulated is not None:
                 grad = self._sums[param].add_(grad)
                 accumulated = None
-            self._norms.append(torch.linalg.vector_norm(grad, dtype=torch.float32))
+            self._norms.append((shards(param), torch.linalg.vector_norm(grad, dtype=torch.float32)))
             if self.grad_norm is not None:
                 coefficient = clip_coef(self.grad_norm, self.max_grad_norm)
         self._step_arena(group, arena, [grad], accumulated, coefficient, None)
@@ -215,7 +229,7 @@ class Gradients:
                 "stepped before it knows whether all gradients are finite; use bf16, or step_in_backward=False"
             )
         if self._norms:
-            self.grad_norm = torch.linalg.vector_norm(torch.stack([n.to(self._norms[0].device) for n in self._norms]))
+            self.grad_norm = norm_over([(piece, [norm]) for piece, norm in self._norms])
             self._norms.clear()
 
     def _restore_norm(self, norm: Tensor | None) -> None:

@@ -1,0 +1,94 @@
+"""DTensor parameters (FSDP2, HSDP, tensor parallelism): which piece this process has, and norms over all pieces.
+
+An optimizer steps local pieces. What they have in common, the norm that clips, is reduced over just those dimensions of
+a mesh that split the parameter. Random bits follow the piece, so that replicas of one stay equal.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+@dataclass(frozen=True)
+class Shards:
+    """How the parameters of an arena are split: replicas of a piece have the same one, bit for bit."""
+
+    mesh: Any  # DeviceMesh
+    placements: tuple[Any, ...]
+    piece: int  # among those that the parameter is split into
+
+    @property
+    def dims(self) -> list[int]:
+        """The dimensions of the mesh that split the parameter."""
+        return [dim for dim, placement in enumerate(self.placements) if not placement.is_replicate()]
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether it is one; where torch has no distributed package, nothing is."""
+    return isinstance(tensor, Tensor) and hasattr(tensor, "to_local")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that this process has; any other tensor itself."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def local_gradient(param: Tensor) -> Tensor | None:
+    """The part of a parameter's gradient that belongs to the local part of the parameter."""
+    grad = param.grad
+    if grad is None or not is_dtensor(param):
+        return grad
+    if grad.placements != param.placements:  # a collective, as in any operation on the two
+        grad = grad.redistribute(placements=param.placements)
+    return grad.to_local()
+
+
+def shards(param: Tensor) -> Shards | None:
+    """How a DTensor is split; None for any other tensor."""
+    if not is_dtensor(param):
+        return None
+    found = Shards(param.device_mesh, tuple(param.placements), 0)
+    piece, coordinate = 0, param.device_mesh.get_coordinate()
+    for dim in found.dims:
+        piece = piece * param.device_mesh.size(dim) + coordinate[dim]
+    return Shards(found.mesh, found.placements, piece)
+
+
+def seed_of(seed: int, piece: Shards | None) -> int:
+    """A seed for each piece: an operator knows the place of an element in its piece alone."""
+    mixed = seed + (0 if piece is None else piece.piece) * 0x9E3779B97F4A7C15
+    return (mixed + (1 << 63)) % (1 << 64) - (1 << 63)  # an int64
+
+
+def whole_norm(norm: Tensor, piece: Shards | None) -> Tensor:
+    """The norm over all pieces, from that over this one; a collective where there are others."""
+    if piece is None or not piece.dims:
+        return norm
+    square = norm.to(piece.mesh.device_type).square()
+    for dim in piece.dims:
+        torch.distributed.all_reduce(square, group=piece.mesh.get_group(dim))
+    return square.sqrt()
+
+
+def as_dtensor(value: Tensor, param: "DTensor", shape: tuple[int, ...]) -> "DTensor":
+    """The local part of a DTensor of this shape that is split as the parameter is."""
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(shape, device="meta").stride()
+    size = torch.Size(shape)
+    return DTensor.from_local(value, param.device_mesh, param.placements, run_check=False, shape=size, stride=stride)
+
+
+def piece_of(value: Tensor, param: "DTensor") -> Tensor:
+    """The local part of a tensor, whole or in pieces, when split as the parameter is."""
+    from torch.distributed.tensor import distribute_tensor
+
+    if is_dtensor(value):
+        if value.device_mesh == param.device_mesh:
+            return value.redistribute(placements=param.placements).to_local()
+        value = value.full_tensor()
+    return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None).to_local()

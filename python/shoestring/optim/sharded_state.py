@@ -1,0 +1,134 @@
+"""The state of DTensor parameters in state dicts: DTensors, so that checkpoints may be loaded by any number of processes.
+
+Blocks that share a scale follow each other in the local piece, so other pieces have other blocks. In state dicts a scale
+is therefore repeated, until each row of dimension 0 has its own: once for ``gcd(row, block)`` elements, and not at all
+where a row is a multiple of the block. Loaded into the same blocks, state is the same bit for bit; elements of blocks that
+had different scales are quantised again. Nothing is dequantised to be saved.
+"""
+
+from math import gcd, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoestring.ops import quantize_8bit
+from shoestring.ops.quantize_8bit import STATE_BLOCK, dequantize_8bit
+from shoestring.optim.arena import Moment, Part
+from shoestring.optim.convert import kept
+from shoestring.optim.sharded import as_dtensor, is_dtensor, local, piece_of
+
+
+def saved(entry: dict[str, Any], param: Tensor, parts: list[Part]) -> dict[str, Any]:
+    """A DTensor parameter's entries as DTensors, for a state dict: views where nothing has to be repeated."""
+    own, result = local(param), dict(entry)
+    for part in parts:
+        if part.name in entry:
+            rows = _rows(entry[part.name], part, tuple(own.shape), _row(param))
+            result[part.name] = as_dtensor(rows, param, _shape(part, param))
+    for name, value in entry.items():  # what a rule has beside its moments
+        if not any(part.name == name for part in parts) and value.shape == own.shape and value.ndim > 0:
+            result[name] = as_dtensor(value, param, tuple(param.shape))
+    return result
+
+
+def owned(
+    where: str, entry: dict[str, Any], param: Tensor, parts: list[Part], moments: tuple[Moment, ...], state: str
+) -> dict[str, Any]:
+    """Entries from a state dict, whole or in pieces, as the local ones of this parameter.
+
+    Raises:
+        ValueError: a shape that does not fit.
+    """
+    result = dict(entry)
+    for name, value in entry.items():
+        part = next((part for part in parts if part.name == name), None)
+        floating = part is not None and isinstance(value, Tensor) and value.is_floating_point()
+        if part is not None and isinstance(value, Tensor):
+            # Moments in floating point, as torch has them, are quantised below.
+            whole = floating and f"{name}_scale" not in entry and value.shape == param.shape
+            result[name] = _owned(where, value, param, part, whole)
+        elif is_dtensor(value) or (is_dtensor(param) and isinstance(value, Tensor) and value.shape == param.shape):
+            result[name] = _local(value, param)
+    for moment in moments:
+        scale = f"{moment.name}_scale"
+        value = result.get(moment.name)
+        if isinstance(value, Tensor) and value.is_floating_point() and scale not in result:
+            result |= kept(moment, value.float(), state)
+        elif scale in result and state == "8bit":
+            result[moment.name], result[scale] = _blocks(result[moment.name], result[scale], moment.signed)
+    return result
+
+
+def needs_owning(entry: dict[str, Any], param: Tensor, parts: list[Part]) -> bool:
+    """Whether entries are not simply those of a plain parameter."""
+    rows = (isinstance(entry.get(p.name), Tensor) and entry[p.name].ndim > 1 for p in parts if not p.shaped)
+    return is_dtensor(param) or any(is_dtensor(value) for value in entry.values()) or any(rows)
+
+
+def _row(param: Tensor) -> int:
+    """Elements that always are in one piece, and at its beginning or after others of that number."""
+    placements = param.placements if is_dtensor(param) else ()
+    if param.ndim == 0 or any(getattr(placement, "dim", 0) != 0 for placement in placements):
+        return 1
+    return prod(param.shape[1:])
+
+
+def _each(part: Part) -> int:
+    """Elements that one item stands for."""
+    return 1 if part.shaped else STATE_BLOCK // part.per_block
+
+
+def _shape(part: Part, param: Tensor) -> tuple[int, ...]:
+    """The shape of an entry, all pieces together."""
+    row = _row(param)
+    return tuple(param.shape) if part.shaped or row == 1 else (param.shape[0], row // gcd(row, _each(part)))
+
+
+def _rows(flat: Tensor, part: Part, shape: tuple[int, ...], row: int) -> Tensor:
+    """A flat entry of a parameter or piece of this shape, by rows."""
+    if part.shaped:
+        return flat
+    each = _each(part)
+    common = gcd(row, each)
+    if common < each:
+        flat = flat.repeat_interleave(each // common)
+    items = flat[: prod(shape) // common]
+    return items.view(shape if row == 1 else (shape[0], row // common))
+
+
+def _local(value: Tensor, param: Tensor) -> Tensor:
+    if is_dtensor(param):
+        return piece_of(value, param)
+    return value.full_tensor() if is_dtensor(value) else value
+
+
+def _owned(where: str, value: Tensor, param: Tensor, part: Part, whole: bool) -> Tensor:
+    shape, flat = _shape(part, param), (part.size(param),)
+    if whole or value.shape == shape:
+        return _local(value, param)
+    if value.shape == flat:  # saved without DTensors
+        value = value.full_tensor() if is_dtensor(value) else value
+        return piece_of(_rows(value, part, tuple(param.shape), _row(param)), param) if is_dtensor(param) else value
+    raise ValueError(f"{where}: {part.name}: expected {shape} or {flat}, received {tuple(value.shape)}")
+
+
+def _blocks(codes: Tensor, scale: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """Codes and one scale a block, from scales that each stand for as many elements, or fewer."""
+    count = -(-codes.numel() // STATE_BLOCK)
+    scale = scale.flatten()
+    if scale.numel() == count and codes.numel() != count:
+        return codes, scale
+    each = codes.numel() // max(scale.numel(), 1)
+    if codes.numel() == 0:
+        return codes, scale[:0]
+    per_block = STATE_BLOCK // each
+    grid = torch.cat([scale, scale[-1:].expand(count * per_block - scale.numel())]).view(count, per_block)
+    same = (grid == grid[:, :1]).all(1)
+    if same.all():
+        return codes, grid[:, 0].contiguous()
+    values = dequantize_8bit(codes.flatten(), torch.ones(count, device=codes.device), signed=signed)
+    again, scales = quantize_8bit(values * scale.repeat_interleave(each), signed=signed)
+    keep = same.repeat_interleave(STATE_BLOCK)[: codes.numel()]
+    codes = torch.where(keep, codes.flatten(), again).view(codes.shape)
+    return codes, torch.where(same, grid[:, 0], scales)

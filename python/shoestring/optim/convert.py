@@ -84,9 +84,10 @@ def _entry(
         if not isinstance(value, Tensor) or value.shape != param.shape:
             shape, received = tuple(param.shape), tuple(value.shape) if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"{where}: {name}: expected the parameter's shape, {shape}, received {received}")
-        if is_dtensor(value):
+        if is_dtensor(value):  # quantised where the local part is known
             result[moment.name] = value
-        elif value.is_floating_point():
+            continue
+        if value.is_floating_point():
             result |= kept(moment, value.float(), state)
             continue
         for part, size in ((f"qmap{i + 1}", 256), (scale, blocks(param.numel()))):

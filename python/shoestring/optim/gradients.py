@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoestring.optim.arena import Arena, Layout, Moment
-from shoestring.optim.sharded import Shards, is_dtensor, local, local_gradient, shards, whole_norm
+from shoestring.optim.sharded import Shards, gradient_in_hook, is_dtensor, local, local_gradient, reduced_after_hooks, shards, whole_norm
 
 
 def number_on(device: torch.device, number: Tensor | None) -> Tensor | None:
@@ -62,6 +62,7 @@ class Gradients:
         self._used: list[Tensor] = []  # sums that stand for gradients, and have to become zero
         self._accumulating = False
         self._watched: set[Tensor] = set()
+        self._is_replicated: bool | None = None  # by DistributedDataParallel; not known before the first hook
         self._alone: dict[Tensor, tuple[dict[str, Any], Arena]] = {}  # in backward: each parameter's group and state
         self._norms: list[tuple[Shards | None, Tensor]] = []  # of gradients that have been freed
 
@@ -103,18 +104,32 @@ class Gradients:
             self = optimizer()
             if self is not None and param.grad is not None:
                 with torch.no_grad():
-                    if self._accumulating:
-                        self._add(param)
-                    elif self.step_in_backward:
-                        self._step_alone(param)
+                    self._on_gradient(param)
 
         for p in params:
             if p.requires_grad and p not in self._watched:
                 self._watched.add(p)
                 p.register_post_accumulate_grad_hook(on_gradient)
 
+    def _on_gradient(self, param: Tensor) -> None:
+        if self._is_replicated is None and not is_dtensor(param):
+            self._is_replicated = reduced_after_hooks(self._watched)
+        if self._is_replicated and self.step_in_backward:
+            raise RuntimeError(
+                f"{type(self).__name__}: step_in_backward: expected gradients that are complete in backward, received those "
+                "of DistributedDataParallel, which all-reduces them later; use fully_shard, or step_in_backward=False"
+            )
+        if self._accumulating:
+            self._add(param)
+        elif self.step_in_backward:
+            self._step_alone(param)
+        elif self._is_replicated and param in self._pending:  # so that the sum is all-reduced
+            param.grad.add_(self._sums[param])
+            self._sums[param].zero_()
+            self._pending.discard(param)
+
     def _add(self, param: Tensor) -> None:
-        grad = local_gradient(param)
+        grad = gradient_in_hook(param)
         if param not in self._sums:
             self._sums[param] = torch.zeros_like(grad, dtype=self.accumulate_dtype, memory_format=torch.contiguous_format)
         self._sums[param].add_(grad)
@@ -139,6 +154,11 @@ class Gradients:
             raise RuntimeError(
                 f"{type(self).__name__}: step: expected scaled gradients, as accumulate() has added them up, received some "
                 "after GradScaler.unscale_; use max_grad_norm, which unscales by itself, in its place"
+            )
+        if self._pending and self._is_replicated:
+            raise RuntimeError(
+                f"{type(self).__name__}: step: expected a last micro-batch outside of accumulate() that has a gradient for "
+                "every parameter, received sums that DistributedDataParallel has not reduced"
             )
         found: list[tuple[list[Tensor | None], Tensor | None]] = []
         for arena in arenas:
@@ -196,9 +216,7 @@ class Gradients:
         if param not in self._alone:
             self._find_alone()
         group, arena = self._alone[param]
-        grad, accumulated = local_gradient(param), arena.accumulated if param in self._pending else None
-        if is_dtensor(param) and grad.is_cuda:  # FSDP2 calls its hooks on a stream of its own, and may free there
-            grad.record_stream(torch.cuda.current_stream(grad.device))
+        grad, accumulated = gradient_in_hook(param), arena.accumulated if param in self._pending else None
         coefficient = None
         if self.max_grad_norm is not None:
             if accumulated is not None:
@@ -223,6 +241,7 @@ class Gradients:
                     self._alone[p] = (group, arena.only(i, self._moments))
 
     def _finish_backward(self) -> None:
+        self._watch(p for group in self.param_groups for p in group["params"])  # some may have been replaced
         if getattr(self, "found_inf", None) is not None:
             raise RuntimeError(
                 f"{type(self).__name__}: step: expected no GradScaler with step_in_backward=True, received one: weights are "

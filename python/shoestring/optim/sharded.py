@@ -4,6 +4,8 @@ An optimizer steps local pieces. What they have in common, the norm that clips, 
 a mesh that split the parameter. Random bits follow the piece, so that replicas of one stay equal.
 """
 
+import gc
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +49,16 @@ def local_gradient(param: Tensor) -> Tensor | None:
     return grad.to_local()
 
 
+def gradient_in_hook(param: Tensor) -> Tensor:
+    """The same within a hook: FSDP2 calls those on a stream of its own, and may still be copying to the CPU."""
+    grad = local_gradient(param)
+    if is_dtensor(param) and grad.device.type != param.device_mesh.device_type:
+        torch.accelerator.current_stream().synchronize()
+    elif is_dtensor(param) and grad.is_cuda:  # its memory is another stream's, which may reuse it once it is freed
+        grad.record_stream(torch.cuda.current_stream(grad.device))
+    return grad
+
+
 def shards(param: Tensor) -> Shards | None:
     """How a DTensor is split; None for any other tensor."""
     if not is_dtensor(param):
@@ -72,6 +84,20 @@ def whole_norm(norm: Tensor, piece: Shards | None) -> Tensor:
     for dim in piece.dims:
         torch.distributed.all_reduce(square, group=piece.mesh.get_group(dim))
     return square.sqrt()
+
+
+def reduced_after_hooks(params: Iterable[Tensor]) -> bool:
+    """Whether DistributedDataParallel has these parameters: it all-reduces gradients after their hooks have seen them.
+
+    Nothing on a parameter tells, so every object alive is looked at: for once, and in distributed programs alone.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    from torch.nn.parallel import DistributedDataParallel
+
+    wanted = {id(p) for p in params if not is_dtensor(p)}
+    replicated = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)] if wanted else []
+    return any(id(p) in wanted for module in replicated for p in module.parameters())
 
 
 def as_dtensor(value: Tensor, param: "DTensor", shape: tuple[int, ...]) -> "DTensor":

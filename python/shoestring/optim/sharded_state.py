@@ -62,8 +62,10 @@ def owned(
 
 def needs_owning(entry: dict[str, Any], param: Tensor, parts: list[Part]) -> bool:
     """Whether entries are not simply those of a plain parameter."""
-    rows = (isinstance(entry.get(p.name), Tensor) and entry[p.name].ndim > 1 for p in parts if not p.shaped)
-    return is_dtensor(param) or any(is_dtensor(value) for value in entry.values()) or any(rows)
+    if is_dtensor(param) or any(is_dtensor(value) for value in entry.values()):
+        return True
+    rows = [p for p in parts if not p.shaped and _shape(p, param) != (p.size(param),)]
+    return any(isinstance(entry.get(p.name), Tensor) and entry[p.name].shape == _shape(p, param) for p in rows)
 
 
 def _row(param: Tensor) -> int:

@@ -1,0 +1,396 @@
+"""Optimizers over several processes (CPU, Gloo): FSDP2, HSDP, DDP, and checkpoints that another number of processes loads."""
+
+import multiprocessing
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from shoestring.ops import dequantize_8bit
+from shoestring.optim import SGD, AdamW, Lion
+from shoestring.optim.base import LowMemoryOptimizer
+
+# A server that has imported everything forks the processes: importing torch takes each of them seconds.
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch._dynamo", "pytest", "shoestring"]
+)
+
+
+def _process(rank: int, world: int, store: str, task: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    torch.manual_seed(1234)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+    task(rank, *arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(world: int, folder: Path, task: Callable[..., None], *arguments: Any) -> None:
+    """Runs the task in so many processes; the first exception comes back."""
+    store = folder / f"store{len(list(folder.iterdir()))}"
+    torch.multiprocessing.start_processes(
+        _process, (world, str(store), task, arguments), nprocs=world, start_method="forkserver"
+    )
+
+
+def model(dtype: torch.dtype = torch.float32) -> Module:
+    """Rows of whole blocks and of less; 3 rows, which leave one of four processes without any."""
+    generator = torch.Generator().manual_seed(7)
+    found = torch.nn.Sequential(torch.nn.Linear(256, 64), torch.nn.Tanh(), torch.nn.Linear(64, 3))
+    for p in found.parameters():
+        torch.nn.init.normal_(p, std=0.1, generator=generator)
+    return found.to(dtype)
+
+
+def batch(step: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(8, 256, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def train(net: Module, opt: torch.optim.Optimizer, steps: range, batches: Callable[[int], Tensor] = batch) -> None:
+    for step in steps:
+        opt.zero_grad()
+        net(batches(step)).square().mean().backward()
+        opt.step()
+
+
+def whole(p: Tensor) -> Tensor:
+    return p.full_tensor() if isinstance(p, DTensor) else p
+
+
+def assert_replicated(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    others = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(others, tensor.contiguous(), group=group)
+    assert all(torch.equal(tensor, other) for other in others)
+
+
+# ---- FSDP2 -----------------------------------------------------------------------------------------------------------
+
+
+def aligned() -> Module:
+    """Halves are whole blocks."""
+    torch.manual_seed(3)
+    return torch.nn.Sequential(
+        torch.nn.Linear(256, 64, bias=False), torch.nn.Tanh(), torch.nn.Linear(64, 8, bias=False)
+    )
+
+
+def _fsdp_bitwise(rank: int, kind: type[LowMemoryOptimizer], state: str) -> None:
+    nets = aligned(), aligned()
+    fully_shard(nets[0])
+    for net in nets:
+        train(net, kind(net.parameters(), lr=1e-2, state=state), range(4))
+    for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q)
+
+
+@pytest.mark.parametrize(("kind", "state"), [(AdamW, "8bit"), (Lion, "8bit"), (SGD, "fp32")])
+def test_fsdp_is_one_process_bitwise(kind: type, state: str, tmp_path: Path) -> None:
+    run(2, tmp_path, _fsdp_bitwise, kind, state)
+
+
+def _fsdp(rank: int, kind: type[LowMemoryOptimizer], options: dict[str, Any]) -> None:
+    sharded, plain = fully_shard(model()), model()
+    opt, other = kind(sharded.parameters(), lr=1e-2, **options), kind(plain.parameters(), lr=1e-2, **options)
+    train(sharded, opt, range(4))
+    train(plain, other, range(4))
+    for p, q in zip(sharded.parameters(), plain.parameters(), strict=True):
+        assert isinstance(p, DTensor)
+        # Blocks other than one process' have other scales: an update may differ by some hundredths.
+        torch.testing.assert_close(whole(p), q, rtol=0, atol=1e-6 if options["state"] == "fp32" else 2e-3)
+    if opt.max_grad_norm is not None:
+        torch.testing.assert_close(opt.grad_norm, other.grad_norm, rtol=1e-4 if options["state"] == "fp32" else 1e-2, atol=0)
+        assert_replicated(opt.grad_norm)
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "options"),
+    [
+        (2, AdamW, dict(state="8bit")),
+        (2, Lion, dict(state="fp32", max_grad_norm=0.5)),
+        (4, AdamW, dict(state="fp32", max_grad_norm=0.5)),
+        (4, SGD, dict(state="8bit", momentum=0.9, max_grad_norm=0.5)),
+    ],
+)
+def test_fsdp_is_one_process(world: int, kind: type, options: dict, tmp_path: Path) -> None:
+    run(world, tmp_path, _fsdp, kind, options)
+
+
+def _replicas(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    net = model(torch.bfloat16)
+    alone = Parameter(torch.ones(300, dtype=torch.bfloat16))  # beside the sharded ones, and in one group with them
+    fully_shard(net, mesh=mesh)
+    opt = AdamW([*net.parameters(), alone], state="bf16", weights="stochastic", max_grad_norm=0.5)
+    for step in range(3):
+        opt.zero_grad()
+        alone.grad = torch.full_like(alone, 0.01 * (step + 1))
+        net(batch(step + 10 * rank, torch.bfloat16)).square().mean().backward()
+        opt.step()
+    for p in net.parameters():
+        assert p.device_mesh.ndim == 2
+        assert_replicated(p.to_local(), mesh.get_group("replicas"))
+        assert_replicated(opt.state[p]["exp_avg_sq"], mesh.get_group("replicas"))
+    assert_replicated(alone)
+    first = next(net.parameters()).grad.full_tensor().norm()
+    assert opt.grad_norm > first and assert_replicated(opt.grad_norm) is None
+
+
+def test_hsdp_replicas_stay_equal(tmp_path: Path) -> None:
+    run(4, tmp_path, _replicas)
+
+
+def _in_backward(rank: int) -> None:
+    for clip in (None, 0.5):
+        nets = [fully_shard(model()) for _ in range(2)]
+        released = AdamW(nets[0].parameters(), step_in_backward=True, max_grad_norm=clip)
+        opt = AdamW(nets[1].parameters())
+        for step in range(3):
+            previous = released.grad_norm
+            for net, each in zip(nets, (released, opt), strict=True):
+                for micro in range(3):
+                    with each.accumulate() if micro < 2 and each is released else nullcontext():
+                        (net(batch(3 * step + micro)).square().mean() / 3).backward()
+                if each is released:
+                    assert all(p.grad is None for p in net.parameters())
+                elif clip is not None:  # by the norm of the step before
+                    norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()]).full_tensor()
+                    if previous is not None:
+                        for p in net.parameters():
+                            p.grad.mul_((clip / (previous + 1e-6)).clamp(max=1.0))
+                each.step()
+                each.zero_grad()
+            if clip is not None:
+                torch.testing.assert_close(released.grad_norm, norm)
+        for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+            torch.testing.assert_close(p.to_local(), q.to_local(), rtol=1e-4, atol=1e-5)
+
+
+def test_steps_within_fsdp_backward(tmp_path: Path) -> None:
+    run(2, tmp_path, _in_backward)
+
+
+def _scaler(rank: int) -> None:
+    net = fully_shard(model())
+    opt = AdamW(net.parameters(), max_grad_norm=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = []
+    for step in range(3):
+        opt.zero_grad()
+        scaler.scale(net(batch(step)).square().mean()).backward()
+        if step == 1 and rank == 1:
+            next(net.parameters()).grad.to_local()[0, 0] = torch.inf
+        before = [p.to_local().clone() for p in net.parameters()]
+        scaler.step(opt)
+        scaler.update()
+        changed = [not torch.equal(p.to_local(), q) for p, q in zip(net.parameters(), before, strict=True)]
+        assert all(changed) if step != 1 else not any(changed)
+    assert scaler.get_scale() == 512.0
+
+
+def test_grad_scaler_skips_on_every_process(tmp_path: Path) -> None:
+    run(2, tmp_path, _scaler)
+
+
+def test_no_collective_without_dtensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a collective")
+
+    monkeypatch.setattr(dist, "all_reduce", refuse)
+    net = model()
+    train(net, AdamW(net.parameters(), max_grad_norm=0.5), range(2))
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def _moments(opt: AdamW) -> list[Tensor]:
+    """Moments in fp32, whole."""
+    found = []
+    for entry in opt.torch_state_dict()["state"].values():
+        found += [whole(entry[name]) for name in ("exp_avg", "exp_avg_sq")]
+    return found
+
+
+def _save(rank: int, folder: str, options: dict[str, Any], named: bool) -> None:
+    net = fully_shard(model(torch.bfloat16))
+    opt = AdamW(net.parameters(), **options)
+    train(net, opt, range(3), lambda step: batch(step, torch.bfloat16))
+    state = get_optimizer_state_dict(net, opt) if named else opt.state_dict()
+    for key, entry in state["state"].items():
+        assert all(isinstance(v, DTensor) for name, v in entry.items() if name != "step"), key
+    dcp.save({"net": get_model_state_dict(net), "opt": state}, checkpoint_id=folder)
+    moments = _moments(opt)
+    local = {i: {k: v.clone() for k, v in e.items()} for i, e in enumerate(opt.state.values())}
+    train(net, opt, range(3, 5), lambda step: batch(step, torch.bfloat16))
+    after = [whole(p).detach() for p in net.parameters()]
+    if rank == 0:
+        torch.save((moments, after), f"{folder}.pt")
+    torch.save(local, f"{folder}.{rank}.pt")
+
+
+def _load(rank: int, folder: str, options: dict[str, Any], named: bool) -> None:
+    net = fully_shard(model(torch.bfloat16))
+    opt = AdamW(net.parameters(), **options)
+    if not named:
+        train(net, opt, range(1), lambda step: batch(step, torch.bfloat16))
+    state = {"net": get_model_state_dict(net)}
+    state["opt"] = get_optimizer_state_dict(net, opt) if named else opt.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(net, state["net"])
+    if named:
+        set_optimizer_state_dict(net, opt, state["opt"])
+    else:
+        opt.load_state_dict(state["opt"])
+    moments, after = torch.load(f"{folder}.pt")
+    if dist.get_world_size() == 2:
+        for entry, old in zip(opt.state.values(), torch.load(f"{folder}.{rank}.pt").values(), strict=True):
+            assert entry.keys() == old.keys() and all(torch.equal(entry[k], old[k]) for k in old)
+    for i, (a, b) in enumerate(zip(_moments(opt), moments, strict=True)):
+        if i < 2 or options["state"] != "8bit":  # the weight of whole blocks
+            assert torch.equal(a, b)
+        else:  # quantised once more: within half the widest gap of the maps, of the largest, for first moments
+            torch.testing.assert_close(a, b, rtol=0, atol=0.008 * b.abs().max().item())
+    assert all(entry["step"] == 3 for entry in opt.state.values())
+    train(net, opt, range(3, 5), lambda step: batch(step, torch.bfloat16))
+    for p, q in zip(net.parameters(), after, strict=True):
+        if dist.get_world_size() == 2:
+            assert torch.equal(whole(p), q)
+        torch.testing.assert_close(whole(p), q, rtol=0.02, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (dict(state="8bit", weights="remainder"), True),
+        (dict(state="8bit"), False),
+        (dict(state="bf16", weights="stochastic"), True),
+        (dict(state="fp32", weights="remainder"), True),
+    ],
+)
+def test_checkpoints_of_two_processes(options: dict, named: bool, tmp_path: Path) -> None:
+    run(2, tmp_path, _save, str(tmp_path / "saved"), options, named)
+    for world in (2, 1, 4) if options["state"] == "8bit" else (2, 4):
+        run(world, tmp_path, _load, str(tmp_path / "saved"), options, named)
+
+
+def _whole_states(rank: int) -> None:
+    net, plain = fully_shard(model()), model()
+    opt, other = AdamW(net.parameters()), AdamW(plain.parameters())
+    train(net, opt, range(3))
+    full = StateDictOptions(full_state_dict=True)
+    state = get_optimizer_state_dict(net, opt, options=full)
+    set_optimizer_state_dict(plain, other, state, options=full)  # sharded to plain
+    for a, b in zip(_moments(other), _moments(opt), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0.008 * b.abs().max().item())
+    train(plain, other, range(3, 5))
+
+    again = fully_shard(model())
+    for load in ("plain", "direct", "broadcast"):  # plain, or sharded but whole, to sharded
+        third, source = AdamW(again.parameters()), opt if load == "broadcast" else other
+        if load == "direct":
+            third.load_state_dict(other.state_dict())
+        elif load == "plain":
+            set_optimizer_state_dict(again, third, get_optimizer_state_dict(plain, other), options=full)
+        else:
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            set_optimizer_state_dict(again, third, state if rank == 0 else {}, options=options)
+        for i, (a, b) in enumerate(zip(_moments(third), _moments(source), strict=True)):
+            torch.testing.assert_close(a, b, rtol=0, atol=0 if i < 2 else 0.008 * b.abs().max().item())
+        assert all(entry["step"] == (3 if load == "broadcast" else 5) for entry in third.state.values())
+
+    theirs = torch.optim.AdamW(again.parameters())  # fp32 moments, DTensors too
+    theirs.load_state_dict(third.torch_state_dict())
+    train(again, theirs, range(1))
+    fourth = AdamW(again.parameters())
+    fourth.load_state_dict(theirs.state_dict())
+    for p, entry in theirs.state.items():
+        for name in ("exp_avg", "exp_avg_sq"):
+            mine = fourth.state[p]
+            value = dequantize_8bit(mine[name], mine[f"{name}_scale"], signed=name == "exp_avg")
+            exact = entry[name].to_local()
+            torch.testing.assert_close(value, exact, rtol=0, atol=0.008 * entry[name].full_tensor().abs().max().item())
+
+
+def test_whole_state_dicts_and_those_of_torch(tmp_path: Path) -> None:
+    run(2, tmp_path, _whole_states)
+
+
+def _refused(rank: int) -> None:
+    net = fully_shard(model())
+    opt = AdamW(net.parameters())
+    train(net, opt, range(1))
+    state = opt.state_dict()
+    state["state"][0] = state["state"][0] | {"exp_avg_scale": torch.zeros(5)}
+    with pytest.raises(ValueError, match=r"exp_avg_scale: expected \(64, 1\) or \(64,\), received \(5,\)"):
+        opt.load_state_dict(state)
+    train(net, opt, range(1))
+
+
+def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    run(1, tmp_path, _refused)
+
+
+# ---- DDP -------------------------------------------------------------------------------------------------------------
+
+
+def _ddp(rank: int) -> None:
+    for view in (False, True):
+        nets = [DistributedDataParallel(model(torch.bfloat16), gradient_as_bucket_view=view) for _ in range(2)]
+        kept, summed = (AdamW(n.parameters(), weights="stochastic", max_grad_norm=0.5) for n in nets)
+        for step in range(3):
+            for net, opt in zip(nets, (kept, summed), strict=True):
+                opt.zero_grad()
+                for micro in range(3):
+                    with net.no_sync() if micro < 2 and not (opt is summed and micro == 1) else nullcontext():
+                        with summed.accumulate() if micro < 2 and opt is summed else nullcontext():
+                            x = batch(100 * rank + 3 * step + micro, torch.bfloat16)
+                            (net(x).square().mean() / 3).backward()
+                opt.step()
+                for p in net.parameters():
+                    assert_replicated(p)
+                    assert_replicated(opt.state[p]["exp_avg"])
+        for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=0.02, atol=2e-3)  # gradients that were summed in bf16 and in fp32
+
+
+def _ddp_refusals(rank: int) -> None:
+    net = DistributedDataParallel(model())
+    opt = AdamW(net.parameters(), step_in_backward=True)
+    with pytest.raises(RuntimeError, match="step_in_backward: expected gradients that are complete"):
+        net(batch(0)).sum().backward()
+    net = DistributedDataParallel(model())
+    opt = AdamW(net.parameters())
+    with opt.accumulate(), net.no_sync():
+        net(batch(rank)).sum().backward()
+    with pytest.raises(RuntimeError, match="expected a last micro-batch outside of accumulate"):
+        opt.step()
+
+
+def test_ddp_replicas_stay_equal(tmp_path: Path) -> None:
+    run(2, tmp_path, _ddp)
+
+
+def test_ddp_refusals(tmp_path: Path) -> None:
+    run(2, tmp_path, _ddp_refusals)

@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from shoestring.ops import dequantize_8bit
 from shoestring.optim import SGD, AdamW, Lion
 from shoestring.optim.base import LowMemoryOptimizer
 
@@ -225,6 +224,11 @@ def test_no_collective_without_dtensors(monkeypatch: pytest.MonkeyPatch) -> None
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
+# What quantising once more may change, of the largest: half the widest gap in the maps, and in 4 bits what lies across zero
+# from the largest becomes at most 0.63.
+GAP = {"8bit": 0.008, "4bit": 0.38}
+
+
 def _moments(opt: AdamW) -> list[Tensor]:
     """Moments in fp32, whole."""
     found = []
@@ -268,16 +272,16 @@ def _load(rank: int, folder: str, options: dict[str, Any], named: bool) -> None:
         for entry, old in zip(opt.state.values(), torch.load(f"{folder}.{rank}.pt").values(), strict=True):
             assert entry.keys() == old.keys() and all(torch.equal(entry[k], old[k]) for k in old)
     for i, (a, b) in enumerate(zip(_moments(opt), moments, strict=True)):
-        if i < 2 or options["state"] != "8bit":  # the weight of whole blocks
+        if i < 2 or options["state"] not in GAP:  # the weight of whole blocks
             assert torch.equal(a, b)
-        else:  # quantised once more: within half the widest gap of the maps, of the largest, for first moments
-            torch.testing.assert_close(a, b, rtol=0, atol=0.008 * b.abs().max().item())
+        else:
+            torch.testing.assert_close(a, b, rtol=0, atol=GAP[options["state"]] * b.abs().max().item())
     assert all(entry["step"] == 3 for entry in opt.state.values())
     train(net, opt, range(3, 5), lambda step: batch(step, torch.bfloat16))
     for p, q in zip(net.parameters(), after, strict=True):
         if dist.get_world_size() == 2:
             assert torch.equal(whole(p), q)
-        torch.testing.assert_close(whole(p), q, rtol=0.02, atol=2e-3)
+        torch.testing.assert_close(whole(p), q, rtol=0.02, atol=4e-3)
 
 
 @pytest.mark.parametrize(
@@ -285,30 +289,31 @@ def _load(rank: int, folder: str, options: dict[str, Any], named: bool) -> None:
     [
         (dict(state="8bit", weights="remainder"), True),
         (dict(state="8bit"), False),
+        (dict(state="4bit"), True),
         (dict(state="bf16", weights="stochastic"), True),
         (dict(state="fp32", weights="remainder"), True),
     ],
 )
 def test_checkpoints_of_two_processes(options: dict, named: bool, tmp_path: Path) -> None:
     run(2, tmp_path, _save, str(tmp_path / "saved"), options, named)
-    for world in (2, 1, 4) if options["state"] == "8bit" else (2, 4):
+    for world in (2, 1, 4) if named and options["state"] == "8bit" else (2, 4):
         run(world, tmp_path, _load, str(tmp_path / "saved"), options, named)
 
 
-def _whole_states(rank: int) -> None:
+def _whole_states(rank: int, kind: str) -> None:
     net, plain = fully_shard(model()), model()
-    opt, other = AdamW(net.parameters()), AdamW(plain.parameters())
+    opt, other = AdamW(net.parameters(), state=kind), AdamW(plain.parameters(), state=kind)
     train(net, opt, range(3))
     full = StateDictOptions(full_state_dict=True)
     state = get_optimizer_state_dict(net, opt, options=full)
     set_optimizer_state_dict(plain, other, state, options=full)  # sharded to plain
     for a, b in zip(_moments(other), _moments(opt), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0.008 * b.abs().max().item())
+        torch.testing.assert_close(a, b, rtol=0, atol=GAP[kind] * b.abs().max().item())
     train(plain, other, range(3, 5))
 
     again = fully_shard(model())
     for load in ("plain", "direct", "broadcast"):  # plain, or sharded but whole, to sharded
-        third, source = AdamW(again.parameters()), opt if load == "broadcast" else other
+        third, source = AdamW(again.parameters(), state=kind), opt if load == "broadcast" else other
         if load == "direct":
             third.load_state_dict(other.state_dict())
         elif load == "plain":
@@ -317,24 +322,22 @@ def _whole_states(rank: int) -> None:
             options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
             set_optimizer_state_dict(again, third, state if rank == 0 else {}, options=options)
         for i, (a, b) in enumerate(zip(_moments(third), _moments(source), strict=True)):
-            torch.testing.assert_close(a, b, rtol=0, atol=0 if i < 2 else 0.008 * b.abs().max().item())
+            torch.testing.assert_close(a, b, rtol=0, atol=0 if i < 2 else GAP[kind] * b.abs().max().item())
         assert all(entry["step"] == (3 if load == "broadcast" else 5) for entry in third.state.values())
 
     theirs = torch.optim.AdamW(again.parameters())  # fp32 moments, DTensors too
     theirs.load_state_dict(third.torch_state_dict())
     train(again, theirs, range(1))
-    fourth = AdamW(again.parameters())
+    fourth = AdamW(again.parameters(), state=kind)
     fourth.load_state_dict(theirs.state_dict())
-    for p, entry in theirs.state.items():
-        for name in ("exp_avg", "exp_avg_sq"):
-            mine = fourth.state[p]
-            value = dequantize_8bit(mine[name], mine[f"{name}_scale"], signed=name == "exp_avg")
-            exact = entry[name].to_local()
-            torch.testing.assert_close(value, exact, rtol=0, atol=0.008 * entry[name].full_tensor().abs().max().item())
+    for i, a in enumerate(_moments(fourth)):
+        b = theirs.state[[*again.parameters()][i // 2]][("exp_avg", "exp_avg_sq")[i % 2]].full_tensor()
+        torch.testing.assert_close(a, b, rtol=0, atol=GAP[kind] * b.abs().max().item())
 
 
-def test_whole_state_dicts_and_those_of_torch(tmp_path: Path) -> None:
-    run(2, tmp_path, _whole_states)
+@pytest.mark.parametrize("state", ["8bit", "4bit"])
+def test_whole_state_dicts_and_those_of_torch(state: str, tmp_path: Path) -> None:
+    run(2, tmp_path, _whole_states, state)
 
 
 def _refused(rank: int) -> None:

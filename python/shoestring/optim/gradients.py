@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from shoestring.optim.arena import Arena, Layout, Moment
 from shoestring.optim.sharded import Shards, gradient_in_hook, is_dtensor, local, local_gradient, reduced_after_hooks, shards, whole_norm
@@ -78,6 +79,7 @@ class Gradients:
 
     # ---- sums over micro-batches ---------------------------------------------------------------------------------
 
+    @_disable_dynamo
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Around forward and backward of every micro-batch but the last of a step: its gradients are added up.

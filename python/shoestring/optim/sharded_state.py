@@ -2,7 +2,8 @@
 
 Blocks that share a scale follow each other in the local piece, so other pieces have other blocks. In state dicts a scale
 is therefore repeated, until each row of dimension 0 has its own: once for ``gcd(row, block)`` elements, and not at all
-where a row is a multiple of the block. Loaded into the same blocks, state is the same bit for bit; elements of blocks that
+where a row is a multiple of the block. (Where another dimension is split as well, each element has its own, and 4-bit
+codes of odd rows have a byte each.) Loaded into the same blocks, state is the same bit for bit; elements of blocks that
 had different scales are quantised again. Nothing is dequantised to be saved.
 """
 
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoestring.ops import quantize_8bit
-from shoestring.ops.quantize_8bit import STATE_BLOCK, dequantize_8bit
+from shoestring.ops import dequantize_8bit, quantize_8bit, quantize_state_4bit
+from shoestring.ops.quantize_8bit import STATE_BLOCK
+from shoestring.ops.quantize_state_4bit import GROUP_4BIT, map_4bit
 from shoestring.optim.arena import Moment, Part
 from shoestring.optim.convert import kept
 from shoestring.optim.sharded import as_dtensor, is_dtensor, local, piece_of
@@ -55,8 +57,9 @@ def owned(
         value = result.get(moment.name)
         if isinstance(value, Tensor) and value.is_floating_point() and scale not in result:
             result |= kept(moment, value.float(), state)
-        elif scale in result and state == "8bit":
-            result[moment.name], result[scale] = _blocks(result[moment.name], result[scale], moment.signed)
+        elif scale in result and state in ("8bit", "4bit"):
+            size = local(param).numel()
+            result[moment.name], result[scale] = _blocks(moment, state, result[moment.name], result[scale], size)
     return result
 
 
@@ -94,9 +97,14 @@ def _rows(flat: Tensor, part: Part, shape: tuple[int, ...], row: int) -> Tensor:
     each = _each(part)
     common = gcd(row, each)
     if common < each:
-        flat = flat.repeat_interleave(each // common)
+        flat = _unpacked(flat) if flat.dtype == torch.uint8 else flat.repeat_interleave(each // common)
     items = flat[: prod(shape) // common]
     return items.view(shape if row == 1 else (shape[0], row // common))
+
+
+def _unpacked(codes: Tensor) -> Tensor:
+    """One 4-bit code a byte, of two."""
+    return torch.stack([codes & 15, codes >> 4], -1).flatten()
 
 
 def _local(value: Tensor, param: Tensor) -> Tensor:
@@ -115,22 +123,41 @@ def _owned(where: str, value: Tensor, param: Tensor, part: Part, whole: bool) ->
     raise ValueError(f"{where}: {part.name}: expected {shape} or {flat}, received {tuple(value.shape)}")
 
 
-def _blocks(codes: Tensor, scale: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes and one scale a block, from scales that each stand for as many elements, or fewer."""
-    count = -(-codes.numel() // STATE_BLOCK)
-    scale = scale.flatten()
-    if scale.numel() == count and codes.numel() != count:
-        return codes, scale
-    each = codes.numel() // max(scale.numel(), 1)
-    if codes.numel() == 0:
-        return codes, scale[:0]
-    per_block = STATE_BLOCK // each
-    grid = torch.cat([scale, scale[-1:].expand(count * per_block - scale.numel())]).view(count, per_block)
-    same = (grid == grid[:, :1]).all(1)
-    if same.all():
-        return codes, grid[:, 0].contiguous()
-    values = dequantize_8bit(codes.flatten(), torch.ones(count, device=codes.device), signed=signed)
-    again, scales = quantize_8bit(values * scale.repeat_interleave(each), signed=signed)
-    keep = same.repeat_interleave(STATE_BLOCK)[: codes.numel()]
-    codes = torch.where(keep, codes.flatten(), again).view(codes.shape)
-    return codes, torch.where(same, grid[:, 0], scales)
+def _blocks(moment: Moment, state: str, codes: Tensor, scale: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales as they lie in an arena, from scales that each stand for as many elements, or fewer."""
+    group = STATE_BLOCK if state == "8bit" else GROUP_4BIT[moment.signed]
+    count = -(-size // STATE_BLOCK)
+    scales, code_bytes = count * STATE_BLOCK // group, size if state == "8bit" else count * STATE_BLOCK // 2
+    if size == 0 or (scale.shape == (scales,) and codes.numel() == code_bytes):
+        return codes if state == "8bit" else codes.flatten(), scale.flatten()
+    each = size // scale.numel()
+    single = codes.flatten() if codes.numel() == size else _unpacked(codes.flatten())
+    grid = scale.flatten()
+    groups = -(-size // group)
+    grid = torch.cat([grid, grid[-1:].expand(groups * group // each - grid.numel())]).view(groups, group // each)
+    same, found = (grid == grid[:, :1]).all(1), grid[:, 0].contiguous()
+    if not same.all():
+        again, scale = _quantised(_value_of(single, moment, state) * scale.flatten().repeat_interleave(each), moment, state)
+        single = torch.where(same.repeat_interleave(group)[:size], single, again)
+        found = torch.where(same, found, scale[:groups])
+    if state == "8bit":
+        return single.view(codes.shape), found
+    zero = 0 if moment.signed else 15  # what lies past the end is coded as zeros are
+    single = torch.nn.functional.pad(single, (0, count * STATE_BLOCK - size), value=zero)
+    return single[::2] | single[1::2] << 4, torch.nn.functional.pad(found, (0, scales - groups))
+
+
+def _value_of(codes: Tensor, moment: Moment, state: str) -> Tensor:
+    """The fp32 values of codes, one a byte, for scales of one."""
+    if state == "8bit":
+        ones = torch.ones(-(-codes.numel() // STATE_BLOCK), device=codes.device)
+        return dequantize_8bit(codes, ones, signed=moment.signed)
+    return map_4bit(moment.signed).to(codes.device)[codes.int()]
+
+
+def _quantised(values: Tensor, moment: Moment, state: str) -> tuple[Tensor, Tensor]:
+    """Codes, one a byte, and scales."""
+    if state == "8bit":
+        return quantize_8bit(values, signed=moment.signed)
+    codes, scale = quantize_state_4bit(values, signed=moment.signed)
+    return _unpacked(codes)[: values.numel()], scale

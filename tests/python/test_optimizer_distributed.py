@@ -1,5 +1,6 @@
 """Optimizers over several processes (CPU, Gloo): FSDP2, HSDP, DDP, and checkpoints that another number of processes loads."""
 
+import copy
 import multiprocessing
 import warnings
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from conftest import relative_error
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -21,8 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
@@ -158,6 +160,45 @@ def _replicas(rank: int) -> None:
 
 def test_hsdp_replicas_stay_equal(tmp_path: Path) -> None:
     run(4, tmp_path, _replicas)
+
+
+def _tensor_parallel(rank: int) -> None:
+    """DTensors without FSDP: columns split, gradients that are not reduced yet, replicas, random bits."""
+    mesh = init_device_mesh("cpu", (2,))
+    start, grad = torch.ones(6, 512, dtype=torch.bfloat16), torch.full((6, 512), 0.25)
+
+    def parameter(placement: Placement) -> Parameter:
+        return Parameter(distribute_tensor(start, mesh, [placement]))
+
+    params = [parameter(Shard(1)), parameter(Replicate()), parameter(Shard(0))]
+    opt = AdamW(params, weights="stochastic", max_grad_norm=1.0)
+
+    def step(opt: AdamW, params: list[Parameter]) -> None:
+        for p in params:  # each process has half of the sum
+            p.grad = DTensor.from_local(grad.to(p.dtype) / 2, mesh, [Partial()])
+        opt.step()
+
+    for _ in range(2):
+        step(opt, params)
+    torch.testing.assert_close(opt.grad_norm, (3 * grad.square().sum()).sqrt(), rtol=1e-6, atol=0)
+    assert_replicated(params[1].to_local())
+    for p in (params[0], params[2]):  # equal gradients, and random bits of their own
+        mine = p.to_local().contiguous()
+        others = [torch.empty_like(mine) for _ in range(2)]
+        dist.all_gather(others, mine)
+        assert not torch.equal(*others) and relative_error(*others) < 0.01
+    again = [Parameter(p.detach().clone()) for p in params]
+    other = AdamW(again, weights="stochastic", max_grad_norm=1.0)
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    step(opt, params)
+    step(other, again)
+    for p, q in zip(params, again, strict=True):
+        assert torch.equal(p.to_local(), q.to_local())
+        assert all(torch.equal(opt.state[p][k], v) for k, v in other.state[q].items())
+
+
+def test_tensor_parallel(tmp_path: Path) -> None:
+    run(2, tmp_path, _tensor_parallel)
 
 
 def _in_backward(rank: int) -> None:
@@ -349,6 +390,17 @@ def _refused(rank: int) -> None:
     with pytest.raises(ValueError, match=r"exp_avg_scale: expected \(64, 1\) or \(64,\), received \(5,\)"):
         opt.load_state_dict(state)
     train(net, opt, range(1))
+
+
+def _flattened(rank: int) -> None:
+    for use_orig_params in (False, True):
+        net = FullyShardedDataParallel(model(), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+        with pytest.raises(ValueError, match=r"params\[0\]: expected plain or DTensor parameters"):
+            AdamW(net.parameters())
+
+
+def test_the_older_fsdp_is_refused(tmp_path: Path) -> None:
+    run(2, tmp_path, _flattened)
 
 
 def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -139,6 +139,11 @@ class LowMemoryOptimizer(Gradients, Optimizer):
                     f'{self._name}: params[{i}]: weights="{group["weights"]}" expects bf16 (or fp32, which it leaves '
                     f"as they are), received {param.dtype}"
                 )
+            if getattr(param, "_fsdp_flattened", False):  # its pieces say neither where they begin nor what they are of
+                raise ValueError(
+                    f"{self._name}: params[{i}]: expected plain or DTensor parameters, received one of FullyShardedDataParallel; "
+                    "use torch.distributed.fsdp.fully_shard"
+                )
             if id(param) in seen:
                 raise ValueError(f"{self._name}: params[{i}]: expected each parameter once, received one again")
             seen.add(id(param))

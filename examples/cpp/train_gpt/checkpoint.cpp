@@ -25,7 +25,7 @@ namespace {
 
 using at::Tensor;
 using shoestring::SafetensorsFile;
-using OurState = shoestring::optim::AdamWParamState;
+using OurState = shoestring::optim::ParamState;
 using PlainState = torch::optim::AdamWParamState;
 
 constexpr size_t kKept = 2;
@@ -52,34 +52,23 @@ std::vector<int64_t> checkpoints(const std::string& folder) {
 }
 
 // A parameter's optimizer state by name, ours or LibTorch's.
-std::vector<std::pair<std::string, Tensor>> named_state(const torch::optim::OptimizerParamState& state) {
-  if (const auto* s = dynamic_cast<const OurState*>(&state)) {
-    return {{"step", s->step()},
-            {"exp_avg", s->exp_avg()},
-            {"exp_avg_scale", s->exp_avg_scale()},
-            {"exp_avg_sq", s->exp_avg_sq()},
-            {"exp_avg_sq_scale", s->exp_avg_sq_scale()}};
-  }
+std::map<std::string, Tensor> named_state(const torch::optim::OptimizerParamState& state) {
+  if (const auto* s = dynamic_cast<const OurState*>(&state)) return s->tensors();
   const auto& s = dynamic_cast<const PlainState&>(state);
   return {{"step", at::scalar_tensor(s.step(), at::kLong)}, {"exp_avg", s.exp_avg()}, {"exp_avg_sq", s.exp_avg_sq()}};
 }
 
 std::unique_ptr<torch::optim::OptimizerParamState> load_state(const SafetensorsFile& file, const std::string& prefix,
                                                               bool ours) {
-  const auto load = [&](const char* name) { return file.load(prefix + name); };
-  if (!ours) {
-    auto state = std::make_unique<PlainState>();
-    state->step(load("step").item<int64_t>());
-    state->exp_avg(load("exp_avg"));
-    state->exp_avg_sq(load("exp_avg_sq"));
-    return state;
+  std::map<std::string, Tensor> tensors;
+  for (const auto& entry : file.entries()) {
+    if (entry.name.rfind(prefix, 0) == 0) tensors[entry.name.substr(prefix.size())] = file.load(entry.name);
   }
-  auto state = std::make_unique<OurState>();
-  state->step(load("step"));
-  state->exp_avg(load("exp_avg"));
-  state->exp_avg_scale(load("exp_avg_scale"));
-  state->exp_avg_sq(load("exp_avg_sq"));
-  state->exp_avg_sq_scale(load("exp_avg_sq_scale"));
+  if (ours) return std::make_unique<OurState>(std::move(tensors));
+  auto state = std::make_unique<PlainState>();
+  state->step(tensors.at("step").item<int64_t>());
+  state->exp_avg(tensors.at("exp_avg"));
+  state->exp_avg_sq(tensors.at("exp_avg_sq"));
   return state;
 }
 
@@ -116,7 +105,7 @@ void save_checkpoint(const std::string& folder, int64_t step, const torch::nn::M
     const auto found = optimizer.state().find(item.value().unsafeGetTensorImpl());
     if (found == optimizer.state().end()) continue;
     for (const auto& [name, tensor] : named_state(*found->second)) {
-      if (tensor.defined()) tensors.insert("optimizer." + item.key() + "." + name, tensor);
+      tensors.insert("optimizer." + item.key() + "." + name, tensor);
     }
   }
   auto metadata = fingerprint;

@@ -24,22 +24,28 @@ def fsync_directory(path: Path) -> None:
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a binary file that appears under ``path`` only when the block ends without an exception.
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield the name under which to write a file; it appears under ``path`` when the block ends without an exception.
 
     Two processes that write one path do not share the temporary file.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
-        with open(partial, "wb") as file:
-            yield file
-            file.flush()
+        yield partial
+        with open(partial, "rb") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)
         fsync_directory(path.parent)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a binary file that appears under ``path`` only when the block ends without an exception."""
+    with atomic_path(path) as partial, open(partial, "wb") as file:
+        yield file
 
 
 @contextmanager

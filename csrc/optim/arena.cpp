@@ -1,0 +1,117 @@
+#include "optim/arena.h"
+
+#include <algorithm>
+
+#include <ATen/Functions.h>
+
+namespace shoestring::optim::detail {
+namespace {
+
+int64_t order_of(const Kind& kind) {
+  const auto found = std::find(std::begin(kStates), std::end(kStates), kind.state);
+  return 2 * (found - std::begin(kStates)) + kind.remainder;
+}
+
+std::string names(const std::map<std::string, Tensor>& tensors) {
+  std::string all;
+  for (const auto& [name, tensor] : tensors) all += (all.empty() ? "" : ", ") + name;
+  return all.empty() ? "none" : all;
+}
+
+}  // namespace
+
+Kind kind_of(const Tensor& param, const LowMemoryOptions& options) {
+  const bool large = param.numel() >= Access::min_quantize_size(options);
+  return {large ? Access::state(options) : "fp32",
+          Access::weights(options) == "remainder" && param.scalar_type() == at::kBFloat16, param.device()};
+}
+
+std::vector<Part> parts(const Rule& rule, const Kind& kind) {
+  std::vector<Part> found;
+  for (const Moment& m : rule.moments) {
+    const std::string name = m.name, scale = name + "_scale";
+    if (kind.state == "fp32" || kind.state == "bf16") {
+      found.push_back({name, kind.state == "fp32" ? at::kFloat : at::kBFloat16, kBlock, true});
+    } else if (kind.state == "8bit") {
+      found.push_back({name, at::kByte, kBlock, true});
+      found.push_back({scale, at::kFloat, 1, false});
+    } else {
+      found.push_back({name, at::kByte, kBlock / 2, false});
+      found.push_back({scale, at::kFloat, m.is_signed ? 8 : 2, false});
+    }
+  }
+  if (kind.remainder) found.push_back({"weight_remainder", at::kShort, kBlock, true});
+  return found;
+}
+
+Arena::Arena(const Kind& kind, std::vector<Tensor> params, int64_t position)
+    : kind(kind), params(std::move(params)), blocks(0), position(position) {
+  for (const Tensor& p : this->params) {
+    begins.push_back(blocks);
+    blocks += blocks_of(p);
+  }
+}
+
+Arena::Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> members, size_t group)
+    : Arena(kind, std::move(members), 0) {
+  constexpr int64_t kOrders = 2 * std::size(kStates);
+  position = (kOrders * static_cast<int64_t>(group) + order_of(kind)) << 40;
+  const auto fp32 = at::TensorOptions().device(kind.device).dtype(at::kFloat);
+  step = at::zeros({static_cast<int64_t>(params.size())}, fp32);
+  for (const Part& part : parts(rule, kind)) {
+    values[part.name] = at::zeros({blocks * part.per_block}, fp32.dtype(part.dtype));
+  }
+}
+
+std::map<std::string, Tensor> Arena::views(const Rule& rule, size_t index) const {
+  const Tensor& p = params[index];
+  std::map<std::string, Tensor> views{{"step", step.select(0, static_cast<int64_t>(index))}};
+  for (const Part& part : parts(rule, kind)) {
+    const auto shape = part.shape(p);
+    const Tensor& all = values.at(part.name);
+    views[part.name] = all.narrow(0, begins[index] * part.per_block, c10::multiply_integers(shape)).view(shape);
+  }
+  return views;
+}
+
+std::vector<Tensor> Arena::accumulated_views(at::ScalarType dtype) {
+  if (!accumulated.defined()) {
+    accumulated = at::zeros({blocks * kBlock}, at::TensorOptions().device(kind.device).dtype(dtype));
+  }
+  std::vector<Tensor> views;
+  for (size_t i = 0; i < params.size(); ++i) {
+    views.push_back(accumulated.narrow(0, begins[i] * kBlock, params[i].numel()).view(params[i].sizes()));
+  }
+  return views;
+}
+
+Arena Arena::only(const Rule& rule, size_t index) const {
+  Arena one(kind, {params[index]}, position + begins[index]);
+  one.step = step.narrow(0, static_cast<int64_t>(index), 1);
+  for (const Part& part : parts(rule, kind)) {
+    const Tensor& all = values.at(part.name);
+    one.values[part.name] = all.narrow(0, begins[index] * part.per_block, one.blocks * part.per_block);
+  }
+  if (accumulated.defined()) one.accumulated = accumulated.narrow(0, begins[index] * kBlock, one.blocks * kBlock);
+  return one;
+}
+
+void check_state(const Rule& rule, const ParamState& state, const Tensor& param, const Kind& kind) {
+  std::map<std::string, Tensor> expected{{"step", at::empty({0})}};
+  for (const Part& part : parts(rule, kind)) expected[part.name];
+  const auto same = [](const auto& a, const auto& b) { return a.first == b.first; };
+  const auto& tensors = state.tensors();
+  TORCH_CHECK(std::equal(expected.begin(), expected.end(), tensors.begin(), tensors.end(), same),
+              "shoestring::optim::", rule.name, ": state=\"", kind.state, "\": expected the entries ", names(expected),
+              ", received ", names(tensors));
+  const auto fits = [&](const std::string& name, at::ScalarType dtype, at::IntArrayRef shape) {
+    const Tensor& t = tensors.at(name);
+    TORCH_CHECK(t.defined() && t.scalar_type() == dtype && t.sizes() == shape, "shoestring::optim::", rule.name, ": ",
+                name, ": expected ", dtype, " ", shape, " for a parameter of ", param.sizes(), ", received ",
+                t.defined() ? c10::str(t.scalar_type(), " ", t.sizes()) : "none");
+  };
+  fits("step", at::kFloat, {});
+  for (const Part& part : parts(rule, kind)) fits(part.name, part.dtype, part.shape(param));
+}
+
+}  // namespace shoestring::optim::detail

@@ -1,0 +1,77 @@
+#pragma once
+
+// Where the state of optimizers lies: flat arenas that an operator steps in one call, and a parameter's views of them.
+// Sizes, names and places are those of Python (shoestring/optim/arena.py), so that state and random bits are, too.
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include <c10/util/FunctionRef.h>
+
+#include "kernels/optimizer.h"
+#include "optim/rule.h"
+
+namespace shoestring::optim::detail {
+
+inline constexpr const char* kStates[] = {"8bit", "4bit", "bf16", "fp32"};
+inline constexpr const char* kWeights[] = {"plain", "stochastic", "remainder"};
+inline constexpr int64_t kBlock = kernels::kStateBlock;
+
+/// What the parameters of an arena have in common.
+struct Kind {
+  std::string state;
+  bool remainder;
+  at::Device device;
+
+  bool operator==(const Kind& other) const = default;
+};
+
+Kind kind_of(const Tensor& param, const LowMemoryOptions& options);
+
+inline int64_t blocks_of(const Tensor& param) { return (param.numel() + kBlock - 1) / kBlock; }
+
+/// A kind of entry: its dtype, and what it takes of an arena for each block of 256 elements.
+struct Part {
+  std::string name;
+  at::ScalarType dtype;
+  int64_t per_block;
+  bool shaped;  // as the parameter; else flat, whole blocks
+
+  std::vector<int64_t> shape(const Tensor& param) const {
+    return shaped ? param.sizes().vec() : std::vector<int64_t>{blocks_of(param) * per_block};
+  }
+};
+
+/// The entries of a parameter, but for its step.
+std::vector<Part> parts(const Rule& rule, const Kind& kind);
+
+/// The state of a group's parameters of one kind, each beginning at a multiple of a block.
+struct Arena {
+  Kind kind;
+  std::vector<Tensor> params;
+  std::vector<int64_t> begins;  // in blocks, of each parameter
+  int64_t blocks;
+  Tensor step;
+  std::map<std::string, Tensor> values;  // by the names of the operator's arguments
+  int64_t position;                      // in blocks, among all arenas of the optimizer: for random bits
+  Tensor accumulated;
+
+  /// Zeros.
+  Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> params, size_t group);
+
+  /// A parameter's state: views.
+  std::map<std::string, Tensor> views(const Rule& rule, size_t index) const;
+  /// A gradient's sum for each parameter, in its shape; zeros, until something is added.
+  std::vector<Tensor> accumulated_views(at::ScalarType dtype);
+  /// The part of one parameter, as an arena of its own.
+  Arena only(const Rule& rule, size_t index) const;
+
+ private:
+  Arena(const Kind& kind, std::vector<Tensor> params, int64_t position);
+};
+
+/// Raises c10::Error where a parameter's state does not fit.
+void check_state(const Rule& rule, const ParamState& state, const Tensor& param, const Kind& kind);
+
+}  // namespace shoestring::optim::detail

@@ -1,0 +1,90 @@
+#pragma once
+
+// What LowMemoryOptimizer does: steps (base.cpp), and what happens to gradients before one (gradients.cpp).
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "optim/arena.h"
+
+namespace shoestring::optim::detail {
+
+/// A group's arenas, and the parameters that have never had a gradient.
+struct Layout {
+  std::vector<Arena> arenas;
+  std::vector<Tensor> absent;
+};
+
+/// A parameter's address, by which LibTorch knows its state.
+using Key = c10::TensorImpl*;
+
+struct Core : std::enable_shared_from_this<Core> {
+  explicit Core(LowMemoryOptimizer& optimizer) : optimizer(&optimizer) {}
+
+  // ---- steps ------------------------------------------------------------------------------------------------------
+
+  LowMemoryOptimizer* optimizer;  // which may move
+  std::unordered_map<size_t, Layout> layouts;  // by the group's position
+
+  const Rule& rule() const;
+  const LowMemoryOptions& options(size_t group) const;
+  const ParamState* state(const Tensor& param) const;
+  /// The group's arenas: of parameters that have state or a gradient (or will have, in backward).
+  Layout& layout(size_t group);
+  void step();
+  void step_arena(size_t group, const Arena& arena, const std::vector<Tensor>& grads, const Tensor& accumulated,
+                  const Tensor& clip_coef);
+
+  // ---- gradients --------------------------------------------------------------------------------------------------
+
+  std::optional<double> max_grad_norm;
+  Tensor grad_norm;
+  bool step_in_backward = false, accumulating = false;
+  at::ScalarType accumulate_dtype = at::kFloat;
+
+  /// Hooks on parameters, where gradients are not simply left in grad().
+  void watch(const std::vector<Tensor>& params);
+  void on_gradient(const Tensor& param);
+  /// After a load.
+  void forget();
+
+ private:
+  struct Call {  // an arena, its parameters' gradients, and what the step itself adds to them
+    size_t group;
+    Arena* arena;
+    std::vector<Tensor> grads;
+    Tensor accumulated;
+  };
+  struct Alone {
+    size_t group;
+    Arena arena;
+  };
+
+  bool has_gradient(const Tensor& param) const;
+  bool is_pending(const Tensor& param) const { return pending_.count(param.unsafeGetTensorImpl()) > 0; }
+  bool any_pending(const Arena& arena) const;
+  void add(const Tensor& param);
+  std::vector<Tensor> into_arena(Arena& arena);
+  void gather(Call& call);
+  void drop_sums();
+  Tensor clip(const std::vector<Call>& calls);
+  Tensor clip_coef() const;
+  void step_alone(const Tensor& param);
+  void find_alone();
+  void finish_backward();
+
+  std::unordered_map<Key, Tensor> sums_;  // of gradients, views of arenas once there are any
+  std::unordered_set<Key> pending_;       // parameters whose sum is not empty
+  std::vector<Tensor> used_;              // sums that stand for gradients, and have to become zero
+  std::unordered_set<Key> watched_;
+  std::unordered_map<Key, Alone> alone_;  // in backward: each parameter's state
+  std::vector<Tensor> norms_;             // of gradients that have been freed
+  std::mutex mutex_;                      // backward has a thread for each device
+};
+
+}  // namespace shoestring::optim::detail

@@ -1,0 +1,118 @@
+#include <cstdio>
+
+#include <nlohmann/json.hpp>
+
+#include <shoestring/safetensors.h>
+
+#include "optim/saved.h"
+
+// The file: entries "<group>.<index in the group>.<name>", and in the metadata format ("shoestring.optimizer"),
+// format_version, optimizer (the class) and groups: JSON, a list of {"size": parameters, "options": {...}}. Python's
+// groups may have "extra" beside them: what its schedulers keep there.
+
+namespace shoestring::optim {
+namespace {
+
+using namespace detail;
+using Json = nlohmann::json;
+
+constexpr const char* kFormat = "shoestring.optimizer";
+
+std::string entry(size_t group, size_t index, const std::string& name) {
+  return std::to_string(group) + "." + std::to_string(index) + "." + name;
+}
+
+Json options_json(const LowMemoryOptions& options) {
+  Json json = Json::object();
+  for (const Field& field : Access::fields(options)) {
+    std::visit([&](const auto* value) { json[field.name] = *value; }, field.value);
+  }
+  return json;
+}
+
+// The groups without their states; JSON's exceptions say what does not fit.
+std::vector<Saved::Group> read_groups(const Json& json, const LowMemoryOptimizer& optimizer, const char* where) {
+  const char* name = Access::core(optimizer).rule().name;
+  const auto& ours = optimizer.param_groups();
+  expect(json.size() == ours.size(), name, where, c10::str(ours.size(), " groups of parameters"), json.size());
+  std::vector<Saved::Group> groups;
+  for (size_t g = 0; g < ours.size(); ++g) {
+    const size_t size = json.at(g).at("size").get<size_t>(), expected = ours[g].params().size();
+    expect(size == expected, name, where, c10::str(expected, " parameters in group ", g), size);
+    Saved::Group& to = groups.emplace_back();
+    to.states.resize(size);
+    to.options = optimizer.defaults().clone();
+    Json options = json.at(g).at("options");
+    for (const Field& field : Access::fields(static_cast<const LowMemoryOptions&>(*to.options))) {
+      std::visit([&](auto* value) { options.at(field.name).get_to(*value); }, field.value);
+      options.erase(field.name);
+    }
+    expect(options.empty(), name, where, "this optimizer's options alone", options.dump());
+  }
+  return groups;
+}
+
+}  // namespace
+
+void save_optimizer(const LowMemoryOptimizer& optimizer, const std::string& path) {
+  const Core& core = Access::core(optimizer);
+  TensorDict tensors;
+  Json groups = Json::array();
+  for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {
+    const auto& params = optimizer.param_groups()[g].params();
+    groups.push_back({{"size", params.size()}, {"options", options_json(core.options(g))}});
+    for (size_t i = 0; i < params.size(); ++i) {
+      const ParamState* state = core.state(params[i]);
+      if (state == nullptr) continue;
+      for (const auto& [name, tensor] : state->tensors()) tensors.insert(entry(g, i, name), tensor);
+    }
+  }
+  if (core.step_in_backward && core.grad_norm.defined()) tensors.insert("grad_norm", core.grad_norm);
+  save_safetensors(path, tensors,
+                   {{"format", kFormat},
+                    {"format_version", std::to_string(kFormatVersion)},
+                    {"optimizer", core.rule().name},
+                    {"groups", groups.dump()}});
+}
+
+void load_optimizer(LowMemoryOptimizer& optimizer, const std::string& path) {
+  const SafetensorsFile file(path);
+  const std::string name = Access::core(optimizer).rule().name, where = "load_optimizer: " + path;
+  const auto metadata = [&](const char* key) {
+    const auto found = file.metadata().find(key);
+    return found == file.metadata().end() ? "none" : found->second;
+  };
+  const auto check = [&](const char* key, const std::string& expected) {
+    expect(metadata(key) == expected, name.c_str(), where.c_str(), c10::str(key, " ", expected), metadata(key));
+  };
+  check("format", kFormat);
+  check("format_version", std::to_string(kFormatVersion));
+  check("optimizer", name);
+  Saved saved;
+  try {
+    saved.groups = read_groups(Json::parse(metadata("groups")), optimizer, where.c_str());
+  } catch (const Json::exception& error) {
+    expect(false, name.c_str(), where.c_str(), "groups with this optimizer's options", error.what());
+  }
+  std::vector<std::vector<std::map<std::string, Tensor>>> tensors;
+  for (const auto& group : saved.groups) tensors.emplace_back(group.states.size());
+  for (const auto& item : file.entries()) {
+    if (item.name == "grad_norm") {
+      saved.grad_norm = file.load(item.name);
+      continue;
+    }
+    size_t g = 0, i = 0;
+    int length = 0;
+    const bool parsed = std::sscanf(item.name.c_str(), "%zu.%zu.%n", &g, &i, &length) == 2 && length > 0;
+    const std::string part = parsed ? item.name.substr(static_cast<size_t>(length)) : "";
+    const bool fits = parsed && g < tensors.size() && i < tensors[g].size() && entry(g, i, part) == item.name;
+    expect(fits, name.c_str(), where.c_str(), "tensors called <group>.<index>.<name>, of the file's groups", item.name);
+    tensors[g][i][part] = file.load(item.name);
+  }
+  for (size_t g = 0; g < tensors.size(); ++g) {
+    for (size_t i = 0; i < tensors[g].size(); ++i) saved.groups[g].states[i] = ParamState(std::move(tensors[g][i]));
+  }
+  restore(optimizer, std::move(saved));
+}
+
+}  // namespace shoestring::optim

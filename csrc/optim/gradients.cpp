@@ -1,0 +1,230 @@
+#include <algorithm>
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "optim/core.h"
+
+namespace shoestring::optim {
+namespace detail {
+namespace {
+
+// A tensor has room for one hook: this one calls the one that was there.
+struct Hook final : torch::autograd::PostAccumulateGradHook {
+  std::weak_ptr<Core> core;
+  std::unique_ptr<PostAccumulateGradHook> before;
+
+  void operator()(const Tensor& param) override {
+    if (before != nullptr) (*before)(param);
+    const auto alive = core.lock();
+    if (alive != nullptr && param.grad().defined()) alive->on_gradient(param);
+  }
+};
+
+// The norm of all gradients together, fp32 on the first one's device; nothing waits for it.
+Tensor total_norm(const std::vector<Tensor>& grads) {
+  std::vector<std::vector<Tensor>> by_kind;  // the one-launch norm takes one of them at a time
+  for (const Tensor& g : grads) {
+    const auto found = std::find_if(by_kind.begin(), by_kind.end(), [&](const auto& same) {
+      return same[0].device() == g.device() && same[0].scalar_type() == g.scalar_type();
+    });
+    (found == by_kind.end() ? by_kind.emplace_back() : *found).push_back(g);
+  }
+  std::vector<Tensor> norms;
+  for (const auto& same : by_kind) {
+    for (const Tensor& norm : at::_foreach_norm(same, 2, at::kFloat)) {
+      norms.push_back(norms.empty() ? norm : norm.to(norms[0].device()));
+    }
+  }
+  return at::linalg_vector_norm(at::stack(norms));
+}
+
+}  // namespace
+
+bool Core::has_gradient(const Tensor& param) const { return param.grad().defined() || is_pending(param); }
+
+bool Core::any_pending(const Arena& arena) const {
+  return std::any_of(arena.params.begin(), arena.params.end(), [&](const Tensor& p) { return is_pending(p); });
+}
+
+void Core::watch(const std::vector<Tensor>& params) {
+  for (const Tensor& p : params) {
+    if (!p.requires_grad() || !watched_.insert(p.unsafeGetTensorImpl()).second) continue;
+    auto& place = torch::autograd::impl::post_acc_grad_hooks(p);
+    auto hook = std::make_unique<Hook>();
+    hook->core = weak_from_this();
+    hook->before = std::move(place);
+    if (auto* old = dynamic_cast<Hook*>(hook->before.get()); old != nullptr && old->core.expired()) {
+      hook->before = std::move(std::exchange(old->before, nullptr));
+    }
+    torch::autograd::impl::set_post_acc_grad_hooks(p, std::move(hook));
+  }
+}
+
+void Core::on_gradient(const Tensor& param) {
+  const std::lock_guard lock(mutex_);
+  at::NoGradGuard no_grad;
+  if (accumulating) {
+    add(param);
+  } else if (step_in_backward) {
+    step_alone(param);
+  }
+}
+
+void Core::forget() {
+  layouts.clear();
+  alone_.clear();
+  sums_.clear();
+  pending_.clear();
+  norms_.clear();
+}
+
+// ---- sums over micro-batches --------------------------------------------------------------------------------------
+
+void Core::add(const Tensor& param) {
+  const Tensor grad = param.grad();
+  Tensor& sum = sums_[param.unsafeGetTensorImpl()];
+  if (!sum.defined()) sum = at::zeros(grad.sizes(), grad.options().dtype(accumulate_dtype));
+  sum.add_(grad);
+  pending_.insert(param.unsafeGetTensorImpl());
+  param.mutable_grad() = Tensor();
+}
+
+// The sums of an arena's parameters, as views of its own.
+std::vector<Tensor> Core::into_arena(Arena& arena) {
+  const auto views = arena.accumulated_views(accumulate_dtype);
+  for (size_t i = 0; i < views.size(); ++i) {
+    Tensor& sum = sums_[arena.params[i].unsafeGetTensorImpl()];
+    if (is_pending(arena.params[i]) && !sum.is_alias_of(views[i])) views[i].copy_(sum);
+    sum = views[i];
+  }
+  return views;
+}
+
+// Where the norm of the whole gradient is needed first, sums are completed here and stand for the gradients.
+void Core::gather(Call& call) {
+  for (const Tensor& p : call.arena->params) call.grads.push_back(p.grad());
+  if (!any_pending(*call.arena)) return;
+  const auto views = into_arena(*call.arena);
+  for (size_t i = 0; i < views.size(); ++i) {
+    const Tensor& p = call.arena->params[i];
+    if (!is_pending(p)) continue;
+    Tensor& grad = call.grads[i];
+    if (max_grad_norm) {
+      used_.push_back(views[i]);
+      if (grad.defined()) views[i].add_(grad);
+      grad = views[i];
+    } else if (!grad.defined()) {
+      grad = at::zeros_like(p);
+    }
+  }
+  if (!max_grad_norm) call.accumulated = call.arena->accumulated;
+}
+
+void Core::drop_sums() {
+  for (const Tensor& view : used_) view.zero_();
+  used_.clear();
+  pending_.clear();
+}
+
+// ---- clipping -----------------------------------------------------------------------------------------------------
+
+// An undefined tensor where nothing is clipped.
+Tensor Core::clip(const std::vector<Call>& calls) {
+  if (step_in_backward) return {};
+  grad_norm = Tensor();
+  if (!max_grad_norm) return {};
+  std::vector<Tensor> grads;
+  for (const Call& call : calls) {
+    for (const Tensor& g : call.grads) {
+      if (g.defined()) grads.push_back(g);
+    }
+  }
+  if (grads.empty()) return {};
+  grad_norm = total_norm(grads);
+  return clip_coef();
+}
+
+Tensor Core::clip_coef() const { return ((grad_norm + 1e-6).reciprocal() * *max_grad_norm).clamp_max(1); }
+
+// ---- steps within backward ----------------------------------------------------------------------------------------
+
+void Core::step_alone(const Tensor& param) {
+  const Key key = param.unsafeGetTensorImpl();
+  const bool summed = is_pending(param);
+  auto found = alone_.find(key);
+  if (found == alone_.end() || (summed && !found->second.arena.accumulated.defined())) {
+    alone_.clear();
+    find_alone();
+    found = alone_.find(key);
+  }
+  const auto& [group, arena] = found->second;
+  Tensor grad = param.grad(), accumulated = summed ? arena.accumulated : Tensor(), coefficient;
+  if (max_grad_norm) {
+    if (summed) grad = sums_.at(key).add_(grad);
+    accumulated = Tensor();
+    norms_.push_back(at::linalg_vector_norm(grad, 2, {}, false, at::kFloat));
+    if (grad_norm.defined()) coefficient = clip_coef();
+  }
+  step_arena(group, arena, {grad}, accumulated, coefficient);
+  if (max_grad_norm && summed) grad.zero_();
+  pending_.erase(key);
+  param.mutable_grad() = Tensor();
+}
+
+void Core::find_alone() {
+  const size_t groups = optimizer->param_groups().size();
+  for (size_t g = 0; g < groups; ++g) layout(g);
+  for (size_t g = 0; g < groups; ++g) {
+    for (Arena& arena : layout(g).arenas) {
+      if (any_pending(arena)) into_arena(arena);
+      for (size_t i = 0; i < arena.params.size(); ++i) {
+        alone_.insert({arena.params[i].unsafeGetTensorImpl(), Alone{g, arena.only(rule(), i)}});
+      }
+    }
+  }
+}
+
+void Core::finish_backward() {
+  if (norms_.empty()) return;
+  for (Tensor& norm : norms_) norm = norm.to(norms_[0].device());
+  grad_norm = at::linalg_vector_norm(at::stack(norms_));
+  norms_.clear();
+}
+
+}  // namespace detail
+
+using namespace detail;
+
+void LowMemoryOptimizer::set_max_grad_norm(std::optional<double> max_grad_norm) {
+  expect(!max_grad_norm || *max_grad_norm > 0, core_->rule().name, "max_grad_norm", "a number above 0, or none",
+         max_grad_norm.value_or(0));
+  core_->max_grad_norm = max_grad_norm;
+}
+
+const Tensor& LowMemoryOptimizer::grad_norm() const { return core_->grad_norm; }
+
+void LowMemoryOptimizer::set_step_in_backward(bool step_in_backward) {
+  core_->step_in_backward = step_in_backward;
+  if (!step_in_backward) return;
+  for (const auto& group : param_groups_) core_->watch(group.params());
+}
+
+void LowMemoryOptimizer::set_accumulate_dtype(at::ScalarType dtype) {
+  expect(dtype == at::kFloat || dtype == at::kBFloat16, core_->rule().name, "accumulate_dtype",
+         "at::kFloat or at::kBFloat16", dtype);
+  core_->accumulate_dtype = dtype;
+}
+
+std::shared_ptr<void> LowMemoryOptimizer::accumulate() {
+  for (const auto& group : param_groups_) core_->watch(group.params());
+  const bool before = std::exchange(core_->accumulating, true);
+  const auto end = [before](Core* core) { core->accumulating = before; };
+  // The deleter is what counts; it keeps the core alive as long.
+  return std::shared_ptr<void>(core_.get(), [core = core_, end](void*) { end(core.get()); });
+}
+
+}  // namespace shoestring::optim

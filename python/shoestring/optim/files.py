@@ -1,0 +1,128 @@
+"""An optimizer's state in a safetensors file, which C++ reads and writes as well."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shoestring.data.files import atomic_path
+from shoestring.optim.base import FORMAT_VERSION, LowMemoryOptimizer
+
+# Entries are called "<group>.<index in the group>.<name>"; the metadata has this, format_version, optimizer (the class)
+# and groups: JSON, a list of {"size": parameters, "options": {...}, "extra": what schedulers keep there}.
+FORMAT = "shoestring.optimizer"
+
+
+def save_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) -> None:
+    """Writes state and options of all groups to the safetensors file ``path``.
+
+    A file that is there is replaced once the new one is complete and on disk. A learning rate in a tensor is written as
+    a number.
+
+    Raises:
+        ValueError: what safetensors cannot hold: an option of a group that is neither number, text nor a list of them,
+            or a part of a parameter (DTensor), for which there is ``torch.distributed.checkpoint``.
+        OSError: the file cannot be written; what was there is as before.
+    """
+    groups, tensors = [], {}
+    for g, group in enumerate(optimizer.param_groups):
+        options = {name: _plain(group[name]) for name in optimizer.defaults}
+        extra = {name: _plain(value) for name, value in group.items() if name not in {"params", *options}}
+        try:
+            json.dumps([options, extra], allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"save_optimizer: group {g}: expected options that JSON can hold, received {error}") from None
+        groups.append({"size": len(group["params"]), "options": options, "extra": extra})
+        for i, p in enumerate(group["params"]):
+            if hasattr(p, "to_local"):
+                raise ValueError(
+                    f"save_optimizer: group {g}, parameter {i}: expected a whole tensor, received a DTensor; use "
+                    "torch.distributed.checkpoint"
+                )
+            tensors |= {f"{g}.{i}.{name}": value.contiguous() for name, value in optimizer.state.get(p, {}).items()}
+    if optimizer.step_in_backward and optimizer.grad_norm is not None:
+        tensors["grad_norm"] = optimizer.grad_norm
+    metadata = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "optimizer": _rule_name(optimizer)}
+    with atomic_path(Path(path)) as partial:
+        save_file(tensors, partial, metadata={**metadata, "groups": json.dumps(groups)})
+
+
+def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) -> None:
+    """Restores what ``save_optimizer``, here or in C++, has written.
+
+    An optimizer of the same class over the same parameters, in the same groups and order, goes on bit for bit.
+
+    Raises:
+        ValueError: the file is damaged, or does not fit; nothing has changed then.
+        OSError: the file cannot be read.
+    """
+    where = f"{type(optimizer).__name__}: load_optimizer: {os.fspath(path)}"
+    with open(path, "rb"):  # an OSError of the system's, where there is none to read
+        pass
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{where}: expected a safetensors file, received a damaged one: {error}") from None
+    expected = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "optimizer": _rule_name(optimizer)}
+    for key, value in expected.items():
+        if metadata.get(key) != value:
+            raise ValueError(f"{where}: expected {key} {value}, received {metadata.get(key, 'none')}")
+
+    norm = tensors.pop("grad_norm", None)
+    saved, groups, first = _groups(metadata, optimizer, where), [], 0
+    numbers: dict[tuple[str, str], int] = {}  # of parameters, over all groups, by how the file calls them
+    for g, (ours, theirs) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
+        size = len(ours["params"])
+        if theirs["size"] != size:
+            raise ValueError(f"{where}: expected {size} parameters in group {g}, received {theirs['size']}")
+        kept = {name: value for name, value in ours.items() if name != "params"}
+        loaded = {name: _like(ours.get(name), v) for name, v in (theirs.get("extra", {}) | theirs["options"]).items()}
+        groups.append(kept | loaded | {"params": list(range(first, first + size))})
+        numbers |= {(str(g), str(i)): first + i for i in range(size)}
+        first += size
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        group, index, entry = (*name.split(".", 2), "", "")[:3]
+        if (group, index) not in numbers:
+            raise ValueError(f"{where}: expected tensors <group>.<index>.<name>, of the file's groups, received {name!r}")
+        state.setdefault(numbers[group, index], {})[entry] = tensor
+    optimizer.load_state_dict(
+        {"state": state, "param_groups": groups, "format_version": FORMAT_VERSION}
+        | ({} if norm is None else {"grad_norm": norm})
+    )
+
+
+def _rule_name(optimizer: LowMemoryOptimizer) -> str:
+    """The class's name, also of a subclass: that which has the operator."""
+    return next(cls.__name__ for cls in type(optimizer).__mro__ if "_operator" in vars(cls))
+
+
+def _groups(metadata: dict[str, str], optimizer: LowMemoryOptimizer, where: str) -> list[dict[str, Any]]:
+    try:
+        groups = json.loads(metadata.get("groups", ""))
+        fits = all(g.keys() >= {"size", "options"} and g["options"].keys() == optimizer.defaults.keys() for g in groups)
+    except (ValueError, AttributeError, TypeError):
+        groups, fits = [], False
+    if not fits:
+        raise ValueError(f"{where}: expected groups with the options {sorted(optimizer.defaults)}, received others")
+    if len(groups) != len(optimizer.param_groups):
+        raise ValueError(f"{where}: expected {len(optimizer.param_groups)} groups of parameters, received {len(groups)}")
+    return groups
+
+
+def _plain(value: object) -> object:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _like(ours: object, value: object) -> object:
+    """JSON's value as a group has it: tuples are tuples, and a learning rate stays a tensor."""
+    if isinstance(ours, Tensor):
+        return torch.full_like(ours, value)
+    return tuple(value) if isinstance(ours, tuple) else value

@@ -20,5 +20,13 @@ int main() {
   check(std::abs(loss.item<double>() - plain.item<double>()) < 1e-5, "linear_cross_entropy equals cross_entropy(linear)");
   loss.backward();
   check(weight.grad().defined() && weight.grad().sizes() == weight.sizes(), "backward fills weight.grad");
+
+  using shoestring::optim::AdamWOptions;
+  shoestring::optim::AdamW optimizer({weight}, AdamWOptions(0.5).weight_decay(0).state("bf16"));
+  const at::Tensor before = weight.detach().clone();
+  optimizer.step();
+  const double moved = (before - weight).abs().mean().item<double>();
+  check(std::abs(moved - 0.5) < 0.01, "AdamW moves every weight by lr in its first step");
+  check(dynamic_cast<AdamWOptions*>(&optimizer.param_groups()[0].options()) != nullptr, "its options are AdamWOptions");
   return failures;
 }

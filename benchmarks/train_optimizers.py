@@ -40,6 +40,7 @@ from shoestring.training.models import build_llama
 SHAPE = Preset(hidden=128, layers=2, heads=4, kv_heads=4, mlp=384)
 VOCABULARY = 2048
 SEEDS = (0, 1, 2)
+BETAS = (0.9, 0.95)
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,8 @@ class Variant:
     same_as: str | None = None  # the variant whose every loss it must have, bit for bit
 
     def optimizer(self, groups: Iterable[Any], seed: int) -> torch.optim.Optimizer:
-        options: dict[str, Any] = dict(betas=(0.9, 0.95), state=self.state)
-        if self.weights in ("stochastic", "remainder"):
-            options |= dict(weights=self.weights)
-        return AdamW(groups, **options)
+        weights = self.weights if self.weights in ("stochastic", "remainder") else "plain"
+        return AdamW(groups, betas=BETAS, state=self.state, weights=weights, seed=seed)
 
 
 VARIANTS = {
@@ -122,12 +121,12 @@ def train(name: str, seed: int, steps: int, folder: Path, data: tuple[Blocks, Bl
     remove_partial(run / "checkpoints")
     torch.manual_seed(seed)
     model = build_llama(SHAPE, VOCABULARY, config.seq_len, end_of_text)
-    if variant.weights not in ("fp32", "master"):
+    if variant.weights != "fp32":  # a master, too, begins with bf16 weights
         for p in model.parameters():
-            p.data = p.data.bfloat16()
+            p.data = p.data.bfloat16().to(p.dtype if variant.weights == "master" else torch.bfloat16)
     groups = parameter_groups(model, config.weight_decay)
     if variant.state == "torch":
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=config.betas, fused=True)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=BETAS, fused=True)
     else:
         optimizer = variant.optimizer(groups, seed)
     trainer = Trainer(config, model, loss_of(model, variant), optimizer, *data, run, max(1, steps // 10),

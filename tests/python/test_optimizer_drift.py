@@ -16,8 +16,9 @@ STEPS, LAST = 2000, 100  # taken, and measured
 BETAS = (0.9, 0.999)
 BENIGN, STRESSED = 0.4, 1.0
 
-# The error allowed on benign and on stressed gradients. fp32: rounding, over 2,000 steps. 4-bit: what the peers have.
-LIMITS = {"fp32": (1e-9, 1e-9), "8bit": (6e-3, 3e-2)}
+# The error allowed on benign and on stressed gradients. fp32: rounding. bf16: stochastic rounding, half as much again as
+# after a drop, where it errs most (0.15, if it rounded to nearest: second moments could not decay).
+LIMITS = {"fp32": (1e-9, 1e-9), "bf16": (2e-3, 2e-3), "8bit": (6e-3, 3e-2)}
 STATES = pytest.mark.parametrize("state", LIMITS)
 
 

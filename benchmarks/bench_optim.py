@@ -22,8 +22,8 @@ Maker = Callable[[list[Parameter]], torch.optim.Optimizer]
 Makers = dict[str, Maker]
 
 # Bytes a parameter of two moments: 256 elements at a time, with the scales of 8-bit codes.
-STATE_BYTES = {"8bit": 2 * (256 + 4) / 256, "fp32": 8.0}
-WEIGHTS: tuple[str, ...] = ()  # ways to keep bf16 weights, beside rounding to nearest
+STATE_BYTES = {"8bit": 2 * (256 + 4) / 256, "bf16": 4.0, "fp32": 8.0}
+WEIGHTS = ("stochastic", "remainder")  # ways to keep bf16 weights, beside rounding to nearest
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def many_tensors(options: argparse.Namespace, report: Report, count: int, each: 
     makers = ours(dtype) | {"torch fused": fused} | bitsandbytes(device) | torchao(device)
     candidates |= {f"{name}, {count} tensors": step for name, step in steppers(makers, *many).items()}
     candidates |= {f"{name}, one tensor": step for name, step in steppers(ours(dtype), *one).items()}
-    times = interleave(candidates, 4 * options.repeats, device)
+    times = interleave(candidates, 2 * options.repeats, device)
     report.table(f"AdamW, {count} tensors of {each}, {str(dtype)[6:]}", times, count * each / 1e6, "M params/s")
 
 

@@ -62,6 +62,8 @@ TORCH_LIBRARY(shoestring, m) {
   optimizer("sgd_",
             "Tensor(c!) momentum_buffer, Tensor(d!)? momentum_buffer_scale, *, float lr, float momentum, "
             "float dampening, float weight_decay, bool nesterov=False");
+  // params = params (1 - lr weight_decay) - lr grads: what an optimizer that is more than a rule ends with.
+  optimizer("apply_", "*, float lr, float weight_decay");
   // Block-wise 8-bit state from values and back: codes of x's shape, and a scale for each 256 elements. An unsigned map
   // (signed=False, for x >= 0) has no zero but for zero itself.
   m.def("quantize_8bit(Tensor x, *, bool signed) -> (Tensor codes, Tensor scale)");

@@ -9,6 +9,8 @@ from torch import Tensor
 from shoestring.ops import (
     adamw_,
     adamw_reference,
+    apply_,
+    apply_reference,
     dequantize_8bit,
     dequantize_state_4bit,
     lion_,
@@ -78,3 +80,4 @@ LION = Rule("lion", lion_, lion_reference, {"exp_avg": True}, dict(lr=1e-2, beta
 SGD = Rule("sgd", sgd_, sgd_reference, {"momentum_buffer": True},
            dict(lr=1e-2, momentum=0.9, dampening=0.25, weight_decay=0.1))
 NESTEROV = Rule("nesterov", sgd_, sgd_reference, SGD.moments, SGD.hyper | dict(dampening=0.0, nesterov=True))
+APPLY = Rule("apply", apply_, apply_reference, {}, dict(lr=1e-2, weight_decay=0.1))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from optimizer_rules import ADAMW, LION, SGD, Rule
+from optimizer_rules import ADAMW, APPLY, LION, SGD, Rule
 
 pytestmark = pytest.mark.device
 
@@ -55,7 +55,7 @@ def check_refused(rule: Rule, message: str, change: Callable[[dict], object]) ->
     assert all((p == 1).all() for p in params) and all((t == 0).all() for t in state.values())
 
 
-@pytest.mark.parametrize("rule", [ADAMW, LION, SGD], ids=lambda r: r.name)
+@pytest.mark.parametrize("rule", [ADAMW, LION, SGD, APPLY], ids=lambda r: r.name)
 @pytest.mark.parametrize("message", BAD)
 def test_a_bad_argument_of_any_rule(rule: Rule, message: str) -> None:
     check_refused(rule, message, BAD[message])

@@ -1,6 +1,7 @@
 """The operators as Python functions: thin over torch.ops.shoestring, each with a readable reference beside it."""
 
 from shoestring.ops.adamw import adamw_, adamw_reference
+from shoestring.ops.apply import apply_, apply_reference
 from shoestring.ops.linear_4bit import linear_4bit, linear_4bit_reference
 from shoestring.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from shoestring.ops.lion import lion_, lion_reference
@@ -28,6 +29,8 @@ from shoestring.ops.sgd import sgd_, sgd_reference
 __all__ = [
     "adamw_",
     "adamw_reference",
+    "apply_",
+    "apply_reference",
     "dequantize_4bit",
     "dequantize_4bit_reference",
     "dequantize_8bit",

@@ -64,6 +64,15 @@ TORCH_LIBRARY(shoestring, m) {
             "float dampening, float weight_decay, bool nesterov=False");
   // params = params (1 - lr weight_decay) - lr grads: what an optimizer that is more than a rule ends with.
   optimizer("apply_", "*, float lr, float weight_decay");
+  // The mean exp_avg = beta exp_avg + (1 - beta) grads; params are overwritten with lr times it, or with nesterov with lr
+  // (beta exp_avg + (1 - beta) grads): what such an optimizer begins with.
+  optimizer("ema_",
+            "Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, *, float beta, bool nesterov=False, float lr=1.");
+  // Matrices. As torch.optim.Muon; products are bf16 on CUDA and on CPUs with units for it, else fp32.
+  optimizer("muon_",
+            "Tensor(c!) momentum_buffer, Tensor(d!)? momentum_buffer_scale, *, float lr, float momentum, "
+            "float weight_decay, bool nesterov=True, float[] ns_coefficients=[3.4445, -4.775, 2.0315], float eps=1e-7, "
+            "int ns_steps=5, str adjust_lr_fn='original'");
   // Block-wise 8-bit state from values and back: codes of x's shape, and a scale for each 256 elements. An unsigned map
   // (signed=False, for x >= 0) has no zero but for zero itself.
   m.def("quantize_8bit(Tensor x, *, bool signed) -> (Tensor codes, Tensor scale)");

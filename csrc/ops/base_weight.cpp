@@ -36,14 +36,18 @@ void multiply_into(Tensor out, const Products& products, const Tensor& bias, con
 
 }  // namespace
 
-at::ScalarType product_type(const Tensor& x) {
-  if (x.scalar_type() != at::kBFloat16 || cpu::capability() != cpu::Capability::kAvx512) return compute_type(x);
+bool multiplies_bf16() {
+  if (cpu::capability() != cpu::Capability::kAvx512) return false;
 #if defined(__x86_64__)
   static const bool units = __builtin_cpu_supports("avx512bf16");
 #else
   constexpr bool units = false;
 #endif
-  return units && at::globalContext().userEnabledMkldnn() ? at::kBFloat16 : compute_type(x);
+  return units && at::globalContext().userEnabledMkldnn();
+}
+
+at::ScalarType product_type(const Tensor& x) {
+  return x.scalar_type() == at::kBFloat16 && multiplies_bf16() ? at::kBFloat16 : compute_type(x);
 }
 
 Products::Products(Backend backend, const Tensor& x)

@@ -15,6 +15,9 @@ inline at::ScalarType compute_type(const at::Tensor& x) {
   return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
+/// True where this CPU has units for bf16 products, and may use them.
+bool multiplies_bf16();
+
 /// On the CPU, the type of the operands of products with the weight: bf16 as it is where the CPU has units for it, and
 /// elsewhere the compute type, since PyTorch's 16-bit products are then slower than fp32 by a factor of ten to hundreds.
 at::ScalarType product_type(const at::Tensor& x);

@@ -132,8 +132,9 @@ kernels::StepOptions Call::options() const {
   check_number(op, "grad_scale", grad_scale, device);
   check_number(op, "clip_coef", clip_coef, device);
   check_number(op, "found_inf", found_inf, device);
-  return {at_least_zero("lr"),   at_least_zero("weight_decay"), (*this)["maximize"].toBool(), pointer(lr_tensor),
-          pointer(grad_scale), pointer(clip_coef),            pointer(found_inf)};
+  const bool decays = schema_.argumentIndexWithName("weight_decay").has_value();
+  return {at_least_zero("lr"), decays ? at_least_zero("weight_decay") : 0, (*this)["maximize"].toBool(),
+          pointer(lr_tensor),  pointer(grad_scale), pointer(clip_coef),    pointer(found_inf)};
 }
 
 ElementType type_of(const Tensor& t) {

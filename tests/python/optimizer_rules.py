@@ -13,8 +13,12 @@ from shoestring.ops import (
     apply_reference,
     dequantize_8bit,
     dequantize_state_4bit,
+    ema_,
+    ema_reference,
     lion_,
     lion_reference,
+    muon_,
+    muon_reference,
     sgd_,
     sgd_reference,
 )
@@ -38,13 +42,17 @@ def blocks(size: int) -> int:
 
 @dataclass(frozen=True)
 class Rule:
-    """An operator, its twin in plain PyTorch, its options, and its moments: whether each may be negative, by name."""
+    """An operator, its twin in plain PyTorch, its options, and its moments: whether each may be negative, by name.
+
+    ``extra``: the shape of what else it keeps of a parameter of some shape, by name.
+    """
 
     name: str
     step: Callable[..., None]
     reference: Callable[..., None]
     moments: dict[str, bool]
     hyper: dict[str, float | bool] = field(default_factory=dict)
+    extra: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = field(default_factory=dict)
 
     def arenas(self, sizes: Sequence[int], state: str) -> list[Tensor | None]:
         """step, and each moment with its scale, of parameters that have not been stepped."""
@@ -60,6 +68,10 @@ class Rule:
                 scales = torch.zeros(total * STATE_BLOCK // GROUP_4BIT[signed])
                 found += [torch.zeros(total * STATE_BLOCK // 2, dtype=torch.uint8), scales]
         return found
+
+    def extras(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, list[Tensor]]:
+        """What else it keeps, of parameters that have not been stepped."""
+        return {name: [torch.zeros(shape(s)) for s in shapes] for name, shape in self.extra.items()}
 
     def arena_names(self) -> list[str]:
         return ["step", *(n + end for n in self.moments for end in ("", "_scale"))]
@@ -81,3 +93,7 @@ SGD = Rule("sgd", sgd_, sgd_reference, {"momentum_buffer": True},
            dict(lr=1e-2, momentum=0.9, dampening=0.25, weight_decay=0.1))
 NESTEROV = Rule("nesterov", sgd_, sgd_reference, SGD.moments, SGD.hyper | dict(dampening=0.0, nesterov=True))
 APPLY = Rule("apply", apply_, apply_reference, {}, dict(lr=1e-2, weight_decay=0.1))
+EMA = Rule("ema", ema_, ema_reference, {"exp_avg": True}, dict(lr=1e-2, beta=0.9, nesterov=True))
+
+# Of more than a rule.
+MUON = Rule("muon", muon_, muon_reference, {"momentum_buffer": True}, dict(lr=0.1, momentum=0.9, weight_decay=0.1))

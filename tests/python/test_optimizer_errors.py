@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from optimizer_rules import ADAMW, APPLY, LION, SGD, Rule
+from optimizer_rules import ADAMW, APPLY, EMA, LION, SGD, Rule
 
 pytestmark = pytest.mark.device
 
@@ -22,7 +22,6 @@ BAD = {
     "grad_scale: expected one fp32 number": lambda a: a.update(grad_scale=torch.ones(2)),
     "clip_coef: expected one fp32 number": lambda a: a.update(clip_coef=torch.ones(1).half()),
     "found_inf: expected one fp32 number": lambda a: a.update(found_inf=torch.ones(1, dtype=torch.bool)),
-    "weight_decay: expected": lambda a: a.update(weight_decay=-0.1),
 }
 BAD_OWN = [
     (ADAMW, "exp_avg: expected a contiguous Byte", dict(exp_avg=torch.zeros(768))),
@@ -30,17 +29,23 @@ BAD_OWN = [
     (ADAMW, "exp_avg_sq_scale: expected", dict(exp_avg_sq_scale=torch.zeros(4))),
     (ADAMW, "exp_avg_scale and exp_avg_sq_scale: expected both .* or neither", dict(exp_avg_scale=None)),
     (ADAMW, "beta1: expected", dict(beta1=-0.1)),
+    (ADAMW, "weight_decay: expected", dict(weight_decay=-0.1)),
     (ADAMW, "beta2: expected", dict(beta2=1.0)),
     (ADAMW, "eps: expected", dict(eps=math.nan)),
     (LION, "exp_avg: expected a contiguous Float", dict(exp_avg_scale=None)),
     (LION, "exp_avg_scale: expected", dict(exp_avg_scale=torch.zeros(4))),
     (LION, "beta1: expected", dict(beta1=1.0)),
+    (LION, "weight_decay: expected", dict(weight_decay=math.nan)),
     (LION, "beta2: expected", dict(beta2=math.nan)),
     (SGD, "momentum_buffer: expected .* shape \\(768\\)", dict(momentum_buffer=torch.zeros(512, dtype=torch.uint8))),
     (SGD, "momentum_buffer_scale: expected", dict(momentum_buffer_scale=torch.zeros(3).double())),
     (SGD, "momentum: expected a number above 0, received 0.*use torch.optim.SGD", dict(momentum=0.0)),
     (SGD, "dampening: expected a finite number", dict(dampening=math.inf)),
     (SGD, "dampening: expected 0 with nesterov=True, received 0.25", dict(nesterov=True)),
+    (SGD, "weight_decay: expected", dict(weight_decay=-0.1)),
+    (APPLY, "weight_decay: expected", dict(weight_decay=-0.1)),
+    (EMA, "beta: expected", dict(beta=1.0)),
+    (EMA, "exp_avg: expected a contiguous Float", dict(exp_avg_scale=None)),
 ]
 
 
@@ -55,7 +60,7 @@ def check_refused(rule: Rule, message: str, change: Callable[[dict], object]) ->
     assert all((p == 1).all() for p in params) and all((t == 0).all() for t in state.values())
 
 
-@pytest.mark.parametrize("rule", [ADAMW, LION, SGD, APPLY], ids=lambda r: r.name)
+@pytest.mark.parametrize("rule", [ADAMW, LION, SGD, APPLY, EMA], ids=lambda r: r.name)
 @pytest.mark.parametrize("message", BAD)
 def test_a_bad_argument_of_any_rule(rule: Rule, message: str) -> None:
     check_refused(rule, message, BAD[message])

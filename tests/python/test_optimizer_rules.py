@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from conftest import relative_error
-from optimizer_rules import ADAMW, APPLY, LION, NESTEROV, SGD, Rule, blocks
+from optimizer_rules import ADAMW, APPLY, EMA, LION, NESTEROV, SGD, Rule, blocks
 from torch import Tensor
 
 pytestmark = pytest.mark.device
@@ -15,8 +15,8 @@ SMALL_SIZES = [1, 7, 255, 256, 257, 4095, 4097, 0]
 LARGE = 2**20 + 3  # several threads' worth
 TENSORS = 1000  # of one CUDA launch
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-RULES = pytest.mark.parametrize("rule", [ADAMW, LION, SGD, NESTEROV, APPLY], ids=lambda r: r.name)
-ONE_EACH = pytest.mark.parametrize("rule", [ADAMW, LION, SGD, APPLY], ids=lambda r: r.name)
+RULES = pytest.mark.parametrize("rule", [ADAMW, LION, SGD, NESTEROV, APPLY, EMA], ids=lambda r: r.name)
+ONE_EACH = pytest.mark.parametrize("rule", [ADAMW, LION, SGD, APPLY, EMA], ids=lambda r: r.name)
 STATES = pytest.mark.parametrize("state", ["8bit", "4bit", "bf16", "fp32"])
 
 

@@ -2,10 +2,12 @@
 
 from shoestring.ops.adamw import adamw_, adamw_reference
 from shoestring.ops.apply import apply_, apply_reference
+from shoestring.ops.ema import ema_, ema_reference
 from shoestring.ops.linear_4bit import linear_4bit, linear_4bit_reference
 from shoestring.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from shoestring.ops.lion import lion_, lion_reference
 from shoestring.ops.lora_linear import lora_linear, lora_linear_reference
+from shoestring.ops.muon import muon_, muon_reference
 from shoestring.ops.quantize_4bit import (
     dequantize_4bit,
     dequantize_4bit_reference,
@@ -37,6 +39,8 @@ __all__ = [
     "dequantize_8bit_reference",
     "dequantize_state_4bit",
     "dequantize_state_4bit_reference",
+    "ema_",
+    "ema_reference",
     "linear_4bit",
     "linear_4bit_reference",
     "linear_cross_entropy",
@@ -45,6 +49,8 @@ __all__ = [
     "lion_reference",
     "lora_linear",
     "lora_linear_reference",
+    "muon_",
+    "muon_reference",
     "quantize_4bit",
     "quantize_4bit_reference",
     "quantize_8bit",

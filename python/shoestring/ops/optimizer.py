@@ -162,11 +162,14 @@ def reference_step(
     accumulated: Tensor | None = None,
     stochastic_rounding: bool = False,
     seed: int = 0,
+    extra: Sequence[Sequence[Tensor]] = (),
     numbers: Sequence[int] = (),
+    position: int = 0,
 ) -> None:
     """An operator in plain PyTorch, a tensor at a time.
 
-    ``rule(lr, step, p, g, moment, ...)`` returns the new p and moments; all tensors are flat and fp32.
+    ``rule(lr, step, p, g, moment, ...)`` returns the new p and moments; all are fp32 and of the parameter's shape. After
+    the moments it is given what ``extra`` has for the parameter, which it changes in place.
     """
     lr = lr if lr_tensor is None else lr_tensor.item()
     factor = (1.0 if clip_coef is None else clip_coef.item()) / (1.0 if grad_scale is None else grad_scale.item())
@@ -174,9 +177,9 @@ def reference_step(
     for i, (param, grad, where) in enumerate(zip(params, grads, places(params), strict=True)):
         if grad is None:
             continue
-        g = grad.float().flatten()
+        g = grad.float()
         if accumulated is not None:
-            g = g + accumulated[where].float()
+            g = g + accumulated[where].float().view(g.shape)
             accumulated[where] = 0
         if skips:
             continue
@@ -187,9 +190,10 @@ def reference_step(
             return random_bits(seed, t, number, stream, count)
 
         exact = weight_remainder is not None and param.dtype == torch.bfloat16
-        p = param.flatten()
-        p = join(p, weight_remainder[where]) if exact else p.float()
-        p, *moments = rule(lr, t, p, g * (-factor if maximize else factor), *(a.read(where) for a in arenas))
+        p = join(param, weight_remainder[where].view(param.shape)) if exact else param.float()
+        g = g * (-factor if maximize else factor)
+        given = [a.read(where).view(p.shape) for a in arenas] + [e[i] for e in extra]
+        p, *moments = (x.flatten() for x in rule(lr, t, p, g, *given))
         if exact:
             p, weight_remainder[where] = split(p)
         elif stochastic_rounding and param.dtype == torch.bfloat16:

@@ -73,6 +73,21 @@ TORCH_LIBRARY(shoestring, m) {
             "Tensor(c!) momentum_buffer, Tensor(d!)? momentum_buffer_scale, *, float lr, float momentum, "
             "float weight_decay, bool nesterov=True, float[] ns_coefficients=[3.4445, -4.775, 2.0315], float eps=1e-7, "
             "int ns_steps=5, str adjust_lr_fn='original'");
+  // Two means of gradients, one of them slow; their weight and the slow one's beta may rise over t_alpha and t_beta3 steps.
+  optimizer("ademamix_",
+            "Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, Tensor(e!) exp_avg_slow, Tensor(f!)? exp_avg_slow_scale, "
+            "Tensor(g!) exp_avg_sq, Tensor(h!)? exp_avg_sq_scale, *, float lr, float beta1, float beta2, float beta3, "
+            "float alpha, float eps, float weight_decay, int? t_alpha=None, int? t_beta3=None");
+  // adamw_ whose update has the norm of the weights.
+  optimizer("lamb_",
+            "Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, Tensor(e!) exp_avg_sq, Tensor(f!)? exp_avg_sq_scale, *, "
+            "float lr, float beta1, float beta2, float eps, float weight_decay");
+  // As torch.optim.Adafactor, and with beta1 > 0 a mean exp_avg of the updates. For each parameter, fp32: of two or more
+  // dimensions row_var (..., rows, 1) and col_var (..., 1, columns), of others its variance; the rest are empty, (0).
+  optimizer("adafactor_",
+            "Tensor(c!)? exp_avg, Tensor(d!)? exp_avg_scale, Tensor(e!)[] row_var, Tensor(f!)[] col_var, "
+            "Tensor(g!)[] variance, *, float lr, float beta1=0., float beta2_decay=-0.8, float? eps1=None, "
+            "float eps2=1e-3, float d=1., float weight_decay=0.");
   // Block-wise 8-bit state from values and back: codes of x's shape, and a scale for each 256 elements. An unsigned map
   // (signed=False, for x >= 0) has no zero but for zero itself.
   m.def("quantize_8bit(Tensor x, *, bool signed) -> (Tensor codes, Tensor scale)");

@@ -37,12 +37,28 @@ class Share {
   /// What scales the gradient, its sign, and what was accumulated: for the one operator that reads it.
   NamedArguments of_gradient() const;
 
-  /// apply_ to the parameter itself, with lr and weight_decay of the call, and its rounding.
-  void apply(const Tensor& update, NamedArguments own = {}) const;
+  /// The gradient itself, with all of that: fp32.
+  Tensor gradient() const;
+
+  /// The Euclidean norm of the weights, with their remainder: fp32, one element.
+  Tensor weight_norm() const;
+  Tensor weight() const;  // fp32
+
+  /// mean += weight (fresh - mean), unless the step is skipped.
+  void advance(const Tensor& mean, const Tensor& fresh, const Tensor& weight) const;
+
+  /// apply_ to the parameter itself: weight_decay of the call, its rounding, and its lr or the one given (one element);
+  /// `factor`, if any, multiplies the update.
+  void apply(const Tensor& update, const OptionalTensor& factor = {}, const OptionalTensor& lr = {},
+             bool maximize = false) const;
 
  private:
   int64_t block_, blocks_, total_;
 };
+
+/// For a tensor of its own that every parameter has beside the arenas: fp32, of the given shape.
+using ShapeOf = std::vector<int64_t> (*)(const Tensor& param);
+std::vector<Tensor> extra(const Call& call, const char* name, ShapeOf shape_of);
 
 /// The shares of all parameters that have a gradient, after every check of the call.
 std::vector<Share> shares(const Call& call, const std::vector<Moment>& moments);

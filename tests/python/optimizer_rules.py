@@ -7,14 +7,20 @@ import torch
 from torch import Tensor
 
 from shoestring.ops import (
+    adafactor_,
+    adafactor_reference,
     adamw_,
     adamw_reference,
+    ademamix_,
+    ademamix_reference,
     apply_,
     apply_reference,
     dequantize_8bit,
     dequantize_state_4bit,
     ema_,
     ema_reference,
+    lamb_,
+    lamb_reference,
     lion_,
     lion_reference,
     muon_,
@@ -93,7 +99,20 @@ SGD = Rule("sgd", sgd_, sgd_reference, {"momentum_buffer": True},
            dict(lr=1e-2, momentum=0.9, dampening=0.25, weight_decay=0.1))
 NESTEROV = Rule("nesterov", sgd_, sgd_reference, SGD.moments, SGD.hyper | dict(dampening=0.0, nesterov=True))
 APPLY = Rule("apply", apply_, apply_reference, {}, dict(lr=1e-2, weight_decay=0.1))
+ADEMAMIX = Rule("ademamix", ademamix_, ademamix_reference,
+                {"exp_avg": True, "exp_avg_slow": True, "exp_avg_sq": False},
+                dict(lr=1e-2, beta1=0.9, beta2=0.999, beta3=0.99, alpha=2.0, eps=1e-8, weight_decay=0.1, t_alpha=2,
+                     t_beta3=4))
 EMA = Rule("ema", ema_, ema_reference, {"exp_avg": True}, dict(lr=1e-2, beta=0.9, nesterov=True))
 
 # Of more than a rule.
 MUON = Rule("muon", muon_, muon_reference, {"momentum_buffer": True}, dict(lr=0.1, momentum=0.9, weight_decay=0.1))
+LAMB = Rule("lamb", lamb_, lamb_reference, ADAMW.moments, ADAMW.hyper | dict(lr=0.1))
+FACTORED: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
+    "row_var": lambda s: (*s[:-1], 1) if len(s) > 1 else (0,),
+    "col_var": lambda s: (*s[:-2], 1, s[-1]) if len(s) > 1 else (0,),
+    "variance": lambda s: (0,) if len(s) > 1 else tuple(s),
+}
+ADAFACTOR = Rule("adafactor", adafactor_, adafactor_reference, {}, dict(lr=0.1, weight_decay=0.1), FACTORED)
+ADAFACTOR_MEAN = Rule("adafactor", adafactor_, adafactor_reference, {"exp_avg": True},
+                      ADAFACTOR.hyper | dict(beta1=0.9), FACTORED)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from optimizer_rules import ADAMW, APPLY, EMA, LION, SGD, Rule
+from optimizer_rules import ADAMW, ADEMAMIX, APPLY, EMA, LION, SGD, Rule
 
 pytestmark = pytest.mark.device
 
@@ -44,6 +44,12 @@ BAD_OWN = [
     (SGD, "dampening: expected 0 with nesterov=True, received 0.25", dict(nesterov=True)),
     (SGD, "weight_decay: expected", dict(weight_decay=-0.1)),
     (APPLY, "weight_decay: expected", dict(weight_decay=-0.1)),
+    (ADEMAMIX, "beta3: expected a number in", dict(beta3=1.0)),
+    (ADEMAMIX, "beta3: expected at least beta1", dict(beta3=0.5)),
+    (ADEMAMIX, "alpha: expected", dict(alpha=-1.0)),
+    (ADEMAMIX, "t_alpha: expected None or a number of steps, received 0", dict(t_alpha=0)),
+    (ADEMAMIX, "t_beta3: expected None or a number of steps, received -1", dict(t_beta3=-1)),
+    (ADEMAMIX, "exp_avg_scale and exp_avg_slow_scale: expected both", dict(exp_avg_slow_scale=None)),
     (EMA, "beta: expected", dict(beta=1.0)),
     (EMA, "exp_avg: expected a contiguous Float", dict(exp_avg_scale=None)),
 ]
@@ -60,7 +66,7 @@ def check_refused(rule: Rule, message: str, change: Callable[[dict], object]) ->
     assert all((p == 1).all() for p in params) and all((t == 0).all() for t in state.values())
 
 
-@pytest.mark.parametrize("rule", [ADAMW, LION, SGD, APPLY, EMA], ids=lambda r: r.name)
+@pytest.mark.parametrize("rule", [ADAMW, LION, SGD, ADEMAMIX, APPLY, EMA], ids=lambda r: r.name)
 @pytest.mark.parametrize("message", BAD)
 def test_a_bad_argument_of_any_rule(rule: Rule, message: str) -> None:
     check_refused(rule, message, BAD[message])

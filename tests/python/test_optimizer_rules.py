@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from conftest import relative_error
-from optimizer_rules import ADAMW, APPLY, EMA, LION, NESTEROV, SGD, Rule, blocks
+from optimizer_rules import ADAMW, ADEMAMIX, APPLY, EMA, LION, NESTEROV, SGD, Rule, blocks
 from torch import Tensor
 
 pytestmark = pytest.mark.device
@@ -15,8 +15,8 @@ SMALL_SIZES = [1, 7, 255, 256, 257, 4095, 4097, 0]
 LARGE = 2**20 + 3  # several threads' worth
 TENSORS = 1000  # of one CUDA launch
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-RULES = pytest.mark.parametrize("rule", [ADAMW, LION, SGD, NESTEROV, APPLY, EMA], ids=lambda r: r.name)
-ONE_EACH = pytest.mark.parametrize("rule", [ADAMW, LION, SGD, APPLY, EMA], ids=lambda r: r.name)
+RULES = pytest.mark.parametrize("rule", [ADAMW, LION, SGD, NESTEROV, ADEMAMIX, APPLY, EMA], ids=lambda r: r.name)
+ONE_EACH = pytest.mark.parametrize("rule", [ADAMW, LION, SGD, ADEMAMIX, APPLY, EMA], ids=lambda r: r.name)
 STATES = pytest.mark.parametrize("state", ["8bit", "4bit", "bf16", "fp32"])
 
 
@@ -281,3 +281,24 @@ def test_lion_by_hand(capability: str, state: str) -> None:
     assert LION.values([3], arena)[0][0] == 0.5
     LION.step([p], [torch.tensor([-0.25, 0.0, 0.0])], *arena, **options)  # 0.5 * 0.5 - 0.5 * 0.25 is above zero
     assert p[0] == 0.5 and p[2] == 1.0
+
+
+@pytest.mark.parametrize("warm_up", [{}, dict(t_alpha=3, t_beta3=5)], ids=["constant", "warm up"])
+def test_ademamix_is_bitsandbytes(warm_up: dict[str, int]) -> None:
+    """Their plain PyTorch class (right for one parameter), over steps within and after the warm-up."""
+    ademamix = pytest.importorskip("bitsandbytes.optim.ademamix")
+    options = dict(lr=0.1, eps=1e-8, weight_decay=0.1, alpha=4.0, **warm_up)
+    ours, state = [torch.randn(300)], ADEMAMIX.arenas([300], "fp32")
+    theirs = [p.clone() for p in ours]
+    optimizer = ademamix._ReferenceAdEMAMix(theirs, betas=(0.8, 0.9, 0.97), **options)
+    for _ in range(7):
+        grads = [torch.randn_like(p) for p in ours]
+        for p, g in zip(theirs, grads, strict=True):
+            p.grad = g
+        optimizer.step()
+        ADEMAMIX.step(ours, grads, *state, **ADEMAMIX.hyper | {"t_alpha": None, "t_beta3": None} | options
+                      | dict(beta1=0.8, beta2=0.9, beta3=0.97))
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
+    slow = torch.cat([optimizer.state[q]["m1_m2"][1].flatten() for q in theirs])
+    torch.testing.assert_close(ADEMAMIX.values([300], state)[1], slow, rtol=1e-5, atol=1e-6)

@@ -1,8 +1,11 @@
 """The operators as Python functions: thin over torch.ops.shoestring, each with a readable reference beside it."""
 
+from shoestring.ops.adafactor import adafactor_, adafactor_reference
 from shoestring.ops.adamw import adamw_, adamw_reference
+from shoestring.ops.ademamix import ademamix_, ademamix_reference
 from shoestring.ops.apply import apply_, apply_reference
 from shoestring.ops.ema import ema_, ema_reference
+from shoestring.ops.lamb import lamb_, lamb_reference
 from shoestring.ops.linear_4bit import linear_4bit, linear_4bit_reference
 from shoestring.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from shoestring.ops.lion import lion_, lion_reference
@@ -29,8 +32,12 @@ from shoestring.ops.quantize_state_4bit import (
 from shoestring.ops.sgd import sgd_, sgd_reference
 
 __all__ = [
+    "adafactor_",
+    "adafactor_reference",
     "adamw_",
     "adamw_reference",
+    "ademamix_",
+    "ademamix_reference",
     "apply_",
     "apply_reference",
     "dequantize_4bit",
@@ -41,6 +48,8 @@ __all__ = [
     "dequantize_state_4bit_reference",
     "ema_",
     "ema_reference",
+    "lamb_",
+    "lamb_reference",
     "linear_4bit",
     "linear_4bit_reference",
     "linear_cross_entropy",

@@ -1,0 +1,10 @@
+#include "kernels/ademamix.h"
+
+#include "cpu/optimizer.h"
+
+namespace shoestring::cpu::SHOESTRING_CAPABILITY {
+
+extern const kernels::OptimizerTable<kernels::AdEMAMixRule> ademamix;
+const kernels::OptimizerTable<kernels::AdEMAMixRule> ademamix{step<kernels::AdEMAMixRule>};
+
+}  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

@@ -7,11 +7,6 @@
 namespace shoestring::optim::detail {
 namespace {
 
-int64_t order_of(const Kind& kind) {
-  const auto found = std::find(std::begin(kStates), std::end(kStates), kind.state);
-  return 2 * (found - std::begin(kStates)) + kind.remainder;
-}
-
 std::string names(const std::map<std::string, Tensor>& tensors) {
   std::string all;
   for (const auto& [name, tensor] : tensors) all += (all.empty() ? "" : ", ") + name;
@@ -37,25 +32,23 @@ std::vector<Part> parts(const Rule& rule, const Kind& kind) {
       found.push_back({scale, at::kFloat, 1, false});
     } else {
       found.push_back({name, at::kByte, kBlock / 2, false});
-      found.push_back({scale, at::kFloat, m.is_signed ? 8 : 2, false});
+      found.push_back({scale, at::kFloat, m.is_signed ? kernels::kScales4<true> : kernels::kScales4<false>, false});
     }
   }
   if (kind.remainder) found.push_back({"weight_remainder", at::kShort, kBlock, true});
   return found;
 }
 
-Arena::Arena(const Kind& kind, std::vector<Tensor> params, int64_t position)
-    : kind(kind), params(std::move(params)), blocks(0), position(position) {
+Arena::Arena(const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> numbers)
+    : kind(kind), params(std::move(params)), blocks(0), numbers(std::move(numbers)) {
   for (const Tensor& p : this->params) {
     begins.push_back(blocks);
     blocks += blocks_of(p);
   }
 }
 
-Arena::Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> members, size_t group)
-    : Arena(kind, std::move(members), 0) {
-  constexpr int64_t kOrders = 2 * std::size(kStates);
-  position = (kOrders * static_cast<int64_t>(group) + order_of(kind)) << 40;
+Arena::Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> members, std::vector<int64_t> numbers)
+    : Arena(kind, std::move(members), std::move(numbers)) {
   const auto fp32 = at::TensorOptions().device(kind.device).dtype(at::kFloat);
   step = at::zeros({static_cast<int64_t>(params.size())}, fp32);
   for (const Part& part : parts(rule, kind)) {
@@ -86,7 +79,7 @@ std::vector<Tensor> Arena::accumulated_views(at::ScalarType dtype) {
 }
 
 Arena Arena::only(const Rule& rule, size_t index) const {
-  Arena one(kind, {params[index]}, position + begins[index]);
+  Arena one(kind, {params[index]}, {numbers[index]});
   one.step = step.narrow(0, static_cast<int64_t>(index), 1);
   for (const Part& part : parts(rule, kind)) {
     const Tensor& all = values.at(part.name);

@@ -1,7 +1,7 @@
 #pragma once
 
 // Where the state of optimizers lies: flat arenas that an operator steps in one call, and a parameter's views of them.
-// Sizes, names and places are those of Python (shoestring/optim/arena.py), so that state and random bits are, too.
+// Sizes, names and numbers are those of Python (shoestring/optim/arena.py), so that state and random bits are, too.
 
 #include <map>
 #include <string>
@@ -9,6 +9,7 @@
 
 #include <c10/util/FunctionRef.h>
 
+#include "kernels/map_4bit.h"
 #include "kernels/optimizer.h"
 #include "optim/rule.h"
 
@@ -54,11 +55,11 @@ struct Arena {
   int64_t blocks;
   Tensor step;
   std::map<std::string, Tensor> values;  // by the names of the operator's arguments
-  int64_t position;                      // in blocks, among all arenas of the optimizer: for random bits
+  std::vector<int64_t> numbers;          // of the parameters among all of the optimizer, for random bits
   Tensor accumulated;
 
   /// Zeros.
-  Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> params, size_t group);
+  Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> numbers);
 
   /// A parameter's state: views.
   std::map<std::string, Tensor> views(const Rule& rule, size_t index) const;
@@ -68,7 +69,7 @@ struct Arena {
   Arena only(const Rule& rule, size_t index) const;
 
  private:
-  Arena(const Kind& kind, std::vector<Tensor> params, int64_t position);
+  Arena(const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> numbers);
 };
 
 /// Raises c10::Error where a parameter's state does not fit.

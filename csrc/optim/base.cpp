@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <typeinfo>
 #include <unordered_set>
 
@@ -42,9 +43,17 @@ Layout& Core::layout(size_t group) {
   for (const Tensor& p : layout.absent) changed |= has_gradient(p);
   if (!changed && count == params.size()) return layout;
 
-  std::vector<std::pair<Kind, std::vector<Tensor>>> members;
+  struct Members {
+    Kind kind;
+    std::vector<Tensor> params;
+    std::vector<int64_t> numbers;
+  };
+  std::vector<Members> members;
   std::vector<Tensor> absent;
+  int64_t number = 0;
+  for (size_t g = 0; g < group; ++g) number += std::ssize(optimizer->param_groups()[g].params());
   for (const Tensor& p : params) {
+    const int64_t own = number++;
     if (state(p) == nullptr && !has_gradient(p) && !(step_in_backward && p.requires_grad())) {
       absent.push_back(p);
       continue;
@@ -52,14 +61,15 @@ Layout& Core::layout(size_t group) {
     const Kind kind = kind_of(p, options(group));
     if (state(p) != nullptr) check_state(rule(), *state(p), p, kind);
     auto found = members.begin();
-    while (found != members.end() && !(found->first == kind)) ++found;
-    if (found == members.end()) found = members.insert(found, {kind, {}});
-    found->second.push_back(p);
+    while (found != members.end() && !(found->kind == kind)) ++found;
+    if (found == members.end()) found = members.insert(found, {kind, {}, {}});
+    found->params.push_back(p);
+    found->numbers.push_back(own);
   }
   alone_.clear();  // views of other arenas
   layout = {{}, std::move(absent)};
-  for (auto& [kind, same] : members) {
-    const Arena& arena = layout.arenas.emplace_back(rule(), kind, std::move(same), group);
+  for (auto& [kind, same, numbers] : members) {
+    const Arena& arena = layout.arenas.emplace_back(rule(), kind, std::move(same), std::move(numbers));
     for (size_t i = 0; i < arena.params.size(); ++i) {
       auto views = arena.views(rule(), i);
       if (const ParamState* old = state(arena.params[i])) {
@@ -99,7 +109,7 @@ void Core::step_arena(size_t group, const Arena& arena, const std::vector<Tensor
                            {"accumulated", some(accumulated)},
                            {"stochastic_rounding", Access::weights(o) == "stochastic"},
                            {"seed", Access::seed(o)},
-                           {"position", arena.position}};
+                           {"numbers", arena.numbers}};
   for (const auto& [name, tensor] : arena.values) arguments.emplace_back(name, tensor);
   for (const Field& field : Access::own_fields(o)) {
     for (auto& value : values(field)) arguments.push_back(std::move(value));

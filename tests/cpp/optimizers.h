@@ -91,5 +91,5 @@ inline std::vector<RuleCase> rule_cases() {
           rule_case<SGD>("SGD", SGDOptions(3e-2).nesterov(true))};
 }
 
-constexpr const char* kStates[] = {"8bit", "bf16", "fp32"};
+constexpr const char* kStates[] = {"8bit", "4bit", "bf16", "fp32"};
 constexpr const char* kWeights[] = {"plain", "stochastic", "remainder"};

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import shoestring
 from shoestring.optim import SGD, AdamW, Lion, load_optimizer, save_optimizer
-from shoestring.optim.arena import WEIGHTS
+from shoestring.optim.arena import STATES, WEIGHTS
 
 BUILD = Path(os.environ.get("SHOESTRING_BUILD", Path(__file__).parents[2] / "build"))
 PROGRAM = BUILD / "tests/cpp/optimizer_file"
@@ -30,7 +30,6 @@ RULES = {
     "SGD": (SGD, {"momentum": 0.7, "dampening": 0.2, "weight_decay": 0.3}),
     "Nesterov": (SGD, {"nesterov": True}),
 }
-STATES = ("8bit", "bf16", "fp32")
 
 
 def weights(dtype: torch.dtype) -> list[list[Tensor]]:

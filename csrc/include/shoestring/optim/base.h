@@ -69,8 +69,8 @@ class OptionsOf : public LowMemoryOptions {
   /// place; "stochastic", rounded up or down so that the mean is right; or "remainder", with 16 more bits a weight:
   /// exactly as fp32 weights would.
   SHOESTRING_OPTION(std::string, weights)
-  /// Of what is rounded stochastically. A step's random bits follow from it, the number of the step, and the place of the
-  /// element among the state: the same on every device, and in Python.
+  /// Of what is rounded stochastically. Random bits follow from it, the number of the step, that of the parameter in the
+  /// optimizer, and the place of the element in it: the same on every device, and in Python.
   SHOESTRING_OPTION(int64_t, seed)
 #undef SHOESTRING_OPTION
 

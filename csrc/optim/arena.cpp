@@ -92,6 +92,7 @@ Arena Arena::only(const Rule& rule, size_t index) const {
 void check_state(const Rule& rule, const ParamState& state, const Tensor& param, const Kind& kind) {
   std::map<std::string, Tensor> expected{{"step", at::empty({0})}};
   for (const Part& part : parts(rule, kind)) expected[part.name];
+  for (const Extra& extra : rule.extra(param)) expected[extra.name];
   const auto same = [](const auto& a, const auto& b) { return a.first == b.first; };
   const auto& tensors = state.tensors();
   TORCH_CHECK(std::equal(expected.begin(), expected.end(), tensors.begin(), tensors.end(), same),
@@ -105,6 +106,7 @@ void check_state(const Rule& rule, const ParamState& state, const Tensor& param,
   };
   fits("step", at::kFloat, {});
   for (const Part& part : parts(rule, kind)) fits(part.name, part.dtype, part.shape(param));
+  for (const Extra& extra : rule.extra(param)) fits(extra.name, at::kFloat, extra.shape);
 }
 
 }  // namespace shoestring::optim::detail

@@ -2,6 +2,7 @@
 #include <typeinfo>
 #include <unordered_set>
 
+#include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "optim/core.h"
@@ -17,8 +18,8 @@ std::optional<Tensor> some(const Tensor& t) { return t.defined() ? std::optional
 
 }  // namespace
 
-const Rule& Core::rule() const {
-  return Access::rule(static_cast<const LowMemoryOptions&>(std::as_const(*optimizer).defaults()));
+const char* Core::name() const {
+  return Access::rule(static_cast<const LowMemoryOptions&>(std::as_const(*optimizer).defaults())).name;
 }
 
 const LowMemoryOptions& Core::options(size_t group) const {
@@ -29,13 +30,14 @@ const ParamState* Core::state(const Tensor& param) const {
   const auto found = optimizer->state().find(param.unsafeGetTensorImpl());
   if (found == optimizer->state().end()) return nullptr;
   const auto* ours = dynamic_cast<const ParamState*>(found->second.get());
-  TORCH_CHECK(ours != nullptr, "shoestring::optim::", rule().name, ": state: expected shoestring::optim::ParamState, ",
+  TORCH_CHECK(ours != nullptr, "shoestring::optim::", name(), ": state: expected shoestring::optim::ParamState, ",
               "received that of another optimizer");
   return ours;
 }
 
 Layout& Core::layout(size_t group) {
   const auto& params = optimizer->param_groups()[group].params();
+  const Rule& rule = this->rule(group);
   Layout& layout = layouts[group];
   size_t count = layout.absent.size();
   bool changed = false;
@@ -59,7 +61,7 @@ Layout& Core::layout(size_t group) {
       continue;
     }
     const Kind kind = kind_of(p, options(group));
-    if (state(p) != nullptr) check_state(rule(), *state(p), p, kind);
+    if (state(p) != nullptr) check_state(rule, *state(p), p, kind);
     auto found = members.begin();
     while (found != members.end() && !(found->kind == kind)) ++found;
     if (found == members.end()) found = members.insert(found, {kind, {}, {}});
@@ -69,11 +71,22 @@ Layout& Core::layout(size_t group) {
   alone_.clear();  // views of other arenas
   layout = {{}, std::move(absent)};
   for (auto& [kind, same, numbers] : members) {
-    const Arena& arena = layout.arenas.emplace_back(rule(), kind, std::move(same), std::move(numbers));
+    const Arena& arena = layout.arenas.emplace_back(rule, kind, std::move(same), std::move(numbers));
     for (size_t i = 0; i < arena.params.size(); ++i) {
-      auto views = arena.views(rule(), i);
+      auto views = arena.views(rule, i);
       if (const ParamState* old = state(arena.params[i])) {
-        for (const auto& [name, tensor] : old->tensors()) views.at(name).copy_(tensor);
+        for (const auto& [name, tensor] : old->tensors()) {
+          const auto view = views.find(name);
+          if (view != views.end()) {
+            view->second.copy_(tensor);
+          } else {
+            views[name] = tensor.to(kind.device);
+          }
+        }
+      }
+      for (const Extra& extra : rule.extra(arena.params[i])) {
+        Tensor& tensor = views[extra.name];
+        if (!tensor.defined()) tensor = at::zeros(extra.shape, at::TensorOptions().device(kind.device).dtype(at::kFloat));
       }
       optimizer->state()[arena.params[i].unsafeGetTensorImpl()] = std::make_unique<ParamState>(std::move(views));
     }
@@ -111,10 +124,15 @@ void Core::step_arena(size_t group, const Arena& arena, const std::vector<Tensor
                            {"seed", Access::seed(o)},
                            {"numbers", arena.numbers}};
   for (const auto& [name, tensor] : arena.values) arguments.emplace_back(name, tensor);
+  for (const Extra& extra : rule(group).extra(arena.params[0])) {
+    std::vector<Tensor> tensors;
+    for (const Tensor& p : arena.params) tensors.push_back((*state(p))[extra.name]);
+    arguments.emplace_back(extra.name, std::move(tensors));
+  }
   for (const Field& field : Access::own_fields(o)) {
     for (auto& value : values(field)) arguments.push_back(std::move(value));
   }
-  call_by_name(std::string("shoestring::") + rule().op, arguments);
+  call_by_name(std::string("shoestring::") + rule(group).op, arguments);
 }
 
 }  // namespace detail
@@ -142,7 +160,7 @@ LowMemoryOptimizer& LowMemoryOptimizer::operator=(LowMemoryOptimizer&& other) no
 }
 
 void LowMemoryOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& group) {
-  const char* name = core_->rule().name;
+  const char* name = core_->name();
   if (group.has_options()) {
     TORCH_CHECK(typeid(group.options()) == typeid(*defaults_), "shoestring::optim::", name,
                 ": options: expected shoestring::optim::", name,

@@ -31,8 +31,9 @@ struct Core : std::enable_shared_from_this<Core> {
   LowMemoryOptimizer* optimizer;  // which may move
   std::unordered_map<size_t, Layout> layouts;  // by the group's position
 
-  const Rule& rule() const;
+  const char* name() const;  // of the class
   const LowMemoryOptions& options(size_t group) const;
+  const Rule& rule(size_t group) const { return Access::rule(options(group)); }
   const ParamState* state(const Tensor& param) const;
   /// The group's arenas: of parameters that have state or a gradient (or will have, in backward).
   Layout& layout(size_t group);

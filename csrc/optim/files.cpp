@@ -22,17 +22,44 @@ std::string entry(size_t group, size_t index, const std::string& name) {
   return std::to_string(group) + "." + std::to_string(index) + "." + name;
 }
 
+template <class T>
+Json json_of(const T& value) {
+  return value;
+}
+template <class T>
+Json json_of(const std::optional<T>& value) {
+  return value ? Json(*value) : Json();
+}
+template <class... T>
+Json json_of(const std::tuple<T...>& several) {
+  return std::apply([](const T&... value) { return Json(std::vector<Json>{json_of(value)...}); }, several);
+}
+
+template <class T>
+void read(const Json& json, T& value) {
+  json.get_to(value);
+}
+template <class T>
+void read(const Json& json, std::optional<T>& value) {
+  value = json.is_null() ? std::nullopt : std::optional<T>(json.get<T>());
+}
+template <class... T>
+void read(const Json& json, std::tuple<T...>& several) {
+  size_t i = 0;
+  std::apply([&](T&... value) { (read(json.at(i++), value), ...); }, several);
+}
+
 Json options_json(const LowMemoryOptions& options) {
   Json json = Json::object();
   for (const Field& field : Access::fields(options)) {
-    std::visit([&](const auto* value) { json[field.name] = *value; }, field.value);
+    std::visit([&](const auto* value) { json[field.name] = json_of(*value); }, field.value);
   }
   return json;
 }
 
 // The groups without their states; JSON's exceptions say what does not fit.
 std::vector<Saved::Group> read_groups(const Json& json, const LowMemoryOptimizer& optimizer, const char* where) {
-  const char* name = Access::core(optimizer).rule().name;
+  const char* name = Access::core(optimizer).name();
   const auto& ours = optimizer.param_groups();
   expect(json.size() == ours.size(), name, where, c10::str(ours.size(), " groups of parameters"), json.size());
   std::vector<Saved::Group> groups;
@@ -44,7 +71,7 @@ std::vector<Saved::Group> read_groups(const Json& json, const LowMemoryOptimizer
     to.options = optimizer.defaults().clone();
     Json options = json.at(g).at("options");
     for (const Field& field : Access::fields(static_cast<const LowMemoryOptions&>(*to.options))) {
-      std::visit([&](auto* value) { options.at(field.name).get_to(*value); }, field.value);
+      std::visit([&](auto* value) { read(options.at(field.name), *value); }, field.value);
       options.erase(field.name);
     }
     expect(options.empty(), name, where, "this optimizer's options alone", options.dump());
@@ -71,13 +98,13 @@ void save_optimizer(const LowMemoryOptimizer& optimizer, const std::string& path
   save_safetensors(path, tensors,
                    {{"format", kFormat},
                     {"format_version", std::to_string(kFormatVersion)},
-                    {"optimizer", core.rule().name},
+                    {"optimizer", core.name()},
                     {"groups", groups.dump()}});
 }
 
 void load_optimizer(LowMemoryOptimizer& optimizer, const std::string& path) {
   const SafetensorsFile file(path);
-  const std::string name = Access::core(optimizer).rule().name, where = "load_optimizer: " + path;
+  const std::string name = Access::core(optimizer).name(), where = "load_optimizer: " + path;
   const auto metadata = [&](const char* key) {
     const auto found = file.metadata().find(key);
     return found == file.metadata().end() ? "none" : found->second;

@@ -182,7 +182,7 @@ void Core::find_alone() {
     for (Arena& arena : layout(g).arenas) {
       if (any_pending(arena)) into_arena(arena);
       for (size_t i = 0; i < arena.params.size(); ++i) {
-        alone_.insert({arena.params[i].unsafeGetTensorImpl(), Alone{g, arena.only(rule(), i)}});
+        alone_.insert({arena.params[i].unsafeGetTensorImpl(), Alone{g, arena.only(rule(g), i)}});
       }
     }
   }
@@ -200,7 +200,7 @@ void Core::finish_backward() {
 using namespace detail;
 
 void LowMemoryOptimizer::set_max_grad_norm(std::optional<double> max_grad_norm) {
-  expect(!max_grad_norm || *max_grad_norm > 0, core_->rule().name, "max_grad_norm", "a number above 0, or none",
+  expect(!max_grad_norm || *max_grad_norm > 0, core_->name(), "max_grad_norm", "a number above 0, or none",
          max_grad_norm.value_or(0));
   core_->max_grad_norm = max_grad_norm;
 }
@@ -214,7 +214,7 @@ void LowMemoryOptimizer::set_step_in_backward(bool step_in_backward) {
 }
 
 void LowMemoryOptimizer::set_accumulate_dtype(at::ScalarType dtype) {
-  expect(dtype == at::kFloat || dtype == at::kBFloat16, core_->rule().name, "accumulate_dtype",
+  expect(dtype == at::kFloat || dtype == at::kBFloat16, core_->name(), "accumulate_dtype",
          "at::kFloat or at::kBFloat16", dtype);
   core_->accumulate_dtype = dtype;
 }

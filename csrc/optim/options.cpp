@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include <torch/serialize/archive.h>
 
 #include "optim/arena.h"
@@ -7,47 +9,63 @@ namespace shoestring::optim {
 namespace detail {
 namespace {
 
-// betas -> beta2
+// betas -> beta2, eps -> eps2
 std::string numbered(const std::string& name, int number) {
-  return name.substr(0, name.size() - 1) + std::to_string(number);
+  return (name == "betas" ? "beta" : name) + std::to_string(number);
 }
 
 template <class T>
-NamedArguments values_of(const std::string& name, const T* value) {
-  return {{name, c10::IValue(*value)}};
+NamedArguments values_of(const std::string& name, const T& value) {
+  return {{name, c10::IValue(value)}};
 }
 
-NamedArguments values_of(const std::string& name, const std::tuple<double, double>* pair) {
-  return {{numbered(name, 1), std::get<0>(*pair)}, {numbered(name, 2), std::get<1>(*pair)}};
-}
-
-c10::IValue read(torch::serialize::InputArchive& archive, const std::string& name) {
-  c10::IValue value;
-  archive.read(name, value);
-  return value;
+template <class... T>
+NamedArguments values_of(const std::string& name, const std::tuple<T...>& several) {
+  NamedArguments all;
+  int number = 0;
+  std::apply([&](const T&... value) { (all.emplace_back(numbered(name, ++number), c10::IValue(value)), ...); }, several);
+  return all;
 }
 
 template <class T>
-void read_field(torch::serialize::InputArchive& archive, const std::string& name, T* value) {
-  *value = read(archive, name).to<T>();
+void read(torch::serialize::InputArchive& archive, const std::string& name, T& value) {
+  c10::IValue read;
+  archive.read(name, read);
+  value = read.to<T>();
 }
 
-void read_field(torch::serialize::InputArchive& archive, const std::string& name, std::tuple<double, double>* pair) {
-  *pair = {read(archive, numbered(name, 1)).toDouble(), read(archive, numbered(name, 2)).toDouble()};
+template <class... T>
+void read(torch::serialize::InputArchive& archive, const std::string& name, std::tuple<T...>& several) {
+  int number = 0;
+  std::apply([&](T&... value) { (read(archive, numbered(name, ++number), value), ...); }, several);
+}
+
+void numbers_of(std::vector<double>& all, double x) { all.push_back(x); }
+void numbers_of(std::vector<double>&, const std::string&) {}
+void numbers_of(std::vector<double>& all, const std::vector<double>& several) {
+  all.insert(all.end(), several.begin(), several.end());
+}
+template <class T>
+void numbers_of(std::vector<double>& all, const std::optional<T>& x) {
+  if (x) all.push_back(static_cast<double>(*x));
+}
+template <class... T>
+void numbers_of(std::vector<double>& all, const std::tuple<T...>& several) {
+  std::apply([&](const T&... x) { (numbers_of(all, x), ...); }, several);
 }
 
 void check_numbers(const char* rule, const Field& field) {
-  if (const auto* one = std::get_if<double*>(&field.value)) {
-    expect(field.allowed->holds(**one), rule, field.name, c10::str("a number ", field.allowed->expected), **one);
-  } else if (const auto* two = std::get_if<std::tuple<double, double>*>(&field.value)) {
-    const auto [a, b] = **two;
-    expect(field.allowed->holds(a) && field.allowed->holds(b), rule, field.name,
-           c10::str("two numbers ", field.allowed->expected), c10::str(a, " and ", b));
-  } else {
-    const int64_t n = *std::get<int64_t*>(field.value);
-    expect(field.allowed->holds(static_cast<double>(n)), rule, field.name,
-           c10::str("a whole number ", field.allowed->expected), n);
+  std::vector<double> numbers;
+  std::visit([&](const auto* value) { numbers_of(numbers, *value); }, field.value);
+  std::string received;
+  bool good = true;
+  for (const double x : numbers) {
+    received += c10::str(received.empty() ? "" : " and ", x);
+    good &= field.allowed->holds(x);
   }
+  const bool whole = std::holds_alternative<int64_t*>(field.value);
+  const char* what[] = {"", whole ? "a whole number " : "a number ", "two numbers ", "three numbers "};
+  expect(good, rule, field.name, what[std::min<size_t>(numbers.size(), 3)] + std::string(field.allowed->expected), received);
 }
 
 template <size_t n>
@@ -64,7 +82,7 @@ void check_choice(const char* rule, const char* option, const char* const (&choi
 }  // namespace
 
 NamedArguments values(const Field& field) {
-  return std::visit([&](const auto* value) { return values_of(field.name, value); }, field.value);
+  return std::visit([&](const auto* value) { return values_of(field.name, *value); }, field.value);
 }
 
 std::vector<Field> Access::fields(const LowMemoryOptions& options) {
@@ -113,7 +131,7 @@ void LowMemoryOptions::serialize(torch::serialize::InputArchive& archive) {
   for (const auto& field : detail::Access::fields(*this)) {
     const std::string name = field.name;
     if (first && (name == "weights" || name == "min_quantize_size" || name == "seed")) continue;
-    std::visit([&](auto* value) { detail::read_field(archive, name, value); }, field.value);
+    std::visit([&](auto* value) { detail::read(archive, name, *value); }, field.value);
   }
 }
 

@@ -2,7 +2,7 @@
 
 // Between LowMemoryOptimizer and the classes over it: a class is its options, one list of their fields, and a rule.
 
-#include <functional>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -24,13 +24,17 @@ struct Allowed {
 };
 inline constexpr Allowed kAtLeastZero{"of at least 0", [](double x) { return x >= 0; }};
 inline constexpr Allowed kAboveZero{"above 0", [](double x) { return x > 0; }};
+inline constexpr Allowed kAtMostZero{"of at most 0", [](double x) { return x <= 0; }};
+inline constexpr Allowed kAtLeastOne{"of at least 1", [](double x) { return x >= 1; }};
 inline constexpr Allowed kFraction{"in [0, 1)", [](double x) { return x >= 0 && x < 1; }};
 inline constexpr Allowed kFinite{"that is finite", [](double x) { return x - x == 0; }};
 
-/// A field of an options struct: saved and loaded, checked, and handed to the operator under this name. Several numbers
-/// are of the name without its last letter, counted from 1: betas, beta1, beta2.
+/// A field of an options struct: saved and loaded, checked, and handed to the operator under this name. Those of a tuple
+/// have their number behind: eps1, and of betas beta1.
 struct Field {
-  using Value = std::variant<double*, int64_t*, bool*, std::string*, std::tuple<double, double>*>;
+  using Value = std::variant<double*, int64_t*, bool*, std::string*, std::optional<int64_t>*, std::vector<double>*,
+                             std::tuple<double, double>*, std::tuple<double, double, double>*,
+                             std::tuple<std::optional<double>, double>*>;
   const char* name;
   Value value;
   const Allowed* allowed = nullptr;  // for numbers
@@ -42,10 +46,22 @@ struct Moment {
   bool is_signed;
 };
 
+/// An fp32 tensor of a parameter beside its moments.
+struct Extra {
+  const char* name;
+  std::vector<int64_t> shape;
+};
+
 struct Rule {
   const char* name;  // of the class, in errors and files
   const char* op;    // called with the fields of the options, the moments, and what ops/optimizer.h reads
   std::vector<Moment> moments;
+  /// The same names for every parameter: the operator has a list of each.
+  std::vector<Extra> (*extra_of)(const Tensor& param) = nullptr;
+
+  std::vector<Extra> extra(const Tensor& param) const {
+    return extra_of == nullptr ? std::vector<Extra>() : extra_of(param);
+  }
 };
 
 /// What the public classes keep to themselves.

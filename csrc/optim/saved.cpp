@@ -12,7 +12,7 @@ using torch::serialize::OutputArchive;
 
 void detail::restore(LowMemoryOptimizer& optimizer, Saved saved) {
   Core& core = Access::core(optimizer);
-  const char* name = core.rule().name;
+  const char* name = core.name();
   auto& groups = optimizer.param_groups();
   expect(saved.groups.size() == groups.size(), name, "load", c10::str(groups.size(), " groups of parameters"),
          saved.groups.size());
@@ -24,7 +24,7 @@ void detail::restore(LowMemoryOptimizer& optimizer, Saved saved) {
     expect(states.size() == params.size(), name, "load", c10::str(params.size(), " parameters in group ", g),
            states.size());
     for (size_t i = 0; i < params.size(); ++i) {
-      if (!states[i].tensors().empty()) check_state(core.rule(), states[i], params[i], kind_of(params[i], options));
+      if (!states[i].tensors().empty()) check_state(Access::rule(options), states[i], params[i], kind_of(params[i], options));
     }
   }
   at::NoGradGuard no_grad;
@@ -63,7 +63,7 @@ void ParamState::serialize(InputArchive& archive) {
 
 void LowMemoryOptimizer::save(OutputArchive& archive) const {
   archive.write("format_version", c10::IValue(kFormatVersion));
-  archive.write("optimizer", c10::IValue(std::string(core_->rule().name)));
+  archive.write("optimizer", c10::IValue(std::string(core_->name())));
   if (core_->step_in_backward && grad_norm().defined()) archive.write("grad_norm", grad_norm(), /*is_buffer=*/true);
   torch::optim::serialize<ParamState, LowMemoryOptions>(archive, *this);
 }
@@ -73,7 +73,7 @@ void LowMemoryOptimizer::load(InputArchive& archive) {
   c10::IValue version, optimizer("AdamW");  // AdamW's first archives do not say whose they are
   archive.try_read("optimizer", optimizer);
   const bool ours = archive.try_read("format_version", version);
-  const char* name = core_->rule().name;
+  const char* name = core_->name();
   expect(ours && version.toInt() == kFormatVersion && optimizer.toStringRef() == name, name, "load",
          c10::str("an archive of this optimizer, format_version ", kFormatVersion),
          ours ? c10::str(optimizer.toStringRef(), "'s, format_version ", version.toInt()) : "another one");

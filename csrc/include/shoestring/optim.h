@@ -1,6 +1,9 @@
 #pragma once
 
+#include <optional>
+#include <string>
 #include <tuple>
+#include <vector>
 
 #include <shoestring/optim/base.h>
 
@@ -72,6 +75,114 @@ class SHOESTRING_API SGDOptions : public OptionsOf<SGDOptions> {
 
 /// SGD with momentum: what torch::optim::SGD computes.
 class SHOESTRING_API SGD : public OptimizerOf<SGDOptions> {
+  using OptimizerOf::OptimizerOf;
+};
+
+/// AdEMAMix: one and a half times AdamW's state.
+class SHOESTRING_API AdEMAMixOptions : public OptionsOf<AdEMAMixOptions> {
+ public:
+  using Betas = std::tuple<double, double, double>;
+  using Steps = std::optional<int64_t>;
+  AdEMAMixOptions(double lr = 1e-3) : OptionsOf(lr) {}
+
+  /// Decay of the fast mean, of that of squares, and of the slow mean.
+  TORCH_ARG(Betas, betas) = {0.9, 0.999, 0.9999};
+  /// Of the slow mean in the update.
+  TORCH_ARG(double, alpha) = 5.0;
+  /// Steps in which alpha rises from 0; none: it is there at once.
+  TORCH_ARG(Steps, t_alpha) = std::nullopt;
+  /// Steps in which the slow mean's decay rises from the first beta to the third.
+  TORCH_ARG(Steps, t_beta3) = std::nullopt;
+  TORCH_ARG(double, eps) = 1e-8;
+  /// Decoupled, and applied before the update.
+  TORCH_ARG(double, weight_decay) = 1e-2;
+
+ private:
+  const detail::Rule& rule() const override;
+  std::vector<detail::Field> fields() override;
+  void check() const override;
+};
+
+/// AdEMAMix (arXiv 2409.03137): AdamW with a second, slow mean of gradients.
+class SHOESTRING_API AdEMAMix : public OptimizerOf<AdEMAMixOptions> {
+  using OptimizerOf::OptimizerOf;
+};
+
+/// LAMB: AdamW's state.
+class SHOESTRING_API LAMBOptions : public OptionsOf<LAMBOptions> {
+ public:
+  using Betas = std::tuple<double, double>;
+  /// What a parameter moves by, as a share of its norm.
+  LAMBOptions(double lr = 1e-3) : OptionsOf(lr) {}
+
+  TORCH_ARG(Betas, betas) = {0.9, 0.999};
+  TORCH_ARG(double, eps) = 1e-6;
+  /// A part of the update whose norm is taken.
+  TORCH_ARG(double, weight_decay) = 1e-2;
+
+ private:
+  const detail::Rule& rule() const override;
+  std::vector<detail::Field> fields() override;
+};
+
+/// LAMB (arXiv 1904.00962): AdamW's update, made as long as the weights are.
+class SHOESTRING_API LAMB : public OptimizerOf<LAMBOptions> {
+  using OptimizerOf::OptimizerOf;
+};
+
+/// Adafactor: 4 (rows + columns) bytes a matrix; with beta1 also a mean, in the state that is chosen.
+class SHOESTRING_API AdafactorOptions : public OptionsOf<AdafactorOptions> {
+ public:
+  using Eps = std::tuple<std::optional<double>, double>;
+  /// The largest relative step.
+  AdafactorOptions(double lr = 1e-2) : OptionsOf(lr) {}
+
+  /// The share of a mean of updates in the new one; 0: there is none.
+  TORCH_ARG(double, beta1) = 0.0;
+  /// 1 - t^this is the decay of squares.
+  TORCH_ARG(double, beta2_decay) = -0.8;
+  /// The least root of the second moment (none: by the parameter's dtype), and the least size of a parameter.
+  TORCH_ARG(Eps, eps) = {std::nullopt, 1e-3};
+  /// The largest root mean square of an update.
+  TORCH_ARG(double, d) = 1.0;
+  TORCH_ARG(double, weight_decay) = 0.0;
+
+ private:
+  const detail::Rule& rule() const override;
+  std::vector<detail::Field> fields() override;
+};
+
+/// Adafactor (arXiv 1804.04235): what torch.optim.Adafactor computes, and with beta1 a mean of the updates.
+class SHOESTRING_API Adafactor : public OptimizerOf<AdafactorOptions> {
+  using OptimizerOf::OptimizerOf;
+};
+
+/// Muon: half of AdamW's state.
+class SHOESTRING_API MuonOptions : public OptionsOf<MuonOptions> {
+ public:
+  MuonOptions(double lr = 1e-3) : OptionsOf(lr) {}
+
+  TORCH_ARG(double, momentum) = 0.95;
+  /// Decoupled, and applied before the update.
+  TORCH_ARG(double, weight_decay) = 0.1;
+  TORCH_ARG(bool, nesterov) = true;
+  /// a, b, c of the Newton-Schulz polynomial a X + b (X X^T) X + c (X X^T)^2 X.
+  TORCH_ARG(std::vector<double>, ns_coefficients) = {3.4445, -4.775, 2.0315};
+  /// The least norm that the momentum is divided by.
+  TORCH_ARG(double, eps) = 1e-7;
+  /// 1 to 99.
+  TORCH_ARG(int64_t, ns_steps) = 5;
+  /// "original", sqrt(max(1, rows / columns)), or "match_rms_adamw", 0.2 sqrt(max(rows, columns)).
+  TORCH_ARG(std::string, adjust_lr_fn) = "original";
+
+ private:
+  const detail::Rule& rule() const override;
+  std::vector<detail::Field> fields() override;
+  void check() const override;
+};
+
+/// Muon (Jordan, 2024): the momentum of a matrix, made orthogonal. Matrices only; other parameters are for AdamW.
+class SHOESTRING_API Muon : public OptimizerOf<MuonOptions> {
   using OptimizerOf::OptimizerOf;
 };
 

@@ -1,0 +1,18 @@
+#include <shoestring/optim.h>
+
+#include "optim/rule.h"
+
+namespace shoestring::optim {
+
+using namespace detail;
+
+const Rule& LAMBOptions::rule() const {
+  static const Rule rule{"LAMB", "lamb_", {{"exp_avg", true}, {"exp_avg_sq", false}}};
+  return rule;
+}
+
+std::vector<Field> LAMBOptions::fields() {
+  return {{"betas", &betas_, &kFraction}, {"eps", &eps_, &kAtLeastZero}, {"weight_decay", &weight_decay_, &kAtLeastZero}};
+}
+
+}  // namespace shoestring::optim

@@ -1,0 +1,28 @@
+#include <shoestring/optim.h>
+
+#include "optim/rule.h"
+
+namespace shoestring::optim {
+
+using namespace detail;
+
+const Rule& MuonOptions::rule() const {
+  static const Rule rule{"Muon", "muon_", {{"momentum_buffer", true}}};
+  return rule;
+}
+
+std::vector<Field> MuonOptions::fields() {
+  return {{"momentum", &momentum_, &kFraction}, {"weight_decay", &weight_decay_, &kAtLeastZero},
+          {"nesterov", &nesterov_},             {"ns_coefficients", &ns_coefficients_},
+          {"eps", &eps_, &kAtLeastZero},        {"ns_steps", &ns_steps_},
+          {"adjust_lr_fn", &adjust_lr_fn_}};
+}
+
+void MuonOptions::check() const {
+  expect(ns_coefficients_.size() == 3, rule().name, "ns_coefficients", "3 numbers", ns_coefficients_.size());
+  expect(ns_steps_ > 0 && ns_steps_ < 100, rule().name, "ns_steps", "a whole number from 1 to 99", ns_steps_);
+  expect(adjust_lr_fn_ == "original" || adjust_lr_fn_ == "match_rms_adamw", rule().name, "adjust_lr_fn",
+         "\"original\" or \"match_rms_adamw\"", "\"" + adjust_lr_fn_ + "\"");
+}
+
+}  // namespace shoestring::optim

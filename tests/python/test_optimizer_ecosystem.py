@@ -217,6 +217,30 @@ def test_compiled_training_step(where: str) -> None:
     assert all(entry["step"] == 3 for entry in opts[0].state.values())
 
 
+def test_a_step_breaks_a_full_graph_in_words() -> None:
+    net = model()
+    opt = AdamW(net.parameters())
+    loss_of(net, 0).backward()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="LowMemoryOptimizer.step"):
+        torch.compile(lambda: opt.step(), fullgraph=True, backend="eager")()
+
+
+def test_parameters_that_are_replaced_before_the_first_step() -> None:
+    """As accelerate does when it shards a model that already has an optimizer."""
+    nets = model(), model()
+    opt = AdamW([torch.nn.Parameter(p.detach().clone()) for p in nets[0].parameters()], step_in_backward=True)
+    opt.param_groups[0]["params"] = list(nets[0].parameters())
+    other = AdamW(nets[1].parameters())
+    for step in range(3):
+        for net, each in zip(nets, (opt, other), strict=True):
+            loss_of(net, step).backward()
+            if each is opt:  # from the second step on within backward
+                assert all((p.grad is None) == (step > 0) for p in net.parameters())
+            each.step()
+            each.zero_grad()
+    assert_equal(*nets)
+
+
 # ---- trainers --------------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from shoestring.optim.arena import STATES, WEIGHTS, Arena, Kind, Layout, Moment,
 from shoestring.optim.convert import imported
 from shoestring.optim.gradients import Gradients, number_on
 from shoestring.optim.sharded import is_dtensor, local, seed_of, shards
-from shoestring.optim.sharded_state import needs_owning, owned, saved
+from shoestring.optim.sharded_state import owned_entries, save_dtensors
 
 FORMAT_VERSION = 1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -241,7 +241,7 @@ class LowMemoryOptimizer(Gradients, Optimizer):
         extra = {"format_version": FORMAT_VERSION}
         if self.step_in_backward and self.grad_norm is not None:
             extra["grad_norm"] = self.grad_norm
-        first = self.register_state_dict_post_hook(LowMemoryOptimizer._save_dtensors, prepend=True)
+        first = self.register_state_dict_post_hook(save_dtensors, prepend=True)  # before those that the user registered
         try:
             return {**super().state_dict(), **extra}
         finally:
@@ -250,23 +250,6 @@ class LowMemoryOptimizer(Gradients, Optimizer):
     def _parts(self, param: Tensor, group: dict[str, Any]) -> list[Part]:
         kind = self._kind(param, group)
         return parts(self._moments, kind.state, kind.remainder)
-
-    def _save_dtensors(self, state_dict: dict[str, Any]) -> None:
-        for group, packed in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            for p, key in zip(group["params"], packed["params"], strict=True):
-                if is_dtensor(p) and state_dict["state"].get(key):
-                    state_dict["state"][key] = saved(state_dict["state"][key], p, self._parts(p, group))
-
-    def _owned(self, where: str, loaded: dict[str, Any]) -> dict[Any, Any]:
-        """The entries of a load, those of DTensors as this process has them."""
-        entries = dict(loaded["state"])
-        for ours, theirs in zip(self.param_groups, loaded["param_groups"], strict=False):
-            group = {**ours, **theirs}
-            for p, key in zip(ours["params"], theirs["params"], strict=False):
-                if entries.get(key) and needs_owning(entries[key], p, self._parts(p, group)):
-                    state = self._kind(p, group).state
-                    entries[key] = owned(where, entries[key], p, self._parts(p, group), self._moments, state)
-        return entries
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -293,10 +276,9 @@ class LowMemoryOptimizer(Gradients, Optimizer):
             if "format_version" not in loaded:
                 state_of = lambda p, group: self._kind(p, group).state  # noqa: E731
                 loaded = imported(self, self._moments, loaded, state_of, self._extra)
-            loaded = {**loaded, "state": self._owned(where, loaded)}
             entries = {
                 key: {k: _AsSaved(v) if isinstance(v, Tensor) else v for k, v in entry.items()}
-                for key, entry in loaded["state"].items()
+                for key, entry in owned_entries(self, self._moments, loaded).items()
             }
             return {**loaded, "state": entries}
 
@@ -336,7 +318,7 @@ class LowMemoryOptimizer(Gradients, Optimizer):
     def _check_entry(self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]) -> None:
         kind, own = self._kind(param, group), local(param)
         expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"step": (torch.float32, ())}
-        expected |= {p.name: (p.dtype, p.shape(own)) for p in parts(self._moments, kind.state, kind.remainder)}
+        expected |= {p.name: (p.dtype, p.shape(own)) for p in self._parts(param, group)}
         expected |= {name: (torch.float32, shape) for name, shape in self._extra(own, group).items()}
         where = f"{self._name}: load_state_dict"
         if entry.keys() != expected.keys():

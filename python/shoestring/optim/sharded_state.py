@@ -8,7 +8,7 @@ had different scales are quantised again. Nothing is dequantised to be saved.
 """
 
 from math import gcd, prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,55 +20,78 @@ from shoestring.optim.arena import Moment, Part
 from shoestring.optim.convert import kept
 from shoestring.optim.sharded import as_dtensor, is_dtensor, local, piece_of
 
+if TYPE_CHECKING:
+    from shoestring.optim.base import LowMemoryOptimizer
 
-def saved(entry: dict[str, Any], param: Tensor, parts: list[Part]) -> dict[str, Any]:
-    """A DTensor parameter's entries as DTensors, for a state dict: views where nothing has to be repeated."""
+
+def save_dtensors(optimizer: "LowMemoryOptimizer", state_dict: dict[str, Any]) -> None:
+    """Makes DTensors of the entries of DTensor parameters: views, where nothing has to be repeated."""
+    for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for param, key in zip(group["params"], packed["params"], strict=True):
+            if is_dtensor(param) and state_dict["state"].get(key):
+                entry = state_dict["state"][key]
+                state_dict["state"][key] = _saved(entry, param, optimizer._parts(param, group))
+
+
+def owned_entries(
+    optimizer: "LowMemoryOptimizer", moments: tuple[Moment, ...], state_dict: dict[str, Any]
+) -> dict[Any, dict[str, Any]]:
+    """The entries of a state dict that is loaded, those of DTensors, whole or in pieces, as this process has them.
+
+    Raises:
+        ValueError: a shape that does not fit.
+    """
+    where = f"{type(optimizer).__name__}: load_state_dict"
+    entries = dict(state_dict["state"])
+    for ours, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        group = {**ours, **theirs}
+        for param, key in zip(ours["params"], theirs["params"], strict=False):
+            parts = optimizer._parts(param, group)
+            if entries.get(key) and _needs_owning(entries[key], param, parts):
+                state = optimizer._kind(param, group).state
+                entries[key] = _owned(where, entries[key], param, parts, moments, state)
+    return entries
+
+
+def _saved(entry: dict[str, Any], param: Tensor, parts: list[Part]) -> dict[str, Any]:
     own, result = local(param), dict(entry)
     for part in parts:
-        if part.name in entry:
-            rows = _rows(entry[part.name], part, tuple(own.shape), _row(param))
-            result[part.name] = as_dtensor(rows, param, _shape(part, param))
+        rows = _rows(entry[part.name], part, tuple(own.shape), _row(param))
+        result[part.name] = as_dtensor(rows, param, _shape(part, param))
     for name, value in entry.items():  # what a rule has beside its moments
         if not any(part.name == name for part in parts) and value.shape == own.shape and value.ndim > 0:
             result[name] = as_dtensor(value, param, tuple(param.shape))
     return result
 
 
-def owned(
+def _needs_owning(entry: dict[str, Any], param: Tensor, parts: list[Part]) -> bool:
+    """Whether entries are not simply those of a plain parameter."""
+    if is_dtensor(param) or any(is_dtensor(value) for value in entry.values()):
+        return True
+    rows = [p for p in parts if not p.shaped and _shape(p, param) != (p.size(param),)]
+    return any(isinstance(entry.get(p.name), Tensor) and entry[p.name].shape == _shape(p, param) for p in rows)
+
+
+def _owned(
     where: str, entry: dict[str, Any], param: Tensor, parts: list[Part], moments: tuple[Moment, ...], state: str
 ) -> dict[str, Any]:
-    """Entries from a state dict, whole or in pieces, as the local ones of this parameter.
-
-    Raises:
-        ValueError: a shape that does not fit.
-    """
     result = dict(entry)
     for name, value in entry.items():
         part = next((part for part in parts if part.name == name), None)
-        floating = part is not None and isinstance(value, Tensor) and value.is_floating_point()
         if part is not None and isinstance(value, Tensor):
             # Moments in floating point, as torch has them, are quantised below.
-            whole = floating and f"{name}_scale" not in entry and value.shape == param.shape
-            result[name] = _owned(where, value, param, part, whole)
+            whole = value.is_floating_point() and f"{name}_scale" not in entry and value.shape == param.shape
+            result[name] = _owned_part(where, value, param, part, whole)
         elif is_dtensor(value) or (is_dtensor(param) and isinstance(value, Tensor) and value.shape == param.shape):
             result[name] = _local(value, param)
     for moment in moments:
-        scale = f"{moment.name}_scale"
-        value = result.get(moment.name)
+        scale, value = f"{moment.name}_scale", result.get(moment.name)
         if isinstance(value, Tensor) and value.is_floating_point() and scale not in result:
             result |= kept(moment, value.float(), state)
         elif scale in result and state in ("8bit", "4bit"):
             size = local(param).numel()
             result[moment.name], result[scale] = _blocks(moment, state, result[moment.name], result[scale], size)
     return result
-
-
-def needs_owning(entry: dict[str, Any], param: Tensor, parts: list[Part]) -> bool:
-    """Whether entries are not simply those of a plain parameter."""
-    if is_dtensor(param) or any(is_dtensor(value) for value in entry.values()):
-        return True
-    rows = [p for p in parts if not p.shaped and _shape(p, param) != (p.size(param),)]
-    return any(isinstance(entry.get(p.name), Tensor) and entry[p.name].shape == _shape(p, param) for p in rows)
 
 
 def _row(param: Tensor) -> int:
@@ -113,7 +136,7 @@ def _local(value: Tensor, param: Tensor) -> Tensor:
     return value.full_tensor() if is_dtensor(value) else value
 
 
-def _owned(where: str, value: Tensor, param: Tensor, part: Part, whole: bool) -> Tensor:
+def _owned_part(where: str, value: Tensor, param: Tensor, part: Part, whole: bool) -> Tensor:
     shape, flat = _shape(part, param), (part.size(param),)
     if whole or value.shape == shape:
         return _local(value, param)

@@ -16,7 +16,7 @@ from torch import Tensor
 from shoestring.ops import dequantize_8bit, quantize_8bit, quantize_state_4bit
 from shoestring.ops.quantize_8bit import STATE_BLOCK
 from shoestring.ops.quantize_state_4bit import GROUP_4BIT, map_4bit
-from shoestring.optim.arena import Moment, Part
+from shoestring.optim.arena import STATES, Moment, Part
 from shoestring.optim.convert import kept
 from shoestring.optim.sharded import as_dtensor, is_dtensor, local, piece_of
 
@@ -45,6 +45,8 @@ def owned_entries(
     entries = dict(state_dict["state"])
     for ours, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         group = {**ours, **theirs}
+        if group["state"] not in STATES:  # which the check of options refuses
+            continue
         for param, key in zip(ours["params"], theirs["params"], strict=False):
             parts = optimizer._parts(param, group)
             if entries.get(key) and _needs_owning(entries[key], param, parts):
@@ -69,7 +71,8 @@ def _needs_owning(entry: dict[str, Any], param: Tensor, parts: list[Part]) -> bo
     if is_dtensor(param) or any(is_dtensor(value) for value in entry.values()):
         return True
     rows = [p for p in parts if not p.shaped and _shape(p, param) != (p.size(param),)]
-    return any(isinstance(entry.get(p.name), Tensor) and entry[p.name].shape == _shape(p, param) for p in rows)
+    fits = (isinstance(entry.get(p.name), Tensor) and entry[p.name].shape == _shape(p, param) for p in rows)
+    return bool(rows) and all(fits)
 
 
 def _owned(

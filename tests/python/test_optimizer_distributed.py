@@ -1,4 +1,4 @@
-"""Optimizers over several processes (CPU, Gloo): FSDP2, HSDP, DDP, and checkpoints that another number of processes loads."""
+"""Optimizers over several processes (CPU, Gloo): FSDP2, HSDP, DDP, checkpoints that other numbers of processes load."""
 
 import copy
 import multiprocessing

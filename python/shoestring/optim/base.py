@@ -141,8 +141,8 @@ class LowMemoryOptimizer(Gradients, Optimizer):
                 )
             if getattr(param, "_fsdp_flattened", False):  # its pieces say neither where they begin nor what they are of
                 raise ValueError(
-                    f"{self._name}: params[{i}]: expected plain or DTensor parameters, received one of FullyShardedDataParallel; "
-                    "use torch.distributed.fsdp.fully_shard"
+                    f"{self._name}: params[{i}]: expected plain or DTensor parameters, received one of "
+                    "FullyShardedDataParallel; use torch.distributed.fsdp.fully_shard"
                 )
             if id(param) in seen:
                 raise ValueError(f"{self._name}: params[{i}]: expected each parameter once, received one again")

@@ -71,7 +71,8 @@ def _entry(
         return entry  # ours
     if names == ["momentum_buffer"]:
         entry = {"step": 1, **entry}  # torch's SGD counts no steps; where there is a buffer, the first was taken
-    known = beside | {"step", NESTED, *names, *(f"{kind}{i + 1}" for kind in ("qmap", "absmax") for i in range(len(moments)))}
+    known = beside | {"step", NESTED, *names}
+    known |= {f"{kind}{i + 1}" for kind in ("qmap", "absmax") for i in range(len(moments))}
     if "step" not in entry or not known >= entry.keys() >= set(names):
         received = sorted(entry.keys() - {NESTED})
         raise ValueError(f"{where}: expected the entries {['step', *names]}, received {received}")

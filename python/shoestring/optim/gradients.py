@@ -10,7 +10,16 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from shoestring.optim.arena import Arena, Layout, Moment
-from shoestring.optim.sharded import Shards, gradient_in_hook, is_dtensor, local, local_gradient, reduced_after_hooks, shards, whole_norm
+from shoestring.optim.sharded import (
+    Shards,
+    gradient_in_hook,
+    is_dtensor,
+    local,
+    local_gradient,
+    reduced_after_hooks,
+    shards,
+    whole_norm,
+)
 
 
 def number_on(device: torch.device, number: Tensor | None) -> Tensor | None:

@@ -1,8 +1,8 @@
 """A step of the optimizers: ours in every state, torch fused, bitsandbytes and torchao, and memory as the limit.
 
-The limits move the bytes of a step in place, stream after stream, and compute next to nothing: weights read and written,
-gradients read, and the state read and written. On a GPU a copy that moves as many bytes stands beside them. All
-optimizers of a table step the same weights with the same gradients.
+The limits move the bytes of a step in place, stream after stream, and compute next to nothing: weights read and
+written, gradients read, and the state read and written. On a GPU a copy that moves as many bytes stands beside them.
+All optimizers of a table step the same weights with the same gradients.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from shoestring.optim import SGD, AdamW, Lion
 Maker = Callable[[list[Parameter]], torch.optim.Optimizer]
 Makers = dict[str, Maker]
 
-# Bytes a parameter of two moments: 256 elements at a time, with the scales of 8-bit codes.
-STATE_BYTES = {"8bit": 2 * (256 + 4) / 256, "bf16": 4.0, "fp32": 8.0}
+# Bytes a parameter of AdamW's two moments: 256 elements at a time, codes and their fp32 scales (4bit: 8 and 2).
+STATE_BYTES = {"8bit": 2 * (256 + 4) / 256, "4bit": 2 * (128 + 4 * 5) / 256, "bf16": 4.0, "fp32": 8.0}
 WEIGHTS = ("stochastic", "remainder")  # ways to keep bf16 weights, beside rounding to nearest
 
 
@@ -77,7 +77,7 @@ def bitsandbytes(device: str, name: str = "AdamW8bit") -> Makers:
 
 @functools.cache
 def torchao(device: str) -> Makers:
-    """Where it is installed. Its first step compiles, for seconds on a CPU; for minutes on a GPU, where it is left out."""
+    """Where it is installed. Its first step compiles: for seconds on a CPU, for minutes on a GPU: left out."""
     if device == "cuda":
         return {}
     try:
@@ -99,7 +99,9 @@ def steppers(makers: Makers, params: list[Parameter], grads: list[Tensor]) -> Ca
     return {name: stepper(make, params, grads) for name, make in makers.items()}
 
 
-def tensors(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[list[Parameter], list[Tensor]]:
+def tensors(
+    count: int, shape: tuple[int, ...], dtype: torch.dtype, device: str
+) -> tuple[list[Parameter], list[Tensor]]:
     """Weights and gradients."""
     params = [Parameter(torch.empty(shape, dtype=dtype, device=device).normal_()) for _ in range(count)]
     return params, [torch.empty_like(p).normal_() for p in params]
@@ -190,7 +192,7 @@ def many_tensors(options: argparse.Namespace, report: Report, count: int, each: 
     makers = ours(dtype) | {"torch fused": fused} | bitsandbytes(device) | torchao(device)
     candidates |= {f"{name}, {count} tensors": step for name, step in steppers(makers, *many).items()}
     candidates |= {f"{name}, one tensor": step for name, step in steppers(ours(dtype), *one).items()}
-    times = interleave(candidates, 2 * options.repeats, device)
+    times = interleave(candidates, options.repeats, device)
     report.table(f"AdamW, {count} tensors of {each}, {str(dtype)[6:]}", times, count * each / 1e6, "M params/s")
 
 

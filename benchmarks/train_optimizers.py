@@ -1,10 +1,10 @@
 """What low-memory state and 16-bit weights cost a real training: the same small GPT under each, seed by seed.
 
-A Llama of 0.7 M parameters learns the source of Python's standard library, as `shoestring demo` does. Each variant sees
-the same initial weights and batches as fp32, seed by seed; the table has the mean validation loss over the seeds and its
-difference from fp32. Weights that are stored in 16 bits are widened for the products, which are fp32 for all.
+A Llama of 0.7 M parameters learns the source of Python's standard library, as in `shoestring demo`. Each variant sees
+the same initial weights and batches as fp32, seed by seed; the table has the mean validation loss over the seeds and
+its difference from fp32. Weights that are stored in 16 bits are widened for the products, which are fp32 for all.
 
-    python benchmarks/train_optimizers.py --out FOLDER           # all runs, one after the other; continues what is there
+    python benchmarks/train_optimizers.py --out FOLDER           # all runs, one after the other; continues those there
     python benchmarks/train_optimizers.py --out FOLDER --table   # only the table, of the runs that are done
 """
 
@@ -109,12 +109,13 @@ class Quiet:
 
     def step(self, metrics: dict[str, Any], val_loss: float | None) -> None:
         if "val_loss" in metrics:
-            print(f"{self.name}: step {metrics['step']}, loss {metrics['loss']:.4f}, validation {val_loss:.4f}", flush=True)
+            print(f"{self.name}, step {metrics['step']}: validation loss {val_loss:.4f}", flush=True)
 
 
 def train(name: str, seed: int, steps: int, folder: Path, data: tuple[Blocks, Blocks], end_of_text: int) -> None:
     """One run; continues from its newest checkpoint, and leaves result.json."""
-    variant, config, run = VARIANTS[name], config_of(seed, steps), folder / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
+    variant, config = VARIANTS[name], config_of(seed, steps)
+    run = folder / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
     if (run / "result.json").is_file():
         return
     run.mkdir(parents=True, exist_ok=True)
@@ -157,7 +158,8 @@ def results(folder: Path) -> dict[str, dict[int, dict[str, Any]]]:
 
 def table(found: dict[str, dict[int, dict[str, Any]]]) -> str:
     """Markdown. Means and differences are over the seeds that a variant and fp32 both have."""
-    lines = ["| state and weights | validation loss, mean of the seeds | over fp32 | seed by seed | limit |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| state and weights | validation loss, mean of the seeds | over fp32 | seed by seed | limit |"]
+    lines.append("| --- | --- | --- | --- | --- |")
     reference = found.get(REFERENCE, {})
     for name, runs in found.items():
         variant, seeds = VARIANTS[name], [seed for seed in runs if seed in reference]
@@ -165,7 +167,9 @@ def table(found: dict[str, dict[int, dict[str, Any]]]) -> str:
             continue
         mean, base = (statistics.mean(of[s]["val_loss"] for s in seeds) for of in (runs, reference))
         each = ", ".join(f"{runs[s]['val_loss'] / reference[s]['val_loss'] - 1:+.2%}" for s in seeds)
-        limit = "" if variant.limit is None else f"{variant.limit:.1%}: {'kept' if mean / base - 1 <= variant.limit else '**missed**'}"
+        limit = ""
+        if variant.limit is not None:
+            limit = f"{variant.limit:.1%}: {'kept' if mean / base - 1 <= variant.limit else '**missed**'}"
         if variant.same_as in found:
             twin = found[variant.same_as]
             same = all(runs[s][key] == twin[s][key] for s in runs if s in twin for key in ("losses_sha256", "val_loss"))
@@ -187,7 +191,7 @@ def prepare(folder: Path) -> tuple[tuple[Blocks, Blocks], int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of the runs; those that are there are continued")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs; those there are continued")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--threads", type=int, default=1, help="a run's bits depend on it")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")

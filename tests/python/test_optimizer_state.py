@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 from torch.profiler import profile
 
@@ -22,7 +21,7 @@ SIZES = ((3, 100), (1,), (257,), (64, 64), (0,))
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer: its moments, by whether they may be negative, and the bytes of what else it keeps of a parameter."""
+    """An optimizer: its moments, by whether they may be negative, and the bytes of what else it keeps of a shape."""
 
     make: Callable[..., torch.optim.Optimizer]
     signed: tuple[bool, ...]
@@ -38,7 +37,7 @@ RULES = {
     "nesterov": Rule(SGD, (True,), {"nesterov": True}),
 }
 # Bytes of a moment for each 256 elements, if it may be negative and if not: codes, and their scales in fp32.
-BYTES = {"8bit": (256 + 4, 256 + 4), "bf16": (512, 512), "fp32": (1024, 1024)}
+BYTES = {"8bit": (256 + 4, 256 + 4), "4bit": (128 + 4 * 8, 128 + 4 * 2), "bf16": (512, 512), "fp32": (1024, 1024)}
 REMAINDER = 512
 
 EVERY_RULE = pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
@@ -86,12 +85,12 @@ def test_bitwise_resume(rule: Rule, state: str, weights: str) -> None:
             assert straight.state[p].keys() == other.state[q].keys()
             for name, value in straight.state[p].items():
                 twin = other.state[q][name]
-                assert value.dtype == twin.dtype and torch.equal(value, twin) if isinstance(value, Tensor) else value == twin
+                assert value.dtype == twin.dtype and torch.equal(value, twin), name
 
 
 def formula(rule: Rule, state: str, weights: str, shape: tuple[int, ...]) -> int:
     """Whole blocks of each moment and of the remainder, the step's fp32, and the rule's own."""
-    block = sum(BYTES[state][0 if signed else 1] for signed in rule.signed) + (REMAINDER if weights == "remainder" else 0)
+    block = sum(BYTES[state][0 if signed else 1] for signed in rule.signed) + REMAINDER * (weights == "remainder")
     return -(-torch.Size(shape).numel() // 256) * block + 4 + rule.extra(shape)
 
 

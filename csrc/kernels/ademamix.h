@@ -32,6 +32,8 @@ struct alignas(16) AdEMAMixRule {
     param = math.fma(param, decay, math.divide(mixed, math.sqrt(moments[2]) * inverse_bias2 + eps));
   }
 
+  SHOESTRING_HOST_DEVICE float keeps(int k) const { return k == 0 ? beta1 : k == 1 ? beta3 : beta2; }
+
   // As for AdamW.
   SHOESTRING_HOST_DEVICE void for_codes(const float (&scales)[3]) {
     beta1 *= scales[0];

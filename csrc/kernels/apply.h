@@ -22,6 +22,8 @@ struct alignas(8) ApplyRule {
     param = math.fma(param, decay, update * step);
   }
 
+  SHOESTRING_HOST_DEVICE float keeps(int) const { return 0; }
+
   SHOESTRING_HOST_DEVICE void for_codes(const float (&)[1]) {}
 };
 

@@ -24,6 +24,8 @@ struct alignas(16) EmaRule {
     param = math.fma(exp_avg, mean, grad * own);
   }
 
+  SHOESTRING_HOST_DEVICE float keeps(int) const { return beta; }
+
   SHOESTRING_HOST_DEVICE void for_codes(const float (&scales)[1]) { beta *= scales[0]; }
 };
 

@@ -34,7 +34,7 @@ void Share::run(const char* op, const Tensor& result, const Tensor& grad, const 
                      {"step", step},
                      {"found_inf", call.found_inf},
                      {"seed", call["seed"]},
-                     {"position", call["position"].toInt() + block_}};
+                     {"numbers", std::vector<int64_t>{call.number_of(index)}}};
   for (const NamedArguments& some : arguments) all.insert(all.end(), some.begin(), some.end());
   call_by_name(std::string("shoestring::") + op, all);
 }

@@ -20,7 +20,7 @@ SHAPES = {"muon": MATRICES, "lamb": ANY, "adafactor": ANY}
 RULES = pytest.mark.parametrize(
     "rule", [MUON, LAMB, ADAFACTOR, ADAFACTOR_MEAN], ids=lambda r: r.name + "_mean" * (r is ADAFACTOR_MEAN)
 )
-STATES = pytest.mark.parametrize("state", ["8bit", "bf16", "fp32"])
+STATES = pytest.mark.parametrize("state", ["8bit", "4bit", "bf16", "fp32"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 # Of the weights' way. fp32 products: Newton-Schulz multiplies small singular values, and what was rounded, by up to
 # 3.44^5 = 500. bf16 products keep 8 bits of everything.
@@ -128,7 +128,7 @@ def test_a_remainder_is_an_fp32_weight(rule: Rule, capability: str, state: str) 
 
 @RULES
 def test_stochastic_rounding(rule: Rule, capability: str) -> None:
-    """To one of the two neighbours, in the mean right, and as alone with the place given."""
+    """To one of the two neighbours, in the mean right, and as alone with the number given."""
     start, grads = randn(rule, torch.bfloat16), randn(rule, torch.bfloat16)
     own = {"eps1": 1e-3} if rule.extra else {}  # which otherwise follows from the dtype
     options = dict(stochastic_rounding=True, seed=11, **own)
@@ -142,7 +142,7 @@ def test_stochastic_rounding(rule: Rule, capability: str) -> None:
         total += (p.float() != q).sum().item()
     assert abs(above - total / 2) < 2.5 * math.sqrt(total)  # 5 sigma
     for i, p in enumerate(start):
-        alone = Run(rule, [p], options=options | dict(position=sum(map(blocks, together.sizes[:i])))).step([grads[i]])
+        alone = Run(rule, [p], options=options | dict(numbers=[i])).step([grads[i]])
         # fp32 statistics of reductions are the same: one tensor at a time in any case.
         assert torch.equal(alone.params[0], together.params[i])
 

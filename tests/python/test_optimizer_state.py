@@ -12,7 +12,7 @@ import torch
 from torch.nn import Parameter
 from torch.profiler import profile
 
-from shoestring.optim import APOLLO, SGD, AdamW, GaLore, Lion
+from shoestring.optim import APOLLO, LAMB, SGD, Adafactor, AdamW, AdEMAMix, GaLore, Lion, Muon
 
 pytestmark = pytest.mark.device
 
@@ -29,6 +29,7 @@ class Rule:
     stepped: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape  # the shape of the moments
     extra: Callable[[tuple[int, ...], int], int] = lambda shape, item: 0  # bytes, of a shape and the bytes of a weight
     weights: tuple[str, ...] = ("fp32", "plain", "stochastic", "remainder")  # "fp32", or how bf16 ones are kept
+    sizes: tuple[tuple[int, ...], ...] = SIZES
 
 
 RANK = 8
@@ -44,6 +45,14 @@ LOW_RANK: dict[str, Any] = dict(
     stepped=lambda shape: (RANK, max(shape)) if projected(shape) else shape,
     weights=("fp32", "plain"),
 )
+MATRICES = ((3, 100), (64, 64), (1, 257), (0, 3))
+
+
+def factored(shape: tuple[int, ...], item: int) -> int:
+    """Bytes of the second moment's means over rows and columns, or of a vector's second moment."""
+    return 4 * (sum(shape) if len(shape) == 2 else torch.Size(shape).numel())
+
+
 RULES = {
     "adamw": Rule(AdamW, (True, False)),
     "lion": Rule(Lion, (True,)),
@@ -51,6 +60,11 @@ RULES = {
     "nesterov": Rule(SGD, (True,), {"nesterov": True}),
     "galore": Rule(GaLore, extra=lambda shape, item: projected(shape) * item * RANK * min(shape), **LOW_RANK),
     "apollo": Rule(APOLLO, extra=lambda shape, item: projected(shape) * 4, **LOW_RANK),
+    "ademamix": Rule(AdEMAMix, (True, True, False), {"t_alpha": 4, "t_beta3": 4}),
+    "lamb": Rule(LAMB, (True, False), {"weight_decay": 0.1}),
+    "muon": Rule(Muon, (True,), sizes=MATRICES),
+    "adafactor": Rule(Adafactor, (), extra=factored),
+    "adafactor mean": Rule(Adafactor, (True,), {"beta1": 0.9}, extra=factored),
 }
 # Bytes of a moment for each 256 elements, if it may be negative and if not: codes, and their scales in fp32.
 BYTES = {"8bit": (256 + 4, 256 + 4), "4bit": (128 + 4 * 8, 128 + 4 * 2), "bf16": (512, 512), "fp32": (1024, 1024)}
@@ -86,7 +100,7 @@ def train(optimizer: torch.optim.Optimizer, params: list[Parameter], steps: rang
 @EVERY
 def test_bitwise_resume(rule: Rule, state: str, weights: str) -> None:
     """From a file, from a copy and from a pickle: weights and state go on as if nothing had happened."""
-    through = parameters(SIZES, weights)
+    through = parameters(rule.sizes, weights)
     straight = made(rule, through, state, weights)
     train(straight, through, range(3))
     torch.save(straight.state_dict(), file := io.BytesIO())
@@ -117,7 +131,7 @@ def formula(rule: Rule, state: str, weights: str, shape: tuple[int, ...]) -> int
 @EVERY
 def test_memory_is_the_formula(rule: Rule, state: str, weights: str, backend: str) -> None:
     """Of the state's tensors to the byte; and of everything that a first step leaves allocated, within 1 %."""
-    sizes = ((512, 512), *SIZES)
+    sizes = ((512, 512), *rule.sizes)
     params = parameters(sizes, weights)
     optimizer = made(rule, params, state, weights)
     for p in params:

@@ -125,6 +125,6 @@ def adafactor_reference(
         relative = min(lr, t**-0.5)
         return [p * (1 - lr * weight_decay) - max(eps2, p.norm().item() / root) * relative * u, *m]
 
-    arenas = [] if exp_avg is None else [Arena(exp_avg, exp_avg_scale, True)]
+    arenas = [] if exp_avg is None else [Arena(exp_avg, exp_avg_scale, True, beta1)]
     extra = [row_var, col_var, variance]
     reference_step(rule, params, grads, step, arenas, lr=lr, extra=extra, **arguments)

@@ -105,12 +105,15 @@ def ademamix_reference(
 ) -> None:
     """``ademamix_`` in plain PyTorch, a tensor at a time."""
 
+    def slow_beta(t: float) -> float:
+        if t_beta3 is None or t >= t_beta3:
+            return beta3
+        log1, log3, share = math.log(beta1), math.log(beta3), t / t_beta3
+        return math.exp(log1 * log3 / ((1 - share) * log3 + share * log1))
+
     def rule(lr: float, t: int, p: Tensor, g: Tensor, m: Tensor, slow: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         a = alpha if t_alpha is None else alpha * min(t / t_alpha, 1)
-        b = beta3
-        if t_beta3 is not None and t < t_beta3:
-            log1, log3, share = math.log(beta1), math.log(beta3), t / t_beta3
-            b = math.exp(log1 * log3 / ((1 - share) * log3 + share * log1))
+        b = slow_beta(t)
         m = m * beta1 + g * (1 - beta1)
         slow = slow * b + g * (1 - b)
         v = v * beta2 + g * g * (1 - beta2)
@@ -118,8 +121,8 @@ def ademamix_reference(
         return p * (1 - lr * weight_decay) - lr * update, m, slow, v
 
     arenas = [
-        Arena(exp_avg, exp_avg_scale, True),
-        Arena(exp_avg_slow, exp_avg_slow_scale, True),
-        Arena(exp_avg_sq, exp_avg_sq_scale, False),
+        Arena(exp_avg, exp_avg_scale, True, beta1),
+        Arena(exp_avg_slow, exp_avg_slow_scale, True, slow_beta(step.amax().item() + 1)),
+        Arena(exp_avg_sq, exp_avg_sq_scale, False, beta2),
     ]
     reference_step(rule, params, grads, step, arenas, lr=lr, **arguments)

@@ -64,4 +64,4 @@ def ema_reference(
         m = m * beta + g * (1 - beta)
         return lr * (m * beta + g * (1 - beta) if nesterov else m), m
 
-    reference_step(rule, params, grads, step, [Arena(exp_avg, exp_avg_scale, True)], lr=lr, **arguments)
+    reference_step(rule, params, grads, step, [Arena(exp_avg, exp_avg_scale, True, beta)], lr=lr, **arguments)

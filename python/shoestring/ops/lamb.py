@@ -90,5 +90,5 @@ def lamb_reference(
         trust = norm / length if norm > 0 and length > 0 else 1.0
         return p - lr * trust * r, m, v
 
-    arenas = [Arena(exp_avg, exp_avg_scale, True), Arena(exp_avg_sq, exp_avg_sq_scale, False)]
+    arenas = [Arena(exp_avg, exp_avg_scale, True, beta1), Arena(exp_avg_sq, exp_avg_sq_scale, False, beta2)]
     reference_step(rule, params, grads, step, arenas, lr=lr, **arguments)

@@ -111,5 +111,5 @@ def muon_reference(
         update = scale * orthogonalize(ahead, ns_coefficients, ns_steps, eps)
         return p * (1 - lr * weight_decay) - lr * update.float(), m
 
-    arenas = [Arena(momentum_buffer, momentum_buffer_scale, True)]
+    arenas = [Arena(momentum_buffer, momentum_buffer_scale, True, momentum)]
     reference_step(rule, params, grads, step, arenas, lr=lr, **arguments)

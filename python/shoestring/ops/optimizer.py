@@ -164,7 +164,6 @@ def reference_step(
     seed: int = 0,
     extra: Sequence[Sequence[Tensor]] = (),
     numbers: Sequence[int] = (),
-    position: int = 0,
 ) -> None:
     """An operator in plain PyTorch, a tensor at a time.
 

@@ -1,11 +1,29 @@
 """Optimizers with low-memory state; drop-in for torch.optim."""
 
+from shoestring.optim.adafactor import Adafactor
 from shoestring.optim.adamw import AdamW
+from shoestring.optim.ademamix import AdEMAMix
 from shoestring.optim.apollo import APOLLO, APOLLOMini
 from shoestring.optim.files import load_optimizer, save_optimizer
 from shoestring.optim.galore import GaLore
+from shoestring.optim.lamb import LAMB
 from shoestring.optim.lion import Lion
+from shoestring.optim.muon import Muon
 from shoestring.optim.sam import SAM
 from shoestring.optim.sgd import SGD
 
-__all__ = ["APOLLO", "SAM", "SGD", "APOLLOMini", "AdamW", "GaLore", "Lion", "load_optimizer", "save_optimizer"]
+__all__ = [
+    "APOLLO",
+    "LAMB",
+    "SAM",
+    "SGD",
+    "APOLLOMini",
+    "AdEMAMix",
+    "Adafactor",
+    "AdamW",
+    "GaLore",
+    "Lion",
+    "Muon",
+    "load_optimizer",
+    "save_optimizer",
+]

@@ -1,0 +1,30 @@
+"""What optimizers share whose update of an element depends on its whole parameter."""
+
+from typing import Any
+
+from torch import Tensor
+
+from shoestring.optim.base import LowMemoryOptimizer
+from shoestring.optim.sharded import is_dtensor
+
+
+class WholeTensorOptimizer(LowMemoryOptimizer):
+    """Refuses parameters of which a process has a part: its norms and products would be those of the part."""
+
+    def _check_param(self, index: int, param: Tensor) -> None:
+        """Raises ValueError where a parameter does not fit."""
+        if is_dtensor(param):
+            raise ValueError(
+                f"{self._name}: params[{index}]: expected a tensor that each process has in full, received a DTensor; use "
+                "shoestring.optim.AdamW, Lion or SGD with sharded parameters"
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as in ``torch.optim.Optimizer``; its options and parameters are checked first."""
+        params = param_group["params"]
+        param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
+        for i, item in enumerate(param_group["params"]):
+            param = item[1] if isinstance(item, tuple) else item
+            if isinstance(param, Tensor):
+                self._check_param(i, param)
+        super().add_param_group(param_group)

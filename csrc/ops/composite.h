@@ -1,7 +1,7 @@
 #pragma once
 
-// For optimizers that are more than a rule: a call, parameter by parameter, as calls of other operators on a parameter's
-// share of the state. Nothing here reads a tensor's values, so one implementation serves every device.
+// For optimizers that are more than a rule: a call, parameter by parameter, as calls of other operators on a
+// parameter's share of the state. Nothing here reads a tensor's values, so one implementation serves every device.
 
 #include <initializer_list>
 #include <vector>

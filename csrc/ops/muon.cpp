@@ -43,8 +43,8 @@ struct Options {
   }
 };
 
-// x = U S V^T becomes about scale * U V^T: singular values in [0.7, 1.2] after five steps of the usual polynomial, an odd
-// one, so that it needs products only. Overwrites x.
+// x = U S V^T becomes about scale * U V^T: singular values in [0.7, 1.2] after five steps of the usual polynomial, an
+// odd one, so that it needs products only. Overwrites x.
 Tensor orthogonal(Tensor x, const Options& o, double scale) {
   x.div_(at::linalg_vector_norm(x).clamp_min_(o.eps));
   const bool tall = x.size(0) > x.size(1);

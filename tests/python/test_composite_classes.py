@@ -27,10 +27,15 @@ def train(optimizer: torch.optim.Optimizer, params: list[Parameter], steps: rang
         optimizer.step()
 
 
+def named(x: object) -> str:
+    return getattr(x, "__name__", "")
+
+
 def apart(ours: list[Parameter], theirs: list[Parameter], start: list[Parameter]) -> float:
     """The distance as a share of the way that theirs went."""
     way = torch.cat([(q - s).detach().flatten() for q, s in zip(theirs, start, strict=True)])
-    return (torch.cat([(p - q).detach().flatten() for p, q in zip(ours, theirs, strict=True)]).norm() / way.norm()).item()
+    off = torch.cat([(p - q).detach().flatten() for p, q in zip(ours, theirs, strict=True)])
+    return (off.norm() / way.norm()).item()
 
 
 class PlainLAMB(torch.optim.Optimizer):
@@ -62,7 +67,7 @@ CASES = [
 
 
 @pytest.mark.device
-@pytest.mark.parametrize(("rule", "plain", "options", "sizes", "error"), CASES, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize(("rule", "plain", "options", "sizes", "error"), CASES, ids=named)
 def test_fp32_state_is_the_plain_rule(
     rule: type, plain: type, options: dict[str, Any], sizes: list[tuple[int, ...]], error: float
 ) -> None:
@@ -75,10 +80,18 @@ def test_fp32_state_is_the_plain_rule(
 @pytest.mark.device
 @pytest.mark.parametrize(
     ("rule", "options", "sizes", "error"),
-    [(Muon, {}, MATRICES, 0.03), (LAMB, {}, SIZES, 0.03), (Adafactor, dict(beta1=0.9), SIZES, 0.02), (AdEMAMix, {}, SIZES, 0.03)],
-    ids=lambda x: getattr(x, "__name__", ""),
+    [
+        (Muon, {}, MATRICES, 0.03),
+        (LAMB, {}, SIZES, 0.03),
+        (Adafactor, dict(beta1=0.9), SIZES, 0.02),
+        (AdEMAMix, {}, SIZES, 0.03),
+    ],
+    ids=named,
 )
-def test_8bit_state_follows_fp32(rule: type, options: dict[str, Any], sizes: list[tuple[int, ...]], error: float) -> None:
+def test_8bit_state_follows_fp32(
+    rule: type, options: dict[str, Any], sizes: list[tuple[int, ...]], error: float
+) -> None:
+    """By the way that the weights went."""
     ours, exact = parameters(sizes), parameters(sizes)
     train(rule(ours, **options), ours, range(10))
     train(rule(exact, state="fp32", **options), exact, range(10))
@@ -136,7 +149,7 @@ def test_adafactor_resumes_with_its_mean_or_without(beta1: float) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: Muon(p), r"Muon: params\[1\]: expected a matrix, received shape \(300,\); use shoestring.optim.AdamW"),
+        (lambda p: Muon(p), r"Muon: params\[1\]: expected a matrix, received shape \(300,\); use .*AdamW"),
         (lambda p: Muon(p[:1], momentum=1.0), "Muon: momentum: expected"),
         (lambda p: Muon(p[:1], ns_steps=0), "Muon: ns_steps: expected a whole number from 1 to 99, received 0"),
         (lambda p: Muon(p[:1], ns_coefficients=(1.0,)), "Muon: ns_coefficients: expected three numbers"),

@@ -31,11 +31,12 @@ def adafactor_(
     """One step of Adafactor, in place, on every parameter that has a gradient, one after another.
 
     What ``torch.optim.Adafactor`` does: the second moment is the product of its means over rows and over columns (of
-    the last two dimensions), with ``1 - t^beta2_decay`` for beta2; the update ``u = g / sqrt(second moment)`` is clipped
-    to a root mean square of d; ``p = p (1 - lr weight_decay) - max(eps2, rms(p)) min(lr, 1 / sqrt(t)) u`` ("Adafactor:
-    Adaptive Learning Rates with Sublinear Memory Cost", arXiv 1804.04235). With beta1 above 0 a running mean of the
-    clipped updates takes u's place. Temporary memory: 8 bytes an element of one parameter at a time, and 4 for a gradient
-    that is not fp32, or is scaled. A NaN or infinite gradient spoils its whole parameter.
+    the last two dimensions), with ``1 - t^beta2_decay`` for beta2; the update ``u = g / sqrt(second moment)`` is
+    clipped to a root mean square of d; ``p = p (1 - lr weight_decay) - max(eps2, rms(p)) min(lr, 1 / sqrt(t)) u``
+    ("Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", arXiv 1804.04235). With beta1 above 0 a running
+    mean of the clipped updates takes u's place. Temporary memory: 4 bytes an element of one parameter at a time, and 4
+    more for a gradient that is not fp32 or is scaled, or with a remainder. A NaN or infinite gradient spoils its whole
+    parameter.
 
     Args:
         params: fp32, bf16 or fp16, any shapes and sizes; arithmetic is fp32.

@@ -37,7 +37,8 @@ def ademamix_(
     AdamW with a second, slow mean of gradients: ``p = p (1 - lr weight_decay) - lr (m / (1 - beta1^t) + alpha s) /
     (sqrt(v / (1 - beta2^t)) + eps)``, where m, s and v are the means of gradients, of gradients, and of their squares,
     with beta1, beta3 and beta2 ("The AdEMAMix Optimizer", arXiv 2409.03137). The state of all parameters lies in flat
-    arenas as for ``adamw_``. A NaN or infinite gradient spoils its weight, and with codes its block of 256, but no other.
+    arenas as for ``adamw_``. A NaN or infinite gradient spoils its weight, and with codes its block of 256, but no
+    other.
 
     Args:
         params: fp32, bf16 or fp16, any shapes and sizes; arithmetic is fp32.

@@ -23,8 +23,9 @@ def ema_(
 ) -> None:
     """Overwrites params with lr times the running mean of gradients, in one pass over all of them.
 
-    ``m = beta m + (1 - beta) g``; then ``p = lr m``, or with Nesterov's momentum ``p = lr (beta m + (1 - beta) g)``. What
-    an optimizer can begin with that makes its update from the mean: it keeps the mean in few bits, and finds it in fp32.
+    ``m = beta m + (1 - beta) g``; then ``p = lr m``, or with Nesterov's momentum ``p = lr (beta m + (1 - beta) g)``.
+    What an optimizer can begin with that makes its update from the mean: it keeps the mean in few bits, and finds it in
+    fp32.
 
     Args:
         params: fp32, bf16 or fp16, any shapes and sizes; only written.

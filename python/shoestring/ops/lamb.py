@@ -29,8 +29,8 @@ def lamb_(
 
     AdamW's update u, and with it the decay, made as long as the weights: ``r = u + weight_decay p``; ``p = p - lr |p| /
     |r| r``, where either norm is 0 with 1 for their ratio (algorithm 2 of "Large Batch Optimization for Deep Learning:
-    Training BERT in 76 minutes", arXiv 1904.00962, phi being the identity). Temporary memory: 8 bytes an element of one
-    parameter at a time (4 without weight decay). A NaN or infinite gradient spoils its whole parameter.
+    Training BERT in 76 minutes", arXiv 1904.00962, phi being the identity). Temporary memory: at most 12 bytes an
+    element of one parameter at a time (4 without weight decay). A NaN or infinite gradient spoils its whole parameter.
 
     Args:
         params: fp32, bf16 or fp16, any shapes and sizes; arithmetic is fp32.

@@ -31,11 +31,11 @@ def muon_(
     """One step of Muon, in place, on every matrix that has a gradient, one after another.
 
     What ``torch.optim.Muon`` does: ``m = momentum m + (1 - momentum) g``; Newton-Schulz steps bring the singular values
-    of m, or with Nesterov's momentum of ``momentum m + (1 - momentum) g``, near 1; the matrix O that they make moves the
-    weight: ``p = p (1 - lr weight_decay) - lr scale O`` (Jordan, "Muon: an optimizer for hidden layers in neural
+    of m, or with Nesterov's momentum of ``momentum m + (1 - momentum) g``, near 1; the matrix O that they make moves
+    the weight: ``p = p (1 - lr weight_decay) - lr scale O`` (Jordan, "Muon: an optimizer for hidden layers in neural
     networks", 2024). The products are bf16, added in fp32, on CUDA and on CPUs that have units for it, and elsewhere
-    fp32. One parameter's temporary memory: 4 bytes an element for m, and 4 (fp32: 8) for the products. A NaN or infinite
-    gradient spoils its whole matrix.
+    fp32. Temporary memory: at most 16 bytes an element (8 where products are bf16) of one parameter at a time. A NaN or
+    infinite gradient spoils its whole matrix.
 
     Args:
         params: matrices: fp32, bf16 or fp16, of any sizes.
@@ -48,8 +48,8 @@ def muon_(
         ns_coefficients: a, b, c of ``a X + b (X X^T) X + c (X X^T)^2 X``.
         eps: the least norm that m is divided by.
         ns_steps: Newton-Schulz steps, 1 to 99.
-        adjust_lr_fn: scale: "original", sqrt(max(1, rows / columns)), or "match_rms_adamw", 0.2 sqrt(max(rows, columns)),
-            with which lr and weight_decay of AdamW fit.
+        adjust_lr_fn: scale: "original", sqrt(max(1, rows / columns)), or "match_rms_adamw", 0.2 sqrt(max(rows,
+            columns)), with which lr and weight_decay of AdamW fit.
         **arguments: see ``StepArguments``.
 
     Raises:

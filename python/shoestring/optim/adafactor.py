@@ -17,12 +17,13 @@ MEAN = (Moment("exp_avg", signed=True),)
 class Adafactor(WholeTensorOptimizer):
     """Adafactor (arXiv 1804.04235): of matrices it keeps the second moment's means over rows and columns alone.
 
-    What ``torch.optim.Adafactor`` does; with ``beta1`` above 0, a running mean of the clipped updates takes their place,
-    and is kept in 8 bits.
+    What ``torch.optim.Adafactor`` does; with ``beta1`` above 0, a running mean of the clipped updates takes their
+    place, and is kept in 8 bits.
 
     Memory: 4 bytes for each row, column and parameter (``4 (rows + columns + 1)`` for a matrix, for each of a batch of
-    them in more dimensions; ``4 (n + 1)`` for vectors); with beta1, what ``Lion`` has in addition, 1.02 bytes an element.
-    During a step, 8 bytes an element of one parameter at a time, and 4 more for a gradient that is not fp32 or is scaled.
+    them in more dimensions; ``4 (n + 1)`` for vectors); with beta1, what ``Lion`` has in addition, 1.02 bytes an
+    element. During a step, 4 bytes an element of one parameter at a time, and 4 more for a gradient that is not fp32 or
+    is scaled, or with ``weights="remainder"``.
 
     Args:
         params: parameters, named parameters or groups; fp32, bf16 or fp16.

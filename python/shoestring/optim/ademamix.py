@@ -17,8 +17,8 @@ class AdEMAMix(LowMemoryOptimizer):
     AdamW with a second, slow mean of gradients, ``alpha`` times which is added to the first in the update.
 
     Memory: ``sum(ceil(n / 256) * 780 + 4)`` bytes over the parameters that have had a gradient, n being their sizes; in
-    place of 780, 456 for 4-bit state, 1536 for bf16 and 3072 for fp32, and 512 more with ``weights="remainder"``. A slow
-    mean moves by less in a step than 8-bit codes are apart; ``state="bf16"``, whose rounding is right in the mean,
+    place of 780, 456 for 4-bit state, 1536 for bf16 and 3072 for fp32, and 512 more with ``weights="remainder"``. A
+    slow mean moves by less in a step than 8-bit codes are apart; ``state="bf16"``, whose rounding is right in the mean,
     follows it better.
 
     Args:
@@ -28,8 +28,8 @@ class AdEMAMix(LowMemoryOptimizer):
             [0, 1).
         alpha: of the slow mean in the update.
         t_alpha: steps in which alpha rises from 0, evenly; None: it is there at once.
-        t_beta3: steps in which the slow mean's decay rises from the first to the third beta, so that the time after which
-            half is forgotten grows evenly; None: it is there at once.
+        t_beta3: steps in which the slow mean's decay rises from the first to the third beta, so that the time after
+            which half is forgotten grows evenly; None: it is there at once.
         eps: added to the root of the second moment.
         weight_decay: decoupled, applied before the update.
         **options: see ``LowMemoryOptions``.
@@ -37,8 +37,8 @@ class AdEMAMix(LowMemoryOptimizer):
     Raises:
         ValueError: an option, dtype or loaded state that does not fit; nothing has changed then.
 
-    What ``AdamW`` says of groups, state dicts, GradScaler, CUDA graphs and ``grad_norm`` holds here as well; ``state[p]``
-    holds ``exp_avg_slow`` and its scale beside the entries of ``AdamW``.
+    What ``AdamW`` says of groups, state dicts, GradScaler, CUDA graphs and ``grad_norm`` holds here as well;
+    ``state[p]`` holds ``exp_avg_slow`` and its scale beside the entries of ``AdamW``.
     """
 
     _moments = (
@@ -60,8 +60,8 @@ class AdEMAMix(LowMemoryOptimizer):
         weight_decay: float = 1e-2,
         **options: Unpack[LowMemoryOptions],
     ) -> None:
-        own = dict(lr=lr, betas=betas, alpha=alpha, t_alpha=t_alpha, t_beta3=t_beta3, eps=eps, weight_decay=weight_decay)
-        super().__init__(params, own, **options)
+        own = dict(lr=lr, betas=betas, alpha=alpha, t_alpha=t_alpha, t_beta3=t_beta3)
+        super().__init__(params, own | dict(eps=eps, weight_decay=weight_decay), **options)
 
     def _rule(self, group: dict[str, Any]) -> dict[str, Any]:
         names = ("alpha", "t_alpha", "t_beta3", "eps", "weight_decay")
@@ -74,6 +74,7 @@ class AdEMAMix(LowMemoryOptimizer):
             self._expect(group[name] >= 0, name, "a number of at least 0", group[name])
         for name in ("t_alpha", "t_beta3"):
             steps = group[name]
-            self._expect(steps is None or (isinstance(steps, int) and steps > 0), name, "None or a number of steps", steps)
+            good = steps is None or (isinstance(steps, int) and steps > 0)
+            self._expect(good, name, "None or a number of steps", steps)
         rises = group["t_beta3"] is None or 0 < betas[0] <= betas[2]
         self._expect(rises, "betas", "a third of at least the first, and that above 0, with t_beta3", betas)

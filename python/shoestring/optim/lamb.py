@@ -13,14 +13,14 @@ from shoestring.optim.whole import WholeTensorOptimizer
 
 
 class LAMB(WholeTensorOptimizer):
-    """LAMB (arXiv 1904.00962), for large batches, whose moments are kept in 8 bits: 2.03 bytes a parameter instead of 8.
+    """LAMB (arXiv 1904.00962), for large batches, with moments in 8 bits: 2.03 bytes a parameter instead of 8.
 
     AdamW's update, and with it the decay, is made as long as the weights, parameter by parameter: lr is a share of
     their norm.
 
     Memory: ``sum(ceil(n / 256) * 520 + 4)`` bytes over the parameters that have had a gradient, n being their sizes; in
-    place of 520, 296 for 4-bit state, 1024 for bf16 and 2048 for fp32, and 512 more with ``weights="remainder"``. During
-    a step, 8 bytes an element of one parameter at a time.
+    place of 520, 296 for 4-bit state, 1024 for bf16 and 2048 for fp32, and 512 more with ``weights="remainder"``.
+    During a step, at most 12 bytes an element of one parameter at a time.
 
     Args:
         params: parameters, named parameters or groups; fp32, bf16 or fp16.

@@ -23,7 +23,7 @@ class Muon(WholeTensorOptimizer):
 
     Memory: ``sum(ceil(n / 256) * 260 + 4)`` bytes over the parameters that have had a gradient, n being their sizes; in
     place of 260, 160 for 4-bit state, 512 for bf16 and 1024 for fp32, and 512 more with ``weights="remainder"``. During
-    a step, 8 bytes an element of one parameter at a time (12 where products are fp32).
+    a step, at most 16 bytes an element of one parameter at a time (8 where products are bf16).
 
     Args:
         params: matrices, as parameters, named parameters or groups; fp32, bf16 or fp16.

@@ -15,8 +15,8 @@ class WholeTensorOptimizer(LowMemoryOptimizer):
         """Raises ValueError where a parameter does not fit."""
         if is_dtensor(param):
             raise ValueError(
-                f"{self._name}: params[{index}]: expected a tensor that each process has in full, received a DTensor; use "
-                "shoestring.optim.AdamW, Lion or SGD with sharded parameters"
+                f"{self._name}: params[{index}]: expected a tensor that each process has in full, received a DTensor; "
+                "use shoestring.optim.AdamW, Lion or SGD with sharded parameters"
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

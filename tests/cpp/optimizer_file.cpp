@@ -6,6 +6,7 @@
 // optimizer.safetensors, with state and options. Weights and the latter are replaced by those after steps FROM to TO.
 
 #include <cstdio>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -18,11 +19,17 @@ using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
 namespace {
 
+template <class Optimizer>
+std::unique_ptr<LowMemoryOptimizer> made(const Groups& groups) {
+  return std::make_unique<Optimizer>(groups);
+}
+
 std::unique_ptr<LowMemoryOptimizer> make(const std::string& name, const Groups& groups) {
-  if (name == "AdamW") return std::make_unique<AdamW>(groups);
-  if (name == "Lion") return std::make_unique<Lion>(groups);
-  if (name == "SGD") return std::make_unique<SGD>(groups);
-  TORCH_CHECK(false, "optimizer_file: no class ", name);
+  static const std::map<std::string, std::unique_ptr<LowMemoryOptimizer> (*)(const Groups&)> classes{
+      {"AdamW", made<AdamW>}, {"Lion", made<Lion>},           {"SGD", made<SGD>},  {"AdEMAMix", made<AdEMAMix>},
+      {"LAMB", made<LAMB>},   {"Adafactor", made<Adafactor>}, {"Muon", made<Muon>}};
+  TORCH_CHECK(classes.count(name) > 0, "optimizer_file: no class ", name);
+  return classes.at(name)(groups);
 }
 
 void run(const std::string& name, const std::string& folder, int from, int to, double max_grad_norm) {

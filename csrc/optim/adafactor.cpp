@@ -26,8 +26,10 @@ const Rule& AdafactorOptions::rule() const {
 }
 
 std::vector<Field> AdafactorOptions::fields() {
-  return {{"beta1", &beta1_, &kFraction}, {"beta2_decay", &beta2_decay_, &kAtMostZero},
-          {"eps", &eps_, &kAtLeastZero},  {"d", &d_, &kAtLeastOne},
+  return {{"beta1", &beta1_, &kFraction},
+          {"beta2_decay", &beta2_decay_, &kAtMostZero},
+          {"eps", &eps_, &kAtLeastZero},
+          {"d", &d_, &kAtLeastOne},
           {"weight_decay", &weight_decay_, &kAtLeastZero}};
 }
 

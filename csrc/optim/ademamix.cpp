@@ -12,9 +12,9 @@ const Rule& AdEMAMixOptions::rule() const {
 }
 
 std::vector<Field> AdEMAMixOptions::fields() {
-  return {{"betas", &betas_, &kFraction},    {"alpha", &alpha_, &kAtLeastZero}, {"t_alpha", &t_alpha_, &kAboveZero},
-          {"t_beta3", &t_beta3_, &kAboveZero}, {"eps", &eps_, &kAtLeastZero},
-          {"weight_decay", &weight_decay_, &kAtLeastZero}};
+  return {{"betas", &betas_, &kFraction},      {"alpha", &alpha_, &kAtLeastZero},
+          {"t_alpha", &t_alpha_, &kAboveZero}, {"t_beta3", &t_beta3_, &kAboveZero},
+          {"eps", &eps_, &kAtLeastZero},       {"weight_decay", &weight_decay_, &kAtLeastZero}};
 }
 
 void AdEMAMixOptions::check() const {

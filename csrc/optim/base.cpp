@@ -86,7 +86,7 @@ Layout& Core::layout(size_t group) {
       }
       for (const Extra& extra : rule.extra(arena.params[i])) {
         Tensor& tensor = views[extra.name];
-        if (!tensor.defined()) tensor = at::zeros(extra.shape, at::TensorOptions().device(kind.device).dtype(at::kFloat));
+        if (!tensor.defined()) tensor = at::zeros(extra.shape, arena.step.options());
       }
       optimizer->state()[arena.params[i].unsafeGetTensorImpl()] = std::make_unique<ParamState>(std::move(views));
     }

@@ -12,9 +12,12 @@ const Rule& MuonOptions::rule() const {
 }
 
 std::vector<Field> MuonOptions::fields() {
-  return {{"momentum", &momentum_, &kFraction}, {"weight_decay", &weight_decay_, &kAtLeastZero},
-          {"nesterov", &nesterov_},             {"ns_coefficients", &ns_coefficients_},
-          {"eps", &eps_, &kAtLeastZero},        {"ns_steps", &ns_steps_},
+  return {{"momentum", &momentum_, &kFraction},
+          {"weight_decay", &weight_decay_, &kAtLeastZero},
+          {"nesterov", &nesterov_},
+          {"ns_coefficients", &ns_coefficients_},
+          {"eps", &eps_, &kAtLeastZero},
+          {"ns_steps", &ns_steps_},
           {"adjust_lr_fn", &adjust_lr_fn_}};
 }
 

@@ -23,7 +23,8 @@ template <class... T>
 NamedArguments values_of(const std::string& name, const std::tuple<T...>& several) {
   NamedArguments all;
   int number = 0;
-  std::apply([&](const T&... value) { (all.emplace_back(numbered(name, ++number), c10::IValue(value)), ...); }, several);
+  std::apply([&](const T&... value) { (all.emplace_back(numbered(name, ++number), c10::IValue(value)), ...); },
+             several);
   return all;
 }
 
@@ -65,7 +66,8 @@ void check_numbers(const char* rule, const Field& field) {
   }
   const bool whole = std::holds_alternative<int64_t*>(field.value);
   const char* what[] = {"", whole ? "a whole number " : "a number ", "two numbers ", "three numbers "};
-  expect(good, rule, field.name, what[std::min<size_t>(numbers.size(), 3)] + std::string(field.allowed->expected), received);
+  expect(good, rule, field.name, what[std::min<size_t>(numbers.size(), 3)] + std::string(field.allowed->expected),
+         received);
 }
 
 template <size_t n>
@@ -108,7 +110,8 @@ void Access::check(const LowMemoryOptions& options) {
 }
 
 void Access::assign(torch::optim::OptimizerOptions& to, const torch::optim::OptimizerOptions& from) {
-  const auto ours = fields(static_cast<LowMemoryOptions&>(to)), theirs = fields(static_cast<const LowMemoryOptions&>(from));
+  const auto ours = fields(static_cast<LowMemoryOptions&>(to));
+  const auto theirs = fields(static_cast<const LowMemoryOptions&>(from));
   for (size_t i = 0; i < ours.size(); ++i) {
     std::visit([&](auto* value) { *value = *std::get<decltype(value)>(theirs[i].value); }, ours[i].value);
   }

@@ -29,8 +29,8 @@ inline constexpr Allowed kAtLeastOne{"of at least 1", [](double x) { return x >=
 inline constexpr Allowed kFraction{"in [0, 1)", [](double x) { return x >= 0 && x < 1; }};
 inline constexpr Allowed kFinite{"that is finite", [](double x) { return x - x == 0; }};
 
-/// A field of an options struct: saved and loaded, checked, and handed to the operator under this name. Those of a tuple
-/// have their number behind: eps1, and of betas beta1.
+/// A field of an options struct: saved and loaded, checked, and handed to the operator under this name. Those of a
+/// tuple have their number behind: eps1, and of betas beta1.
 struct Field {
   using Value = std::variant<double*, int64_t*, bool*, std::string*, std::optional<int64_t>*, std::vector<double>*,
                              std::tuple<double, double>*, std::tuple<double, double, double>*,

@@ -24,7 +24,8 @@ void detail::restore(LowMemoryOptimizer& optimizer, Saved saved) {
     expect(states.size() == params.size(), name, "load", c10::str(params.size(), " parameters in group ", g),
            states.size());
     for (size_t i = 0; i < params.size(); ++i) {
-      if (!states[i].tensors().empty()) check_state(Access::rule(options), states[i], params[i], kind_of(params[i], options));
+      if (states[i].tensors().empty()) continue;
+      check_state(Access::rule(options), states[i], params[i], kind_of(params[i], options));
     }
   }
   at::NoGradGuard no_grad;

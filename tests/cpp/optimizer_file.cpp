@@ -2,8 +2,9 @@
 //
 //   optimizer_file CLASS FOLDER FROM TO MAX_GRAD_NORM [CLASS FOLDER ...]
 //
-// FOLDER has params.safetensors ("<group>.<index>"), grads.safetensors ("<step>.<group>.<index>", where there is one) and
-// optimizer.safetensors, with state and options. Weights and the latter are replaced by those after steps FROM to TO.
+// FOLDER has params.safetensors ("<group>.<index>"), grads.safetensors ("<step>.<group>.<index>", where there is one)
+// and optimizer.safetensors, with state and options. Weights and the latter are replaced by those after steps FROM to
+// TO.
 
 #include <cstdio>
 #include <map>

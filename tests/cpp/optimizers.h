@@ -87,23 +87,31 @@ template <class Optimizer, class Options>
 RuleCase rule_case(const std::string& name, const Options& set) {
   return {name,
           [set](const Groups& groups, const std::string& state, const std::string& weights) {
-            return std::make_unique<Optimizer>(groups, Options(set).state(state).weights(weights).seed(1 << 20).min_quantize_size(10));
+            return std::make_unique<Optimizer>(
+                groups, Options(set).state(state).weights(weights).seed(1 << 20).min_quantize_size(10));
           },
           [](const Groups& groups) { return std::make_unique<Optimizer>(groups); }};
 }
 
 inline std::vector<RuleCase> rule_cases() {
   using namespace shoestring::optim;
-  return {rule_case<AdamW>("AdamW", AdamWOptions(3e-3).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.3).maximize(true)),
-          rule_case<Lion>("Lion", LionOptions(3e-3).betas({0.7, 0.9}).weight_decay(0.3).maximize(true)),
-          rule_case<SGD>("SGD", SGDOptions(3e-2).momentum(0.7).dampening(0.2).weight_decay(0.3).maximize(true)),
-          rule_case<SGD>("SGD", SGDOptions(3e-2).nesterov(true)),
-          rule_case<AdEMAMix>("AdEMAMix", AdEMAMixOptions(3e-3).betas({0.8, 0.95, 0.99}).alpha(2).t_alpha(5).t_beta3(4)),
-          rule_case<LAMB>("LAMB", LAMBOptions(3e-3).betas({0.8, 0.95}).eps(1e-5).weight_decay(0.3).maximize(true)),
-          rule_case<Adafactor>("Adafactor", AdafactorOptions(3e-3).eps({1e-5, 1e-2}).d(2).weight_decay(0.3)),
-          rule_case<Adafactor>("Adafactor with a mean", AdafactorOptions(3e-3).beta1(0.8).beta2_decay(-0.7)),
-          rule_case<Muon>("Muon", MuonOptions(3e-3).momentum(0.8).nesterov(false).ns_steps(3).eps(1e-5).weight_decay(0.3)
-                                      .ns_coefficients({3, -4, 2}).adjust_lr_fn("match_rms_adamw"))};
+  return {
+      rule_case<AdamW>("AdamW", AdamWOptions(3e-3).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.3).maximize(true)),
+      rule_case<Lion>("Lion", LionOptions(3e-3).betas({0.7, 0.9}).weight_decay(0.3).maximize(true)),
+      rule_case<SGD>("SGD", SGDOptions(3e-2).momentum(0.7).dampening(0.2).weight_decay(0.3).maximize(true)),
+      rule_case<SGD>("SGD", SGDOptions(3e-2).nesterov(true)),
+      rule_case<AdEMAMix>("AdEMAMix", AdEMAMixOptions(3e-3).betas({0.8, 0.95, 0.99}).alpha(2).t_alpha(5).t_beta3(4)),
+      rule_case<LAMB>("LAMB", LAMBOptions(3e-3).betas({0.8, 0.95}).eps(1e-5).weight_decay(0.3).maximize(true)),
+      rule_case<Adafactor>("Adafactor", AdafactorOptions(3e-3).eps({1e-5, 1e-2}).d(2).weight_decay(0.3)),
+      rule_case<Adafactor>("Adafactor with a mean", AdafactorOptions(3e-3).beta1(0.8).beta2_decay(-0.7)),
+      rule_case<Muon>("Muon", MuonOptions(3e-3)
+                                  .momentum(0.8)
+                                  .nesterov(false)
+                                  .ns_steps(3)
+                                  .eps(1e-5)
+                                  .weight_decay(0.3)
+                                  .ns_coefficients({3, -4, 2})
+                                  .adjust_lr_fn("match_rms_adamw"))};
 }
 
 constexpr const char* kStates[] = {"8bit", "4bit", "bf16", "fp32"};

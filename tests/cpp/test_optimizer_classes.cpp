@@ -55,18 +55,27 @@ TEST_CASE("classes are their operators", "[optim]") {
   check_same<SGD>("sgd_", SGDOptions(0.1).nesterov(true),
                   {{"momentum", 0.9}, {"dampening", 0.0}, {"weight_decay", 0.0}, {"nesterov", true}},
                   {"momentum_buffer"});
-  check_same<Muon>(
-      "muon_",
-      MuonOptions(0.1).momentum(0.7).weight_decay(0.25).nesterov(false).ns_coefficients({3, -4, 2}).eps(1e-3).ns_steps(3)
-          .adjust_lr_fn("match_rms_adamw"),
-      {{"momentum", 0.7}, {"weight_decay", 0.25}, {"nesterov", false}, {"ns_coefficients", std::vector<double>{3, -4, 2}},
-       {"eps", 1e-3}, {"ns_steps", 3}, {"adjust_lr_fn", "match_rms_adamw"}},
-      {"momentum_buffer"});
+  check_same<Muon>("muon_",
+                   MuonOptions(0.1)
+                       .momentum(0.7)
+                       .weight_decay(0.25)
+                       .nesterov(false)
+                       .ns_coefficients({3, -4, 2})
+                       .eps(1e-3)
+                       .ns_steps(3)
+                       .adjust_lr_fn("match_rms_adamw"),
+                   {{"momentum", 0.7},
+                    {"weight_decay", 0.25},
+                    {"nesterov", false},
+                    {"ns_coefficients", std::vector<double>{3, -4, 2}},
+                    {"eps", 1e-3},
+                    {"ns_steps", 3},
+                    {"adjust_lr_fn", "match_rms_adamw"}},
+                   {"momentum_buffer"});
   for (double beta1 : {0.0, 0.7}) {
     const auto list = [](at::IntArrayRef shape) { return std::vector<Tensor>{at::zeros(shape)}; };
     check_same<Adafactor>(
-        "adafactor_",
-        AdafactorOptions(0.1).beta1(beta1).beta2_decay(-0.5).eps({1e-3, 0.5}).d(1.5).weight_decay(0.25),
+        "adafactor_", AdafactorOptions(0.1).beta1(beta1).beta2_decay(-0.5).eps({1e-3, 0.5}).d(1.5).weight_decay(0.25),
         {{"beta1", beta1}, {"beta2_decay", -0.5}, {"eps1", 1e-3}, {"eps2", 0.5}, {"d", 1.5}, {"weight_decay", 0.25}},
         beta1 > 0 ? std::vector<std::string>{"exp_avg"} : std::vector<std::string>(),
         {{"row_var", list({16, 1})}, {"col_var", list({1, 32})}, {"variance", list({0})}});
@@ -79,8 +88,9 @@ TEST_CASE("options that no operator takes are refused at once", "[optim]") {
                     Contains("AdEMAMix: betas: expected three numbers in [0, 1), received 0.9 and 0.99 and 1"));
   CHECK_THROWS_WITH(AdEMAMix(params, AdEMAMixOptions().t_alpha(0)),
                     Contains("AdEMAMix: t_alpha: expected a number above 0, received 0"));
-  CHECK_THROWS_WITH(AdEMAMix(params, AdEMAMixOptions().betas({0.9, 0.99, 0.5}).t_beta3(3)),
-                    Contains("AdEMAMix: betas: expected a third of at least the first, and that above 0, with t_beta3"));
+  CHECK_THROWS_WITH(
+      AdEMAMix(params, AdEMAMixOptions().betas({0.9, 0.99, 0.5}).t_beta3(3)),
+      Contains("AdEMAMix: betas: expected a third of at least the first, and that above 0, with t_beta3"));
   CHECK_THROWS_WITH(Adafactor(params, AdafactorOptions().eps({-1, 1})),
                     Contains("Adafactor: eps: expected two numbers of at least 0, received -1 and 1"));
   CHECK_THROWS_WITH(Adafactor(params, AdafactorOptions().d(0.5)),
@@ -89,8 +99,10 @@ TEST_CASE("options that no operator takes are refused at once", "[optim]") {
                     Contains("Adafactor: beta2_decay: expected a number of at most 0, received 0.5"));
   CHECK_THROWS_WITH(Muon(params, MuonOptions().ns_coefficients({1, 2})),
                     Contains("Muon: ns_coefficients: expected 3 numbers, received 2"));
-  CHECK_THROWS_WITH(Muon(params, MuonOptions().ns_steps(0)), Contains("Muon: ns_steps: expected a whole number from 1 to 99"));
-  CHECK_THROWS_WITH(Muon(params, MuonOptions().adjust_lr_fn("none")), Contains("Muon: adjust_lr_fn: expected \"original\" or"));
+  CHECK_THROWS_WITH(Muon(params, MuonOptions().ns_steps(0)),
+                    Contains("Muon: ns_steps: expected a whole number from 1 to 99"));
+  CHECK_THROWS_WITH(Muon(params, MuonOptions().adjust_lr_fn("none")),
+                    Contains("Muon: adjust_lr_fn: expected \"original\" or"));
   Muon muon(parameters());
   muon.param_groups()[0].params()[1].mutable_grad() = at::ones({300});
   CHECK_THROWS_WITH(muon.step(), Contains("muon_: params[0]: expected a matrix, received shape [300]"));

@@ -73,8 +73,9 @@ TEST_CASE("groups keep their own options, in place", "[optim]") {
   const auto params = parameters();
   Groups groups;
   groups.emplace_back(std::vector<Tensor>{params[1]});
-  groups.emplace_back(std::vector<Tensor>{params[2]}, std::make_unique<LionOptions>(
-                          LionOptions(0.5).betas({0.5, 0.25}).state("fp32").min_quantize_size(7).seed(-3)));
+  groups.emplace_back(
+      std::vector<Tensor>{params[2]},
+      std::make_unique<LionOptions>(LionOptions(0.5).betas({0.5, 0.25}).state("fp32").min_quantize_size(7).seed(-3)));
   Lion opt(groups), other(groups);
   save_optimizer(opt, folder / "a.safetensors");
   auto& options = static_cast<LionOptions&>(other.param_groups()[1].options());
@@ -204,7 +205,8 @@ TEST_CASE("what does not fit is refused, and nothing changes", "[optim]") {
   for (const char* name : {"0.9.step", "2.0.step", "00.1.step", "step", "0.-1.step"}) {
     tensors.insert(name, at::zeros({}));
     with("format_version", "1");
-    refused(same, bad, std::string("expected tensors called <group>.<index>.<name>, of the file's groups, received ") + name);
+    refused(same, bad,
+            std::string("expected tensors called <group>.<index>.<name>, of the file's groups, received ") + name);
     tensors.erase(name);
   }
 

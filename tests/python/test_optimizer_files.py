@@ -116,11 +116,11 @@ def test_steps_in_both_languages_are_the_same(rule: str, tmp_path: Path) -> None
         assert same(named(mixed), named(params)), folder.name
         assert same(state_of(optimizer), state_of(whole)), folder.name
         for ours, theirs in zip(optimizer.param_groups, whole.param_groups, strict=True):
-            assert {k: v for k, v in ours.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
+            assert ours | {"params": None} == theirs | {"params": None}
 
 
 def test_schedulers_tensors_and_norms_survive(tmp_path: Path) -> None:
-    """What C++ has no place for stays: a scheduler's entries, a learning rate in a tensor, the norm for the next clip."""
+    """What C++ has no place for stays: a scheduler's entries, a learning rate in a tensor; and the norm of clipping."""
     p, q = torch.randn(300, requires_grad=True), torch.randn(300, requires_grad=True)
     optimizer = AdamW([p], lr=torch.tensor(0.25), step_in_backward=True, max_grad_norm=1.0)
     torch.optim.lr_scheduler.StepLR(optimizer, 10)
@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     refused(Lion(params()), path, f"Lion: load_optimizer: {path}: expected optimizer Lion, received AdamW")
     refused(AdamW([{"params": [p]} for p in params()]), path, "expected 2 groups of parameters, received 1")
     refused(AdamW(params()[:1]), path, "expected 1 parameters in group 0, received 2")
-    refused(AdamW([torch.randn(300), torch.randn(4)]), path, r"exp_avg: expected torch.uint8 \(4,\), received torch.uint8")
+    refused(AdamW([torch.randn(300), torch.randn(4)]), path, r"exp_avg: expected torch.uint8 \(4,\), received")
     same_options = json.loads(metadata["groups"])
     for changed, message in [
         ({"format": "pt"}, "expected format shoestring.optimizer, received pt"),

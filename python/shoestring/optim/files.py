@@ -36,7 +36,8 @@ def save_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
         try:
             json.dumps([options, extra], allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"save_optimizer: group {g}: expected options that JSON can hold, received {error}") from None
+            message = f"save_optimizer: group {g}: expected options that JSON can hold, received {error}"
+            raise ValueError(message) from None
         groups.append({"size": len(group["params"]), "options": options, "extra": extra})
         for i, p in enumerate(group["params"]):
             if hasattr(p, "to_local"):
@@ -91,7 +92,9 @@ def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
     for name, tensor in tensors.items():
         group, index, entry = (*name.split(".", 2), "", "")[:3]
         if (group, index) not in numbers:
-            raise ValueError(f"{where}: expected tensors <group>.<index>.<name>, of the file's groups, received {name!r}")
+            raise ValueError(
+                f"{where}: expected tensors <group>.<index>.<name>, of the file's groups, received {name!r}"
+            )
         state.setdefault(numbers[group, index], {})[entry] = tensor
     optimizer.load_state_dict(
         {"state": state, "param_groups": groups, "format_version": FORMAT_VERSION}
@@ -113,7 +116,8 @@ def _groups(metadata: dict[str, str], optimizer: LowMemoryOptimizer, where: str)
     if not fits:
         raise ValueError(f"{where}: expected groups with the options {sorted(optimizer.defaults)}, received others")
     if len(groups) != len(optimizer.param_groups):
-        raise ValueError(f"{where}: expected {len(optimizer.param_groups)} groups of parameters, received {len(groups)}")
+        count = len(optimizer.param_groups)
+        raise ValueError(f"{where}: expected {count} groups of parameters, received {len(groups)}")
     return groups
 
 

@@ -61,7 +61,8 @@ class OptionsOf : public LowMemoryOptions {
   SHOESTRING_OPTION(double, lr)
   /// Ascend instead.
   SHOESTRING_OPTION(bool, maximize)
-  /// How moments are kept: "8bit" or "4bit", codes in blocks with fp32 scales; "bf16", rounded stochastically; or "fp32".
+  /// How moments are kept: "8bit" or "4bit", codes in blocks with fp32 scales; "bf16", rounded stochastically; or
+  /// "fp32".
   SHOESTRING_OPTION(std::string, state)
   /// Parameters with fewer elements have fp32 state.
   SHOESTRING_OPTION(int64_t, min_quantize_size)
@@ -69,8 +70,8 @@ class OptionsOf : public LowMemoryOptions {
   /// place; "stochastic", rounded up or down so that the mean is right; or "remainder", with 16 more bits a weight:
   /// exactly as fp32 weights would.
   SHOESTRING_OPTION(std::string, weights)
-  /// Of what is rounded stochastically. Random bits follow from it, the number of the step, that of the parameter in the
-  /// optimizer, and the place of the element in it: the same on every device, and in Python.
+  /// Of what is rounded stochastically. Random bits follow from it, the number of the step, that of the parameter in
+  /// the optimizer, and the place of the element in it: the same on every device, and in Python.
   SHOESTRING_OPTION(int64_t, seed)
 #undef SHOESTRING_OPTION
 
@@ -106,8 +107,8 @@ class SHOESTRING_API ParamState : public torch::optim::OptimizerCloneableParamSt
 
 // ---- Optimizer ----------------------------------------------------------------------------------------------------
 
-/// What all optimizers share: moments in few bits, one pass over all tensors of a group. Parameters: fp32, bf16 or fp16.
-/// State is made when a parameter first has a gradient.
+/// What all optimizers share: moments in few bits, one pass over all tensors of a group. Parameters: fp32, bf16 or
+/// fp16. State is made when a parameter first has a gradient.
 class SHOESTRING_API LowMemoryOptimizer : public torch::optim::Optimizer {
  public:
   ~LowMemoryOptimizer() override;
@@ -127,14 +128,14 @@ class SHOESTRING_API LowMemoryOptimizer : public torch::optim::Optimizer {
   const at::Tensor& grad_norm() const;
 
   /// Each parameter is stepped as soon as its gradient is complete, which is then freed: gradients are never all alive.
-  /// step() still has to be called, after each backward; it only counts. Clipping then is by the norm of the step before
-  /// (the first is not clipped), which is not the same. Not saved.
+  /// step() still has to be called, after each backward; it only counts. Clipping then is by the norm of the step
+  /// before (the first is not clipped), which is not the same. Not saved.
   void set_step_in_backward(bool step_in_backward);
 
   /// While the result lives, gradients are added up and grad() is freed: it stands around forward and backward of every
   /// micro-batch but the last of a step. That one runs outside; step(), or the step within backward, adds its gradient
-  /// on the way. The loss has to be divided by the number of micro-batches, as ever. zero_grad does not drop the sums; a
-  /// step does.
+  /// on the way. The loss has to be divided by the number of micro-batches, as ever. zero_grad does not drop the sums;
+  /// a step does.
   [[nodiscard]] std::shared_ptr<void> accumulate();
   /// What sums are kept in: at::kFloat, exact but for its rounding (the default), or at::kBFloat16.
   void set_accumulate_dtype(at::ScalarType dtype);
@@ -165,13 +166,14 @@ class OptimizerOf : public LowMemoryOptimizer {
 
 // ---- Files --------------------------------------------------------------------------------------------------------
 
-/// Writes state and options of all groups to the safetensors file `path`, which Python's shoestring.optim.load_optimizer
-/// reads as well. A file that is there is replaced once the new one is complete and on disk.
+/// Writes state and options of all groups to the safetensors file `path`, which Python's
+/// shoestring.optim.load_optimizer reads as well. A file that is there is replaced once the new one is complete and on
+/// disk.
 SHOESTRING_API void save_optimizer(const LowMemoryOptimizer& optimizer, const std::string& path);
 
-/// Restores what save_optimizer, in either language, has written: an optimizer of the same class over the same parameters,
-/// in the same groups and order, goes on bit for bit. Raises c10::Error where the file does not fit; nothing has changed
-/// then.
+/// Restores what save_optimizer, in either language, has written: an optimizer of the same class over the same
+/// parameters, in the same groups and order, goes on bit for bit. Raises c10::Error where the file does not fit;
+/// nothing has changed then.
 SHOESTRING_API void load_optimizer(LowMemoryOptimizer& optimizer, const std::string& path);
 
 }  // namespace shoestring::optim

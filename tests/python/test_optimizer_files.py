@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import shoestring
-from shoestring.optim import SGD, AdamW, Lion, load_optimizer, save_optimizer
+from shoestring.optim import AdEMAMix, Adafactor, AdamW, LAMB, Lion, SGD, load_optimizer, save_optimizer
 from shoestring.optim.arena import STATES, WEIGHTS
 
 BUILD = Path(os.environ.get("SHOESTRING_BUILD", Path(__file__).parents[2] / "build"))
@@ -29,6 +29,9 @@ RULES = {
     "Lion": (Lion, {"betas": (0.7, 0.9), "weight_decay": 0.3}),
     "SGD": (SGD, {"momentum": 0.7, "dampening": 0.2, "weight_decay": 0.3}),
     "Nesterov": (SGD, {"nesterov": True}),
+    "AdEMAMix": (AdEMAMix, {"betas": (0.8, 0.95, 0.99), "alpha": 3.0, "t_alpha": 4, "t_beta3": 5}),
+    "LAMB": (LAMB, {"betas": (0.8, 0.95), "weight_decay": 0.3}),
+    "Adafactor": (Adafactor, {"d": 1.5, "weight_decay": 0.3}),
 }
 
 

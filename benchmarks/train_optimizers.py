@@ -71,9 +71,9 @@ VARIANTS = {
 REFERENCE = "fp32"
 
 
-def config_of(seed: int, steps: int) -> LoopConfig:
-    """A learning rate that suits fp32. No clipping: norms are other sums for bf16 gradients than for fp32 ones."""
-    return LoopConfig(seq_len=64, batch_size=8, steps=steps, lr=1.5e-3, warmup=100, clip=0.0, seed=seed,
+def config_of(seed: int, steps: int, lr: float) -> LoopConfig:
+    """No clipping: norms are other sums for bf16 gradients than for fp32 ones."""
+    return LoopConfig(seq_len=64, batch_size=8, steps=steps, lr=lr, warmup=100, clip=0.0, seed=seed,
                       eval_every=max(1, steps // 4), eval_batches=64)  # fmt: skip
 
 
@@ -112,9 +112,9 @@ class Quiet:
             print(f"{self.name}, step {metrics['step']}: validation loss {val_loss:.4f}", flush=True)
 
 
-def train(name: str, seed: int, steps: int, folder: Path, data: tuple[Blocks, Blocks], end_of_text: int) -> None:
+def train(name: str, config: LoopConfig, folder: Path, data: tuple[Blocks, Blocks], end_of_text: int) -> None:
     """One run; continues from its newest checkpoint, and leaves result.json."""
-    variant, config = VARIANTS[name], config_of(seed, steps)
+    variant, seed, steps = VARIANTS[name], config.seed, config.steps
     run = folder / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
     if (run / "result.json").is_file():
         return
@@ -141,7 +141,7 @@ def train(name: str, seed: int, steps: int, folder: Path, data: tuple[Blocks, Bl
     rows = read_metrics(run / "metrics.jsonl")
     losses = hashlib.sha256(b"".join(row["loss"].hex().encode() for row in rows)).hexdigest()
     write_json(run / "result.json", dict(
-        variant=name, seed=seed, steps=steps, val_loss=trainer.val_loss, losses_sha256=losses,
+        variant=name, seed=seed, steps=steps, lr=config.lr, val_loss=trainer.val_loss, losses_sha256=losses,
         parameters=sum(p.numel() for p in model.parameters()), seconds=sum(row["seconds"] for row in rows),
         machine=cpu_model(), capability=torch.ops.shoestring.cpu_capability(), torch=torch.__version__,
     ))  # fmt: skip
@@ -185,7 +185,7 @@ def prepare(folder: Path) -> tuple[tuple[Blocks, Blocks], int]:
         folder.mkdir(parents=True, exist_ok=True)
         standard_library(folder / "stdlib.jsonl")
         tokenize([folder / "stdlib.jsonl"], "*", tokens, None, VOCABULARY)
-    data = split_blocks(read_token_file(tokens)[0], config_of(0, 1).seq_len, 0.02)
+    data = split_blocks(read_token_file(tokens)[0], config_of(0, 1, 1.0).seq_len, 0.02)
     return data, load_tokenizer(folder / "tokens-tokenizer").eos_token_id
 
 
@@ -193,6 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs; those there are continued")
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--lr", type=float, default=1.5e-3, help="at the peak; the default suits fp32")
     parser.add_argument("--threads", type=int, default=1, help="a run's bits depend on it")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
@@ -203,7 +204,7 @@ def main() -> None:
         data, end_of_text = prepare(options.out / "data")
         for seed in options.seeds:
             for name in options.variants:
-                train(name, seed, options.steps, options.out, data, end_of_text)
+                train(name, config_of(seed, options.steps, options.lr), options.out, data, end_of_text)
     found = results(options.out)
     write_json(options.out / "results.json", found)
     print(table(found))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shoestring.ops.quantize_8bit import STATE_BLOCK
 from shoestring.ops.quantize_state_4bit import GROUP_4BIT
-from shoestring.optim.sharded import Shards, local
+from shoestring.optim.sharded import Shards, is_dtensor, local
 
 STATES = ("8bit", "4bit", "bf16", "fp32")
 WEIGHTS = ("plain", "stochastic", "remainder")
@@ -84,13 +84,19 @@ class Arena:
     values: dict[str, Tensor]  # by the names of the operator's arguments
     numbers: list[int]  # of the parameters among all of the optimizer, for random bits
     begins: list[int] = field(init=False)  # in blocks, of each parameter
+    is_sharded: bool = field(init=False)  # whether any is a DTensor: to ask each takes as long as to step it
     accumulated: Tensor | None = None
 
     def __post_init__(self) -> None:
+        self.is_sharded = any(map(is_dtensor, self.params))
         self.begins, block = [], 0
         for p in self.params:
             self.begins.append(block)
             block += blocks(local(p).numel())
+
+    def local_params(self) -> list[Tensor]:
+        """What an operator steps."""
+        return [local(p) for p in self.params] if self.is_sharded else self.params
 
     def accumulated_views(self, dtype: torch.dtype) -> list[Tensor]:
         """A gradient's sum for each parameter, in its shape; zeros, until something is added."""

@@ -189,7 +189,7 @@ class LowMemoryOptimizer(Gradients, Optimizer):
             moments += [arena.values[m.name], arena.values.get(f"{m.name}_scale")]
         extra = {n: [self.state[p][n] for p in arena.params] for n in self._extra(arena.params[0], group)}
         type(self)._operator(
-            [local(p) for p in arena.params],
+            arena.local_params(),
             grads,
             arena.step,
             *moments,

@@ -173,8 +173,8 @@ class Gradients:
             )
         found: list[tuple[list[Tensor | None], Tensor | None]] = []
         for arena in arenas:
-            grads = [local_gradient(p) for p in arena.params]
-            if not any(p in self._pending for p in arena.params):
+            grads = [local_gradient(p) if arena.is_sharded else p.grad for p in arena.params]
+            if not self._pending or not any(p in self._pending for p in arena.params):
                 found.append((grads, None))
                 continue
             views = self._into_arena(arena)

@@ -83,7 +83,11 @@ class LowMemoryOptimizer(Gradients, Optimizer):
         max_grad_norm: float | None = None,
         step_in_backward: bool = False,
         accumulate_dtype: torch.dtype = torch.float32,
+        **unknown: object,
     ) -> None:
+        if unknown:
+            known = ", ".join([*defaults, *LowMemoryOptions.__annotations__])
+            raise TypeError(f"{self._name}: {next(iter(unknown))}: expected one of the options {known}, received another")
         positive = max_grad_norm is None or max_grad_norm > 0
         self._expect(positive, "max_grad_norm", "None or a number above 0", max_grad_norm)
         is_known = accumulate_dtype in (torch.float32, torch.bfloat16)

@@ -52,15 +52,18 @@ class Decoder {
 #endif
 };
 
-// The largest magnitude as an integer: the order of fp32 bits, in which NaN is above infinity and so not lost.
-SHOESTRING_INLINE I32 larger(I32 most, F32 x) {
-  I32 bits = (I32)as_bits(abs(x));
+// The largest magnitude as an integer: the order of fp32 bits, in which NaN is above infinity and so not lost. Where x
+// cannot be negative, a sign is that of a NaN.
+template <bool kSigned>
+SHOESTRING_INLINE U32 larger(U32 most, F32 x) {
+  U32 bits = as_bits(kSigned ? abs(x) : x);
   return bits > most ? bits : most;
 }
-SHOESTRING_INLINE float largest(I32 most) {
-  int32_t lanes[kLanes], top = 0;
+SHOESTRING_INLINE float largest(U32 most) {
+  uint32_t lanes[kLanes], top = 0;
   __builtin_memcpy(lanes, &most, sizeof most);
   for (int i = 0; i < kLanes; ++i) top = lanes[i] > top ? lanes[i] : top;
+  top &= 0x7fffffffu;
   float x;
   __builtin_memcpy(&x, &top, sizeof x);
   return x;
@@ -94,19 +97,19 @@ struct Encoder {
  private:
   SHOESTRING_METHOD void group(const float* x, float inverse, uint8_t* codes) const {
     constexpr const DynamicMap& map = dynamic_map<kSigned>();
-    I32 code[4], nearest = I32{} + 65536;
+    I32 code[4];
+    U32 nearest = U32{} + 0xffffu;
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       F32 raw = load(x + j * kLanes), scaled = raw * inverse;
       F32 magnitude = max(kSigned ? abs(scaled) : scaled, splat(kNegligible));
       F32 guess = fma(__builtin_convertvector((I32)as_bits(magnitude), F32), splat(kGuessSlope), splat(kGuessOffset));
       U32 segment = as_bits(guess);
-      segment -= (U32)(magnitude > lookup(next, segment));  // a true comparison is -1
+      segment = (U32)add_where_greater((I32)segment, magnitude, lookup(next, segment));
       F32 position = min(fma(magnitude, lookup(slope, segment), lookup(offset, segment)), lookup(limit, segment));
       I32 fixed = __builtin_convertvector(position, I32);
-      I32 fraction = fixed & 0xffff;
-      nearest = fraction < nearest ? fraction : nearest;
-      I32 count = (fixed >> 16) - (scaled > map.middle[map.highest - 1]);
+      nearest = min_halves(nearest, (U32)fixed);
+      I32 count = add_where_greater(fixed >> 16, scaled, splat(map.middle[map.highest - 1]));
       if constexpr (kSigned) {
         code[j] = copy_sign(count, scaled);
       } else {
@@ -116,7 +119,7 @@ struct Encoder {
       }
     }
     store_bytes(codes, code[0], code[1], code[2], code[3], kSigned ? 127 : 0);
-    if (__builtin_expect(any(nearest < 2 * kernels::kNear), 0)) settle(x, inverse, codes);
+    if (__builtin_expect(any((nearest & 0xffffu) < 2 * kernels::kNear), 0)) settle(x, inverse, codes);
   }
 
   // Some value of the group is too close to the middle of two neighbours for arithmetic: the exact middles decide.

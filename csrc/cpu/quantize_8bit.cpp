@@ -13,8 +13,8 @@ void quantize(const float* x, int64_t n, bool is_signed, uint8_t* codes, float* 
     alignas(kBytes) float block[kStateBlock] = {};
     uint8_t out[kStateBlock];
     __builtin_memcpy(block, x + begin, count * sizeof(float));
-    I32 most{};
-    for (int64_t i = 0; i < kStateBlock; i += kLanes) most = larger(most, load(block + i));
+    U32 most{};
+    for (int64_t i = 0; i < kStateBlock; i += kLanes) most = larger<true>(most, load(block + i));
     const float top = largest(most);
     scale[begin / kStateBlock] = top;
     if (is_signed) {

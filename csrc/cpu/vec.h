@@ -130,6 +130,28 @@ SHOESTRING_INLINE I32 copy_sign(I32 x, F32 sign) {
 #endif
 }
 
+// x plus one where a > b. Said so, a mask need not become a number first.
+SHOESTRING_INLINE I32 add_where_greater(I32 x, F32 a, F32 b) {
+#if defined(__AVX512F__)
+  const __mmask16 greater = _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ);
+  return (I32)_mm512_mask_add_epi32((__m512i)x, greater, (__m512i)x, _mm512_set1_epi32(1));
+#else
+  return x - (a > b);
+#endif
+}
+
+// The smaller ones of the lanes' halves, each for itself.
+SHOESTRING_INLINE U32 min_halves(U32 a, U32 b) {
+#if defined(__AVX512F__)
+  return (U32)_mm512_min_epu16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (U32)_mm256_min_epu16((__m256i)a, (__m256i)b);
+#else
+  typedef uint16_t Halves __attribute__((vector_size(kBytes)));
+  return (U32)((Halves)a < (Halves)b ? (Halves)a : (Halves)b);
+#endif
+}
+
 // Stores four registers of numbers, in order, as bytes; with `bias` they are in [0, 255].
 SHOESTRING_INLINE void store_bytes(uint8_t* p, I32 a, I32 b, I32 c, I32 d, int bias) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -155,10 +177,32 @@ SHOESTRING_INLINE void store_bytes(uint8_t* p, I32 a, I32 b, I32 c, I32 d, int b
 
 // bf16 is the upper half of an fp32; rounding is to nearest, ties to even, and NaN stays NaN.
 SHOESTRING_INLINE F32 from_bf16(U16 x) { return as_float(__builtin_convertvector(x, U32) << 16); }
-SHOESTRING_INLINE U16 to_bf16(F32 x) {
+// In the upper halves; what is below them is of no account.
+SHOESTRING_INLINE U32 rounded_bf16(F32 x) {
   U32 bits = as_bits(x);
-  U32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return __builtin_convertvector(x == x ? rounded : (bits >> 16) | 0x40u, U16);
+  U32 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return x == x ? rounded : bits | 0x400000u;
+}
+SHOESTRING_INLINE U16 to_bf16(F32 x) { return __builtin_convertvector(rounded_bf16(x) >> 16, U16); }
+
+// The upper halves of two registers, in order.
+SHOESTRING_INLINE void store_upper_halves(uint16_t* p, U32 a, U32 b) {
+#if defined(__AVX512F__)
+  __m512i odd;
+  {
+    alignas(64) uint16_t i[32];
+    for (int k = 0; k < 32; ++k) i[k] = static_cast<uint16_t>(2 * k + 1);
+    __builtin_memcpy(&odd, i, sizeof i);
+  }
+  _mm512_storeu_si512(p, _mm512_permutex2var_epi16((__m512i)a, odd, (__m512i)b));
+#elif defined(__AVX2__)
+  __m256i both = _mm256_packus_epi32((__m256i)(a >> 16), (__m256i)(b >> 16));  // within 128-bit halves
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(both, 0xd8));
+#else
+  U16 x = __builtin_convertvector(a >> 16, U16), y = __builtin_convertvector(b >> 16, U16);
+  __builtin_memcpy(p, &x, sizeof x);
+  __builtin_memcpy(p + kLanes, &y, sizeof y);
+#endif
 }
 
 #if defined(__AVX512F__)

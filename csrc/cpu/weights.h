@@ -12,29 +12,35 @@ using kernels::ElementType;
 struct Float {
   using Type = float;
   static SHOESTRING_METHOD F32 load(const float* p) { return load_as<F32>(p); }
-  static SHOESTRING_METHOD void store(float* p, F32 x) { __builtin_memcpy(p, &x, sizeof x); }
+  static SHOESTRING_METHOD void store(float* p, F32 x, F32 y) {
+    __builtin_memcpy(p, &x, sizeof x);
+    __builtin_memcpy(p + kLanes, &y, sizeof y);
+  }
 };
 struct BFloat16 {
   using Type = uint16_t;
   static SHOESTRING_METHOD F32 load(const uint16_t* p) { return from_bf16(load_as<U16>(p)); }
-  static SHOESTRING_METHOD void store(uint16_t* p, F32 x) {
-    U16 y = to_bf16(x);
-    __builtin_memcpy(p, &y, sizeof y);
+  static SHOESTRING_METHOD void store(uint16_t* p, F32 x, F32 y) {
+    store_upper_halves(p, rounded_bf16(x), rounded_bf16(y));
   }
 };
 struct Half {
   using Type = uint16_t;
   static SHOESTRING_METHOD F32 load(const uint16_t* p) { return from_fp16(load_as<U16>(p)); }
-  static SHOESTRING_METHOD void store(uint16_t* p, F32 x) {
-    U16 y = to_fp16(x);
-    __builtin_memcpy(p, &y, sizeof y);
+  static SHOESTRING_METHOD void store(uint16_t* p, F32 x, F32 y) {
+    const U16 both[2] = {to_fp16(x), to_fp16(y)};
+    __builtin_memcpy(p, both, sizeof both);
   }
 };
 
 // bf16, up with the probability of what is cut off: `random` has 16 bits an element. NaN stays NaN.
+// In the upper halves; what is below them is of no account.
+SHOESTRING_INLINE U32 rounded_bf16(F32 x, const uint16_t* random) {
+  U32 bits = as_bits(x);
+  return x == x ? bits + __builtin_convertvector(load_as<U16>(random), U32) : bits | 0x400000u;
+}
 SHOESTRING_INLINE U16 to_bf16(F32 x, const uint16_t* random) {
-  U32 bits = as_bits(x), up = (bits + __builtin_convertvector(load_as<U16>(random), U32)) >> 16;
-  return __builtin_convertvector(x == x ? up : (bits >> 16) | 0x40u, U16);
+  return __builtin_convertvector(rounded_bf16(x, random) >> 16, U16);
 }
 
 // An fp32 as a rounded bf16 and what, added to its bits in the upper half, makes the fp32 again.

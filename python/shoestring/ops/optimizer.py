@@ -104,11 +104,11 @@ def places(params: Sequence[Tensor]) -> list[slice]:
     return found
 
 
-def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> list[Tensor]:
-    """Philox 4x32-10 (Salmon et al., SC 2011) of counters in four int64 tensors of 32 bits each."""
+def philox(counter: Sequence[Tensor], key: tuple[int, int], rounds: int = 7) -> list[Tensor]:
+    """Philox 4x32 (Salmon et al., SC 2011) of counters in four int64 tensors of 32 bits each."""
     c0, c1, c2, c3 = counter
     mask = 0xFFFFFFFF
-    for i in range(10):
+    for i in range(rounds):
         key0, key1 = (key[0] + i * 0x9E3779B9) & mask, (key[1] + i * 0xBB67AE85) & mask
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # modulo 2^64
         c0, c1, c2, c3 = (b >> 32) & mask ^ c1 ^ key0, b & mask, (a >> 32) & mask ^ c3 ^ key1, a & mask

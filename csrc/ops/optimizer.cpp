@@ -86,8 +86,10 @@ void check_moments(const Call& call, const std::vector<Moment>& moments, int64_t
 Call::Call(const c10::OperatorHandle& handle, const torch::jit::Stack& stack)
     : op(handle.schema().name().c_str() + sizeof("shoestring::") - 1), schema_(handle.schema()), stack_(stack) {
   params = (*this)["params"].toTensorVector();
-  for (const c10::IValue& grad : (*this)["grads"].toListRef()) {
-    grads.push_back(grad.isNone() || !grad.toTensor().defined() ? std::nullopt : OptionalTensor(grad.toTensor()));
+  const auto given = (*this)["grads"].toListRef();
+  grads.reserve(given.size());
+  for (const c10::IValue& grad : given) {
+    grads.push_back(grad.isTensor() && grad.toTensor().defined() ? OptionalTensor(grad.toTensor()) : std::nullopt);
   }
   TORCH_CHECK(grads.size() == params.size(), op, ": grads: expected one (or None) for each of ", params.size(),
               " parameters, received ", grads.size());
@@ -192,7 +194,7 @@ void make_contiguous(std::vector<Stepped>& work) {
       s.strided = s.param;
       s.param = s.param.contiguous();
     }
-    s.grad = s.grad.contiguous();
+    if (!s.grad.is_contiguous()) s.grad = s.grad.contiguous();
   }
 }
 
@@ -206,9 +208,9 @@ void copy_back(const std::vector<Stepped>& work) {
 void below_autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const int index = *schema.argumentIndexWithName("params");
-  const auto params = torch::jit::peek(*stack, index, schema.arguments().size()).toTensorVector();
-  for (const Tensor& p : params) {
-    TORCH_CHECK(!at::GradMode::is_enabled() || !p.requires_grad(), schema.name().substr(sizeof("shoestring::") - 1),
+  const bool records = at::GradMode::is_enabled();
+  for (const c10::IValue& p : torch::jit::peek(*stack, index, schema.arguments().size()).toListRef()) {
+    TORCH_CHECK(!records || !p.toTensor().requires_grad(), schema.name().substr(sizeof("shoestring::") - 1),
                 ": params: a step on parameters that require gradients is not recorded for backward; call it under "
                 "torch.no_grad()");
   }

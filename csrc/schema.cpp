@@ -13,18 +13,25 @@ TORCH_LIBRARY(shoestring, m) {
   // hidden (..., features), weight (vocab, features), target (...) int64, bias (vocab). fp32 loss for 16-bit inputs.
   m.def(
       "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, int ignore_index=-100, "
-      "str reduction='mean', float label_smoothing=0., float softcap=0., int workspace_mb=0) -> Tensor");
-  // The same, with the gradients for an upstream gradient of 1 made in passing (those that output_mask asks for: hidden,
-  // weight, bias; the others are empty).
+      "str reduction='mean', float label_smoothing=0., float softcap=0., float logit_scale=1., float z_loss=0., "
+      "Tensor? class_weights=None, Tensor? token_weights=None, bool shift=False, int workspace_mb=0) -> Tensor");
+  // The same, and what each token has besides: its loss, log-sum-exp and entropy (compute type), and its likeliest class.
   m.def(
-      "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, int ignore_index, "
-      "str reduction, float label_smoothing, float softcap, int workspace_mb, bool[3] output_mask) "
-      "-> (Tensor, Tensor, Tensor, Tensor)");
-  // The gradients for any upstream gradient, by computing the logits again: what reduction='none' needs.
+      "linear_cross_entropy_with_stats(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, "
+      "int ignore_index=-100, str reduction='mean', float label_smoothing=0., float softcap=0., float logit_scale=1., "
+      "float z_loss=0., Tensor? class_weights=None, Tensor? token_weights=None, bool shift=False, int workspace_mb=0) "
+      "-> (Tensor loss, Tensor token_loss, Tensor lse, Tensor entropy, Tensor argmax)");
+  // What both are made of: hidden (tokens, features), target (tokens), and for each token its results (entropy and argmax
+  // with stats, else empty). With output_mask (hidden, weight, bias) the gradients of sum(grad_loss loss + grad_lse lse +
+  // grad_entropy entropy), factors of () or (tokens) each; those that are not asked for are empty. averaged: the factors
+  // are near 1 / tokens, and what 16 bits hold of the logits' gradient is multiplied by about as many.
   m.def(
-      "linear_cross_entropy_backward(Tensor grad_output, Tensor hidden, Tensor weight, Tensor target, Tensor? bias, "
-      "int ignore_index, str reduction, float label_smoothing, float softcap, int workspace_mb, bool[3] output_mask) "
-      "-> (Tensor, Tensor, Tensor)");
+      "linear_cross_entropy_rows(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, "
+      "Tensor? grad_loss=None, Tensor? grad_lse=None, Tensor? grad_entropy=None, Tensor? class_weights=None, "
+      "int ignore_index=-100, float label_smoothing=0., float softcap=0., float logit_scale=1., float z_loss=0., "
+      "bool averaged=False, bool stats=False, int workspace_mb=0, bool[3] output_mask=[False, False, False]) "
+      "-> (Tensor loss, Tensor lse, Tensor entropy, Tensor argmax, Tensor grad_hidden, Tensor grad_weight, "
+      "Tensor grad_bias)");
 
   // x *= factor (one element), where the factor is not 1: on CUDA the device finds out. What scales saved gradients.
   m.def("scale_(Tensor(a!) x, Tensor factor) -> ()");

@@ -1,10 +1,10 @@
 #include "ops/call.h"
 
-#include <ATen/core/stack.h>
+#include <algorithm>
 
 namespace shoestring {
 
-void call_by_name(const std::string& name, const NamedArguments& arguments) {
+torch::jit::Stack call_by_name(const std::string& name, const NamedArguments& arguments) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
   torch::jit::Stack stack;
   size_t used = 0;
@@ -16,6 +16,13 @@ void call_by_name(const std::string& name, const NamedArguments& arguments) {
   }
   TORCH_INTERNAL_ASSERT(used == arguments.size(), name, ": an argument has a name that the schema lacks");
   op.callBoxed(stack);
+  return stack;
+}
+
+const c10::IValue& BoxedArguments::operator[](const char* name) const {
+  const auto index = schema_.argumentIndexWithName(name);
+  TORCH_INTERNAL_ASSERT(index.has_value(), schema_.name(), " has no argument ", name);
+  return torch::jit::peek(stack_, *index, schema_.arguments().size());
 }
 
 }  // namespace shoestring

@@ -1,14 +1,19 @@
 #pragma once
 
-// What the CPU and the CUDA side of linear_cross_entropy share: the arguments' checks and the results' form.
+// What the CPU and the CUDA side of linear_cross_entropy share, and what autograd needs of it.
 
 #include <array>
 #include <optional>
-#include <tuple>
+#include <string>
 
 #include <ATen/core/Tensor.h>
 
+#include "ops/call.h"
+
 namespace shoestring::cross_entropy {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "linear_cross_entropy";
 
@@ -17,17 +22,66 @@ using Mask = std::array<bool, 3>;
 
 inline bool any(const Mask& mask) { return mask[0] || mask[1] || mask[2]; }
 
-/// Throws where an argument does not fit. What the targets hold, each device looks at itself.
-void check(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
-           const std::optional<at::Tensor>& bias, c10::string_view reduction, double label_smoothing, double softcap,
-           int64_t workspace_mb);
+/// The arguments of linear_cross_entropy_rows, checked but for what the targets hold.
+struct Problem {
+  explicit Problem(const BoxedArguments& arguments);
 
-struct Result {
-  at::Tensor loss;  // compute type
-  at::Tensor grad_hidden, grad_weight, grad_bias;  // undefined where not wanted
+  Tensor hidden, weight, target;  // (tokens, features), (vocab, features), (tokens)
+  OptionalTensor bias, class_weights;
+  OptionalTensor grad_loss, grad_lse, grad_entropy;  // () or (tokens)
+  int64_t ignore_index;
+  double label_smoothing, softcap, logit_scale, z_loss;
+  bool averaged, stats;
+  int64_t workspace_mb;
+  Mask mask;
 };
 
-/// What the operators return: the gradients, empty where not wanted, grad_hidden in hidden's shape.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> gradients(const Result& result, const at::Tensor& hidden);
+struct Result {
+  Tensor loss, lse;        // (tokens), compute type
+  Tensor entropy, argmax;  // undefined where not wanted, as the gradients
+  Tensor grad_hidden, grad_weight, grad_bias;
+};
+
+/// Registers a device's linear_cross_entropy_rows.
+using Run = Result (*)(const Problem&);
+void push(torch::jit::Stack* stack, const c10::OperatorHandle& op, const Result& result, const Tensor& hidden);
+template <Run run>
+void boxed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const Problem problem(BoxedArguments(op, *stack));
+  push(stack, op, run(problem), problem.hidden);
+}
+
+/// Those that linear_cross_entropy_rows has as well.
+constexpr const char* kOptions[] = {"ignore_index", "label_smoothing", "softcap",
+                                    "logit_scale",  "z_loss",          "workspace_mb"};
+
+/// A call of linear_cross_entropy, with stats or without.
+struct Call {
+  Call() = default;
+  Call(const BoxedArguments& arguments, bool stats);
+
+  Tensor hidden, weight, target;  // (..., features), (vocab, features), (...): shifted
+  OptionalTensor bias, class_weights, token_weights;
+  std::string reduction;
+  NamedArguments options;  // kOptions
+  bool stats = false;
+};
+
+/// How the losses of tokens become a result: sum(weights loss) / total. Undefined: weights of one, and no total.
+struct Reduction {
+  explicit Reduction(const Call& call);
+
+  Tensor weights;  // (...)
+  Tensor total;    // (), fp64
+  Tensor apply(const Tensor& loss) const;
+  /// What a scalar result's gradient by the tokens' losses is: () or (...), of `dtype`.
+  Tensor factor(at::ScalarType dtype) const;
+  bool scalar;
+  bool copies;  // the losses of tokens are a result besides
+};
+
+/// linear_cross_entropy_rows through the dispatcher, with the results in the shapes of the call. `upstream`, of loss, lse
+/// and entropy, in target's shape or (); undefined tensors for those that there are none of.
+Result rows(const Call& call, const std::array<Tensor, 3>& upstream, const Mask& mask);
 
 }  // namespace shoestring::cross_entropy

@@ -18,36 +18,47 @@ namespace {
 
 using at::Tensor;
 using cross_entropy::kOp;
-using cross_entropy::Mask;
+using cross_entropy::OptionalTensor;
+using cross_entropy::Problem;
 using cross_entropy::Result;
-using OptionalTensor = std::optional<Tensor>;
 
-struct Problem {
-  Tensor hidden, weight, target, bias;  // (tokens, features), (vocab, features), (tokens), (stride) compute or undefined
-  int64_t ignore_index;
-  double label_smoothing, softcap;
-  int64_t workspace_mb;
-  Mask mask;
+// A call as the device has it.
+struct Work : Problem {
+  explicit Work(const Problem& problem);
+
+  Tensor padded_bias, padded_weights, total_weight;  // (stride), (stride), (): compute type, or undefined
+  Tensor factors[3];                                 // grad_loss, grad_lse, grad_entropy: compute type, or undefined
+  double scale;                                      // what the products multiply the logits' gradient by
 
   int64_t tokens() const { return hidden.size(0); }
   int64_t features() const { return hidden.size(1); }
   int64_t vocab() const { return weight.size(0); }
-  int64_t stride() const { return row_stride(weight.size(0)); }
   // Of the rows of logits and of their gradient: each begins at a multiple of 16 bytes.
-  static int64_t row_stride(int64_t vocab) { return std::max<int64_t>(8, (vocab + 7) / 8 * 8); }
+  int64_t stride() const { return std::max<int64_t>(8, (vocab() + 7) / 8 * 8); }
+  bool wants_gradient() const { return cross_entropy::any(mask); }
+
+ private:
+  Tensor padded(const OptionalTensor& t) const {
+    if (!t) return {};
+    return at::constant_pad_nd(t->to(compute_type(hidden)), {0, stride() - vocab()}).contiguous();
+  }
 };
 
-Problem flatten(const Tensor& hidden, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-                int64_t ignore_index, double label_smoothing, double softcap, int64_t workspace_mb, Mask mask) {
-  const int64_t vocab = weight.size(0);
-  TORCH_CHECK(vocab <= (int64_t{1} << 31) - 16, kOp, ": weight: expected fewer than 2^31 - 16 classes on CUDA, received ",
-              vocab);
-  Tensor padded;
-  if (bias.has_value()) {
-    padded = at::constant_pad_nd(bias->to(compute_type(hidden)), {0, Problem::row_stride(vocab) - vocab}).contiguous();
+Work::Work(const Problem& problem) : Problem(problem), scale(1) {
+  TORCH_CHECK(vocab() <= (int64_t{1} << 31) - 16, kOp, ": weight: expected fewer than 2^31 - 16 classes on CUDA, received ",
+              vocab());
+  target = target.contiguous();
+  padded_bias = padded(bias);
+  if (padded_bias.defined() && logit_scale != 1) padded_bias.mul_(logit_scale);
+  padded_weights = padded(class_weights);
+  if (padded_weights.defined()) total_weight = padded_weights.sum(at::kDouble).to(padded_weights.scalar_type());
+  const OptionalTensor* given[] = {&grad_loss, &grad_lse, &grad_entropy};
+  for (int i = 0; i < 3; ++i) {
+    if (*given[i]) factors[i] = (*given[i])->to(compute_type(hidden)).contiguous();
   }
-  return {as_matrix(hidden), weight, target.reshape({-1}).contiguous(), padded, ignore_index, label_smoothing, softcap,
-          workspace_mb, mask};
+  // A power of two near a mean's 1 / count: in fp16 most of the logits' gradients would otherwise be rounded to zero. Not
+  // below 2^-15, which keeps the largest, 1 / scale, finite in fp16.
+  for (int64_t n = tokens(); averaged && n > 1 && scale > 0x1p-15; n /= 2) scale /= 2;
 }
 
 // How many tokens have logits at a time, and how many have a gradient of them: a wave, and a chunk of waves.
@@ -69,9 +80,9 @@ int64_t even_part(int64_t total, int64_t most) {
 // against 6 * chunk * features * vocab flops: on an H200 about 230 / chunk of a 16-bit problem's time. By default one
 // chunk takes all tokens where their 16-bit gradient is no larger than that accumulator, which is then not needed. fp32
 // accumulates in the result itself, and its flops are slow enough for small chunks.
-Plan plan(const Problem& p) {
+Plan plan(const Work& p) {
   const int64_t logits = p.stride() * static_cast<int64_t>(at::elementSize(compute_type(p.hidden)));
-  const bool narrow = cross_entropy::any(p.mask) && p.hidden.scalar_type() != compute_type(p.hidden);
+  const bool narrow = p.wants_gradient() && p.hidden.scalar_type() != compute_type(p.hidden);
   int64_t wave, chunk;
   if (const int64_t bytes = p.workspace_mb << 20; bytes > 0) {
     wave = narrow ? std::max<int64_t>(1, bytes / 4 / logits) : bytes / logits;
@@ -86,8 +97,12 @@ Plan plan(const Problem& p) {
 }
 
 // Rows from `begin` on, as many as `logits` has.
-void start_rows(const Problem& p, const Tensor& logits, const Tensor& gradient, int64_t begin, const Tensor& factor,
-                const Tensor& loss) {
+void start_rows(const Work& p, const Tensor& logits, const Tensor& gradient, int64_t begin, const Result& out) {
+  const auto pointer = [](const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; };
+  const auto output = [&](const Tensor& t) {
+    return t.defined() ? t.narrow(0, begin, logits.size(0)).mutable_data_ptr() : nullptr;
+  };
+  const auto from_begin = [&](const Tensor& t) { return t.defined() && t.dim() == 1 ? t.narrow(0, begin, logits.size(0)) : t; };
   kernels::CrossEntropyRows rows{};
   rows.logits = logits.mutable_data_ptr();
   rows.tokens = logits.size(0);
@@ -95,13 +110,25 @@ void start_rows(const Problem& p, const Tensor& logits, const Tensor& gradient, 
   rows.stride = p.stride();
   rows.target = p.target.const_data_ptr<int64_t>() + begin;
   rows.ignore_index = p.ignore_index;
-  rows.bias = p.bias.defined() ? p.bias.const_data_ptr() : nullptr;
-  rows.factor_per_row = factor.dim() == 1;
-  rows.factor = (rows.factor_per_row ? factor.narrow(0, begin, rows.tokens) : factor).const_data_ptr();
+  rows.bias = pointer(p.padded_bias);
+  rows.class_weights = pointer(p.padded_weights);
+  rows.total_weight = pointer(p.total_weight);
   rows.label_smoothing = p.label_smoothing;
+  rows.z_loss = p.z_loss;
   rows.softcap = p.softcap;
+  rows.grad_loss = pointer(from_begin(p.factors[0]));
+  rows.grad_lse = pointer(from_begin(p.factors[1]));
+  rows.grad_entropy = pointer(from_begin(p.factors[2]));
+  const auto stride = [](const Tensor& t) { return static_cast<int64_t>(t.defined() && t.dim() == 1); };
+  rows.grad_loss_stride = stride(p.factors[0]);
+  rows.grad_lse_stride = stride(p.factors[1]);
+  rows.grad_entropy_stride = stride(p.factors[2]);
+  rows.factor = 1 / p.scale;
   rows.gradient = gradient.defined() ? gradient.mutable_data_ptr() : nullptr;
-  rows.loss = loss.narrow(0, begin, rows.tokens).mutable_data_ptr();
+  rows.loss = output(out.loss);
+  rows.lse = output(out.lse);
+  rows.entropy = output(out.entropy);
+  rows.argmax = static_cast<int64_t*>(output(out.argmax));
   const auto& kernels = cuda::table<kernels::LinearCrossEntropyCuda>(kOp);
   const auto dtype = p.hidden.scalar_type();
   const auto run = dtype == at::kDouble     ? kernels.rows_double
@@ -111,11 +138,13 @@ void start_rows(const Problem& p, const Tensor& logits, const Tensor& gradient, 
   check_launch(kOp, run(rows, stream_of(p.hidden)));
 }
 
-// The gradients are multiplied by factor * scale; factor, compute type, is () or (tokens).
-Result run(const Problem& p, const Tensor& factor, double scale) {
+Result rows(const Problem& problem) {
+  const c10::OptionalDeviceGuard guard(problem.hidden.device());
+  const Work p(problem);
   const auto compute = p.hidden.options().dtype(compute_type(p.hidden));
   const auto [wave, chunk] = plan(p);
-  const bool gradient = cross_entropy::any(p.mask);
+  const bool gradient = p.wants_gradient();
+  const double scale = p.scale * p.logit_scale;
   Tensor logits = at::empty({std::min(wave, p.tokens()), p.stride()}, compute);
   Tensor grad_logits;
   if (gradient) {
@@ -127,6 +156,11 @@ Result run(const Problem& p, const Tensor& factor, double scale) {
 
   Result out;
   out.loss = at::empty({p.tokens()}, compute);
+  out.lse = at::empty({p.tokens()}, compute);
+  if (p.stats) {
+    out.entropy = at::empty({p.tokens()}, compute);
+    out.argmax = at::empty({p.tokens()}, compute.dtype(at::kLong));
+  }
   const auto start = [&](at::IntArrayRef shape, at::TensorOptions options) {
     return p.tokens() == 0 ? at::zeros(shape, options) : at::empty(shape, options);
   };
@@ -142,8 +176,8 @@ Result run(const Problem& p, const Tensor& factor, double scale) {
     for (int64_t first = 0; first < tokens; first += wave) {
       const int64_t some = std::min(wave, tokens - first);
       Tensor z = logits.narrow(0, 0, some);
-      gemm(z.narrow(1, 0, p.vocab()), x.narrow(0, first, some), p.weight.t());
-      start_rows(p, z, gradient ? grad_logits.narrow(0, first, some) : Tensor(), begin + first, factor, out.loss);
+      gemm(z.narrow(1, 0, p.vocab()), x.narrow(0, first, some), p.weight.t(), /*beta=*/0, p.logit_scale);
+      start_rows(p, z, gradient ? grad_logits.narrow(0, first, some) : Tensor(), begin + first, out);
     }
     if (!gradient) continue;
     Tensor grad = grad_logits.narrow(0, 0, tokens).narrow(1, 0, p.vocab());
@@ -156,57 +190,8 @@ Result run(const Problem& p, const Tensor& factor, double scale) {
   return out;
 }
 
-// 1 / how many tokens count: infinite for none, when nothing is multiplied by it.
-Tensor share(const Problem& p) { return p.target.ne(p.ignore_index).sum(at::kDouble).reciprocal(); }
-
-// A power of two near the mean's 1 / count, which the products bring in: in fp16 most of the logits' gradients would
-// otherwise be rounded to zero. Not below 2^-15, which keeps the largest, 1 / scale, finite in fp16.
-double scale_of(const Problem& p, bool mean) {
-  double scale = 1;
-  for (int64_t n = p.tokens(); mean && n > 1 && scale > 0x1p-15; n /= 2) scale /= 2;
-  return scale;
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> forward_cuda(const Tensor& hidden, const Tensor& weight, const Tensor& target,
-                                                        const OptionalTensor& bias, int64_t ignore_index,
-                                                        c10::string_view reduction, double label_smoothing,
-                                                        double softcap, int64_t workspace_mb, Mask mask) {
-  cross_entropy::check(hidden, weight, target, bias, reduction, label_smoothing, softcap, workspace_mb);
-  const c10::OptionalDeviceGuard guard(hidden.device());
-  Problem p = flatten(hidden, weight, target, bias, ignore_index, label_smoothing, softcap, workspace_mb, mask);
-  const bool mean = reduction == "mean";
-  const double scale = scale_of(p, mean);
-  const auto compute = compute_type(hidden);
-  const Tensor count_share = mean ? share(p) : Tensor();
-  Tensor factor = mean ? count_share.div(scale).to(compute) : at::ones({}, hidden.options().dtype(compute));
-  Result r = run(p, factor, scale);
-  if (reduction == "none") {
-    r.loss = r.loss.view(target.sizes());
-  } else {
-    // In double, and NaN for a mean over nothing, as in PyTorch: 0 * inf.
-    Tensor total = r.loss.sum(at::kDouble);
-    r.loss = (mean ? total.mul(count_share) : total).to(compute);
-  }
-  return std::tuple_cat(std::make_tuple(r.loss), cross_entropy::gradients(r, hidden));
-}
-
-std::tuple<Tensor, Tensor, Tensor> backward_cuda(const Tensor& grad_output, const Tensor& hidden, const Tensor& weight,
-                                                 const Tensor& target, const OptionalTensor& bias, int64_t ignore_index,
-                                                 c10::string_view reduction, double label_smoothing, double softcap,
-                                                 int64_t workspace_mb, Mask mask) {
-  cross_entropy::check(hidden, weight, target, bias, reduction, label_smoothing, softcap, workspace_mb);
-  const c10::OptionalDeviceGuard guard(hidden.device());
-  Problem p = flatten(hidden, weight, target, bias, ignore_index, label_smoothing, softcap, workspace_mb, mask);
-  const bool mean = reduction == "mean";
-  const double scale = scale_of(p, mean);
-  Tensor upstream = grad_output.to(at::kDouble).expand(target.sizes()).reshape({-1});
-  if (mean) upstream = upstream.mul(share(p)).div(scale);
-  return cross_entropy::gradients(run(p, upstream.to(compute_type(hidden)).contiguous(), scale), hidden);
-}
-
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("linear_cross_entropy_forward", forward_cuda);
-  m.impl("linear_cross_entropy_backward", backward_cuda);
+  m.impl("linear_cross_entropy_rows", torch::CppFunction::makeFromBoxedFunction<&cross_entropy::boxed<rows>>());
 }
 
 }  // namespace

@@ -84,7 +84,7 @@ void check_moments(const Call& call, const std::vector<Moment>& moments, int64_t
 }  // namespace
 
 Call::Call(const c10::OperatorHandle& handle, const torch::jit::Stack& stack)
-    : op(handle.schema().name().c_str() + sizeof("shoestring::") - 1), schema_(handle.schema()), stack_(stack) {
+    : BoxedArguments(handle, stack), op(handle.schema().name().c_str() + sizeof("shoestring::") - 1) {
   params = (*this)["params"].toTensorVector();
   const auto given = (*this)["grads"].toListRef();
   grads.reserve(given.size());
@@ -109,12 +109,6 @@ Call::Call(const c10::OperatorHandle& handle, const torch::jit::Stack& stack)
   accumulated = optional("accumulated");
 }
 
-const c10::IValue& Call::operator[](const char* name) const {
-  const auto index = schema_.argumentIndexWithName(name);
-  TORCH_INTERNAL_ASSERT(index.has_value(), op, " has no argument ", name);
-  return torch::jit::peek(stack_, *index, schema_.arguments().size());
-}
-
 double Call::at_least_zero(const char* name) const {
   const double x = number(name);
   TORCH_CHECK(x >= 0, op, ": ", name, ": expected a number of at least 0, received ", x);
@@ -134,7 +128,7 @@ kernels::StepOptions Call::options() const {
   check_number(op, "grad_scale", grad_scale, device);
   check_number(op, "clip_coef", clip_coef, device);
   check_number(op, "found_inf", found_inf, device);
-  const bool decays = schema_.argumentIndexWithName("weight_decay").has_value();
+  const bool decays = has("weight_decay");
   return {at_least_zero("lr"), decays ? at_least_zero("weight_decay") : 0, (*this)["maximize"].toBool(),
           pointer(lr_tensor),  pointer(grad_scale), pointer(clip_coef),    pointer(found_inf)};
 }

@@ -12,6 +12,7 @@
 #include <torch/library.h>
 
 #include "kernels/optimizer.h"
+#include "ops/call.h"
 #include "ops/cuda.h"
 
 namespace shoestring::optimizer {
@@ -29,7 +30,7 @@ struct Moment {
 };
 
 // The arguments of a call.
-class Call {
+class Call : public BoxedArguments {
  public:
   Call(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
 
@@ -40,20 +41,12 @@ class Call {
   Tensor step;
   OptionalTensor lr_tensor, grad_scale, clip_coef, found_inf, weight_remainder, accumulated;
 
-  const c10::IValue& operator[](const char* name) const;
-  Tensor tensor(const char* name) const { return (*this)[name].toTensor(); }
-  OptionalTensor optional(const std::string& name) const { return (*this)[name.c_str()].toOptional<Tensor>(); }
   uint32_t number_of(int64_t param) const { return static_cast<uint32_t>(numbers.empty() ? param : numbers[param]); }
-  double number(const char* name) const { return (*this)[name].toDouble(); }
   double at_least_zero(const char* name) const;
   double fraction(const char* name) const;  // in [0, 1)
 
   /// lr, weight_decay (in an operator that has it), maximize, and the numbers in tensors.
   kernels::StepOptions options() const;
-
- private:
-  const c10::FunctionSchema& schema_;
-  const torch::jit::Stack& stack_;
 };
 
 // A parameter with a gradient, both contiguous.
@@ -88,7 +81,7 @@ std::vector<Moment> moments_of(const Call& call) {
   std::vector<Moment> moments;
   for (int k = 0; k < Op::Rule::kMoments; ++k) {
     const char* name = Op::kNames[k];
-    moments.push_back({name, Op::Rule::kSigned[k], call.tensor(name), call.optional(std::string(name) + "_scale")});
+    moments.push_back({name, Op::Rule::kSigned[k], call.tensor(name), call.optional((std::string(name) + "_scale").c_str())});
   }
   return moments;
 }

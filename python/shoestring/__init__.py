@@ -11,6 +11,7 @@ from shoestring.ops import (  # noqa: E402
     dequantize_4bit,
     linear_4bit,
     linear_cross_entropy,
+    linear_cross_entropy_with_stats,
     lora_linear,
     quantize_4bit,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "dequantize_4bit",
     "linear_4bit",
     "linear_cross_entropy",
+    "linear_cross_entropy_with_stats",
     "lora",
     "lora_linear",
     "nn",

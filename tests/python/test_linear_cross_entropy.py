@@ -68,7 +68,7 @@ def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int], optio
         if on_gpu or (dtype, capability) == (torch.bfloat16, "avx512"):
             # There the gradient of the logits is rounded as in eager mode (on the CPU, if it has units for bf16).
             logits.register_hook(lambda gradient: gradient.to(dtype).float())
-        eager = cross_entropy_reference(logits, target, **options)
+        eager = cross_entropy_reference(logits, target, **options).loss
         eagers = (eager, *(g.to(dtype) for g in gradients(eager, eager_leaves)))
 
         assert loss.dtype == torch.float32

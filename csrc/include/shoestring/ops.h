@@ -28,6 +28,16 @@ struct LinearCrossEntropyOptions {
   TORCH_ARG(double, label_smoothing) = 0.0;
   /// If not 0, logits become softcap * tanh(logits / softcap).
   TORCH_ARG(double, softcap) = 0.0;
+  /// What logits are multiplied by first, bias included; not 0.
+  TORCH_ARG(double, logit_scale) = 1.0;
+  /// z_loss * lse^2 is added to each token's loss, lse its log-sum-exp.
+  TORCH_ARG(double, z_loss) = 0.0;
+  /// (vocab): a weight for each class, as in torch::nn::functional::cross_entropy; the mean is over the targets' weights.
+  TORCH_ARG(std::optional<at::Tensor>, class_weights) = std::nullopt;
+  /// target's shape: what each token's loss is multiplied by; the mean is over them. Differentiable.
+  TORCH_ARG(std::optional<at::Tensor>, token_weights) = std::nullopt;
+  /// Each token predicts the next one's target; the last of a sequence does not count. Nothing is copied but targets.
+  TORCH_ARG(bool, shift) = false;
   /// Bound on the chunk of logits that exists at a time, in MiB. 0 is the device's default: 64 on the CPU. On CUDA, where
   /// few large chunks are fastest: 1024 tokens, or at least 256 MiB; and with a gradient of the weight, all tokens where
   /// they are at most 2 * features, else features tokens (so 8 * vocab * features bytes with the fp32 accumulator).
@@ -40,6 +50,18 @@ SHOESTRING_API at::Tensor linear_cross_entropy(const at::Tensor& hidden, const a
                                                const at::Tensor& target,
                                                const std::optional<at::Tensor>& bias = std::nullopt,
                                                const LinearCrossEntropyOptions& options = {});
+
+/// What linear_cross_entropy makes, and for each token, in target's shape: its loss before token_weights, log-sum-exp and
+/// entropy, fp32 for 16-bit inputs; and the likeliest class. Where a token is ignored they are 0, and -1.
+struct LinearCrossEntropyStats {
+  at::Tensor loss, token_loss, lse, entropy, argmax;
+};
+
+/// All but argmax are differentiable; gradients of more than `loss` compute the logits a second time.
+SHOESTRING_API LinearCrossEntropyStats
+linear_cross_entropy_with_stats(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
+                                const std::optional<at::Tensor>& bias = std::nullopt,
+                                const LinearCrossEntropyOptions& options = {});
 
 struct Quantize4bitOptions {
   /// "nf4" (normal float, QLoRA) or "fp4".

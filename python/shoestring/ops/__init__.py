@@ -7,7 +7,13 @@ from shoestring.ops.apply import apply_, apply_reference
 from shoestring.ops.ema import ema_, ema_reference
 from shoestring.ops.lamb import lamb_, lamb_reference
 from shoestring.ops.linear_4bit import linear_4bit, linear_4bit_reference
-from shoestring.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from shoestring.ops.linear_cross_entropy import (
+    LinearCrossEntropyOptions,
+    LinearCrossEntropyStats,
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+    linear_cross_entropy_with_stats,
+)
 from shoestring.ops.lion import lion_, lion_reference
 from shoestring.ops.lora_linear import lora_linear, lora_linear_reference
 from shoestring.ops.muon import muon_, muon_reference
@@ -32,6 +38,8 @@ from shoestring.ops.quantize_state_4bit import (
 from shoestring.ops.sgd import sgd_, sgd_reference
 
 __all__ = [
+    "LinearCrossEntropyOptions",
+    "LinearCrossEntropyStats",
     "adafactor_",
     "adafactor_reference",
     "adamw_",
@@ -54,6 +62,7 @@ __all__ = [
     "linear_4bit_reference",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
+    "linear_cross_entropy_with_stats",
     "lion_",
     "lion_reference",
     "lora_linear",

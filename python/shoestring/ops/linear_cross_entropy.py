@@ -1,8 +1,65 @@
 """Cross-entropy of a linear layer, without the logits."""
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import TypedDict, Unpack
+
+
+class LinearCrossEntropyOptions(TypedDict, total=False):
+    """Keyword arguments of ``linear_cross_entropy`` and ``linear_cross_entropy_with_stats``.
+
+    ignore_index: tokens with this target (default -100) count neither in the loss nor in the mean, and cost nothing on the
+        CPU; on CUDA they cost as much as the others.
+    reduction: "mean" (default) over the tokens that count (NaN where none does, as in PyTorch), "sum" or "none".
+    label_smoothing: in [0, 1), as in ``torch.nn.functional.cross_entropy``.
+    softcap: if not 0, logits become ``softcap * tanh(logits / softcap)`` (Gemma 2).
+    logit_scale: what logits, bias included, are multiplied by first; a number other than 0, or a tensor of one element,
+        which is differentiable and multiplies hidden and bias, rounded to their dtype.
+    z_loss: ``z_loss * lse ** 2`` is added to each token's loss, lse being its log-sum-exp (PaLM).
+    class_weights: (vocab), a weight for each class, as ``weight`` of ``torch.nn.functional.cross_entropy``; the mean then
+        is over the weights of the targets.
+    token_weights: target's shape; what each token's loss is multiplied by. The mean is over these, times the weights of
+        the targets' classes. Differentiable; then the logits are computed twice, as for ``reduction="none"``.
+    shift: each token predicts the target of the next one in its sequence, target's last dimension; the last token does
+        not count. hidden and target are those of whole sequences, and only targets are copied.
+    workspace_mb: bound in MiB on the logits, and their gradient, that exist at a time. 0 is the device's default. CPU:
+        64. CUDA: 256 (at least 1024 tokens in fp32, 128 in 16 bits); and in 16 bits, where weight needs a gradient,
+        room for the logits' gradient, ``2 * vocab`` bytes each of all tokens if they are at most ``2 * features``,
+        else of ``max(2048, features)`` beside an fp32 accumulator of weight's shape: never more than
+        ``vocab * max(6 * features, 4 * features + 4096)`` bytes. Less costs about ``230 / tokens at a time`` of the
+        time on an H200.
+    """
+
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+    softcap: float
+    logit_scale: float | Tensor
+    z_loss: float
+    class_weights: Tensor | None
+    token_weights: Tensor | None
+    shift: bool
+    workspace_mb: int
+
+
+class LinearCrossEntropyStats(NamedTuple):
+    """What ``linear_cross_entropy`` returns, and for each token, in target's shape, what it has besides.
+
+    loss: as ``linear_cross_entropy``.
+    token_loss: its loss, before ``token_weights``; 0 where it is ignored, as lse and entropy.
+    lse: log-sum-exp of its logits.
+    entropy: of the softmax of its logits, in nats.
+    argmax: int64, its likeliest class, the first of equals; -1 where it is ignored.
+    """
+
+    loss: Tensor
+    token_loss: Tensor
+    lse: Tensor
+    entropy: Tensor
+    argmax: Tensor
 
 
 def linear_cross_entropy(
@@ -10,12 +67,7 @@ def linear_cross_entropy(
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    softcap: float = 0.0,
-    workspace_mb: int = 0,
+    **options: Unpack[LinearCrossEntropyOptions],
 ) -> Tensor:
     """Cross-entropy of ``hidden @ weight.T + bias`` against ``target``, a chunk of tokens at a time.
 
@@ -31,17 +83,7 @@ def linear_cross_entropy(
         weight: (vocab, features), hidden's dtype.
         target: (...), int64, classes in [0, vocab) or ``ignore_index``.
         bias: (vocab), hidden's dtype.
-        ignore_index: tokens with this target count neither in the loss nor in the mean, and cost nothing on the CPU; on
-            CUDA they cost as much as the others.
-        reduction: "mean" over the tokens that count (NaN where none does, as in PyTorch), "sum" or "none".
-        label_smoothing: in [0, 1), as in ``torch.nn.functional.cross_entropy``.
-        softcap: if not 0, logits become ``softcap * tanh(logits / softcap)`` (Gemma 2).
-        workspace_mb: bound in MiB on the logits, and their gradient, that exist at a time. 0 is the device's default. CPU:
-            64. CUDA: 256 (at least 1024 tokens in fp32, 128 in 16 bits); and in 16 bits, where weight needs a gradient,
-            room for the logits' gradient, ``2 * vocab`` bytes each of all tokens if they are at most ``2 * features``,
-            else of ``max(2048, features)`` beside an fp32 accumulator of weight's shape: never more than
-            ``vocab * max(6 * features, 4 * features + 4096)`` bytes. Less costs about ``230 / tokens at a time`` of the
-            time on an H200.
+        **options: see ``LinearCrossEntropyOptions``.
 
     Returns:
         A scalar, or target's shape for ``reduction="none"``; fp32 for 16-bit input. Bitwise repeatable. Differentiable
@@ -55,17 +97,42 @@ def linear_cross_entropy(
     The method is that of Cut Cross-Entropy (arXiv 2411.09009) and of Liger Kernel's gradients in forward
     (arXiv 2410.10989).
     """
-    return torch.ops.shoestring.linear_cross_entropy(
-        hidden,
-        weight,
-        target,
-        bias,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        softcap=softcap,
-        workspace_mb=workspace_mb,
-    )
+    return torch.ops.shoestring.linear_cross_entropy(*_arguments(hidden, weight, target, bias, options), **options)
+
+
+def linear_cross_entropy_with_stats(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    **options: Unpack[LinearCrossEntropyOptions],
+) -> LinearCrossEntropyStats:
+    """``linear_cross_entropy``, and what each token has besides: its loss, log-sum-exp, entropy and likeliest class.
+
+    Costs one more pass over each row of logits while it is in cache. All but ``argmax`` are differentiable. As long as
+    only ``loss`` is differentiated, and it is a scalar, the gradients are those made in the forward pass; else the
+    backward pass computes the logits again.
+
+    Arguments and errors are those of ``linear_cross_entropy``.
+    """
+    op = torch.ops.shoestring.linear_cross_entropy_with_stats
+    return LinearCrossEntropyStats(*op(*_arguments(hidden, weight, target, bias, options), **options))
+
+
+def _arguments(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """With a logit_scale that is a tensor in hidden and bias, and 1 in the options."""
+    scale = options.get("logit_scale")
+    if isinstance(scale, Tensor):
+        if scale.numel() != 1:
+            raise ValueError(
+                f"linear_cross_entropy: logit_scale: expected a number or one element, received {tuple(scale.shape)}"
+            )
+        options["logit_scale"] = 1.0
+        hidden = hidden * scale.reshape(()).to(hidden.dtype)
+        bias = bias if bias is None else bias * scale.reshape(()).to(bias.dtype)
+    return hidden, weight, target, bias
 
 
 def linear_cross_entropy_reference(
@@ -73,21 +140,10 @@ def linear_cross_entropy_reference(
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    softcap: float = 0.0,
+    **options: Unpack[LinearCrossEntropyOptions],
 ) -> Tensor:
-    """The same in plain PyTorch, with the logits whole in memory."""
-    return cross_entropy_reference(
-        F.linear(hidden, weight, bias),
-        target,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        softcap=softcap,
-    )
+    """``linear_cross_entropy`` in plain PyTorch, with the logits whole in memory."""
+    return cross_entropy_reference(F.linear(hidden, weight, bias), target, **options).loss
 
 
 def cross_entropy_reference(
@@ -98,15 +154,39 @@ def cross_entropy_reference(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     softcap: float = 0.0,
-) -> Tensor:
+    logit_scale: float | Tensor = 1.0,
+    z_loss: float = 0.0,
+    class_weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    shift: bool = False,
+    workspace_mb: int = 0,
+) -> LinearCrossEntropyStats:
     """What follows the linear layer, in plain PyTorch: logits (..., vocab), target (...)."""
+    if shift:
+        target = torch.cat([target[..., 1:], torch.full_like(target[..., :1], ignore_index)], -1)
+    logits = logits * logit_scale
     if softcap != 0:
         logits = softcap * torch.tanh(logits / softcap)
-    loss = F.cross_entropy(
+    counted = target != ignore_index
+    weights = None if class_weights is None else class_weights.to(logits.dtype)
+    token_loss = F.cross_entropy(
         logits.flatten(0, -2),
         target.flatten(),
+        weights,
         ignore_index=ignore_index,
-        reduction=reduction,
+        reduction="none",
         label_smoothing=label_smoothing,
-    )
-    return loss.view(target.shape) if reduction == "none" else loss
+    ).view(target.shape)
+    log_softmax = logits.log_softmax(-1)
+    lse = torch.where(counted, logits.logsumexp(-1), 0)
+    token_loss = token_loss + z_loss * lse.square()
+    entropy = torch.where(counted, -torch.where(log_softmax.isinf(), 0, log_softmax.exp() * log_softmax).sum(-1), 0)
+    argmax = torch.where(counted, logits.argmax(-1), -1)
+    each = counted.to(logits.dtype) if token_weights is None else token_weights.to(logits.dtype) * counted
+    loss = token_loss * each
+    if reduction != "none":
+        loss = loss.sum()
+    if reduction == "mean":
+        of_class = 1 if weights is None else weights[target.where(counted, 0)]
+        loss = loss / (each * of_class).sum()
+    return LinearCrossEntropyStats(loss, token_loss, lse, entropy, argmax)

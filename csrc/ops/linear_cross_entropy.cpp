@@ -58,6 +58,9 @@ double finite(const BoxedArguments& arguments, const char* name, const char* exp
   return x;
 }
 
+// `to`, but without the call where it would return t itself, which an operator below autograd must not.
+Tensor as(const Tensor& t, at::ScalarType dtype) { return t.scalar_type() == dtype ? t : t.to(dtype); }
+
 Mask mask_of(const c10::IValue& value) {
   const auto list = value.toBoolList();
   return {list.get(0), list.get(1), list.get(2)};
@@ -131,14 +134,14 @@ Call::Call(const BoxedArguments& a, bool stats)
 Reduction::Reduction(const Call& call) : scalar(call.reduction != "none"), copies(call.stats) {
   const Tensor counted = call.target.ne(call.options[0].second.toInt());
   if (call.token_weights) {
-    weights = call.token_weights->to(compute_type(call.hidden)).masked_fill(counted.logical_not(), 0);
+    weights = as(*call.token_weights, compute_type(call.hidden)).masked_fill(counted.logical_not(), 0);
   }
   if (call.reduction != "mean") return;
   Tensor each = weights.defined() ? weights : counted;
   if (call.class_weights) {  // a target out of range is not for here to find
     const Tensor index = call.target.masked_fill(counted.logical_not(), 0).clamp_min(0);
     const Tensor within = at::minimum(index, at::scalar_tensor(call.weight.sym_size(0) - 1, index.options()));
-    each = each * call.class_weights->index_select(0, within.flatten()).view_symint(index.sym_sizes());
+    each = each * at::take(*call.class_weights, within);
   }
   total = each.sum(at::kDouble);
 }
@@ -147,14 +150,14 @@ Tensor Reduction::apply(const Tensor& loss) const {
   Tensor weighted = weights.defined() ? loss * weights : copies && !scalar ? loss.clone() : loss;
   if (!scalar) return weighted;
   weighted = weighted.sum(at::kDouble);
-  return (total.defined() ? weighted / total : weighted).to(loss.scalar_type());  // NaN for a mean over nothing
+  return as(total.defined() ? weighted / total : weighted, loss.scalar_type());  // NaN for a mean over nothing
 }
 
 Tensor Reduction::factor(at::ScalarType dtype) const {
   if (!total.defined()) return weights.defined() ? weights : Tensor();
   const Tensor share = total.reciprocal();
-  if (!weights.defined()) return share.to(dtype);
-  return (weights * share).to(dtype).masked_fill(weights.eq(0), 0);  // 0 / 0
+  if (!weights.defined()) return as(share, dtype);
+  return as(weights * share, dtype).masked_fill(weights.eq(0), 0);  // 0 / 0
 }
 
 Result rows(const Call& call, const std::array<Tensor, 3>& upstream, const Mask& mask) {

@@ -9,29 +9,33 @@ TORCH_LIBRARY(shoestring, m) {
   m.def("cpu_capability() -> str");
   m.def("set_cpu_capability(str name) -> bool");
 
-  // Cross-entropy of hidden @ weight.T + bias against target, a chunk of tokens at a time: no (tokens, vocab) tensor.
-  // hidden (..., features), weight (vocab, features), target (...) int64, bias (vocab). fp32 loss for 16-bit inputs.
-  m.def(
-      "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, int ignore_index=-100, "
-      "str reduction='mean', float label_smoothing=0., float softcap=0., float logit_scale=1., float z_loss=0., "
-      "Tensor? class_weights=None, Tensor? token_weights=None, bool shift=False, int workspace_mb=0) -> Tensor");
+  // Cross-entropy of logit_scale (hidden W^T + low up^T + bias) against target, a chunk of tokens at a time: no (tokens,
+  // vocab) tensor. hidden (..., features), weight (vocab, features), or the packed bytes of a 4-bit one where absmax is
+  // given; target (...) int64, bias (vocab), low (..., rank), up (vocab, rank). fp32 loss for 16-bit inputs. The weight's
+  // gradient is added to weight_grad (vocab, features), fp32, where that is given: in backward, or at once with
+  // grad_scale, the upstream gradient that there is going to be.
+  const std::string rule =
+      "Tensor? class_weights=None, int ignore_index=-100, float label_smoothing=0., float softcap=0., "
+      "float logit_scale=1., float z_loss=0., Tensor? absmax=None, Tensor? nested=None, str quant_type='nf4', "
+      "int block_size=64, Tensor? low=None, Tensor? up=None, Tensor(a!)? weight_grad=None, int workspace_mb=0";
+  const std::string call = "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, " + rule +
+                           ", str reduction='mean', Tensor? token_weights=None, bool shift=False, float? grad_scale=None)";
+  m.def(("linear_cross_entropy" + call + " -> Tensor").c_str());
   // The same, and what each token has besides: its loss, log-sum-exp and entropy (compute type), and its likeliest class.
-  m.def(
-      "linear_cross_entropy_with_stats(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, "
-      "int ignore_index=-100, str reduction='mean', float label_smoothing=0., float softcap=0., float logit_scale=1., "
-      "float z_loss=0., Tensor? class_weights=None, Tensor? token_weights=None, bool shift=False, int workspace_mb=0) "
-      "-> (Tensor loss, Tensor token_loss, Tensor lse, Tensor entropy, Tensor argmax)");
-  // What both are made of: hidden (tokens, features), target (tokens), and for each token its results (entropy and argmax
-  // with stats, else empty). With output_mask (hidden, weight, bias) the gradients of sum(grad_loss loss + grad_lse lse +
-  // grad_entropy entropy), factors of () or (tokens) each; those that are not asked for are empty. averaged: the factors
-  // are near 1 / tokens, and what 16 bits hold of the logits' gradient is multiplied by about as many.
-  m.def(
-      "linear_cross_entropy_rows(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, "
-      "Tensor? grad_loss=None, Tensor? grad_lse=None, Tensor? grad_entropy=None, Tensor? class_weights=None, "
-      "int ignore_index=-100, float label_smoothing=0., float softcap=0., float logit_scale=1., float z_loss=0., "
-      "bool averaged=False, bool stats=False, int workspace_mb=0, bool[3] output_mask=[False, False, False]) "
-      "-> (Tensor loss, Tensor lse, Tensor entropy, Tensor argmax, Tensor grad_hidden, Tensor grad_weight, "
-      "Tensor grad_bias)");
+  m.def(("linear_cross_entropy_with_stats" + call +
+         " -> (Tensor loss, Tensor token_loss, Tensor lse, Tensor entropy, Tensor argmax)")
+            .c_str());
+  // What both are made of: hidden (tokens, features), target (tokens), low (tokens, rank), and for each token its results
+  // (entropy and argmax with stats, else empty). With output_mask (hidden, weight, bias, low, up) the gradients of
+  // sum(grad_loss loss + grad_lse lse + grad_entropy entropy), factors of () or (tokens) each; those that are not asked
+  // for are empty, and so is the weight's where it was added to weight_grad. averaged: the factors are near 1 / tokens,
+  // and what 16 bits hold of the logits' gradient is multiplied by about as many.
+  m.def(("linear_cross_entropy_rows(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, " + rule +
+         ", Tensor? grad_loss=None, Tensor? grad_lse=None, Tensor? grad_entropy=None, bool averaged=False, "
+         "bool stats=False, bool[5] output_mask=[False, False, False, False, False]) -> (Tensor loss, Tensor lse, "
+         "Tensor entropy, Tensor argmax, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, Tensor grad_low, "
+         "Tensor grad_up)")
+            .c_str());
 
   // x *= factor (one element), where the factor is not 1: on CUDA the device finds out. What scales saved gradients.
   m.def("scale_(Tensor(a!) x, Tensor factor) -> ()");

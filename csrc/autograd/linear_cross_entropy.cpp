@@ -11,7 +11,9 @@ namespace {
 
 using at::Tensor;
 using cross_entropy::Call;
+using cross_entropy::kInputs;
 using cross_entropy::Mask;
+using cross_entropy::OptionalTensor;
 using cross_entropy::Reduction;
 using cross_entropy::Result;
 using torch::autograd::AutogradContext;
@@ -20,28 +22,38 @@ using torch::autograd::variable_list;
 // A scalar loss has a scalar upstream gradient, so the gradients are made in forward, while the logits are there, and
 // only multiplied in backward: three matrix products in all. reduction='none', and gradients of the statistics, have one
 // upstream gradient per token, known only in backward, and compute the logits a second time.
+// Where the weight's gradient is added to a buffer, that happens once: in backward, with the logits computed again, or
+// in forward if the upstream gradient is known.
 class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> {
  public:
-  // The last of which tells Function which tensors have gradients, and call has all of them.
   static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight,
-                               const cross_entropy::OptionalTensor& bias, const Call& call) {
+                               const OptionalTensor& bias, const OptionalTensor& low, const OptionalTensor& up,
+                               const Call& call) {
     at::AutoDispatchBelowADInplaceOrView below;
-    const Mask mask{hidden.requires_grad(), weight.requires_grad(), bias && bias->requires_grad()};
+    const auto wanted = [](const OptionalTensor& t) { return t && t->requires_grad(); };
+    const Mask mask{hidden.requires_grad(), call.weight_grad || weight.requires_grad(), wanted(bias), wanted(low),
+                    wanted(up)};
     const Reduction reduction(call);
-    const Tensor factor = reduction.factor(compute_type(hidden));
-    const bool early = reduction.scalar;
-    const Tensor one = early && !factor.defined() ? at::ones({}, hidden.options().dtype(compute_type(hidden))) : factor;
-    const Result r = cross_entropy::rows(call, {early ? one : Tensor()}, early ? mask : Mask{});
+    const auto compute = compute_type(hidden);
+    const bool early = reduction.scalar && (!call.weight_grad || call.grad_scale);
+    Tensor factor = reduction.factor(compute);
+    if (reduction.scalar && !factor.defined()) factor = at::ones({}, hidden.options().dtype(compute));
+    const double known = call.grad_scale.value_or(1);
+    const Result r = cross_entropy::rows(call, {early ? factor * known : Tensor()}, early ? mask : Mask{});
 
     ctx->set_materialize_grads(false);
-    for (int i = 0; i < 3; ++i) ctx->saved_data[kMask[i]] = mask[i];
+    for (int i = 0; i < kInputs; ++i) ctx->saved_data[kMask[i]] = mask[i];
     ctx->saved_data["early"] = early;
-    variable_list saved{r.grad_hidden, r.grad_weight, r.grad_bias};
+    ctx->saved_data["known"] = known;
+    variable_list saved(r.gradients.begin(), r.gradients.end());
     if (!early || call.stats) {
       for (const auto& [name, value] : call.options) ctx->saved_data[name] = value;
       ctx->saved_data["reduction"] = call.reduction;
-      saved.insert(saved.end(), {hidden, weight, bias.value_or(Tensor()), call.target,
-                                 call.class_weights.value_or(Tensor()), one});
+      ctx->saved_data["weight_grad"] = call.weight_grad;  // which others may add to before backward
+      saved.insert(saved.end(), {hidden, weight, call.target, factor});
+      for (const auto& t : {bias, low, up, call.class_weights, call.absmax, call.nested}) {
+        saved.push_back(t.value_or(Tensor()));
+      }
     }
     ctx->save_for_backward(saved);
     const Tensor loss = reduction.apply(r.loss);
@@ -51,67 +63,87 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
-    variable_list saved = ctx->get_saved_variables(), gradients(3);
+    variable_list saved = ctx->get_saved_variables(), gradients(kInputs);
     Mask mask;
-    for (int i = 0; i < 3; ++i) mask[i] = ctx->saved_data[kMask[i]].toBool();
+    for (int i = 0; i < kInputs; ++i) mask[i] = ctx->saved_data[kMask[i]].toBool();
     bool stats = false;
     for (size_t i = 1; i < upstream.size(); ++i) stats |= upstream[i].defined();
-    if (ctx->saved_data["early"].toBool() && !stats) {
+    const bool early = ctx->saved_data["early"].toBool();
+    const double known = ctx->saved_data["known"].toDouble();
+    if (early && !stats) {
       at::NoGradGuard no_grad;
       // The saved tensor, and one of these two names for it, are all that hold the gradient from here on.
-      for (int i = 0; i < 3; ++i) {
-        if (mask[i] && upstream[0].defined()) gradients[i] = scale_gradient(saved[i], upstream[0]);
+      for (int i = 0; i < kInputs; ++i) {
+        if (!saved[i].defined() || !upstream[0].defined()) continue;
+        gradients[i] = scale_gradient(saved[i], known == 1 ? upstream[0] : upstream[0] / known);
       }
     } else {
       at::AutoDispatchBelowADInplaceOrView below;
+      TORCH_CHECK(!early || ctx->saved_data["weight_grad"].isNone(), cross_entropy::kOp,
+                  ": grad_scale: expected an upstream gradient of the loss alone, received one of its statistics; leave "
+                  "grad_scale out");
       gradients = again(ctx, saved, upstream, mask);
     }
     gradients = once_differentiable("linear_cross_entropy", std::move(gradients));
-    return {gradients[0], gradients[1], gradients[2], Tensor()};
+    gradients.push_back(Tensor());
+    return gradients;
   }
 
  private:
-  static constexpr const char* kMask[] = {"needs_hidden", "needs_weight", "needs_bias"};
+  static constexpr const char* kMask[] = {"needs_hidden", "needs_weight", "needs_bias", "needs_low", "needs_up"};
 
   static variable_list again(AutogradContext* ctx, const variable_list& saved, const variable_list& upstream,
                              const Mask& mask) {
-    const auto optional = [](const Tensor& t) { return t.defined() ? std::optional<Tensor>(t) : std::nullopt; };
+    const auto optional = [&](int i) { return saved[i].defined() ? OptionalTensor(saved[i]) : std::nullopt; };
+    const int first = kInputs;
     Call call;
-    call.hidden = saved[3], call.weight = saved[4], call.target = saved[6];
-    call.bias = optional(saved[5]), call.class_weights = optional(saved[7]);
+    call.hidden = saved[first], call.weight = saved[first + 1], call.target = saved[first + 2];
+    const Tensor& factor = saved[first + 3];
+    call.bias = optional(first + 4), call.low = optional(first + 5), call.up = optional(first + 6);
+    call.class_weights = optional(first + 7), call.absmax = optional(first + 8), call.nested = optional(first + 9);
+    call.weight_grad = ctx->saved_data["weight_grad"].toOptional<Tensor>();
     call.reduction = ctx->saved_data["reduction"].toStringRef();
     for (const char* name : cross_entropy::kOptions) call.options.emplace_back(name, ctx->saved_data[name]);
+
     const auto compute = compute_type(call.hidden);
-    std::array<Tensor, 3> gradient;
+    std::array<Tensor, 3> gradient;  // of loss, lse and entropy
     if (upstream[0].defined()) {
-      gradient[0] = saved[8].defined() ? saved[8] * upstream[0].to(compute) : upstream[0].to(compute);
+      const Tensor u = upstream[0].to(compute);
+      gradient[0] = factor.defined() ? factor * u : u;
     }
     for (size_t i = 1; i < upstream.size() && i <= 3; ++i) {
       if (!upstream[i].defined()) continue;
-      Tensor& sum = gradient[i - 1];
-      sum = sum.defined() ? sum + upstream[i].to(compute) : upstream[i].to(compute);
+      const Tensor u = upstream[i].to(compute);
+      gradient[i - 1] = gradient[i - 1].defined() ? gradient[i - 1] + u : u;
     }
     const Result r = cross_entropy::rows(call, gradient, mask);
-    return {r.grad_hidden, r.grad_weight, r.grad_bias};
+    return {r.gradients.begin(), r.gradients.end()};
   }
 };
 
 template <bool kStats>
 void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call call(BoxedArguments(op, *stack), kStats);
+  const auto or_hidden = [&](const OptionalTensor& t) { return t.value_or(call.hidden); };
+  const bool adds = call.weight_grad && at::GradMode::is_enabled();
   const bool weighted = call.token_weights && needs_grad(*call.token_weights);
-  if (!weighted && !needs_grad(call.hidden, call.weight, call.bias.value_or(call.hidden))) {
+  const bool recorded = needs_grad(call.hidden, call.weight, or_hidden(call.bias), or_hidden(call.low), or_hidden(call.up));
+  if (!weighted && !recorded && !adds) {
     at::AutoDispatchBelowADInplaceOrView below;
     op.callBoxed(stack);
     return;
   }
+  TORCH_CHECK(!adds || recorded || call.grad_scale, cross_entropy::kOp,
+              ": weight_grad: expected something that requires a gradient, so that there is a backward pass, received none; "
+              "give grad_scale, and it is added to at once");
   std::optional<Reduction> reduction;
   if (weighted) {  // plain autograd has what they need: the losses of the tokens
+    TORCH_CHECK(!call.grad_scale, cross_entropy::kOp, ": grad_scale: expected None with token_weights that require a gradient");
     reduction.emplace(call);
     call.token_weights.reset();
     call.reduction = "none";
   }
-  variable_list out = LinearCrossEntropy::apply(call.hidden, call.weight, call.bias, call);
+  variable_list out = LinearCrossEntropy::apply(call.hidden, call.weight, call.bias, call.low, call.up, call);
   if (reduction) out[0] = reduction->apply(out[0]);
   torch::jit::drop(*stack, op.schema().arguments().size());
   for (Tensor& t : out) torch::jit::push(*stack, std::move(t));
@@ -124,7 +156,7 @@ void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const size_t first = stack->size() - op.schema().arguments().size();
   for (const char* name : {"hidden", "weight", "bias"}) {
     c10::IValue& argument = (*stack)[first + *op.schema().argumentIndexWithName(name)];
-    if (argument.isNone()) continue;
+    if (argument.isNone() || !argument.toTensor().is_floating_point()) continue;  // none, or packed
     argument = at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), argument.toTensor(), device);
   }
   op.callBoxed(stack);

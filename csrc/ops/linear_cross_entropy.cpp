@@ -14,87 +14,10 @@ namespace shoestring {
 namespace cross_entropy {
 namespace {
 
-// A tensor for each class or token: any floating type, or that of the call's loss.
-void check_weights(const char* name, const OptionalTensor& weights, c10::SymIntArrayRef shape, const Tensor& hidden) {
-  if (!weights) return;
-  TORCH_CHECK(weights->sym_sizes() == shape && at::isFloatingType(weights->scalar_type()) &&
-                  weights->device() == hidden.device(),
-              kOp, ": ", name, ": expected a floating tensor of shape ", shape, " on ", hidden.device(), ", received ",
-              weights->scalar_type(), " ", weights->sym_sizes(), " on ", weights->device());
-}
-
-void check_factor(const char* name, const OptionalTensor& factor, const Tensor& target) {
-  TORCH_CHECK(!factor || factor->dim() == 0 || factor->sym_sizes() == target.sym_sizes(), kOp, ": ", name,
-              ": expected shape () or ", target.sym_sizes(), ", received ", factor->sym_sizes());
-}
-
-void check_tensors(const Tensor& hidden, const Tensor& weight, const Tensor& target, const OptionalTensor& bias) {
-  TORCH_CHECK(hidden.dim() >= 1, kOp, ": hidden: expected shape (..., features), received a scalar");
-  TORCH_CHECK(weight.dim() == 2 && weight.sym_size(1) == hidden.sym_size(-1), kOp, ": weight: expected shape (vocab, ",
-              hidden.sym_size(-1), "), features as in hidden, received ", weight.sym_sizes());
-  TORCH_CHECK(target.sym_sizes() == hidden.sym_sizes().slice(0, hidden.dim() - 1), kOp,
-              ": target: expected hidden's shape without its last dimension, ",
-              hidden.sym_sizes().slice(0, hidden.dim() - 1), ", received ", target.sym_sizes());
-  TORCH_CHECK(target.scalar_type() == at::kLong, kOp, ": target: expected int64, received ", target.scalar_type(),
-              "; call target.long()");
-  TORCH_CHECK(at::isFloatingType(hidden.scalar_type()), kOp, ": hidden: expected fp32, fp64, bf16 or fp16, received ",
-              hidden.scalar_type());
-  TORCH_CHECK(weight.scalar_type() == hidden.scalar_type(), kOp, ": weight: expected hidden's dtype, ",
-              hidden.scalar_type(), ", received ", weight.scalar_type());
-  TORCH_CHECK(weight.device() == hidden.device() && target.device() == hidden.device(), kOp,
-              ": weight and target: expected hidden's device, ", hidden.device(), ", received ", weight.device(), " and ",
-              target.device());
-  if (!bias) return;
-  TORCH_CHECK(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), kOp, ": bias: expected shape (",
-              weight.sym_size(0), "), received ", bias->sym_sizes());
-  TORCH_CHECK(bias->scalar_type() == hidden.scalar_type() && bias->device() == hidden.device(), kOp,
-              ": bias: expected hidden's dtype and device, ", hidden.scalar_type(), " on ", hidden.device(), ", received ",
-              bias->scalar_type(), " on ", bias->device());
-}
-
-double finite(const BoxedArguments& arguments, const char* name, const char* expected, bool (*holds)(double)) {
-  const double x = arguments.number(name);
-  TORCH_CHECK(std::isfinite(x) && holds(x), kOp, ": ", name, ": expected ", expected, ", received ", x);
-  return x;
-}
-
 // `to`, but without the call where it would return t itself, which an operator below autograd must not.
 Tensor as(const Tensor& t, at::ScalarType dtype) { return t.scalar_type() == dtype ? t : t.to(dtype); }
 
-Mask mask_of(const c10::IValue& value) {
-  const auto list = value.toBoolList();
-  return {list.get(0), list.get(1), list.get(2)};
-}
-
 }  // namespace
-
-Problem::Problem(const BoxedArguments& a)
-    : hidden(a.tensor("hidden")),
-      weight(a.tensor("weight")),
-      target(a.tensor("target")),
-      bias(a.optional("bias")),
-      class_weights(a.optional("class_weights")),
-      grad_loss(a.optional("grad_loss")),
-      grad_lse(a.optional("grad_lse")),
-      grad_entropy(a.optional("grad_entropy")),
-      ignore_index(a["ignore_index"].toInt()),
-      label_smoothing(finite(a, "label_smoothing", "a number in [0, 1)", [](double x) { return x >= 0 && x < 1; })),
-      softcap(finite(a, "softcap", "0 (none) or a positive number", [](double x) { return x >= 0; })),
-      logit_scale(finite(a, "logit_scale", "a number that is not 0", [](double x) { return x != 0; })),
-      z_loss(finite(a, "z_loss", "a number of at least 0", [](double x) { return x >= 0; })),
-      averaged(a["averaged"].toBool()),
-      stats(a["stats"].toBool()),
-      workspace_mb(a["workspace_mb"].toInt()),
-      mask(mask_of(a["output_mask"])) {
-  check_tensors(hidden, weight, target, bias);
-  TORCH_CHECK(hidden.dim() == 2, kOp, "_rows: hidden: expected shape (tokens, features), received ", hidden.sym_sizes());
-  check_weights("class_weights", class_weights, weight.sym_sizes().slice(0, 1), hidden);
-  check_factor("grad_loss", grad_loss, target);
-  check_factor("grad_lse", grad_lse, target);
-  check_factor("grad_entropy", grad_entropy, target);
-  TORCH_CHECK(workspace_mb >= 0, kOp, ": workspace_mb: expected MiB, or 0 for the device's default, received ",
-              workspace_mb);
-}
 
 void push(torch::jit::Stack* stack, const c10::OperatorHandle& op, const Result& r, const Tensor& hidden) {
   const auto compute = hidden.options().dtype(compute_type(hidden));
@@ -102,9 +25,8 @@ void push(torch::jit::Stack* stack, const c10::OperatorHandle& op, const Result&
     return t.defined() ? t : at::empty({0}, options);
   };
   torch::jit::drop(*stack, op.schema().arguments().size());
-  torch::jit::push(*stack, r.loss, r.lse, or_empty(r.entropy, compute), or_empty(r.argmax, compute.dtype(at::kLong)),
-                   or_empty(r.grad_hidden, hidden.options()), or_empty(r.grad_weight, hidden.options()),
-                   or_empty(r.grad_bias, hidden.options()));
+  torch::jit::push(*stack, r.loss, r.lse, or_empty(r.entropy, compute), or_empty(r.argmax, compute.dtype(at::kLong)));
+  for (const Tensor& gradient : r.gradients) torch::jit::push(*stack, or_empty(gradient, hidden.options()));
 }
 
 Call::Call(const BoxedArguments& a, bool stats)
@@ -112,13 +34,25 @@ Call::Call(const BoxedArguments& a, bool stats)
       weight(a.tensor("weight")),
       target(a.tensor("target")),
       bias(a.optional("bias")),
+      low(a.optional("low")),
+      up(a.optional("up")),
       class_weights(a.optional("class_weights")),
       token_weights(a.optional("token_weights")),
+      absmax(a.optional("absmax")),
+      nested(a.optional("nested")),
+      weight_grad(a.optional("weight_grad")),
       reduction(a["reduction"].toStringRef()),
+      grad_scale(a["grad_scale"].toOptional<double>()),
       stats(stats) {
-  check_tensors(hidden, weight, target, bias);
-  check_weights("class_weights", class_weights, weight.sym_sizes().slice(0, 1), hidden);
+  check_tokens(hidden, target);
+  check_weights("class_weights", class_weights, {vocab()}, hidden);
   check_weights("token_weights", token_weights, target.sym_sizes(), hidden);
+  TORCH_CHECK(!low || low->sym_sizes().slice(0, low->dim() - 1) == target.sym_sizes(), kOp,
+              ": low: expected shape (..., rank), tokens as in hidden, received ", low->sym_sizes());
+  TORCH_CHECK(!grad_scale || (weight_grad && std::isfinite(*grad_scale) && *grad_scale != 0), kOp,
+              ": grad_scale: expected None, or with weight_grad a number that is not 0, received ", *grad_scale);
+  TORCH_CHECK(!grad_scale || reduction != "none", kOp,
+              ": grad_scale: expected None with reduction='none', whose upstream gradients are not one number");
   TORCH_CHECK(reduction == "mean" || reduction == "sum" || reduction == "none", kOp,
               ": reduction: expected 'mean', 'sum' or 'none', received '", reduction, "'");
   for (const char* name : kOptions) options.emplace_back(name, a[name]);
@@ -131,6 +65,8 @@ Call::Call(const BoxedArguments& a, bool stats)
   target = next;
 }
 
+c10::SymInt Call::vocab() const { return vocab_of(hidden, weight, absmax.has_value()); }
+
 Reduction::Reduction(const Call& call) : scalar(call.reduction != "none"), copies(call.stats) {
   const Tensor counted = call.target.ne(call.options[0].second.toInt());
   if (call.token_weights) {
@@ -140,7 +76,7 @@ Reduction::Reduction(const Call& call) : scalar(call.reduction != "none"), copie
   Tensor each = weights.defined() ? weights : counted;
   if (call.class_weights) {  // a target out of range is not for here to find
     const Tensor index = call.target.masked_fill(counted.logical_not(), 0).clamp_min(0);
-    const Tensor within = at::minimum(index, at::scalar_tensor(call.weight.sym_size(0) - 1, index.options()));
+    const Tensor within = at::minimum(index, at::scalar_tensor(call.vocab() - 1, index.options()));
     each = each * at::take(*call.class_weights, within);
   }
   total = each.sum(at::kDouble);
@@ -167,28 +103,38 @@ Result rows(const Call& call, const std::array<Tensor, 3>& upstream, const Mask&
     if (!t.defined()) return {};
     return t.dim() == 0 && call.target.dim() != 0 ? t : t.reshape_symint({tokens});
   };
+  const auto matrix = [&](const OptionalTensor& t) -> c10::IValue {
+    if (!t) return {};
+    return t->reshape_symint({tokens, t->sym_size(-1)});
+  };
   NamedArguments arguments = call.options;
-  arguments.emplace_back("hidden", call.hidden.reshape_symint({tokens, call.hidden.sym_size(-1)}));
-  arguments.emplace_back("weight", call.weight);
-  arguments.emplace_back("target", call.target.reshape_symint({tokens}));
-  arguments.emplace_back("bias", call.bias);
-  arguments.emplace_back("class_weights", call.class_weights);
-  arguments.emplace_back("grad_loss", flat(upstream[0]));
-  arguments.emplace_back("grad_lse", flat(upstream[1]));
-  arguments.emplace_back("grad_entropy", flat(upstream[2]));
-  arguments.emplace_back("averaged", call.reduction == "mean");
-  arguments.emplace_back("stats", call.stats);
-  arguments.emplace_back("output_mask", c10::List<bool>({mask[0], mask[1], mask[2]}));
+  arguments.insert(arguments.end(), {{"hidden", matrix(call.hidden)},
+                                     {"weight", call.weight},
+                                     {"target", call.target.reshape_symint({tokens})},
+                                     {"bias", call.bias},
+                                     {"class_weights", call.class_weights},
+                                     {"absmax", call.absmax},
+                                     {"nested", call.nested},
+                                     {"low", matrix(call.low)},
+                                     {"up", call.up},
+                                     {"weight_grad", call.weight_grad},
+                                     {"grad_loss", flat(upstream[0])},
+                                     {"grad_lse", flat(upstream[1])},
+                                     {"grad_entropy", flat(upstream[2])},
+                                     {"averaged", call.reduction == "mean"},
+                                     {"stats", call.stats}});
+  c10::List<bool> wanted;
+  for (bool m : mask) wanted.push_back(m);
+  arguments.emplace_back("output_mask", std::move(wanted));
   const auto out = call_by_name("shoestring::linear_cross_entropy_rows", arguments);
   const auto shaped = [&](int i) { return out[i].toTensor().view_symint(call.target.sym_sizes()); };
-  const auto wanted = [&](int i) { return mask[i] ? out[4 + i].toTensor() : Tensor(); };
-  return {shaped(0),
-          shaped(1),
-          call.stats ? shaped(2) : Tensor(),
-          call.stats ? shaped(3) : Tensor(),
-          mask[0] ? out[4].toTensor().view_symint(call.hidden.sym_sizes()) : Tensor(),
-          wanted(1),
-          wanted(2)};
+  Result r{shaped(0), shaped(1), call.stats ? shaped(2) : Tensor(), call.stats ? shaped(3) : Tensor(), {}};
+  for (int i = 0; i < kInputs; ++i) {
+    if (mask[i] && !(i == kWeight && call.weight_grad)) r.gradients[i] = out[4 + i].toTensor();
+  }
+  if (mask[kHidden]) r.gradients[kHidden] = r.gradients[kHidden].view_symint(call.hidden.sym_sizes());
+  if (mask[kLow]) r.gradients[kLow] = r.gradients[kLow].view_symint(call.low->sym_sizes());
+  return r;
 }
 
 }  // namespace cross_entropy
@@ -203,13 +149,14 @@ using cross_entropy::Result;
 Result on_meta(const cross_entropy::Problem& p) {
   const auto compute = p.hidden.options().dtype(compute_type(p.hidden));
   const auto each = [&](at::TensorOptions options) { return at::empty_symint(p.target.sym_sizes(), options); };
-  return {each(compute),
-          each(compute),
-          p.stats ? each(compute) : Tensor(),
-          p.stats ? each(compute.dtype(at::kLong)) : Tensor(),
-          p.mask[0] ? at::empty_like(p.hidden, at::MemoryFormat::Contiguous) : Tensor(),
-          p.mask[1] ? at::empty_like(p.weight, at::MemoryFormat::Contiguous) : Tensor(),
-          p.mask[2] ? at::empty_symint({p.weight.sym_size(0)}, p.weight.options()) : Tensor()};
+  Result r{each(compute), each(compute), p.stats ? each(compute) : Tensor(),
+           p.stats ? each(compute.dtype(at::kLong)) : Tensor(), {}};
+  const std::optional<Tensor> inputs[] = {p.hidden, p.weight, p.bias, p.low, p.up};
+  for (int i = 0; i < cross_entropy::kInputs; ++i) {
+    if (!p.mask[i] || (i == cross_entropy::kWeight && p.weight_grad)) continue;
+    r.gradients[i] = at::empty_symint(inputs[i]->sym_sizes(), inputs[i]->options());
+  }
+  return r;
 }
 
 // Without gradients the operators are the same on every device.
@@ -245,6 +192,14 @@ torch::jit::Stack call(const char* op, const Tensor& hidden, const Tensor& weigh
                            {"class_weights", o.class_weights()},
                            {"token_weights", o.token_weights()},
                            {"shift", o.shift()},
+                           {"low", o.low()},
+                           {"up", o.up()},
+                           {"absmax", o.absmax()},
+                           {"nested", o.nested()},
+                           {"quant_type", o.quant_type()},
+                           {"block_size", o.block_size()},
+                           {"weight_grad", o.weight_grad()},
+                           {"grad_scale", o.grad_scale()},
                            {"workspace_mb", o.workspace_mb()}});
 }
 

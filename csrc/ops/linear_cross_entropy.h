@@ -2,6 +2,7 @@
 
 // What the CPU and the CUDA side of linear_cross_entropy share, and what autograd needs of it.
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <string>
@@ -17,29 +18,42 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "linear_cross_entropy";
 
-/// Which gradients are wanted: hidden, weight, bias.
-using Mask = std::array<bool, 3>;
+/// What may have a gradient, and which are wanted.
+enum Input { kHidden, kWeight, kBias, kLow, kUp, kInputs };
+using Mask = std::array<bool, kInputs>;
+using Gradients = std::array<Tensor, kInputs>;  // undefined where not wanted
 
-inline bool any(const Mask& mask) { return mask[0] || mask[1] || mask[2]; }
+inline bool any(const Mask& mask) { return std::find(mask.begin(), mask.end(), true) != mask.end(); }
 
 /// The arguments of linear_cross_entropy_rows, checked but for what the targets hold.
 struct Problem {
   explicit Problem(const BoxedArguments& arguments);
 
-  Tensor hidden, weight, target;  // (tokens, features), (vocab, features), (tokens)
+  Tensor hidden, weight, target;  // (tokens, features), (vocab, features) or packed, (tokens)
   OptionalTensor bias, class_weights;
+  OptionalTensor absmax, nested;  // of a 4-bit weight
+  std::string quant_type;
+  int64_t block_size;
+  OptionalTensor low, up;
+  OptionalTensor weight_grad;                        // what the weight's gradient is added to
   OptionalTensor grad_loss, grad_lse, grad_entropy;  // () or (tokens)
   int64_t ignore_index;
   double label_smoothing, softcap, logit_scale, z_loss;
   bool averaged, stats;
   int64_t workspace_mb;
   Mask mask;
+  c10::SymInt vocab;
 };
+
+// The checks that a call shares with its rows.
+void check_tokens(const Tensor& hidden, const Tensor& target);
+void check_weights(const char* name, const OptionalTensor& weights, c10::SymIntArrayRef shape, const Tensor& hidden);
+c10::SymInt vocab_of(const Tensor& hidden, const Tensor& weight, bool packed);
 
 struct Result {
   Tensor loss, lse;        // (tokens), compute type
-  Tensor entropy, argmax;  // undefined where not wanted, as the gradients
-  Tensor grad_hidden, grad_weight, grad_bias;
+  Tensor entropy, argmax;  // undefined where not wanted
+  Gradients gradients;
 };
 
 /// Registers a device's linear_cross_entropy_rows.
@@ -52,19 +66,23 @@ void boxed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 /// Those that linear_cross_entropy_rows has as well.
-constexpr const char* kOptions[] = {"ignore_index", "label_smoothing", "softcap",
-                                    "logit_scale",  "z_loss",          "workspace_mb"};
+constexpr const char* kOptions[] = {"ignore_index", "label_smoothing", "softcap",    "logit_scale",
+                                    "z_loss",       "quant_type",      "block_size", "workspace_mb"};
 
 /// A call of linear_cross_entropy, with stats or without.
 struct Call {
   Call() = default;
   Call(const BoxedArguments& arguments, bool stats);
 
-  Tensor hidden, weight, target;  // (..., features), (vocab, features), (...): shifted
-  OptionalTensor bias, class_weights, token_weights;
+  Tensor hidden, weight, target;  // (..., features), (vocab, features) or packed, (...): shifted
+  OptionalTensor bias, low, up;
+  OptionalTensor class_weights, token_weights, absmax, nested, weight_grad;
   std::string reduction;
+  std::optional<double> grad_scale;
   NamedArguments options;  // kOptions
   bool stats = false;
+
+  c10::SymInt vocab() const;
 };
 
 /// How the losses of tokens become a result: sum(weights loss) / total. Undefined: weights of one, and no total.

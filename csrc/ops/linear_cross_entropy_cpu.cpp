@@ -14,7 +14,12 @@ namespace shoestring {
 namespace {
 
 using at::Tensor;
+using cross_entropy::kBias;
+using cross_entropy::kHidden;
+using cross_entropy::kLow;
 using cross_entropy::kOp;
+using cross_entropy::kUp;
+using cross_entropy::kWeight;
 using cross_entropy::OptionalTensor;
 using cross_entropy::Problem;
 using cross_entropy::Result;
@@ -27,7 +32,7 @@ std::vector<int64_t> rows_that_count(const Problem& p) {
   const Tensor target = p.target.contiguous();
   rows.reserve(target.numel());
   const int64_t* t = target.const_data_ptr<int64_t>();
-  const int64_t vocab = p.weight.size(0);
+  const int64_t vocab = p.vocab.expect_int();
   for (int64_t i = 0; i < target.numel(); ++i) {
     if (t[i] == p.ignore_index) continue;
     TORCH_CHECK_INDEX(t[i] >= 0 && t[i] < vocab, kOp, ": target: expected classes in [0, ", vocab,
@@ -60,34 +65,37 @@ class Run {
 
   Result operator()() {
     for (int64_t begin = 0; begin < count_; begin += chunk_) add_chunk(begin);
-    if (p_.mask[1]) out_.grad_weight = out_.grad_weight.to(p_.weight.scalar_type());
-    if (p_.mask[2]) out_.grad_bias = out_.grad_bias.to(p_.weight.scalar_type());
+    const auto narrow = [&](int i, const Tensor& like) {
+      if (p_.mask[i]) out_.gradients[i] = gradient(i).to(like.scalar_type());
+    };
+    if (!p_.weight_grad) narrow(kWeight, p_.weight);
+    if (p_.bias) narrow(kBias, *p_.bias);
+    if (p_.up) narrow(kUp, *p_.up);
     return out_;
   }
 
  private:
   void add_chunk(int64_t begin);
-  // z (tokens, vocab) = logit_scale x (tokens, features) weight^T.
-  void make_logits(const Tensor& x, Tensor& z) const;
+  // z (tokens, vocab) = logit_scale (x (tokens, features) weight^T + low up^T).
+  void make_logits(const Tensor& x, const Tensor& low, Tensor& z) const;
   // What the kernel makes of rows of logits; their results go to out_, and their scales are returned: (tokens, 1).
   Tensor reduce_rows(Tensor& z, int64_t begin);
+  void add_low_gradients(const Tensor& z, const Tensor& scale, Tensor& low, const Tensor& index);
   void add_gradients(const Tensor& z, const Tensor& scale, Tensor& x, const Tensor& index);
   void add_rounded_gradients(const Tensor& z, const Tensor& scale, const Tensor& x, const Tensor& index);
 
-  // Calls body(begin, size) for the panels of the vocabulary.
-  template <class Body>
-  void for_each_panel(Body body) const {
-    for (int64_t v = 0; v < vocab_; v += panel_) body(v, std::min(panel_, vocab_ - v));
-  }
   static at::ScalarType type() { return c10::CppTypeToScalarType<T>::value; }
   static Tensor computed(const OptionalTensor& t, double scale) {
     if (!t) return {};
     return scale == 1 ? t->to(type()).contiguous() : t->to(type()).mul(scale);
   }
-  Tensor weight_panel(int64_t begin, int64_t size) const {
-    Tensor part = p_.weight.narrow(0, begin, size);
-    return widened_.defined() ? widened_.narrow(0, 0, size).copy_(part) : part;
+  BaseWeight base() const {
+    if (!p_.absmax) return BaseWeight::dense(p_.weight, type());
+    return BaseWeight::quantized(
+        PackedReader(Backend::kCpu, kOp, p_.weight, *p_.absmax, p_.nested, p_.quant_type, p_.block_size), vocab_, features_,
+        compute_);
   }
+  Tensor& gradient(int i) { return out_.gradients[i]; }
 
   const Problem& p_;
   const at::TensorOptions compute_;
@@ -97,11 +105,13 @@ class Run {
   const int64_t features_, vocab_, count_;
   const bool gradient_;
   double total_weight_ = 0;  // of classes
-  bool narrow_;           // the products of the gradients are bf16
-  int64_t panel_, chunk_;  // classes, tokens
-  Tensor logits_;         // (chunk, vocab)
-  Tensor rounded_;        // (chunk, vocab), for narrow_
-  Tensor widened_;        // (panel, features), for 16-bit weights
+  const Tensor low_, up_;  // compute type, or undefined
+  const BaseWeight weight_;  // in panels that stay in cache, where it is not of compute type
+  bool narrow_;              // the products of the gradients are bf16
+  int64_t chunk_;            // tokens
+  Tensor logits_;            // (chunk, vocab)
+  Tensor rounded_;           // (chunk, vocab), for narrow_
+  Tensor grad_weight_;       // what is added to
   Result out_;
 };
 
@@ -111,20 +121,16 @@ Run<T>::Run(const Problem& problem)
       rows_(rows_that_count(p_)), target_(p_.target.contiguous()), bias_(computed(p_.bias, p_.logit_scale)),
       class_weights_(computed(p_.class_weights, 1)), grad_loss_(p_.grad_loss, type()), grad_lse_(p_.grad_lse, type()),
       grad_entropy_(p_.grad_entropy, type()),
-      features_(p_.hidden.size(1)), vocab_(p_.weight.size(0)), count_(rows_.size()),
-      gradient_(cross_entropy::any(p_.mask)) {
-  // 16-bit weights are widened a panel of the vocabulary at a time, in a buffer that stays in cache.
-  const bool widen = p_.weight.scalar_type() != compute_.dtype().toScalarType();
-  panel_ = widen ? std::max<int64_t>(64, (int64_t{8} << 20) / std::max<int64_t>(1, features_ * sizeof(T))) : vocab_;
+      features_(p_.hidden.size(1)), vocab_(p_.vocab.expect_int()), count_(rows_.size()),
+      gradient_(cross_entropy::any(p_.mask)), low_(computed(p_.low, 1)), up_(computed(p_.up, 1)), weight_(base()) {
   // Where the CPU has bf16 units the products of the gradients use them. The logits stay fp32 everywhere.
-  narrow_ = gradient_ && widen && product_type(p_.hidden) == at::kBFloat16;
+  narrow_ = gradient_ && p_.weight.scalar_type() == at::kBFloat16 && product_type(p_.hidden) == at::kBFloat16;
   const int64_t workspace = p_.workspace_mb == 0 ? kDefaultWorkspaceMb : p_.workspace_mb;
   const int64_t bytes_per_token = std::max<int64_t>(1, vocab_ * static_cast<int64_t>(sizeof(T) + (narrow_ ? 2 : 0)));
   const int64_t fit = std::max<int64_t>(1, (workspace << 20) / bytes_per_token);
   chunk_ = std::min<int64_t>(fit > 16 ? fit / 16 * 16 : fit, std::min<int64_t>(count_, 1024));
   logits_ = at::empty({chunk_, vocab_}, compute_);
   if (narrow_) rounded_ = at::empty({chunk_, vocab_}, p_.hidden.options());
-  if (widen) widened_ = at::empty({std::min(panel_, vocab_), features_}, compute_);
 
   // What is of tokens that do not count is zero, and nobody else writes it.
   const auto each = [&](at::TensorOptions options) { return at::zeros({p_.target.size(0)}, options); };
@@ -135,12 +141,18 @@ Run<T>::Run(const Problem& problem)
     out_.entropy = each(compute_);
     out_.argmax = each(compute_.dtype(at::kLong)).fill_(-1);
   }
-  if (p_.mask[0]) {
-    out_.grad_hidden = count_ == p_.hidden.size(0) ? at::empty_like(p_.hidden, at::MemoryFormat::Contiguous)
-                                                   : at::zeros_like(p_.hidden, at::MemoryFormat::Contiguous);
+  const auto like = [&](const Tensor& t) {
+    return count_ == p_.hidden.size(0) ? at::empty_like(t, at::MemoryFormat::Contiguous)
+                                       : at::zeros_like(t, at::MemoryFormat::Contiguous);
+  };
+  if (p_.mask[kHidden]) gradient(kHidden) = like(p_.hidden);
+  if (p_.mask[kWeight]) {
+    grad_weight_ = p_.weight_grad ? *p_.weight_grad : at::zeros({vocab_, features_}, compute_);
+    if (!p_.weight_grad) gradient(kWeight) = grad_weight_;
   }
-  if (p_.mask[1]) out_.grad_weight = at::zeros({vocab_, features_}, compute_);
-  if (p_.mask[2]) out_.grad_bias = at::zeros({vocab_}, compute_);
+  if (p_.mask[kBias]) gradient(kBias) = at::zeros({vocab_}, compute_);
+  if (p_.mask[kLow]) gradient(kLow) = like(*p_.low);
+  if (p_.mask[kUp]) gradient(kUp) = at::zeros({vocab_, up_.size(1)}, compute_);
 }
 
 template <class T>
@@ -150,9 +162,11 @@ void Run<T>::add_chunk(int64_t begin) {
   Tensor gathered = p_.hidden.index_select(0, index);  // (tokens, features)
   Tensor x = gathered.to(compute_);
   Tensor z = logits_.narrow(0, 0, tokens);
-  make_logits(x, z);
+  Tensor low = low_.defined() ? low_.index_select(0, index) : Tensor();
+  make_logits(x, low, z);
   Tensor scale = reduce_rows(z, begin);
   if (!gradient_) return;
+  if (low.defined()) add_low_gradients(z, scale, low, index);
   if (narrow_) {
     add_rounded_gradients(z, scale, gathered, index);
   } else {
@@ -161,11 +175,12 @@ void Run<T>::add_chunk(int64_t begin) {
 }
 
 template <class T>
-void Run<T>::make_logits(const Tensor& x, Tensor& z) const {
-  for_each_panel([&](int64_t v, int64_t size) {
-    Tensor part = z.narrow(1, v, size);
-    at::addmm_out(part, part, x, weight_panel(v, size).t(), /*beta=*/0, /*alpha=*/p_.logit_scale);
+void Run<T>::make_logits(const Tensor& x, const Tensor& low, Tensor& z) const {
+  weight_.for_each_panel([&](int64_t v, const Tensor& panel) {
+    Tensor part = z.narrow(1, v, panel.size(0));
+    at::addmm_out(part, part, x, panel.t(), /*beta=*/0, /*alpha=*/p_.logit_scale);
   });
+  if (low.defined()) z.addmm_(low, up_.t(), /*beta=*/1, /*alpha=*/p_.logit_scale);
 }
 
 template <class T>
@@ -215,15 +230,21 @@ Tensor Run<T>::reduce_rows(Tensor& z, int64_t begin) {
 //   grad_hidden = diag(scale) (z W),  grad_weight += z^T (diag(scale) x),  grad_bias += z^T scale.
 template <class T>
 void Run<T>::add_gradients(const Tensor& z, const Tensor& scale, Tensor& x, const Tensor& index) {
-  if (p_.mask[0]) {
+  if (p_.mask[kHidden]) {
     Tensor grad = at::empty({z.size(0), features_}, compute_);
-    for_each_panel([&](int64_t v, int64_t size) {
-      at::addmm_out(grad, grad, z.narrow(1, v, size), weight_panel(v, size), /*beta=*/v == 0 ? 0 : 1, /*alpha=*/1);
+    weight_.for_each_panel([&](int64_t v, const Tensor& panel) {
+      at::addmm_out(grad, grad, z.narrow(1, v, panel.size(0)), panel, /*beta=*/v == 0 ? 0 : 1, /*alpha=*/1);
     });
-    out_.grad_hidden.index_copy_(0, index, grad.mul_(scale).to(p_.hidden.scalar_type()));
+    gradient(kHidden).index_copy_(0, index, grad.mul_(scale).to(p_.hidden.scalar_type()));
   }
-  if (p_.mask[1]) out_.grad_weight.addmm_(z.t(), x.mul_(scale));
-  if (p_.mask[2]) out_.grad_bias.addmv_(z.t(), scale.squeeze(1));
+  if (p_.mask[kWeight]) grad_weight_.addmm_(z.t(), x.mul_(scale));
+  if (p_.mask[kBias]) gradient(kBias).addmv_(z.t(), scale.squeeze(1));
+}
+
+template <class T>
+void Run<T>::add_low_gradients(const Tensor& z, const Tensor& scale, Tensor& low, const Tensor& index) {
+  if (p_.mask[kLow]) gradient(kLow).index_copy_(0, index, at::mm(z, up_).mul_(scale).to(p_.low->scalar_type()));
+  if (p_.mask[kUp]) gradient(kUp).addmm_(z.t(), low.mul_(scale));
 }
 
 // As in eager PyTorch with fp32 logits: their gradient is rounded to bf16 once, and then multiplied.
@@ -231,13 +252,13 @@ template <class T>
 void Run<T>::add_rounded_gradients(const Tensor& z, const Tensor& scale, const Tensor& x, const Tensor& index) {
   Tensor grad = rounded_.narrow(0, 0, z.size(0));
   at::mul_out(grad, z, scale);
-  if (p_.mask[0]) out_.grad_hidden.index_copy_(0, index, at::mm(grad, p_.weight));
-  if (p_.mask[1]) {
-    for_each_panel([&](int64_t v, int64_t size) {
-      out_.grad_weight.narrow(0, v, size).add_(at::mm(grad.narrow(1, v, size).t(), x));
-    });
+  if (p_.mask[kHidden]) gradient(kHidden).index_copy_(0, index, at::mm(grad, p_.weight));
+  const int64_t step = std::max<int64_t>(64, (int64_t{8} << 20) / std::max<int64_t>(1, features_ * sizeof(T)));
+  for (int64_t v = 0; p_.mask[kWeight] && v < vocab_; v += step) {  // a product that stays in cache until it is added
+    const int64_t size = std::min(step, vocab_ - v);
+    grad_weight_.narrow(0, v, size).add_(at::mm(grad.narrow(1, v, size).t(), x));
   }
-  if (p_.mask[2]) out_.grad_bias.add_(grad.sum(0, false, compute_.dtype().toScalarType()));
+  if (p_.mask[kBias]) gradient(kBias).add_(grad.sum(0, false, type()));
 }
 
 Result rows(const Problem& p) {

@@ -17,7 +17,12 @@ namespace shoestring {
 namespace {
 
 using at::Tensor;
+using cross_entropy::kBias;
+using cross_entropy::kHidden;
+using cross_entropy::kLow;
 using cross_entropy::kOp;
+using cross_entropy::kUp;
+using cross_entropy::kWeight;
 using cross_entropy::OptionalTensor;
 using cross_entropy::Problem;
 using cross_entropy::Result;
@@ -26,13 +31,16 @@ using cross_entropy::Result;
 struct Work : Problem {
   explicit Work(const Problem& problem);
 
+  int64_t classes;
+  BaseWeight base;  // in panels, where it is of 4 bits
+  Tensor low_rows, up_rows;  // low and up in hidden's dtype, or undefined
   Tensor padded_bias, padded_weights, total_weight;  // (stride), (stride), (): compute type, or undefined
   Tensor factors[3];                                 // grad_loss, grad_lse, grad_entropy: compute type, or undefined
   double scale;                                      // what the products multiply the logits' gradient by
 
   int64_t tokens() const { return hidden.size(0); }
   int64_t features() const { return hidden.size(1); }
-  int64_t vocab() const { return weight.size(0); }
+  int64_t vocab() const { return classes; }
   // Of the rows of logits and of their gradient: each begins at a multiple of 16 bytes.
   int64_t stride() const { return std::max<int64_t>(8, (vocab() + 7) / 8 * 8); }
   bool wants_gradient() const { return cross_entropy::any(mask); }
@@ -44,10 +52,15 @@ struct Work : Problem {
   }
 };
 
-Work::Work(const Problem& problem) : Problem(problem), scale(1) {
+Work::Work(const Problem& problem) : Problem(problem), classes(problem.vocab.expect_int()), scale(1) {
   TORCH_CHECK(vocab() <= (int64_t{1} << 31) - 16, kOp, ": weight: expected fewer than 2^31 - 16 classes on CUDA, received ",
               vocab());
   target = target.contiguous();
+  base = absmax ? BaseWeight::quantized(PackedReader(Backend::kCuda, kOp, weight, *absmax, nested, quant_type, block_size),
+                                        classes, features(), hidden.options())
+                : BaseWeight::dense(weight, weight.scalar_type());
+  if (low) low_rows = low->to(hidden.scalar_type());
+  if (up) up_rows = up->to(hidden.scalar_type());
   padded_bias = padded(bias);
   if (padded_bias.defined() && logit_scale != 1) padded_bias.mul_(logit_scale);
   padded_weights = padded(class_weights);
@@ -89,7 +102,7 @@ Plan plan(const Work& p) {
     chunk = (bytes - wave * logits) / (logits / 2);
   } else {
     wave = std::max<int64_t>(narrow ? 128 : 1024, (int64_t{256} << 20) / logits);
-    chunk = !p.mask[1] ? 1024 : p.tokens() <= 2 * p.features() ? p.tokens() : std::max<int64_t>(2048, p.features());
+    chunk = !p.mask[kWeight] ? 1024 : p.tokens() <= 2 * p.features() ? p.tokens() : std::max<int64_t>(2048, p.features());
   }
   if (!narrow) chunk = wave;
   chunk = even_part(p.tokens(), std::max(wave, chunk));
@@ -164,29 +177,56 @@ Result rows(const Problem& problem) {
   const auto start = [&](at::IntArrayRef shape, at::TensorOptions options) {
     return p.tokens() == 0 ? at::zeros(shape, options) : at::empty(shape, options);
   };
-  if (p.mask[0]) out.grad_hidden = at::empty_like(p.hidden, at::MemoryFormat::Contiguous);
+  auto& gradients = out.gradients;
+  if (p.mask[kHidden]) gradients[kHidden] = at::empty_like(p.hidden, at::MemoryFormat::Contiguous);
   // Several chunks are summed in fp32 and rounded once; a single one writes the result.
-  if (p.mask[1]) out.grad_weight = start(p.weight.sizes(), chunk < p.tokens() ? compute : p.weight.options());
-  if (p.mask[2]) out.grad_bias = at::zeros({p.vocab()}, compute);
+  if (p.mask[kWeight]) {
+    gradients[kWeight] =
+        p.weight_grad ? *p.weight_grad : start(p.weight.sizes(), chunk < p.tokens() ? compute : p.weight.options());
+  }
+  if (p.mask[kBias]) gradients[kBias] = at::zeros({p.vocab()}, compute);
+  if (p.mask[kLow]) gradients[kLow] = at::empty({p.tokens(), p.low_rows.size(1)}, p.hidden.options());
+  if (p.mask[kUp]) gradients[kUp] = at::zeros(p.up->sizes(), compute);
 
   for (int64_t begin = 0; begin < p.tokens(); begin += chunk) {
     const int64_t tokens = std::min(chunk, p.tokens() - begin);
     // What an ignored token holds must not show, and 0 * inf would.
-    Tensor x = p.hidden.narrow(0, begin, tokens).masked_fill(ignored.narrow(0, begin, tokens), 0);
+    const auto counted = [&](const Tensor& t) {
+      return t.narrow(0, begin, tokens).masked_fill(ignored.narrow(0, begin, tokens), 0);
+    };
+    const Tensor x = counted(p.hidden), low = p.low_rows.defined() ? counted(p.low_rows) : Tensor();
     for (int64_t first = 0; first < tokens; first += wave) {
       const int64_t some = std::min(wave, tokens - first);
       Tensor z = logits.narrow(0, 0, some);
-      gemm(z.narrow(1, 0, p.vocab()), x.narrow(0, first, some), p.weight.t(), /*beta=*/0, p.logit_scale);
+      p.base.for_each_panel([&](int64_t v, const Tensor& panel) {
+        gemm(z.narrow(1, v, panel.size(0)), x.narrow(0, first, some), panel.t(), /*beta=*/0, p.logit_scale);
+      });
+      if (low.defined()) gemm(z.narrow(1, 0, p.vocab()), low.narrow(0, first, some), p.up_rows.t(), /*beta=*/1, p.logit_scale);
       start_rows(p, z, gradient ? grad_logits.narrow(0, first, some) : Tensor(), begin + first, out);
     }
     if (!gradient) continue;
     Tensor grad = grad_logits.narrow(0, 0, tokens).narrow(1, 0, p.vocab());
-    if (p.mask[0]) gemm(out.grad_hidden.narrow(0, begin, tokens), grad, p.weight, /*beta=*/0, scale);
-    if (p.mask[1]) gemm(out.grad_weight, grad.t(), x, /*beta=*/begin == 0 ? 0 : 1, scale);
-    if (p.mask[2]) out.grad_bias.add_(grad.sum(0, /*keepdim=*/false, compute_type(p.hidden)), scale);
+    if (p.mask[kHidden]) {  // of several panels, a sum in fp32 that is rounded once
+      const Tensor result = gradients[kHidden].narrow(0, begin, tokens);
+      const Tensor sum = p.base.one_panel() ? result : at::empty(result.sizes(), compute);
+      p.base.for_each_panel([&](int64_t v, const Tensor& panel) {
+        gemm(sum, grad.narrow(1, v, panel.size(0)), panel, /*beta=*/v == 0 ? 0 : 1, scale);
+      });
+      if (!p.base.one_panel()) result.copy_(sum);
+    }
+    const double beta = begin == 0 && !p.weight_grad ? 0 : 1;
+    if (p.mask[kWeight]) gemm(gradients[kWeight], grad.t(), x, beta, scale);
+    if (p.mask[kBias]) gradients[kBias].add_(grad.sum(0, /*keepdim=*/false, compute_type(p.hidden)), scale);
+    if (p.mask[kLow]) gemm(gradients[kLow].narrow(0, begin, tokens), grad, p.up_rows, /*beta=*/0, scale);
+    if (p.mask[kUp]) gemm(gradients[kUp], grad.t(), low, /*beta=*/1, scale);
   }
-  if (p.mask[1]) out.grad_weight = out.grad_weight.to(p.weight.scalar_type());
-  if (p.mask[2]) out.grad_bias = out.grad_bias.to(p.weight.scalar_type());
+  const auto narrow = [&](int i, const Tensor& like) {
+    if (p.mask[i]) gradients[i] = gradients[i].to(like.scalar_type());
+  };
+  if (!p.weight_grad) narrow(kWeight, p.weight);
+  if (p.bias) narrow(kBias, *p.bias);
+  if (p.low) narrow(kLow, *p.low);
+  if (p.up) narrow(kUp, *p.up);
   return out;
 }
 

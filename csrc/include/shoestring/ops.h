@@ -38,6 +38,20 @@ struct LinearCrossEntropyOptions {
   TORCH_ARG(std::optional<at::Tensor>, token_weights) = std::nullopt;
   /// Each token predicts the next one's target; the last of a sequence does not count. Nothing is copied but targets.
   TORCH_ARG(bool, shift) = false;
+  /// A LoRA'd head: low (..., rank), which is scaling * hidden lora_A^T, times the transpose of up (vocab, rank), which is
+  /// lora_B, is added to the logits. Differentiable.
+  TORCH_ARG(std::optional<at::Tensor>, low) = std::nullopt;
+  TORCH_ARG(std::optional<at::Tensor>, up) = std::nullopt;
+  /// With absmax, weight is the packed bytes of a frozen 4-bit one (quantize_4bit, quantize_absmax).
+  TORCH_ARG(std::optional<at::Tensor>, absmax) = std::nullopt;
+  TORCH_ARG(std::optional<at::Tensor>, nested) = std::nullopt;
+  TORCH_ARG(std::string, quant_type) = "nf4";
+  TORCH_ARG(int64_t, block_size) = 64;
+  /// fp32, weight's shape: the weight's gradient is added to it, and no other is made. In backward, which then computes
+  /// the logits a second time; or in forward with grad_scale, the gradient that the loss is going to have. Not without
+  /// gradients (at::NoGradGuard).
+  TORCH_ARG(std::optional<at::Tensor>, weight_grad) = std::nullopt;
+  TORCH_ARG(std::optional<double>, grad_scale) = std::nullopt;
   /// Bound on the chunk of logits that exists at a time, in MiB. 0 is the device's default: 64 on the CPU. On CUDA, where
   /// few large chunks are fastest: 1024 tokens, or at least 256 MiB; and with a gradient of the weight, all tokens where
   /// they are at most 2 * features, else features tokens (so 8 * vocab * features bytes with the fp32 accumulator).

@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import TypedDict, Unpack
 
+from shoestring.quantized_tensor import QuantizedTensor
+
 
 class LinearCrossEntropyOptions(TypedDict, total=False):
     """Keyword arguments of ``linear_cross_entropy`` and ``linear_cross_entropy_with_stats``.
@@ -25,6 +27,13 @@ class LinearCrossEntropyOptions(TypedDict, total=False):
         the targets' classes. Differentiable; then the logits are computed twice, as for ``reduction="none"``.
     shift: each token predicts the target of the next one in its sequence, target's last dimension; the last token does
         not count. hidden and target are those of whole sequences, and only targets are copied.
+    lora_A, lora_B, scaling: a LoRA'd head: ``scaling * (hidden @ lora_A.T) @ lora_B.T`` is added to the logits. (rank,
+        features) and (vocab, rank), any floating dtype; differentiable.
+    weight_grad: weight's shape, fp32 (fp64 for fp64): weight's gradient is added to it, and no other is made: a tied
+        embedding's ``.grad``, or a ``main_grad``. That happens in backward, which then computes the logits a second
+        time; under ``torch.no_grad`` never. Not under ``torch.compile``.
+    grad_scale: with weight_grad, the gradient that the loss is going to have in backward: weight's is then added in the
+        forward pass, and no logits are computed twice.
     workspace_mb: bound in MiB on the logits, and their gradient, that exist at a time. 0 is the device's default. CPU:
         64. CUDA: 256 (at least 1024 tokens in fp32, 128 in 16 bits); and in 16 bits, where weight needs a gradient,
         room for the logits' gradient, ``2 * vocab`` bytes each of all tokens if they are at most ``2 * features``,
@@ -42,6 +51,11 @@ class LinearCrossEntropyOptions(TypedDict, total=False):
     class_weights: Tensor | None
     token_weights: Tensor | None
     shift: bool
+    lora_A: Tensor | None
+    lora_B: Tensor | None
+    scaling: float
+    weight_grad: Tensor | None
+    grad_scale: float | None
     workspace_mb: int
 
 
@@ -80,14 +94,15 @@ def linear_cross_entropy(
 
     Args:
         hidden: (..., features), fp32, fp64, bf16 or fp16.
-        weight: (vocab, features), hidden's dtype.
+        weight: (vocab, features), hidden's dtype; or a frozen :class:`QuantizedTensor`, which is dequantised a panel of
+            classes at a time.
         target: (...), int64, classes in [0, vocab) or ``ignore_index``.
         bias: (vocab), hidden's dtype.
         **options: see ``LinearCrossEntropyOptions``.
 
     Returns:
         A scalar, or target's shape for ``reduction="none"``; fp32 for 16-bit input. Bitwise repeatable. Differentiable
-        once by hidden, weight and bias.
+        once by hidden, weight, bias, lora_A and lora_B.
 
     Raises:
         RuntimeError: a shape, dtype or option that does not fit.
@@ -97,7 +112,8 @@ def linear_cross_entropy(
     The method is that of Cut Cross-Entropy (arXiv 2411.09009) and of Liger Kernel's gradients in forward
     (arXiv 2410.10989).
     """
-    return torch.ops.shoestring.linear_cross_entropy(*_arguments(hidden, weight, target, bias, options), **options)
+    arguments = _arguments(hidden, weight, target, bias, **options)
+    return torch.ops.shoestring.linear_cross_entropy(**arguments)
 
 
 def linear_cross_entropy_with_stats(
@@ -115,24 +131,44 @@ def linear_cross_entropy_with_stats(
 
     Arguments and errors are those of ``linear_cross_entropy``.
     """
-    op = torch.ops.shoestring.linear_cross_entropy_with_stats
-    return LinearCrossEntropyStats(*op(*_arguments(hidden, weight, target, bias, options), **options))
+    arguments = _arguments(hidden, weight, target, bias, **options)
+    return LinearCrossEntropyStats(*torch.ops.shoestring.linear_cross_entropy_with_stats(**arguments))
 
 
 def _arguments(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """With a logit_scale that is a tensor in hidden and bias, and 1 in the options."""
-    scale = options.get("logit_scale")
-    if isinstance(scale, Tensor):
-        if scale.numel() != 1:
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    *,
+    logit_scale: float | Tensor = 1.0,
+    lora_A: Tensor | None = None,
+    lora_B: Tensor | None = None,
+    scaling: float = 1.0,
+    **options: Any,
+) -> dict[str, Any]:
+    """The operator's: a scale that is a tensor multiplies hidden and bias, and lora_A is applied."""
+    where = "linear_cross_entropy"
+    if isinstance(logit_scale, Tensor):
+        if logit_scale.numel() != 1:
+            raise ValueError(f"{where}: logit_scale: expected a number or one element, received {tuple(logit_scale.shape)}")
+        factor = logit_scale.reshape(())
+        logit_scale = 1.0
+        hidden = hidden * factor.to(hidden.dtype)
+        bias = bias if bias is None else bias * factor.to(bias.dtype)
+    if (lora_A is None) != (lora_B is None):
+        raise ValueError(f"{where}: lora_A and lora_B: expected both or neither")
+    if lora_A is not None:
+        if lora_A.shape[-1] != hidden.shape[-1]:
             raise ValueError(
-                f"linear_cross_entropy: logit_scale: expected a number or one element, received {tuple(scale.shape)}"
+                f"{where}: lora_A: expected shape (rank, {hidden.shape[-1]}), received {tuple(lora_A.shape)}"
             )
-        options["logit_scale"] = 1.0
-        hidden = hidden * scale.reshape(()).to(hidden.dtype)
-        bias = bias if bias is None else bias * scale.reshape(()).to(bias.dtype)
-    return hidden, weight, target, bias
+        options |= {"low": scaling * F.linear(hidden.to(lora_A.dtype), lora_A), "up": lora_B}
+    if isinstance(weight, QuantizedTensor):
+        options |= {"absmax": weight.absmax, "nested": weight.nested}
+        options |= {"quant_type": weight.quant_type, "block_size": weight.block_size}
+        weight = weight.packed
+    return {"hidden": hidden, "weight": weight, "target": target, "bias": bias, "logit_scale": logit_scale, **options}
 
 
 def linear_cross_entropy_reference(
@@ -142,8 +178,14 @@ def linear_cross_entropy_reference(
     bias: Tensor | None = None,
     **options: Unpack[LinearCrossEntropyOptions],
 ) -> Tensor:
-    """``linear_cross_entropy`` in plain PyTorch, with the logits whole in memory."""
-    return cross_entropy_reference(F.linear(hidden, weight, bias), target, **options).loss
+    """``linear_cross_entropy`` in plain PyTorch, with the logits whole in memory; weight_grad and grad_scale are its own."""
+    if isinstance(weight, QuantizedTensor):
+        weight = weight.dequantize(hidden.dtype)
+    logits = F.linear(hidden, weight, bias)
+    lora_A, lora_B, scaling = options.pop("lora_A", None), options.pop("lora_B", None), options.pop("scaling", 1.0)
+    if lora_A is not None and lora_B is not None:
+        logits = logits + scaling * (hidden.to(lora_A.dtype) @ lora_A.T @ lora_B.T).to(logits.dtype)
+    return cross_entropy_reference(logits, target, **options).loss
 
 
 def cross_entropy_reference(

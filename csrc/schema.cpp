@@ -19,7 +19,8 @@ TORCH_LIBRARY(shoestring, m) {
       "float logit_scale=1., float z_loss=0., Tensor? absmax=None, Tensor? nested=None, str quant_type='nf4', "
       "int block_size=64, Tensor? low=None, Tensor? up=None, Tensor(a!)? weight_grad=None, int workspace_mb=0";
   const std::string call = "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, " + rule +
-                           ", str reduction='mean', Tensor? token_weights=None, bool shift=False, float? grad_scale=None)";
+                           ", str reduction='mean', Tensor? token_weights=None, bool shift=False, "
+                           "float hard_fraction=1., float? grad_scale=None)";
   m.def(("linear_cross_entropy" + call + " -> Tensor").c_str());
   // The same, and what each token has besides: its loss, log-sum-exp and entropy (compute type), and its likeliest class.
   m.def(("linear_cross_entropy_with_stats" + call +

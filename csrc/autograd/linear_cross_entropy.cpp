@@ -136,6 +136,10 @@ void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   TORCH_CHECK(!adds || recorded || call.grad_scale, cross_entropy::kOp,
               ": weight_grad: expected something that requires a gradient, so that there is a backward pass, received none; "
               "give grad_scale, and it is added to at once");
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    cross_entropy::keep_hardest(call);
+  }
   std::optional<Reduction> reduction;
   if (weighted) {  // plain autograd has what they need: the losses of the tokens
     TORCH_CHECK(!call.grad_scale, cross_entropy::kOp, ": grad_scale: expected None with token_weights that require a gradient");

@@ -1,6 +1,8 @@
 #include "ops/linear_cross_entropy.h"
 
 #include <cmath>
+#include <limits>
+#include <utility>
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -42,6 +44,7 @@ Call::Call(const BoxedArguments& a, bool stats)
       nested(a.optional("nested")),
       weight_grad(a.optional("weight_grad")),
       reduction(a["reduction"].toStringRef()),
+      hard_fraction(a.number("hard_fraction")),
       grad_scale(a["grad_scale"].toOptional<double>()),
       stats(stats) {
   check_tokens(hidden, target);
@@ -53,6 +56,8 @@ Call::Call(const BoxedArguments& a, bool stats)
               ": grad_scale: expected None, or with weight_grad a number that is not 0, received ", *grad_scale);
   TORCH_CHECK(!grad_scale || reduction != "none", kOp,
               ": grad_scale: expected None with reduction='none', whose upstream gradients are not one number");
+  TORCH_CHECK(hard_fraction > 0 && hard_fraction <= 1, kOp, ": hard_fraction: expected a number in (0, 1], received ",
+              hard_fraction);
   TORCH_CHECK(reduction == "mean" || reduction == "sum" || reduction == "none", kOp,
               ": reduction: expected 'mean', 'sum' or 'none', received '", reduction, "'");
   for (const char* name : kOptions) options.emplace_back(name, a[name]);
@@ -66,6 +71,23 @@ Call::Call(const BoxedArguments& a, bool stats)
 }
 
 c10::SymInt Call::vocab() const { return vocab_of(hidden, weight, absmax.has_value()); }
+
+// How many count is known on the device only, so the smallest loss that is kept is looked up among all, sorted; and so
+// are its equals kept.
+void keep_hardest(Call& call) {
+  if (call.hard_fraction == 1 || call.target.sym_numel() == 0) return;
+  const c10::Scalar ignore_index = call.options[0].second.toInt();
+  const Tensor ignored = call.target.eq(ignore_index);
+  const bool stats = std::exchange(call.stats, false);
+  Tensor loss = rows(call, {}, {}).loss;
+  call.stats = stats;
+  if (call.token_weights) loss = loss * *call.token_weights;
+  loss = loss.masked_fill(ignored, -std::numeric_limits<double>::infinity());
+  const Tensor sorted = std::get<0>(loss.reshape_symint({loss.sym_numel()}).sort(/*dim=*/0, /*descending=*/true));
+  const Tensor kept = ignored.logical_not().sum(at::kDouble).mul(call.hard_fraction).ceil().sub(1).clamp_min(0);
+  const Tensor least = sorted.index_select(0, kept.to(at::kLong).reshape({1}));
+  call.target = call.target.masked_fill(loss.ge(least.squeeze(0)).logical_not(), ignore_index);
+}
 
 Reduction::Reduction(const Call& call) : scalar(call.reduction != "none"), copies(call.stats) {
   const Tensor counted = call.target.ne(call.options[0].second.toInt());
@@ -162,7 +184,8 @@ Result on_meta(const cross_entropy::Problem& p) {
 // Without gradients the operators are the same on every device.
 template <bool kStats>
 void without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const Call call(BoxedArguments(op, *stack), kStats);
+  Call call(BoxedArguments(op, *stack), kStats);
+  cross_entropy::keep_hardest(call);
   const Result r = cross_entropy::rows(call, {}, {});
   torch::jit::drop(*stack, op.schema().arguments().size());
   torch::jit::push(*stack, Reduction(call).apply(r.loss));
@@ -192,6 +215,7 @@ torch::jit::Stack call(const char* op, const Tensor& hidden, const Tensor& weigh
                            {"class_weights", o.class_weights()},
                            {"token_weights", o.token_weights()},
                            {"shift", o.shift()},
+                           {"hard_fraction", o.hard_fraction()},
                            {"low", o.low()},
                            {"up", o.up()},
                            {"absmax", o.absmax()},

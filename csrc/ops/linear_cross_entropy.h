@@ -78,12 +78,17 @@ struct Call {
   OptionalTensor bias, low, up;
   OptionalTensor class_weights, token_weights, absmax, nested, weight_grad;
   std::string reduction;
+  double hard_fraction = 1;
   std::optional<double> grad_scale;
   NamedArguments options;  // kOptions
   bool stats = false;
 
   c10::SymInt vocab() const;
 };
+
+/// The call on the tokens of the largest losses, by a pass of its own; the others are ignored. Nothing else, where
+/// hard_fraction is 1.
+void keep_hardest(Call& call);
 
 /// How the losses of tokens become a result: sum(weights loss) / total. Undefined: weights of one, and no total.
 struct Reduction {

@@ -26,6 +26,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"token_weights": True, "class_weights": True, "reduction": "sum"},
     {"token_weights": True, "reduction": "none", "softcap": 2.0, "label_smoothing": 0.1},
     {"shift": True, "token_weights": True},
+    {"hard_fraction": 0.3},
+    {"hard_fraction": 0.5, "token_weights": True, "reduction": "none"},
 ]
 SHAPES = [
     (2, 1, 2),  # one register is more than all classes

@@ -38,6 +38,9 @@ struct LinearCrossEntropyOptions {
   TORCH_ARG(std::optional<at::Tensor>, token_weights) = std::nullopt;
   /// Each token predicts the next one's target; the last of a sequence does not count. Nothing is copied but targets.
   TORCH_ARG(bool, shift) = false;
+  /// Below 1: only this share of the tokens that count, those of the largest losses, counts. A forward pass of its own
+  /// finds them.
+  TORCH_ARG(double, hard_fraction) = 1.0;
   /// A LoRA'd head: low (..., rank), which is scaling * hidden lora_A^T, times the transpose of up (vocab, rank), which is
   /// lora_B, is added to the logits. Differentiable.
   TORCH_ARG(std::optional<at::Tensor>, low) = std::nullopt;

@@ -1,5 +1,6 @@
 """Cross-entropy of a linear layer, without the logits."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,9 @@ class LinearCrossEntropyOptions(TypedDict, total=False):
         the targets' classes. Differentiable; then the logits are computed twice, as for ``reduction="none"``.
     shift: each token predicts the target of the next one in its sequence, target's last dimension; the last token does
         not count. hidden and target are those of whole sequences, and only targets are copied.
+    hard_fraction: below 1, only this share of the tokens that count, rounded up, does: those of the largest (weighted)
+        losses, and their equals (arXiv 1604.03540). A forward pass of its own finds them, and on the CPU the others
+        then cost nothing.
     lora_A, lora_B, scaling: a LoRA'd head: ``scaling * (hidden @ lora_A.T) @ lora_B.T`` is added to the logits. (rank,
         features) and (vocab, rank), any floating dtype; differentiable.
     weight_grad: weight's shape, fp32 (fp64 for fp64): weight's gradient is added to it, and no other is made: a tied
@@ -51,6 +55,7 @@ class LinearCrossEntropyOptions(TypedDict, total=False):
     class_weights: Tensor | None
     token_weights: Tensor | None
     shift: bool
+    hard_fraction: float
     lora_A: Tensor | None
     lora_B: Tensor | None
     scaling: float
@@ -201,6 +206,7 @@ def cross_entropy_reference(
     class_weights: Tensor | None = None,
     token_weights: Tensor | None = None,
     shift: bool = False,
+    hard_fraction: float = 1.0,
     workspace_mb: int = 0,
 ) -> LinearCrossEntropyStats:
     """What follows the linear layer, in plain PyTorch: logits (..., vocab), target (...)."""
@@ -209,22 +215,20 @@ def cross_entropy_reference(
     logits = logits * logit_scale
     if softcap != 0:
         logits = softcap * torch.tanh(logits / softcap)
-    counted = target != ignore_index
     weights = None if class_weights is None else class_weights.to(logits.dtype)
-    token_loss = F.cross_entropy(
-        logits.flatten(0, -2),
-        target.flatten(),
-        weights,
-        ignore_index=ignore_index,
-        reduction="none",
-        label_smoothing=label_smoothing,
-    ).view(target.shape)
+    counted = target != ignore_index
+    token_loss = _token_loss(logits, target, weights, ignore_index, label_smoothing, z_loss)
+    each = counted.to(logits.dtype) if token_weights is None else token_weights.to(logits.dtype) * counted
+    if hard_fraction < 1 and counted.any():
+        hard = (token_loss * each).where(counted, -torch.inf)
+        least = hard.flatten().topk(math.ceil(hard_fraction * int(counted.sum()))).values[-1]
+        counted = counted & (hard >= least)
+        each = each * counted
+        token_loss = token_loss * counted
     log_softmax = logits.log_softmax(-1)
     lse = torch.where(counted, logits.logsumexp(-1), 0)
-    token_loss = token_loss + z_loss * lse.square()
     entropy = torch.where(counted, -torch.where(log_softmax.isinf(), 0, log_softmax.exp() * log_softmax).sum(-1), 0)
     argmax = torch.where(counted, logits.argmax(-1), -1)
-    each = counted.to(logits.dtype) if token_weights is None else token_weights.to(logits.dtype) * counted
     loss = token_loss * each
     if reduction != "none":
         loss = loss.sum()
@@ -232,3 +236,17 @@ def cross_entropy_reference(
         of_class = 1 if weights is None else weights[target.where(counted, 0)]
         loss = loss / (each * of_class).sum()
     return LinearCrossEntropyStats(loss, token_loss, lse, entropy, argmax)
+
+
+def _token_loss(
+    logits: Tensor, target: Tensor, weights: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float
+) -> Tensor:
+    loss = F.cross_entropy(
+        logits.flatten(0, -2),
+        target.flatten(),
+        weights,
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=label_smoothing,
+    ).view(target.shape)
+    return loss + z_loss * logits.logsumexp(-1).square() * (target != ignore_index)

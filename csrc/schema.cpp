@@ -16,7 +16,7 @@ TORCH_LIBRARY(shoestring, m) {
   // grad_scale, the upstream gradient that there is going to be.
   const std::string rule =
       "Tensor? class_weights=None, int ignore_index=-100, float label_smoothing=0., float softcap=0., "
-      "float logit_scale=1., float z_loss=0., Tensor? absmax=None, Tensor? nested=None, str quant_type='nf4', "
+      "float logit_scale=1., float z_loss=0., float filter_eps=0., Tensor? absmax=None, Tensor? nested=None, str quant_type='nf4', "
       "int block_size=64, Tensor? low=None, Tensor? up=None, Tensor(a!)? weight_grad=None, int workspace_mb=0";
   const std::string call = "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, " + rule +
                            ", str reduction='mean', Tensor? token_weights=None, bool shift=False, "

@@ -234,9 +234,14 @@ CrossEntropyResult row_double(double* z, int64_t target, const CrossEntropyRule<
   return result;
 }
 
+template <class T>
+void mark(const T* __restrict z, int64_t vocab, T least, uint8_t* __restrict live) {
+  for (int64_t i = 0; i < vocab; ++i) live[i] |= !((z[i] < 0 ? -z[i] : z[i]) < least);
+}
+
 }  // namespace
 
 extern const kernels::LinearCrossEntropyTable linear_cross_entropy;
-const kernels::LinearCrossEntropyTable linear_cross_entropy{row_float, row_double};
+const kernels::LinearCrossEntropyTable linear_cross_entropy{row_float, row_double, mark<float>, mark<double>};
 
 }  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

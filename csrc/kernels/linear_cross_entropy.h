@@ -44,6 +44,9 @@ struct LinearCrossEntropyTable {
                                   const CrossEntropyUpstream* upstream);
   CrossEntropyResult (*row_double)(double* z, int64_t target, const CrossEntropyRule<double>& rule,
                                    const CrossEntropyUpstream* upstream);
+  // live[i] = 1 where |z[i]| is not below `least`.
+  void (*mark_float)(const float* z, int64_t vocab, float least, uint8_t* live);
+  void (*mark_double)(const double* z, int64_t vocab, double least, uint8_t* live);
 };
 
 /// A wave of rows on the GPU. T: double for rows_double, else float.

@@ -212,6 +212,7 @@ torch::jit::Stack call(const char* op, const Tensor& hidden, const Tensor& weigh
                            {"softcap", o.softcap()},
                            {"logit_scale", o.logit_scale()},
                            {"z_loss", o.z_loss()},
+                           {"filter_eps", o.filter_eps()},
                            {"class_weights", o.class_weights()},
                            {"token_weights", o.token_weights()},
                            {"shift", o.shift()},

@@ -38,7 +38,7 @@ struct Problem {
   OptionalTensor weight_grad;                        // what the weight's gradient is added to
   OptionalTensor grad_loss, grad_lse, grad_entropy;  // () or (tokens)
   int64_t ignore_index;
-  double label_smoothing, softcap, logit_scale, z_loss;
+  double label_smoothing, softcap, logit_scale, z_loss, filter_eps;
   bool averaged, stats;
   int64_t workspace_mb;
   Mask mask;
@@ -66,8 +66,8 @@ void boxed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 /// Those that linear_cross_entropy_rows has as well.
-constexpr const char* kOptions[] = {"ignore_index", "label_smoothing", "softcap",    "logit_scale",
-                                    "z_loss",       "quant_type",      "block_size", "workspace_mb"};
+constexpr const char* kOptions[] = {"ignore_index", "label_smoothing", "softcap",    "logit_scale", "z_loss",
+                                    "filter_eps",   "quant_type",      "block_size", "workspace_mb"};
 
 /// A call of linear_cross_entropy, with stats or without.
 struct Call {

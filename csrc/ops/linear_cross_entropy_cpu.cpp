@@ -1,9 +1,11 @@
 #include <algorithm>
+#include <cmath>
 #include <type_traits>
 #include <vector>
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
 #include <torch/library.h>
 
 #include "kernels/linear_cross_entropy.h"
@@ -80,7 +82,16 @@ class Run {
   void make_logits(const Tensor& x, const Tensor& low, Tensor& z) const;
   // What the kernel makes of rows of logits; their results go to out_, and their scales are returned: (tokens, 1).
   Tensor reduce_rows(Tensor& z, int64_t begin);
+  static void mark(const T* z, int64_t vocab, double least, uint8_t* live) {
+    if constexpr (std::is_same_v<T, float>) {
+      cpu::linear_cross_entropy().mark_float(z, vocab, static_cast<float>(least), live);
+    } else {
+      cpu::linear_cross_entropy().mark_double(z, vocab, least, live);
+    }
+  }
   void add_low_gradients(const Tensor& z, const Tensor& scale, Tensor& low, const Tensor& index);
+  void add_live_gradients(const Tensor& z, const Tensor& live, const Tensor& scale, Tensor& x, Tensor& low,
+                          const Tensor& index);
   void add_gradients(const Tensor& z, const Tensor& scale, Tensor& x, const Tensor& index);
   void add_rounded_gradients(const Tensor& z, const Tensor& scale, const Tensor& x, const Tensor& index);
 
@@ -94,6 +105,10 @@ class Run {
     return BaseWeight::quantized(
         PackedReader(Backend::kCpu, kOp, p_.weight, *p_.absmax, p_.nested, p_.quant_type, p_.block_size), vocab_, features_,
         compute_);
+  }
+  // Classes whose rows stay in cache.
+  static int64_t panel_of(int64_t features) {
+    return std::max<int64_t>(64, (int64_t{8} << 20) / std::max<int64_t>(1, features * sizeof(T)));
   }
   Tensor& gradient(int i) { return out_.gradients[i]; }
 
@@ -111,6 +126,7 @@ class Run {
   int64_t chunk_;            // tokens
   Tensor logits_;            // (chunk, vocab)
   Tensor rounded_;           // (chunk, vocab), for narrow_
+  Tensor live_;              // (threads, vocab), for filter_eps: which classes a chunk's gradient needs
   Tensor grad_weight_;       // what is added to
   Result out_;
 };
@@ -130,6 +146,7 @@ Run<T>::Run(const Problem& problem)
   const int64_t fit = std::max<int64_t>(1, (workspace << 20) / bytes_per_token);
   chunk_ = std::min<int64_t>(fit > 16 ? fit / 16 * 16 : fit, std::min<int64_t>(count_, 1024));
   logits_ = at::empty({chunk_, vocab_}, compute_);
+  if (gradient_ && p_.filter_eps > 0) live_ = at::empty({at::get_num_threads(), vocab_}, compute_.dtype(at::kByte));
   if (narrow_) rounded_ = at::empty({chunk_, vocab_}, p_.hidden.options());
 
   // What is of tokens that do not count is zero, and nobody else writes it.
@@ -166,6 +183,11 @@ void Run<T>::add_chunk(int64_t begin) {
   make_logits(x, low, z);
   Tensor scale = reduce_rows(z, begin);
   if (!gradient_) return;
+  const Tensor live = live_.defined() ? live_.amax(0).nonzero().squeeze(1) : Tensor();
+  if (live.defined() && live.size(0) < vocab_ / 2) {
+    add_live_gradients(z, live, scale, x, low, index);
+    return;
+  }
   if (low.defined()) add_low_gradients(z, scale, low, index);
   if (narrow_) {
     add_rounded_gradients(z, scale, gathered, index);
@@ -203,6 +225,7 @@ Tensor Run<T>::reduce_rows(Tensor& z, int64_t begin) {
   T* entropies = p_.stats ? out_.entropy.template data_ptr<T>() : nullptr;
   int64_t* classes = p_.stats ? out_.argmax.template data_ptr<int64_t>() : nullptr;
   const int64_t* target = target_.template const_data_ptr<int64_t>();
+  uint8_t* live = live_.defined() ? live_.zero_().template data_ptr<uint8_t>() : nullptr;
   at::parallel_for(0, tokens, 1, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       const int64_t token = rows_[begin + i];
@@ -221,6 +244,10 @@ Tensor Run<T>::reduce_rows(Tensor& z, int64_t begin) {
         classes[token] = r.argmax;
       }
       scales[i] = static_cast<T>(r.scale * p_.logit_scale);
+      if (live_.defined() && r.scale != 0) {
+        const double size = std::abs(factors.loss) + std::abs(factors.lse) + std::abs(factors.entropy);
+        mark(rows + i * vocab_, vocab_, p_.filter_eps * size / std::abs(r.scale), live + at::get_thread_num() * vocab_);
+      }
     }
   });
   return scale;
@@ -247,13 +274,40 @@ void Run<T>::add_low_gradients(const Tensor& z, const Tensor& scale, Tensor& low
   if (p_.mask[kUp]) gradient(kUp).addmm_(z.t(), low.mul_(scale));
 }
 
+// The same for the classes `live` alone, some megabytes of their weights at a time.
+template <class T>
+void Run<T>::add_live_gradients(const Tensor& z, const Tensor& live, const Tensor& scale, Tensor& x, Tensor& low,
+                                const Tensor& index) {
+  const auto sum = [&](int i, int64_t columns) {
+    return p_.mask[i] ? at::zeros({z.size(0), columns}, compute_) : Tensor();
+  };
+  Tensor grad = sum(kHidden, features_), grad_low = sum(kLow, low.defined() ? low.size(1) : 0);
+  x.mul_(scale);
+  if (low.defined()) low.mul_(scale);
+  const int64_t step = panel_of(features_);
+  for (int64_t begin = 0; begin < live.size(0); begin += step) {
+    const Tensor classes = live.narrow(0, begin, std::min(step, live.size(0) - begin));
+    const Tensor some = z.index_select(1, classes);  // (tokens, classes)
+    if (p_.mask[kHidden]) grad.addmm_(some, p_.weight.index_select(0, classes).to(type()));
+    if (p_.mask[kLow]) grad_low.addmm_(some, up_.index_select(0, classes));
+    if (p_.mask[kWeight]) grad_weight_.index_add_(0, classes, at::mm(some.t(), x));
+    if (p_.mask[kBias]) gradient(kBias).index_add_(0, classes, at::mv(some.t(), scale.squeeze(1)));
+    if (p_.mask[kUp]) gradient(kUp).index_add_(0, classes, at::mm(some.t(), low));
+  }
+  const auto put = [&](int i, const Tensor& t) {
+    if (t.defined()) gradient(i).index_copy_(0, index, (t * scale).to(gradient(i).scalar_type()));
+  };
+  put(kHidden, grad);
+  put(kLow, grad_low);
+}
+
 // As in eager PyTorch with fp32 logits: their gradient is rounded to bf16 once, and then multiplied.
 template <class T>
 void Run<T>::add_rounded_gradients(const Tensor& z, const Tensor& scale, const Tensor& x, const Tensor& index) {
   Tensor grad = rounded_.narrow(0, 0, z.size(0));
   at::mul_out(grad, z, scale);
   if (p_.mask[kHidden]) gradient(kHidden).index_copy_(0, index, at::mm(grad, p_.weight));
-  const int64_t step = std::max<int64_t>(64, (int64_t{8} << 20) / std::max<int64_t>(1, features_ * sizeof(T)));
+  const int64_t step = panel_of(features_);
   for (int64_t v = 0; p_.mask[kWeight] && v < vocab_; v += step) {  // a product that stays in cache until it is added
     const int64_t size = std::min(step, vocab_ - v);
     grad_weight_.narrow(0, v, size).add_(at::mm(grad.narrow(1, v, size).t(), x));

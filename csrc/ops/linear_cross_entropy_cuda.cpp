@@ -55,6 +55,7 @@ struct Work : Problem {
 Work::Work(const Problem& problem) : Problem(problem), classes(problem.vocab.expect_int()), scale(1) {
   TORCH_CHECK(vocab() <= (int64_t{1} << 31) - 16, kOp, ": weight: expected fewer than 2^31 - 16 classes on CUDA, received ",
               vocab());
+  TORCH_CHECK(filter_eps == 0, kOp, ": filter_eps: expected 0 on CUDA, where nothing is filtered, received ", filter_eps);
   target = target.contiguous();
   base = absmax ? BaseWeight::quantized(PackedReader(Backend::kCuda, kOp, weight, *absmax, nested, quant_type, block_size),
                                         classes, features(), hidden.options())

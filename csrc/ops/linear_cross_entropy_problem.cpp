@@ -126,6 +126,7 @@ Problem::Problem(const BoxedArguments& a)
       softcap(finite(a, "softcap", "0 (none) or a positive number", [](double x) { return x >= 0; })),
       logit_scale(finite(a, "logit_scale", "a number that is not 0", [](double x) { return x != 0; })),
       z_loss(finite(a, "z_loss", "a number of at least 0", [](double x) { return x >= 0; })),
+      filter_eps(finite(a, "filter_eps", "a number in [0, 1)", [](double x) { return x >= 0 && x < 1; })),
       averaged(a["averaged"].toBool()),
       stats(a["stats"].toBool()),
       workspace_mb(a["workspace_mb"].toInt()),
@@ -134,6 +135,7 @@ Problem::Problem(const BoxedArguments& a)
   check_tokens(hidden, target);
   TORCH_CHECK(hidden.dim() == 2, kOp, "_rows: hidden: expected shape (tokens, features), received ", hidden.sym_sizes());
   check_weight(*this);
+  TORCH_CHECK(filter_eps == 0 || !absmax, kOp, ": filter_eps: expected 0 with a 4-bit weight, received ", filter_eps);
   check_bias(*this);
   check_low(*this);
   check_weights("class_weights", class_weights, {vocab}, hidden);

@@ -41,6 +41,9 @@ struct LinearCrossEntropyOptions {
   /// Below 1: only this share of the tokens that count, those of the largest losses, counts. A forward pass of its own
   /// finds them.
   TORCH_ARG(double, hard_fraction) = 1.0;
+  /// Above 0, on the CPU: classes whose share of the logits' gradient is below it for every token of a chunk are left out
+  /// of the gradients' products.
+  TORCH_ARG(double, filter_eps) = 0.0;
   /// A LoRA'd head: low (..., rank), which is scaling * hidden lora_A^T, times the transpose of up (vocab, rank), which is
   /// lora_B, is added to the logits. Differentiable.
   TORCH_ARG(std::optional<at::Tensor>, low) = std::nullopt;

@@ -87,9 +87,13 @@ TORCH_LIBRARY(shoestring, m) {
             "int ns_steps=5, str adjust_lr_fn='original'");
   // Two means of gradients, one of them slow; their weight and the slow one's beta may rise over t_alpha and t_beta3 steps.
   optimizer("ademamix_",
-            "Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, Tensor(e!) exp_avg_slow, Tensor(f!)? exp_avg_slow_scale, "
-            "Tensor(g!) exp_avg_sq, Tensor(h!)? exp_avg_sq_scale, *, float lr, float beta1, float beta2, float beta3, "
+            "Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, Tensor(e!) exp_avg_slow, "
+            "Tensor(f!) exp_avg_sq, Tensor(g!)? exp_avg_sq_scale, *, float lr, float beta1, float beta2, float beta3, "
             "float alpha, float eps, float weight_decay, int? t_alpha=None, int? t_beta3=None");
+  // params are the points where gradients are taken, y; offset is z - y: the average is y - offset (1 - beta1) / beta1.
+  optimizer("schedule_free_adamw_",
+            "Tensor(c!) offset, Tensor(d!) exp_avg_sq, Tensor(e!)? exp_avg_sq_scale, *, float lr, float beta1, "
+            "float beta2, float eps, float weight_decay, int warmup_steps=0");
   // adamw_ whose update has the norm of the weights.
   optimizer("lamb_",
             "Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, Tensor(e!) exp_avg_sq, Tensor(f!)? exp_avg_sq_scale, *, "

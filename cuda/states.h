@@ -75,7 +75,37 @@ struct FloatState {
   }
 };
 
-// Rounded stochastically.
+// Moments in bf16, rounded stochastically: all of bf16 state, and long ones (kernels/optimizer.h) beside codes.
+using RawMoment = Raw<__nv_bfloat16>;
+
+template <class Rule, int k>
+constexpr bool kIsLong = kernels::LongMoments<Rule>::has(k);
+
+template <int kMoments>
+__device__ RawMoment load_rounded(const OptimizerArenas<kMoments>& arenas, int k, const Place& place) {
+  return load_part(moment_at<const __nv_bfloat16>(arenas, k, place), kPerLane, true);
+}
+
+__device__ inline void decode_rounded(const RawMoment& raw, Vector<float, kPerLane>& moment) {
+  const auto values = raw.values();
+#pragma unroll
+  for (int i = 0; i < kPerLane; i += 2) {
+    const float2 pair = to_floats(&values[i]);
+    moment[i] = pair.x;
+    moment[i + 1] = pair.y;
+  }
+}
+
+template <int kMoments>
+__device__ void store_rounded(const OptimizerArenas<kMoments>& arenas, int k, const Place& place,
+                              const Vector<float, kPerLane>& moment) {
+  const auto random = random_bits(arenas.seed, place, kernels::kMomentStream + k);
+  Vector<unsigned, 4> words;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] = round_stochastically(moment[2 * i], moment[2 * i + 1], random.value[i]);
+  store(reinterpret_cast<unsigned*>(moment_at<__nv_bfloat16>(arenas, k, place)), words);
+}
+
 template <class R>
 struct BFloat16State {
   using Rule = R;
@@ -83,7 +113,7 @@ struct BFloat16State {
   static constexpr int kResident = Rule::kMoments > 2 ? 3 : 4;
   struct Shared {};
   struct Loaded {
-    Raw<__nv_bfloat16> values[Rule::kMoments];
+    RawMoment values[Rule::kMoments];
   };
   OptimizerArenas<Rule::kMoments> arenas;
 
@@ -91,9 +121,7 @@ struct BFloat16State {
 
   __device__ void load(const Place& place, Loaded& loaded) const {
 #pragma unroll
-    for (int k = 0; k < Rule::kMoments; ++k) {
-      loaded.values[k] = load_part(moment_at<const __nv_bfloat16>(arenas, k, place), kPerLane, true);
-    }
+    for (int k = 0; k < Rule::kMoments; ++k) loaded.values[k] = load_rounded(arenas, k, place);
   }
 
   __device__ void decode(const Loaded& loaded, int, const Shared&, Rule& rule, Moments<Rule>& moments) const {
@@ -101,28 +129,14 @@ struct BFloat16State {
 #pragma unroll
     for (int k = 0; k < Rule::kMoments; ++k) {
       ones[k] = 1;
-      const auto values = loaded.values[k].values();
-#pragma unroll
-      for (int i = 0; i < kPerLane; i += 2) {
-        const float2 pair = to_floats(&values[i]);
-        moments[k][i] = pair.x;
-        moments[k][i + 1] = pair.y;
-      }
+      decode_rounded(loaded.values[k], moments[k]);
     }
     rule.for_codes(ones);
   }
 
   __device__ void store(const Place& place, Moments<Rule>& moments, const Shared&, const Rule*) const {
 #pragma unroll
-    for (int k = 0; k < Rule::kMoments; ++k) {
-      const auto random = random_bits(arenas.seed, place, kernels::kMomentStream + k);
-      Vector<unsigned, 4> words;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        words[i] = round_stochastically(moments[k][2 * i], moments[k][2 * i + 1], random.value[i]);
-      }
-      cuda::store(reinterpret_cast<unsigned*>(moment_at<__nv_bfloat16>(arenas, k, place)), words);
-    }
+    for (int k = 0; k < Rule::kMoments; ++k) store_rounded(arenas, k, place, moments[k]);
   }
 };
 
@@ -145,6 +159,7 @@ struct EightBitState {
   };
   struct Loaded {
     uint2 codes[Rule::kMoments];
+    RawMoment rounded[Rule::kMoments];  // in their place, of long ones
     float scale[Rule::kMoments];
   };
   OptimizerArenas<Rule::kMoments> arenas;
@@ -157,17 +172,22 @@ struct EightBitState {
   __device__ void fill_shared(Shared& shared) const {
     each_moment<Rule>([&](auto index) {
       constexpr int k = decltype(index)::value;
-      fill<Rule::kSigned[k]>(shared.map[k], map[k]);
+      if constexpr (!kIsLong<Rule, k>) fill<Rule::kSigned[k]>(shared.map[k], map[k]);
     });
     __syncthreads();
   }
 
   __device__ void load(const Place& place, Loaded& loaded) const {
-#pragma unroll
-    for (int k = 0; k < Rule::kMoments; ++k) {
-      loaded.codes[k] = *reinterpret_cast<const uint2*>(moment_at<const uint8_t>(arenas, k, place));
-      loaded.scale[k] = arenas.scale[k][place.arena_block()];
-    }
+    each_moment<Rule>([&](auto index) {
+      constexpr int k = decltype(index)::value;
+      if constexpr (kIsLong<Rule, k>) {
+        loaded.rounded[k] = load_rounded(arenas, k, place);
+        loaded.scale[k] = 1;
+      } else {
+        loaded.codes[k] = *reinterpret_cast<const uint2*>(moment_at<const uint8_t>(arenas, k, place));
+        loaded.scale[k] = arenas.scale[k][place.arena_block()];
+      }
+    });
   }
 
   __device__ void decode(const Loaded& loaded, int left, const Shared& shared, Rule& rule,
@@ -175,7 +195,11 @@ struct EightBitState {
     rule.for_codes(loaded.scale);  // in place of scaling eight values
     each_moment<Rule>([&](auto index) {
       constexpr int k = decltype(index)::value;
-      cuda::decode(first_codes<Rule::kSigned[k]>(loaded.codes[k], left), shared.map[k], moments[k].value);
+      if constexpr (kIsLong<Rule, k>) {
+        decode_rounded(loaded.rounded[k], moments[k]);
+      } else {
+        cuda::decode(first_codes<Rule::kSigned[k]>(loaded.codes[k], left), shared.map[k], moments[k].value);
+      }
     });
   }
 
@@ -183,17 +207,18 @@ struct EightBitState {
     float scales[Rule::kMoments];
     each_moment<Rule>([&](auto index) {
       constexpr int k = decltype(index)::value;
-      scales[k] = largest_magnitude<Rule::kSigned[k]>(moments[k].value);
+      if constexpr (!kIsLong<Rule, k>) scales[k] = largest_magnitude<Rule::kSigned[k]>(moments[k].value);
     });
     __syncwarp();  // all lanes have read the old scales
-    if (lane() == 0) {
-#pragma unroll
-      for (int k = 0; k < Rule::kMoments; ++k) arenas.scale[k][place.arena_block()] = scales[k];
-    }
     each_moment<Rule>([&](auto index) {
       constexpr int k = decltype(index)::value;
-      *reinterpret_cast<uint2*>(moment_at<uint8_t>(arenas, k, place)) =
-          encode<Rule::kSigned[k]>(moments[k].value, scales[k], shared.map[k], map[k].bend);
+      if constexpr (kIsLong<Rule, k>) {
+        store_rounded(arenas, k, place, moments[k]);
+      } else {
+        if (lane() == 0) arenas.scale[k][place.arena_block()] = scales[k];
+        *reinterpret_cast<uint2*>(moment_at<uint8_t>(arenas, k, place)) =
+            encode<Rule::kSigned[k]>(moments[k].value, scales[k], shared.map[k], map[k].bend);
+      }
     });
   }
 };
@@ -206,7 +231,8 @@ struct FourBitState {
   struct Shared {};
   struct Loaded {
     uint32_t codes[Rule::kMoments];
-    float scale[Rule::kMoments];  // of the lane's group
+    RawMoment rounded[Rule::kMoments];  // in their place, of long ones
+    float scale[Rule::kMoments];        // of the lane's group
   };
   OptimizerArenas<Rule::kMoments> arenas;
 
@@ -215,8 +241,13 @@ struct FourBitState {
   __device__ void load(const Place& place, Loaded& loaded) const {
     each_moment<Rule>([&](auto index) {
       constexpr int k = decltype(index)::value;
-      loaded.codes[k] = *codes_at(k, place);
-      loaded.scale[k] = *scale_at<k>(place);
+      if constexpr (kIsLong<Rule, k>) {
+        loaded.rounded[k] = load_rounded(arenas, k, place);
+        loaded.scale[k] = 1;
+      } else {
+        loaded.codes[k] = *codes_at(k, place);
+        loaded.scale[k] = *scale_at<k>(place);
+      }
     });
   }
 
@@ -224,9 +255,13 @@ struct FourBitState {
     rule.for_codes(loaded.scale);
     each_moment<Rule>([&](auto index) {
       constexpr int k = decltype(index)::value;
-      decode4<Rule::kSigned[k]>(loaded.codes[k], 1, moments[k].value);
+      if constexpr (kIsLong<Rule, k>) {
+        decode_rounded(loaded.rounded[k], moments[k]);
+      } else {
+        decode4<Rule::kSigned[k]>(loaded.codes[k], 1, moments[k].value);
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) moments[k][i] = i < left ? moments[k][i] : 0;  // no code is always zero
+        for (int i = 0; i < kPerLane; ++i) moments[k][i] = i < left ? moments[k][i] : 0;  // no code is always zero
+      }
     });
   }
 
@@ -234,15 +269,19 @@ struct FourBitState {
     float scales[Rule::kMoments];
     each_moment<Rule>([&](auto index) {
       constexpr int k = decltype(index)::value;
-      scales[k] = find_scale4<Rule::kSigned[k]>(moments[k].value);
+      if constexpr (!kIsLong<Rule, k>) scales[k] = find_scale4<Rule::kSigned[k]>(moments[k].value);
     });
     __syncwarp();  // all lanes have read the old scales
     each_moment<Rule>([&](auto index) {
       constexpr int k = decltype(index)::value;
       constexpr bool kSigned = Rule::kSigned[k];
-      if (lane() % kGroupLanes4<kSigned> == 0) *scale_at<k>(place) = scales[k];
-      const auto rounding = kernels::rounding_4bit(kSigned, rules[place.tensor].keeps(k), place.step());
-      *codes_at(k, place) = encode4<kSigned>(moments[k].value, scales[k], rounding);
+      if constexpr (kIsLong<Rule, k>) {
+        store_rounded(arenas, k, place, moments[k]);
+      } else {
+        if (lane() % kGroupLanes4<kSigned> == 0) *scale_at<k>(place) = scales[k];
+        const auto rounding = kernels::rounding_4bit(kSigned, rules[place.tensor].keeps(k), place.step());
+        *codes_at(k, place) = encode4<kSigned>(moments[k].value, scales[k], rounding);
+      }
     });
   }
 

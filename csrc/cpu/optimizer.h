@@ -187,8 +187,10 @@ template <StateType kState, class Weights, class Rule, int... k>
 SHOESTRING_INLINE void update_block(const OptimizerTensor<Rule>& t, const OptimizerArenas<Rule::kMoments>& a,
                                     const Block& block, typename Weights::Type* param,
                                     const typename Weights::Type* grad, std::integer_sequence<int, k...>) {
+  using Long = kernels::LongMoments<Rule>;
   update_block(t.rule, Weights(param, block, a.remainder), grad,
-               Moment<kState, Rule::kSigned[k]>(block, a.moment[k], a.scale[k], k, t.rule.keeps(k))...);
+               Moment<kernels::state_of_moment(kState, Long::has(k)), Rule::kSigned[k]>(block, a.moment[k], a.scale[k],
+                                                                                        k, t.rule.keeps(k))...);
 }
 
 // Block by block: the weights and gradients of any type and rounding, through fp32.

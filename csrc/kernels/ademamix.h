@@ -12,6 +12,7 @@ struct alignas(16) AdEMAMixRule {
   static constexpr const char* kName = "ademamix";
   static constexpr int kMoments = 3;  // exp_avg, exp_avg_slow, exp_avg_sq
   static constexpr bool kSigned[] = {true, true, false};
+  static constexpr bool kLong[] = {false, true, false};
   using Options = AdEMAMixOptions;
 
   float decay;  // 1 - lr * weight_decay, applied before the update

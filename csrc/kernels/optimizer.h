@@ -4,6 +4,7 @@
 //
 // A rule is a struct of one step's numbers with
 //   kMoments, kSigned[kMoments]  how many moments it keeps, and which may be negative (their map of codes)
+//   kLong[kMoments]  where it has it: which of them, not all, change in a step by less than codes are apart
 //   operator()(V& param, V grad, V (&moments)[kMoments], math)  for one element, or one vector of elements;
 //                                math has sqrt, divide, sign, and fma(vector, number, vector), because where a sum
 //                                has two products compilers do not agree on which one is fused
@@ -15,6 +16,7 @@
 #include <math.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/capability.h"
 #include "kernels/dynamic_map.h"
@@ -28,6 +30,21 @@ enum class ElementType : uint8_t { kFloat, kBFloat16, kHalf };
 // How moments are kept: fp32, bf16 rounded stochastically (to nearest, a second moment could not decay), or codes with
 // scales.
 enum class StateType : uint8_t { kFloat, kBFloat16, k8Bit, k4Bit };
+
+template <class Rule, class = void>
+struct LongMoments {
+  static constexpr bool has(int) { return false; }
+};
+template <class Rule>
+struct LongMoments<Rule, std::void_t<decltype(Rule::kLong)>> {
+  static constexpr bool has(int k) { return Rule::kLong[k]; }
+};
+
+// How a moment of arenas is kept: a long one would stand still as codes.
+constexpr StateType state_of_moment(StateType state, bool is_long) {
+  const bool has_codes = state == StateType::k8Bit || state == StateType::k4Bit;
+  return is_long && has_codes ? StateType::kBFloat16 : state;
+}
 
 // Of a block of kStateBlock elements.
 constexpr int64_t scales_per_block(StateType state, bool is_signed) {

@@ -60,11 +60,17 @@ void check_grad(const char* op, int64_t i, const Tensor& param, const Tensor& gr
               grad.scalar_type(), " on ", grad.device());
 }
 
+// One that is not long tells how all are kept.
+const Moment& typical(const std::vector<Moment>& moments) {
+  return *std::find_if(moments.begin(), moments.end(), [](const Moment& m) { return !m.is_long; });
+}
+
 void check_moments(const Call& call, const std::vector<Moment>& moments, int64_t blocks, c10::Device device) {
   if (moments.empty()) return;
   const StateType state = state_of(call, moments);
   for (const Moment& m : moments) {
-    TORCH_CHECK(m.scale.has_value() == moments[0].scale.has_value(), call.op, ": ", moments[0].name, "_scale and ",
+    const Moment& first = typical(moments);
+    TORCH_CHECK(m.is_long || m.scale.has_value() == first.scale.has_value(), call.op, ": ", first.name, "_scale and ",
                 m.name, "_scale: expected both (8- or 4-bit state) or neither (fp32 or bf16 state)");
   }
   for (const Moment& m : moments) {
@@ -75,8 +81,8 @@ void check_moments(const Call& call, const std::vector<Moment>& moments, int64_t
       check_arena(call.op, std::string(m.name) + "_scale", *m.scale, at::kFloat,
                   blocks * kernels::scales_per_block(state, m.is_signed), device);
     } else {
-      check_arena(call.op, m.name, m.values, state == StateType::kBFloat16 ? at::kBFloat16 : at::kFloat, elements,
-                  device);
+      const bool is_bf16 = kernels::state_of_moment(state, m.is_long) == StateType::kBFloat16;
+      check_arena(call.op, m.name, m.values, is_bf16 ? at::kBFloat16 : at::kFloat, elements, device);
     }
   }
 }
@@ -143,7 +149,7 @@ int64_t blocks_of(const Tensor& param) { return (param.numel() + kStateBlock - 1
 
 StateType state_of(const Call& call, const std::vector<Moment>& moments) {
   if (moments.empty()) return StateType::kFloat;
-  const Moment& m = moments[0];
+  const Moment& m = typical(moments);
   if (!m.scale) return m.values.scalar_type() == at::kBFloat16 ? StateType::kBFloat16 : StateType::kFloat;
   return m.values.numel() * 2 == total_blocks(call) * kStateBlock ? StateType::k4Bit : StateType::k8Bit;
 }

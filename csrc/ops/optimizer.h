@@ -21,12 +21,13 @@ using at::Tensor;
 using kernels::kStateBlock;
 using OptionalTensor = std::optional<Tensor>;
 
-// A moment of all parameters; its scale's name has _scale behind.
+// A moment of all parameters; its scale's name has _scale behind. A long one (kernels/optimizer.h) has none.
 struct Moment {
   const char* name;
   bool is_signed;
   Tensor values;
   OptionalTensor scale;
+  bool is_long = false;
 };
 
 // The arguments of a call.
@@ -67,7 +68,7 @@ void copy_back(const std::vector<Stepped>& work);
 /// What a skipped step does.
 void drop_accumulated(const Call& call, const std::vector<Stepped>& work);
 
-/// How the moments, of which all are alike, are kept.
+/// How the moments, of which all but long ones are alike, are kept.
 kernels::StateType state_of(const Call& call, const std::vector<Moment>& moments);
 
 /// body(parameter among `work`, its first block, one past the last), over the blocks of all of them, in threads.
@@ -81,7 +82,9 @@ std::vector<Moment> moments_of(const Call& call) {
   std::vector<Moment> moments;
   for (int k = 0; k < Op::Rule::kMoments; ++k) {
     const char* name = Op::kNames[k];
-    moments.push_back({name, Op::Rule::kSigned[k], call.tensor(name), call.optional((std::string(name) + "_scale").c_str())});
+    const bool is_long = kernels::LongMoments<typename Op::Rule>::has(k);
+    const auto scale = is_long ? OptionalTensor() : call.optional((std::string(name) + "_scale").c_str());
+    moments.push_back({name, Op::Rule::kSigned[k], call.tensor(name), scale, is_long});
   }
   return moments;
 }

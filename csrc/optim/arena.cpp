@@ -25,7 +25,9 @@ std::vector<Part> parts(const Rule& rule, const Kind& kind) {
   std::vector<Part> found;
   for (const Moment& m : rule.moments) {
     const std::string name = m.name, scale = name + "_scale";
-    if (kind.state == "fp32" || kind.state == "bf16") {
+    if (m.is_long && kind.state != "fp32") {
+      found.push_back({name, at::kBFloat16, kBlock, true});
+    } else if (kind.state == "fp32" || kind.state == "bf16") {
       found.push_back({name, kind.state == "fp32" ? at::kFloat : at::kBFloat16, kBlock, true});
     } else if (kind.state == "8bit") {
       found.push_back({name, at::kByte, kBlock, true});

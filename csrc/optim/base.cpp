@@ -130,6 +130,7 @@ void Core::step_arena(size_t group, const Arena& arena, const std::vector<Tensor
     arguments.emplace_back(extra.name, std::move(tensors));
   }
   for (const Field& field : Access::own_fields(o)) {
+    if (!field.of_operator) continue;
     for (auto& value : values(field)) arguments.push_back(std::move(value));
   }
   call_by_name(std::string("shoestring::") + rule(group).op, arguments);
@@ -186,6 +187,7 @@ void LowMemoryOptimizer::add_param_group(const torch::optim::OptimizerParamGroup
 }
 
 Tensor LowMemoryOptimizer::step(LossClosure closure) {
+  for (size_t g = 0; g < param_groups_.size(); ++g) Access::check_step(core_->options(g));
   Tensor loss;
   if (closure != nullptr) {
     at::AutoGradMode enable_grad(true);

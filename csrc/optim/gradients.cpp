@@ -162,6 +162,7 @@ void Core::step_alone(const Tensor& param) {
     found = alone_.find(key);
   }
   const auto& [group, arena] = found->second;
+  Access::check_step(options(group));
   Tensor grad = param.grad(), accumulated = summed ? arena.accumulated : Tensor(), coefficient;
   if (max_grad_norm) {
     if (summed) grad = sums_.at(key).add_(grad);

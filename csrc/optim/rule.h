@@ -38,12 +38,15 @@ struct Field {
   const char* name;
   Value value;
   const Allowed* allowed = nullptr;  // for numbers
+  bool of_operator = true;           // else saved and loaded alone
 };
 
-/// One of a rule's running means, and whether it may be negative.
+/// One of a rule's running means, whether it may be negative, and whether it is long: changes in a step by less than
+/// codes are apart.
 struct Moment {
   const char* name;
   bool is_signed;
+  bool is_long = false;
 };
 
 /// An fp32 tensor of a parameter beside its moments.
@@ -77,6 +80,7 @@ struct Access {
   /// Copies all fields; both are of one class.
   static void assign(torch::optim::OptimizerOptions& to, const torch::optim::OptimizerOptions& from);
   static bool maximize(const LowMemoryOptions& o) { return o.maximize_; }
+  static void check_step(const LowMemoryOptions& o) { o.check_step(); }
   static const std::string& state(const LowMemoryOptions& o) { return o.state_; }
   static const std::string& weights(const LowMemoryOptions& o) { return o.weights_; }
   static int64_t min_quantize_size(const LowMemoryOptions& o) { return o.min_quantize_size_; }

@@ -4,7 +4,7 @@
 //
 // FOLDER has params.safetensors ("<group>.<index>"), grads.safetensors ("<step>.<group>.<index>", where there is one)
 // and optimizer.safetensors, with state and options. Weights and the latter are replaced by those after steps FROM to
-// TO.
+// TO; those of ScheduleFreeAdamW are in eval mode then.
 
 #include <cstdio>
 #include <map>
@@ -27,8 +27,14 @@ std::unique_ptr<LowMemoryOptimizer> made(const Groups& groups) {
 
 std::unique_ptr<LowMemoryOptimizer> make(const std::string& name, const Groups& groups) {
   static const std::map<std::string, std::unique_ptr<LowMemoryOptimizer> (*)(const Groups&)> classes{
-      {"AdamW", made<AdamW>}, {"Lion", made<Lion>},           {"SGD", made<SGD>},  {"AdEMAMix", made<AdEMAMix>},
-      {"LAMB", made<LAMB>},   {"Adafactor", made<Adafactor>}, {"Muon", made<Muon>}};
+      {"AdamW", made<AdamW>},
+      {"Lion", made<Lion>},
+      {"SGD", made<SGD>},
+      {"AdEMAMix", made<AdEMAMix>},
+      {"ScheduleFreeAdamW", made<ScheduleFreeAdamW>},
+      {"LAMB", made<LAMB>},
+      {"Adafactor", made<Adafactor>},
+      {"Muon", made<Muon>}};
   TORCH_CHECK(classes.count(name) > 0, "optimizer_file: no class ", name);
   return classes.at(name)(groups);
 }
@@ -51,6 +57,8 @@ void run(const std::string& name, const std::string& folder, int from, int to, d
   }
   const auto optimizer = make(name, groups);
   load_optimizer(*optimizer, state);
+  auto* averages = dynamic_cast<ScheduleFreeAdamW*>(optimizer.get());
+  if (averages != nullptr) averages->train();
   if (max_grad_norm > 0) optimizer->set_max_grad_norm(max_grad_norm);
   for (int step = from; step < to; ++step) {
     for (const auto& item : params) {
@@ -59,6 +67,7 @@ void run(const std::string& name, const std::string& folder, int from, int to, d
     }
     optimizer->step();
   }
+  if (averages != nullptr) averages->eval();
   shoestring::save_safetensors(weights, params);
   save_optimizer(*optimizer, state);
 }

@@ -101,6 +101,9 @@ inline std::vector<RuleCase> rule_cases() {
       rule_case<SGD>("SGD", SGDOptions(3e-2).momentum(0.7).dampening(0.2).weight_decay(0.3).maximize(true)),
       rule_case<SGD>("SGD", SGDOptions(3e-2).nesterov(true)),
       rule_case<AdEMAMix>("AdEMAMix", AdEMAMixOptions(3e-3).betas({0.8, 0.95, 0.99}).alpha(2).t_alpha(5).t_beta3(4)),
+      rule_case<ScheduleFreeAdamW>(
+          "ScheduleFreeAdamW",
+          ScheduleFreeAdamWOptions(3e-3).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.3).warmup_steps(4).maximize(true)),
       rule_case<LAMB>("LAMB", LAMBOptions(3e-3).betas({0.8, 0.95}).eps(1e-5).weight_decay(0.3).maximize(true)),
       rule_case<Adafactor>("Adafactor", AdafactorOptions(3e-3).eps({1e-5, 1e-2}).d(2).weight_decay(0.3)),
       rule_case<Adafactor>("Adafactor with a mean", AdafactorOptions(3e-3).beta1(0.8).beta2_decay(-0.7)),

@@ -48,6 +48,10 @@ TEST_CASE("classes are their operators", "[optim]") {
       AdEMAMixOptions(0.1).betas({0.7, 0.8, 0.9}).eps(1e-3).weight_decay(0.25).alpha(2.5).t_alpha(4).t_beta3(5),
       with(betas, {{"beta3", 0.9}, {"alpha", 2.5}, {"t_alpha", 4}, {"t_beta3", 5}}),
       {"exp_avg", "exp_avg_slow", "exp_avg_sq"});
+  check_same<ScheduleFreeAdamW>(
+      "schedule_free_adamw_",
+      ScheduleFreeAdamWOptions(0.1).betas({0.7, 0.8}).eps(1e-3).weight_decay(0.25).warmup_steps(2),
+      with(betas, {{"warmup_steps", 2}}), {"offset", "exp_avg_sq"});
   check_same<Lion>("lion_", LionOptions(0.1).betas({0.7, 0.8}).weight_decay(0.25),
                    {{"beta1", 0.7}, {"beta2", 0.8}, {"weight_decay", 0.25}}, {"exp_avg"});
   check_same<SGD>("sgd_", SGDOptions(0.1).momentum(0.7).dampening(0.2).weight_decay(0.25),
@@ -91,6 +95,10 @@ TEST_CASE("options that no operator takes are refused at once", "[optim]") {
   CHECK_THROWS_WITH(
       AdEMAMix(params, AdEMAMixOptions().betas({0.9, 0.99, 0.5}).t_beta3(3)),
       Contains("AdEMAMix: betas: expected a third of at least the first, and that above 0, with t_beta3"));
+  CHECK_THROWS_WITH(ScheduleFreeAdamW(params, ScheduleFreeAdamWOptions().betas({0, 0.9})),
+                    Contains("ScheduleFreeAdamW: betas: expected a first above 0, received 0"));
+  CHECK_THROWS_WITH(ScheduleFreeAdamW(params, ScheduleFreeAdamWOptions().warmup_steps(-1)),
+                    Contains("ScheduleFreeAdamW: warmup_steps: expected a whole number of at least 0, received -1"));
   CHECK_THROWS_WITH(Adafactor(params, AdafactorOptions().eps({-1, 1})),
                     Contains("Adafactor: eps: expected two numbers of at least 0, received -1 and 1"));
   CHECK_THROWS_WITH(Adafactor(params, AdafactorOptions().d(0.5)),

@@ -25,6 +25,8 @@ from shoestring.ops import (
     lion_reference,
     muon_,
     muon_reference,
+    schedule_free_adamw_,
+    schedule_free_adamw_reference,
     sgd_,
     sgd_reference,
 )
@@ -50,7 +52,8 @@ def blocks(size: int) -> int:
 class Rule:
     """An operator, its twin in plain PyTorch, its options, and its moments: whether each may be negative, by name.
 
-    ``extra``: the shape of what else it keeps of a parameter of some shape, by name.
+    ``extra``: the shape of what else it keeps of a parameter of some shape, by name. ``long``: the moments that are never
+    codes, and have no scale.
     """
 
     name: str
@@ -59,13 +62,17 @@ class Rule:
     moments: dict[str, bool]
     hyper: dict[str, float | bool] = field(default_factory=dict)
     extra: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = field(default_factory=dict)
+    long: tuple[str, ...] = ()
 
     def arenas(self, sizes: Sequence[int], state: str) -> list[Tensor | None]:
-        """step, and each moment with its scale, of parameters that have not been stepped."""
+        """step, and each moment with its scale (None: has none), of parameters that have not been stepped."""
         total = sum(map(blocks, sizes))
         found: list[Tensor | None] = [torch.zeros(len(sizes))]
-        for signed in self.moments.values():
-            if state in ("fp32", "bf16"):
+        for name, signed in self.moments.items():
+            if name in self.long:
+                dtype = torch.float32 if state == "fp32" else torch.bfloat16
+                found += [torch.zeros(total * STATE_BLOCK, dtype=dtype)]
+            elif state in ("fp32", "bf16"):
                 dtype = torch.float32 if state == "fp32" else torch.bfloat16
                 found += [torch.zeros(total * STATE_BLOCK, dtype=dtype), None]
             elif state == "8bit":
@@ -80,16 +87,15 @@ class Rule:
         return {name: [torch.zeros(shape(s)) for s in shapes] for name, shape in self.extra.items()}
 
     def arena_names(self) -> list[str]:
-        return ["step", *(n + end for n in self.moments for end in ("", "_scale"))]
+        scaled = ([name] if name in self.long else [name, f"{name}_scale"] for name in self.moments)
+        return ["step", *(name for names in scaled for name in names)]
 
     def values(self, sizes: Sequence[int], arena: Sequence[Tensor | None]) -> list[Tensor]:
         """The moments of all parameters, without the padding between them."""
         begins = [STATE_BLOCK * sum(map(blocks, sizes[:i])) for i in range(len(sizes))]
         kept = torch.cat([torch.arange(b, b + n) for b, n in zip(begins, sizes, strict=True)])
-        found = []
-        for moment, scale, signed in zip(arena[1::2], arena[2::2], self.moments.values(), strict=True):
-            found.append(plain(moment, scale, signed)[kept])
-        return found
+        by_name = dict(zip(self.arena_names(), arena, strict=True))
+        return [plain(by_name[n], by_name.get(f"{n}_scale"), s)[kept] for n, s in self.moments.items()]
 
 
 ADAMW = Rule("adamw", adamw_, adamw_reference, {"exp_avg": True, "exp_avg_sq": False},
@@ -102,7 +108,10 @@ APPLY = Rule("apply", apply_, apply_reference, {}, dict(lr=1e-2, weight_decay=0.
 ADEMAMIX = Rule("ademamix", ademamix_, ademamix_reference,
                 {"exp_avg": True, "exp_avg_slow": True, "exp_avg_sq": False},
                 dict(lr=1e-2, beta1=0.9, beta2=0.999, beta3=0.99, alpha=2.0, eps=1e-8, weight_decay=0.1, t_alpha=2,
-                     t_beta3=4))
+                     t_beta3=4), long=("exp_avg_slow",))
+SCHEDULE_FREE = Rule("schedule_free_adamw", schedule_free_adamw_, schedule_free_adamw_reference,
+                     {"offset": True, "exp_avg_sq": False},
+                     dict(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, warmup_steps=2), long=("offset",))
 EMA = Rule("ema", ema_, ema_reference, {"exp_avg": True}, dict(lr=1e-2, beta=0.9, nesterov=True))
 
 # Of more than a rule.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from optimizer_rules import ADAMW, ADEMAMIX, APPLY, EMA, LION, SGD, Rule
+from optimizer_rules import ADAMW, ADEMAMIX, APPLY, EMA, LION, SCHEDULE_FREE, SGD, Rule
 
 pytestmark = pytest.mark.device
 
@@ -49,7 +49,15 @@ BAD_OWN = [
     (ADEMAMIX, "alpha: expected", dict(alpha=-1.0)),
     (ADEMAMIX, "t_alpha: expected None or a number of steps, received 0", dict(t_alpha=0)),
     (ADEMAMIX, "t_beta3: expected None or a number of steps, received -1", dict(t_beta3=-1)),
-    (ADEMAMIX, "exp_avg_scale and exp_avg_slow_scale: expected both", dict(exp_avg_slow_scale=None)),
+    (ADEMAMIX, "exp_avg_scale and exp_avg_sq_scale: expected both", dict(exp_avg_sq_scale=None)),
+    (ADEMAMIX, "exp_avg_slow: expected a contiguous BFloat16", dict(exp_avg_slow=torch.zeros(768, dtype=torch.uint8))),
+    (SCHEDULE_FREE, "beta1: expected a number between 0 and 1, received 0", dict(beta1=0.0)),
+    (SCHEDULE_FREE, "beta1: expected a number between 0 and 1", dict(beta1=math.nan)),
+    (SCHEDULE_FREE, "beta2: expected", dict(beta2=1.0)),
+    (SCHEDULE_FREE, "eps: expected", dict(eps=-1.0)),
+    (SCHEDULE_FREE, "warmup_steps: expected a number of steps of at least 0, received -1", dict(warmup_steps=-1)),
+    (SCHEDULE_FREE, "offset: expected a contiguous BFloat16", dict(offset=torch.zeros(768))),
+    (SCHEDULE_FREE, "offset: expected a contiguous Float", dict(exp_avg_sq=torch.zeros(768), exp_avg_sq_scale=None)),
     (EMA, "beta: expected", dict(beta=1.0)),
     (EMA, "exp_avg: expected a contiguous Float", dict(exp_avg_scale=None)),
 ]
@@ -66,7 +74,7 @@ def check_refused(rule: Rule, message: str, change: Callable[[dict], object]) ->
     assert all((p == 1).all() for p in params) and all((t == 0).all() for t in state.values())
 
 
-@pytest.mark.parametrize("rule", [ADAMW, LION, SGD, ADEMAMIX, APPLY, EMA], ids=lambda r: r.name)
+@pytest.mark.parametrize("rule", [ADAMW, LION, SGD, ADEMAMIX, SCHEDULE_FREE, APPLY, EMA], ids=lambda r: r.name)
 @pytest.mark.parametrize("message", BAD)
 def test_a_bad_argument_of_any_rule(rule: Rule, message: str) -> None:
     check_refused(rule, message, BAD[message])

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import shoestring
-from shoestring.optim import AdEMAMix, Adafactor, AdamW, LAMB, Lion, SGD, load_optimizer, save_optimizer
+from shoestring.optim import AdEMAMix, Adafactor, AdamW, LAMB, Lion, SGD, ScheduleFreeAdamW, load_optimizer, save_optimizer
 from shoestring.optim.arena import STATES, WEIGHTS
 
 BUILD = Path(os.environ.get("SHOESTRING_BUILD", Path(__file__).parents[2] / "build"))
@@ -30,6 +30,7 @@ RULES = {
     "SGD": (SGD, {"momentum": 0.7, "dampening": 0.2, "weight_decay": 0.3}),
     "Nesterov": (SGD, {"nesterov": True}),
     "AdEMAMix": (AdEMAMix, {"betas": (0.8, 0.95, 0.99), "alpha": 3.0, "t_alpha": 4, "t_beta3": 5}),
+    "ScheduleFreeAdamW": (ScheduleFreeAdamW, {"betas": (0.8, 0.95), "weight_decay": 0.3, "warmup_steps": 4}),
     "LAMB": (LAMB, {"betas": (0.8, 0.95), "weight_decay": 0.3}),
     "Adafactor": (Adafactor, {"d": 1.5, "weight_decay": 0.3}),
 }
@@ -63,10 +64,16 @@ def gradients(dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def run_python(optimizer: AdamW, params: list[list[Tensor]], grads: dict[str, Tensor], first: int, last: int) -> None:
+    """As the program in C++ does, also that it leaves an average in the weights."""
+    averages = isinstance(optimizer, ScheduleFreeAdamW)
+    if averages:
+        optimizer.train()
     for step in range(first, last):
         for key, p in named(params).items():
             p.grad = grads.get(f"{step}.{key}")
         optimizer.step()
+    if averages:
+        optimizer.eval()
 
 
 def run_cpp(*runs: tuple[str, Path, int, int, float]) -> subprocess.CompletedProcess[str]:
@@ -94,7 +101,8 @@ def test_steps_in_both_languages_are_the_same(rule: str, tmp_path: Path) -> None
         options = {"state": state, "weights": mode, "max_grad_norm": norm or None}
         grads, params = gradients(dtype), weights(dtype)
         whole = make(rule, params, **options)
-        run_python(whole, params, grads, 0, STEPS)
+        run_python(whole, params, grads, 0, half)
+        run_python(whole, params, grads, half, STEPS)
         for python_first in (True, False):
             folder, mixed = tmp_path / f"{state}-{mode}-{python_first}", weights(dtype)
             folder.mkdir()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from conftest import relative_error
-from optimizer_rules import ADAMW, ADEMAMIX, APPLY, EMA, LION, NESTEROV, SGD, Rule, blocks
+from optimizer_rules import ADAMW, ADEMAMIX, APPLY, EMA, LION, NESTEROV, SCHEDULE_FREE, SGD, Rule, blocks
 from torch import Tensor
 
 pytestmark = pytest.mark.device
@@ -15,8 +15,9 @@ SMALL_SIZES = [1, 7, 255, 256, 257, 4095, 4097, 0]
 LARGE = 2**20 + 3  # several threads' worth
 TENSORS = 1000  # of one CUDA launch
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-RULES = pytest.mark.parametrize("rule", [ADAMW, LION, SGD, NESTEROV, ADEMAMIX, APPLY, EMA], ids=lambda r: r.name)
-ONE_EACH = pytest.mark.parametrize("rule", [ADAMW, LION, SGD, ADEMAMIX, APPLY, EMA], ids=lambda r: r.name)
+EACH = [ADAMW, LION, SGD, ADEMAMIX, SCHEDULE_FREE, APPLY, EMA]
+RULES = pytest.mark.parametrize("rule", [*EACH, NESTEROV], ids=lambda r: r.name)
+ONE_EACH = pytest.mark.parametrize("rule", EACH, ids=lambda r: r.name)
 STATES = pytest.mark.parametrize("state", ["8bit", "4bit", "bf16", "fp32"])
 
 
@@ -38,8 +39,10 @@ def test_matches_the_reference(rule: Rule, capability: str, dtype: torch.dtype, 
     # one: for a few elements in a hundred thousand.
     tolerance = 2 * torch.finfo(dtype).eps
     results = [(torch.cat(params), torch.cat(expected), tolerance)]
-    rtol = torch.finfo(torch.bfloat16).eps if state == "bf16" else 1e-5  # another side of what was drawn, too
-    results += [(a, b, rtol) for a, b in zip(rule.values(sizes, ours), rule.values(sizes, theirs), strict=True)]
+    values = zip(rule.moments, rule.values(sizes, ours), rule.values(sizes, theirs), strict=True)
+    for name, a, b in values:  # another side of what was drawn, too
+        is_bf16 = state == "bf16" or (name in rule.long and state != "fp32")
+        results.append((a, b, torch.finfo(torch.bfloat16).eps if is_bf16 else 1e-5))
     for result, reference, rtol in results:
         differ = ~torch.isclose(result, reference, rtol=rtol, atol=1e-6 * reference.abs().max().item())
         assert differ.sum() <= 3 + 1e-4 * result.numel()
@@ -149,9 +152,13 @@ def test_more_tensors_than_a_launch_holds(rule: Rule, count: int) -> None:
     for i, n in enumerate(sizes):
         codes = slice(begin, begin + n)
         assert torch.equal(params[i], before[i] if i in absent else whole[codes])
-        for k in range(1, len(alone), 2):
-            expected = torch.zeros_like(alone[k][codes]) if i in absent else alone[k][codes]
-            assert torch.equal(together[k][codes], expected)
+        for name, ours, theirs in zip(rule.arena_names(), together, alone, strict=True):
+            if name not in rule.moments:
+                continue
+            expected = torch.zeros_like(theirs[codes]) if i in absent else theirs[codes]
+            # Other random bits: parameters have numbers.
+            rtol = torch.finfo(torch.bfloat16).eps if name in rule.long else 0
+            torch.testing.assert_close(ours[codes], expected, rtol=rtol, atol=0)
         begin += 256 * blocks(n)
 
 

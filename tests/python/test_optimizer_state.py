@@ -12,7 +12,7 @@ import torch
 from torch.nn import Parameter
 from torch.profiler import profile
 
-from shoestring.optim import APOLLO, LAMB, SGD, Adafactor, AdamW, AdEMAMix, GaLore, Lion, Muon
+from shoestring.optim import APOLLO, LAMB, SGD, Adafactor, AdamW, AdEMAMix, GaLore, Lion, Muon, ScheduleFreeAdamW
 
 pytestmark = pytest.mark.device
 
@@ -21,7 +21,10 @@ SIZES = ((3, 100), (1,), (257,), (64, 64), (0,))
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer, and what it keeps of a parameter: its moments, by whether they may be negative, and more bytes."""
+    """An optimizer, and what it keeps of a parameter: its moments, by whether they may be negative, and more bytes.
+
+    Moments that are long are bf16 where others are codes.
+    """
 
     make: Callable[..., torch.optim.Optimizer]
     signed: tuple[bool, ...]
@@ -30,6 +33,7 @@ class Rule:
     extra: Callable[[tuple[int, ...], int], int] = lambda shape, item: 0  # bytes, of a shape and the bytes of a weight
     weights: tuple[str, ...] = ("fp32", "plain", "stochastic", "remainder")  # "fp32", or how bf16 ones are kept
     sizes: tuple[tuple[int, ...], ...] = SIZES
+    long: int = 0
 
 
 RANK = 8
@@ -60,7 +64,8 @@ RULES = {
     "nesterov": Rule(SGD, (True,), {"nesterov": True}),
     "galore": Rule(GaLore, extra=lambda shape, item: projected(shape) * item * RANK * min(shape), **LOW_RANK),
     "apollo": Rule(APOLLO, extra=lambda shape, item: projected(shape) * 4, **LOW_RANK),
-    "ademamix": Rule(AdEMAMix, (True, True, False), {"t_alpha": 4, "t_beta3": 4}),
+    "ademamix": Rule(AdEMAMix, (True, False), {"t_alpha": 4, "t_beta3": 4}, long=1),
+    "schedule free": Rule(ScheduleFreeAdamW, (False,), {"warmup_steps": 4}, long=1),
     "lamb": Rule(LAMB, (True, False), {"weight_decay": 0.1}),
     "muon": Rule(Muon, (True,), sizes=MATRICES),
     "adafactor": Rule(Adafactor, (), extra=factored),
@@ -124,6 +129,7 @@ def test_bitwise_resume(rule: Rule, state: str, weights: str) -> None:
 def formula(rule: Rule, state: str, weights: str, shape: tuple[int, ...]) -> int:
     """Whole blocks of each moment and of the remainder, the number of steps, and the rule's own."""
     block = sum(BYTES[state][0 if signed else 1] for signed in rule.signed) + REMAINDER * (weights == "remainder")
+    block += rule.long * (1024 if state == "fp32" else 512)
     blocks = -(-torch.Size(rule.stepped(shape)).numel() // 256)
     return blocks * block + 4 + rule.extra(shape, 4 if weights == "fp32" else 2)
 

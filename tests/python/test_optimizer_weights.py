@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from optimizer_rules import ADAMW, ADEMAMIX, APPLY, EMA, LION, NESTEROV, SGD, STATE_BLOCK, Rule, blocks
+from optimizer_rules import ADAMW, ADEMAMIX, APPLY, EMA, LION, NESTEROV, SCHEDULE_FREE, SGD, STATE_BLOCK, Rule, blocks
 from torch import Tensor
 
 from shoestring.ops.optimizer import join, random_bits, round_stochastically, split
@@ -12,7 +12,8 @@ from shoestring.ops.optimizer import join, random_bits, round_stochastically, sp
 pytestmark = pytest.mark.device
 
 SIZES = [700, 3, 256, 1]  # a tail, less than a register, a whole block, one
-RULES = pytest.mark.parametrize("rule", [ADAMW, LION, SGD, NESTEROV, ADEMAMIX, APPLY, EMA], ids=lambda r: r.name)
+EACH = [ADAMW, LION, SGD, NESTEROV, ADEMAMIX, SCHEDULE_FREE, APPLY, EMA]
+RULES = pytest.mark.parametrize("rule", EACH, ids=lambda r: r.name)
 STATES = pytest.mark.parametrize("state", ["8bit", "4bit", "bf16", "fp32"])
 
 

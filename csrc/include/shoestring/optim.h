@@ -108,6 +108,48 @@ class SHOESTRING_API AdEMAMix : public OptimizerOf<AdEMAMixOptions> {
   using OptimizerOf::OptimizerOf;
 };
 
+/// Schedule-Free AdamW: moments take 3.02 bytes a parameter in 8 bits, 2.53 in 4, 4 as bf16 and 8 as fp32.
+class SHOESTRING_API ScheduleFreeAdamWOptions : public OptionsOf<ScheduleFreeAdamWOptions> {
+ public:
+  using Betas = std::tuple<double, double>;
+  /// A larger learning rate than AdamW's: 1 to 10 times.
+  ScheduleFreeAdamWOptions(double lr = 2.5e-3) : OptionsOf(lr) {}
+
+  /// The share of the average in the points where gradients are taken, above 0; decay of the mean of squares.
+  TORCH_ARG(Betas, betas) = {0.9, 0.999};
+  TORCH_ARG(double, eps) = 1e-8;
+  /// A part of the update, not divided by the root of the second moment.
+  TORCH_ARG(double, weight_decay) = 0.0;
+  /// Steps in which the learning rate rises, evenly; 0: it is there at once.
+  TORCH_ARG(int64_t, warmup_steps) = 0;
+  /// Set by train() and eval() of the optimizer, and saved: which weights the parameters hold.
+  TORCH_ARG(bool, train_mode) = true;
+
+ private:
+  const detail::Rule& rule() const override;
+  std::vector<detail::Field> fields() override;
+  void check() const override;
+  void check_step() const override;
+};
+
+/// Schedule-Free AdamW (arXiv 2405.15682): needs no learning rate schedule. Gradients are taken at one point, and the
+/// weights for evaluation are an average.
+///
+/// The average is over all steps of a parameter, by squares of the warm-up's rates: a learning rate that is changed
+/// later does not enter it.
+class SHOESTRING_API ScheduleFreeAdamW : public OptimizerOf<ScheduleFreeAdamWOptions> {
+ public:
+  using OptimizerOf::OptimizerOf;
+  /// Parameters become those to train, or the average, to be evaluated; nothing where they are so already. An optimizer
+  /// begins in train mode, and takes steps in no other. Parameters and optimizer are to be saved in the same mode. There
+  /// and back is within a unit in the last place.
+  void train() { set_mode(true); }
+  void eval() { set_mode(false); }
+
+ private:
+  void set_mode(bool train_mode);
+};
+
 /// LAMB: AdamW's state.
 class SHOESTRING_API LAMBOptions : public OptionsOf<LAMBOptions> {
  public:

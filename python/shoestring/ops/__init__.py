@@ -35,6 +35,7 @@ from shoestring.ops.quantize_state_4bit import (
     quantize_state_4bit,
     quantize_state_4bit_reference,
 )
+from shoestring.ops.schedule_free_adamw import schedule_free_adamw_, schedule_free_adamw_reference
 from shoestring.ops.sgd import sgd_, sgd_reference
 
 __all__ = [
@@ -75,6 +76,8 @@ __all__ = [
     "quantize_8bit_reference",
     "quantize_state_4bit",
     "quantize_state_4bit_reference",
+    "schedule_free_adamw_",
+    "schedule_free_adamw_reference",
     "sgd_",
     "sgd_reference",
 ]

@@ -17,7 +17,6 @@ def ademamix_(
     exp_avg: Tensor,
     exp_avg_scale: Tensor | None,
     exp_avg_slow: Tensor,
-    exp_avg_slow_scale: Tensor | None,
     exp_avg_sq: Tensor,
     exp_avg_sq_scale: Tensor | None,
     *,
@@ -45,9 +44,11 @@ def ademamix_(
         grads: one for each parameter, its shape, fp32, bf16 or fp16; or None: the parameter and its step stay as they
             are.
         step: (parameters), fp32: steps taken; incremented.
-        exp_avg, exp_avg_slow, exp_avg_sq: (elements of the arena): fp32 or bf16, or codes (uint8, 8 or 4 bits each).
-        exp_avg_scale, exp_avg_slow_scale, exp_avg_sq_scale: of codes, fp32: (elements of the arena / 256), or as
-            ``quantize_state_4bit`` has it.
+        exp_avg, exp_avg_sq: (elements of the arena): fp32 or bf16, or codes (uint8, 8 or 4 bits each).
+        exp_avg_scale, exp_avg_sq_scale: of codes, fp32: (elements of the arena / 256), or as ``quantize_state_4bit`` has
+            it.
+        exp_avg_slow: (elements of the arena): fp32 where the others are, else bf16, rounded stochastically: codes are
+            further apart than it moves in a step.
         lr, beta1, beta2, eps, weight_decay: as for ``adamw_``.
         beta3: the share of the slow mean in the new slow mean, [0, 1).
         alpha: of the slow mean in the update, at least 0.
@@ -66,7 +67,6 @@ def ademamix_(
         exp_avg,
         exp_avg_scale,
         exp_avg_slow,
-        exp_avg_slow_scale,
         exp_avg_sq,
         exp_avg_sq_scale,
         lr=lr,
@@ -89,7 +89,6 @@ def ademamix_reference(
     exp_avg: Tensor,
     exp_avg_scale: Tensor | None,
     exp_avg_slow: Tensor,
-    exp_avg_slow_scale: Tensor | None,
     exp_avg_sq: Tensor,
     exp_avg_sq_scale: Tensor | None,
     *,
@@ -123,7 +122,7 @@ def ademamix_reference(
 
     arenas = [
         Arena(exp_avg, exp_avg_scale, True, beta1),
-        Arena(exp_avg_slow, exp_avg_slow_scale, True, slow_beta(step.amax().item() + 1)),
+        Arena(exp_avg_slow, None, True, slow_beta(step.amax().item() + 1)),
         Arena(exp_avg_sq, exp_avg_sq_scale, False, beta2),
     ]
     reference_step(rule, params, grads, step, arenas, lr=lr, **arguments)

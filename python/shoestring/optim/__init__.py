@@ -10,6 +10,7 @@ from shoestring.optim.lamb import LAMB
 from shoestring.optim.lion import Lion
 from shoestring.optim.muon import Muon
 from shoestring.optim.sam import SAM
+from shoestring.optim.schedule_free_adamw import ScheduleFreeAdamW
 from shoestring.optim.sgd import SGD
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "GaLore",
     "Lion",
     "Muon",
+    "ScheduleFreeAdamW",
     "load_optimizer",
     "save_optimizer",
 ]

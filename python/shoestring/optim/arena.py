@@ -17,10 +17,18 @@ WEIGHTS = ("plain", "stochastic", "remainder")
 
 @dataclass(frozen=True)
 class Moment:
-    """One of a rule's running means: its name in a state dict, and whether it may be negative."""
+    """One of a rule's running means: its name in a state dict, and whether it may be negative.
+
+    long: it changes by less in a step than codes are apart, and where others are codes it is bf16.
+    """
 
     name: str
     signed: bool
+    long: bool = False
+
+    def kept_as(self, state: str) -> str:
+        """How it is kept where the optimizer's state is this."""
+        return "bf16" if self.long and state in ("8bit", "4bit") else state
 
 
 @dataclass(frozen=True)
@@ -60,10 +68,11 @@ def parts(moments: Iterable[Moment], state: str, remainder: bool) -> list[Part]:
     """The entries of a parameter, but for its step, in the order of the operators' arguments."""
     found = []
     for m in moments:
-        if state in ("fp32", "bf16"):
-            dtype = torch.float32 if state == "fp32" else torch.bfloat16
+        own = m.kept_as(state)
+        if own in ("fp32", "bf16"):
+            dtype = torch.float32 if own == "fp32" else torch.bfloat16
             found.append(Part(m.name, dtype, STATE_BLOCK, True))
-        elif state == "8bit":
+        elif own == "8bit":
             found.append(Part(m.name, torch.uint8, STATE_BLOCK, True))
             found.append(Part(f"{m.name}_scale", torch.float32, 1, False))
         else:

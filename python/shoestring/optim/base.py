@@ -190,7 +190,8 @@ class LowMemoryOptimizer(Gradients, Optimizer):
         on_device = isinstance(lr, Tensor) and lr.device == device
         moments: list[Tensor | None] = []
         for m in self._moments:
-            moments += [arena.values[m.name], arena.values.get(f"{m.name}_scale")]
+            moments += [arena.values[m.name]]
+            moments += [] if m.long else [arena.values.get(f"{m.name}_scale")]
         extra = {n: [self.state[p][n] for p in arena.params] for n in self._extra(arena.params[0], group)}
         type(self)._operator(
             arena.local_params(),

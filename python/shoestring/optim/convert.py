@@ -104,7 +104,7 @@ def _entry(
     for moment in moments:
         if moment.name in codes:
             values, scales = codes[moment.name]
-            if state == "8bit":
+            if moment.kept_as(state) == "8bit":
                 result[moment.name], result[f"{moment.name}_scale"] = values, scales
             else:
                 result |= kept(moment, dequantize_8bit(values, scales, signed=moment.signed), state)
@@ -113,6 +113,7 @@ def _entry(
 
 def kept(moment: Moment, value: Tensor, state: str) -> dict[str, Tensor]:
     """The entries of a moment, given in fp32 and its parameter's shape."""
+    state = moment.kept_as(state)
     if state in ("fp32", "bf16"):
         return {moment.name: value.to(torch.float32 if state == "fp32" else torch.bfloat16)}
     codes, scale = (quantize_8bit if state == "8bit" else quantize_state_4bit)(value, signed=moment.signed)

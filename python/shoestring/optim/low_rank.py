@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from shoestring.optim.gradients import clip_coef, total_norm
 from shoestring.optim.projections import is_left
+from shoestring.optim.schedule_free_adamw import ScheduleFreeAdamW
 from shoestring.optim.sgd import SGD
 from shoestring.optim.virtual import DTYPES, VirtualParameters
 
@@ -46,8 +47,9 @@ class LowRankOptimizer(Optimizer):
         max_grad_norm: float | None,
     ) -> None:
         is_class = isinstance(base_optimizer, type) and issubclass(base_optimizer, Optimizer)
-        plain = is_class and not issubclass(base_optimizer, LowRankOptimizer)
-        self._expect(plain, "base_optimizer", "a class of optimizers that do not project, as AdamW", base_optimizer)
+        plain = is_class and not issubclass(base_optimizer, (LowRankOptimizer, ScheduleFreeAdamW))
+        expected = "a class of optimizers that do not project, nor average weights, as AdamW"
+        self._expect(plain, "base_optimizer", expected, base_optimizer)
         positive = max_grad_norm is None or max_grad_norm > 0
         self._expect(positive, "max_grad_norm", "None or a number above 0", max_grad_norm)
         self.base_optimizer, self.max_grad_norm = base_optimizer, max_grad_norm

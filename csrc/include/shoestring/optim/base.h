@@ -44,6 +44,7 @@ class SHOESTRING_API LowMemoryOptions : public torch::optim::OptimizerOptions {
   virtual const detail::Rule& rule() const = 0;
   virtual std::vector<detail::Field> fields() = 0;  // those of the rule
   virtual void check() const {}                     // what the fields do not say of themselves
+  virtual void check_step() const {}                // whether a step may be taken
 };
 
 /// The same for an optimizer's own Options, which follow LibTorch's convention: each setter returns the options.

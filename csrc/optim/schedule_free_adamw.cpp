@@ -1,0 +1,55 @@
+#include <shoestring/optim.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include "optim/core.h"
+
+namespace shoestring::optim {
+
+using namespace detail;
+
+const Rule& ScheduleFreeAdamWOptions::rule() const {
+  static const Rule rule{
+      "ScheduleFreeAdamW", "schedule_free_adamw_", {{"offset", true, true}, {"exp_avg_sq", false}}};
+  return rule;
+}
+
+std::vector<Field> ScheduleFreeAdamWOptions::fields() {
+  return {{"betas", &betas_, &kFraction},
+          {"eps", &eps_, &kAtLeastZero},
+          {"weight_decay", &weight_decay_, &kAtLeastZero},
+          {"warmup_steps", &warmup_steps_, &kAtLeastZero},
+          {"train_mode", &train_mode_, nullptr, /*of_operator=*/false}};
+}
+
+void ScheduleFreeAdamWOptions::check() const {
+  const double beta1 = std::get<0>(betas_);
+  expect(beta1 > 0, rule().name, "betas", "a first above 0", beta1);
+}
+
+void ScheduleFreeAdamWOptions::check_step() const {
+  expect(train_mode_, rule().name, "step", "train mode", "eval mode; call train() before backward");
+}
+
+// From y to x, or back: by the offset, which is z - y.
+void ScheduleFreeAdamW::set_mode(bool train_mode) {
+  at::NoGradGuard no_grad;
+  Core& core = Access::core(*this);
+  for (size_t g = 0; g < param_groups().size(); ++g) {
+    auto& options = static_cast<ScheduleFreeAdamWOptions&>(param_groups()[g].options());
+    if (options.train_mode() == train_mode) continue;
+    const double beta1 = std::get<0>(options.betas());
+    for (const Arena& arena : core.layouts[g].arenas) {
+      c10::List<std::optional<Tensor>> offsets;
+      for (const Tensor& p : arena.params) offsets.push_back((*core.state(p))["offset"]);
+      NamedArguments arguments{{"params", arena.params},   {"grads", offsets},
+                               {"step", arena.step.clone()}, {"lr", (1 - beta1) / beta1},
+                               {"weight_decay", 0.0},        {"maximize", train_mode}};
+      const auto remainder = arena.values.find("weight_remainder");
+      if (remainder != arena.values.end()) arguments.emplace_back("weight_remainder", remainder->second);
+      call_by_name("shoestring::apply_", arguments);
+    }
+    options.train_mode(train_mode);
+  }
+}
+
+}  // namespace shoestring::optim

@@ -230,3 +230,43 @@ def test_other_bad_uses() -> None:
         ScheduleFreeAdamW([{"params": parameters(), "train_mode": 1}])
     with pytest.raises(ValueError, match="base_optimizer: expected .* that do not project, nor average weights"):
         GaLore(parameters(), ScheduleFreeAdamW)
+
+
+TEACHER = 0  # the seed of a network to be learned
+
+
+def network(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4))
+
+
+def learned(kind: type, seed: int, **options: Any) -> tuple[float, float]:
+    """The error, after 400 small batches of a noisy teacher: in training, and in evaluation."""
+    teacher, net = network(TEACHER), network(1 + seed)
+    optimizer = kind(net.parameters(), 1e-2, weight_decay=0.0, **options)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(100 + seed)
+    for _ in range(400):
+        x, noise = torch.randn(32, 32, generator=generator), torch.randn(32, 4, generator=generator)
+        optimizer.zero_grad()
+        (net(x) - teacher(x).detach() - noise).square().mean().backward()
+        optimizer.step()
+    x, errors = torch.randn(2000, 32, generator=generator), []
+    for switch in (lambda: None, getattr(optimizer, "eval", lambda: None)):
+        switch()
+        with torch.no_grad():
+            errors.append((net(x) - teacher(x)).square().mean().item())
+    return errors[0], errors[1]
+
+
+def test_learns_without_a_schedule(backend: str) -> None:
+    """Low-memory state costs next to nothing, the average is better than y, and better than AdamW at a constant rate."""
+    if backend == "simt":
+        pytest.skip("a training of thousands of launches takes the emulator minutes")
+    for seed in range(2):
+        constant = learned(torch.optim.AdamW, seed)[1]
+        exact = learned(ScheduleFreeAdamW, seed, state="fp32", warmup_steps=20)
+        assert exact[1] < exact[0] and exact[1] < 0.7 * constant
+        for state, margin in (("bf16", 1.01), ("8bit", 1.02), ("4bit", 1.05)):
+            error = learned(ScheduleFreeAdamW, seed, state=state, warmup_steps=20)[1]
+            print(f"{state}: {error:.4f}, fp32: {exact[1]:.4f}, AdamW: {constant:.4f}")
+            assert error < margin * exact[1]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer, lr_scheduler, swa_utils
 
-from shoestring.optim import SGD, AdamW, Lion
+from shoestring.optim import SGD, AdamW, Lion, ScheduleFreeAdamW
 
 Scheduler = lr_scheduler.LRScheduler
 
@@ -244,24 +244,29 @@ def test_parameters_that_are_replaced_before_the_first_step() -> None:
 # ---- trainers --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_hugging_face_trainer(bf16: bool, tmp_path: Path) -> None:
-    """optimizers=(optimizer, scheduler): accumulation, clipping, checkpoints that resume bit for bit, as without ours."""
+@pytest.mark.parametrize(("kind", "bf16"), [(AdamW, False), (AdamW, True), (ScheduleFreeAdamW, False)])
+def test_hugging_face_trainer(kind: type[AdamW | ScheduleFreeAdamW], bf16: bool, tmp_path: Path) -> None:
+    """optimizers=(optimizer, scheduler): accumulation, clipping, checkpoints that resume bit for bit, as without ours.
+
+    Trainer calls eval() and train() of an optimizer that has them.
+    """
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     rows = torch.randint(0, 64, (64, 16), generator=torch.Generator().manual_seed(0))
     data = [{"input_ids": row, "labels": row} for row in rows]
 
-    def trained(folder: str, resume: str | None) -> tuple[Module, AdamW]:
+    def trained(folder: str, resume: str | None) -> tuple[Module, Optimizer]:
         torch.manual_seed(0)
         sizes = dict(n_layer=1, n_embd=32, n_head=2, vocab_size=64, n_positions=16)
         net = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-        opt = AdamW(net.parameters(), lr=1e-2)
+        opt = kind(net.parameters(), lr=1e-2)
         schedule = transformers.get_linear_schedule_with_warmup(opt, 1, 6)
         arguments = transformers.TrainingArguments(
             str(tmp_path / folder),
             max_steps=6,
             save_steps=3,
+            eval_strategy="steps",
+            eval_steps=2,
             per_device_train_batch_size=4,
             gradient_accumulation_steps=2,
             max_grad_norm=0.5,
@@ -270,7 +275,9 @@ def test_hugging_face_trainer(bf16: bool, tmp_path: Path) -> None:
             report_to=[],
             disable_tqdm=True,
         )
-        trainer = transformers.Trainer(net, arguments, train_dataset=data, optimizers=(opt, schedule))
+        trainer = transformers.Trainer(
+            net, arguments, train_dataset=data, eval_dataset=data[:8], optimizers=(opt, schedule)
+        )
         trainer.train(resume_from_checkpoint=resume)
         return net, opt
 
@@ -278,7 +285,8 @@ def test_hugging_face_trainer(bf16: bool, tmp_path: Path) -> None:
     resumed, opt = trained("b", str(tmp_path / "a" / "checkpoint-3"))
     assert_equal(through, resumed)
     entry = opt.state[next(resumed.parameters())]
-    assert entry["step"] == 6 and entry["exp_avg"].dtype == torch.uint8
+    assert entry["step"] == 6 and entry["exp_avg_sq"].dtype == torch.uint8
+    assert opt.param_groups[0].get("train_mode", False) is False  # the last thing was an evaluation
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])

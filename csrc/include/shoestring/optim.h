@@ -78,7 +78,7 @@ class SHOESTRING_API SGD : public OptimizerOf<SGDOptions> {
   using OptimizerOf::OptimizerOf;
 };
 
-/// AdEMAMix: one and a half times AdamW's state.
+/// AdEMAMix: AdamW's state and a slow mean of 2 bytes a parameter (with fp32 state, 4).
 class SHOESTRING_API AdEMAMixOptions : public OptionsOf<AdEMAMixOptions> {
  public:
   using Betas = std::tuple<double, double, double>;

@@ -23,7 +23,7 @@ class LowMemoryOptions(TypedDict, total=False):
     """Keyword arguments that every optimizer has; a group may have its own of the first five.
 
     state: how moments are kept: "8bit" or "4bit", codes in blocks with fp32 scales; "bf16", rounded stochastically; or
-        "fp32".
+        "fp32". One that moves by less in a step than codes are apart is bf16 in place of codes, as its class says.
     min_quantize_size: parameters with fewer elements have fp32 state.
     weights: how bf16 weights take an update: "plain", rounded to nearest, which loses updates below half a unit in
         the last place; "stochastic", rounded up or down so that the mean is right; or "remainder", with 16 more bits a

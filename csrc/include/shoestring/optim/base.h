@@ -63,7 +63,7 @@ class OptionsOf : public LowMemoryOptions {
   /// Ascend instead.
   SHOESTRING_OPTION(bool, maximize)
   /// How moments are kept: "8bit" or "4bit", codes in blocks with fp32 scales; "bf16", rounded stochastically; or
-  /// "fp32".
+  /// "fp32". One that moves by less in a step than codes are apart is bf16 in place of codes.
   SHOESTRING_OPTION(std::string, state)
   /// Parameters with fewer elements have fp32 state.
   SHOESTRING_OPTION(int64_t, min_quantize_size)

@@ -51,8 +51,8 @@ struct ScheduleFreeAdamWOptions : StepOptions {
   double beta1, beta2, eps;
   double warmup_steps;
 
-  // A step counts in the average as the square of its place in the warm-up, which is 1 from the last of that on: divided
-  // by the sum of these over all steps so far.
+  // A step counts in the average as the square of its place in the warm-up, which is 1 from the last of that on:
+  // divided by the sum of these over all steps so far.
   SHOESTRING_HOST_DEVICE double share(double step) const {
     const double w = warmup_steps;
     if (step < w) return 6 * step / ((step + 1) * (2 * step + 1));

@@ -14,7 +14,8 @@ SAM::SAM(std::unique_ptr<torch::optim::Optimizer> base, SAMOptions options)
       options_(options) {
   TORCH_CHECK(base_ != nullptr, "shoestring::optim::SAM: base: expected an optimizer, received none");
   TORCH_CHECK(dynamic_cast<ScheduleFreeAdamW*>(base_.get()) == nullptr,
-              "shoestring::optim::SAM: base: expected an optimizer without train() and eval(), received ScheduleFreeAdamW");
+              "shoestring::optim::SAM: base: expected an optimizer without train() and eval(), received "
+              "ScheduleFreeAdamW");
   TORCH_CHECK(options_.rho() >= 0, "shoestring::optim::SAM: rho: expected a number of at least 0, received ",
               options_.rho());
   for (const auto& group : base_->param_groups()) param_groups_.emplace_back(group);

@@ -9,7 +9,7 @@ using namespace detail;
 
 const Rule& ScheduleFreeAdamWOptions::rule() const {
   static const Rule rule{
-      "ScheduleFreeAdamW", "schedule_free_adamw_", {{"offset", true, true}, {"exp_avg_sq", false}}};
+      "ScheduleFreeAdamW", "schedule_free_adamw_", {{"offset", true, /*is_long=*/true}, {"exp_avg_sq", false}}};
   return rule;
 }
 

@@ -52,8 +52,8 @@ def blocks(size: int) -> int:
 class Rule:
     """An operator, its twin in plain PyTorch, its options, and its moments: whether each may be negative, by name.
 
-    ``extra``: the shape of what else it keeps of a parameter of some shape, by name. ``long``: the moments that are never
-    codes, and have no scale.
+    ``extra``: the shape of what else it keeps of a parameter of some shape, by name. ``long``: the moments that are
+    never codes, and have no scale.
     """
 
     name: str
@@ -111,7 +111,8 @@ ADEMAMIX = Rule("ademamix", ademamix_, ademamix_reference,
                      t_beta3=4), long=("exp_avg_slow",))
 SCHEDULE_FREE = Rule("schedule_free_adamw", schedule_free_adamw_, schedule_free_adamw_reference,
                      {"offset": True, "exp_avg_sq": False},
-                     dict(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, warmup_steps=2), long=("offset",))
+                     dict(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, warmup_steps=2),
+                     long=("offset",))
 EMA = Rule("ema", ema_, ema_reference, {"exp_avg": True}, dict(lr=1e-2, beta=0.9, nesterov=True))
 
 # Of more than a rule.

@@ -140,8 +140,8 @@ def test_a_slow_mean_is_followed(sigma: float, seed: int) -> None:
     assert error(eight, exact) > 5e-2 and error(four, exact) > 0.5
 
 
-# Of the average of Schedule-Free AdamW, as a share of the way that it went; AdamW's weights themselves drift by 2e-3 and
-# 1.3e-2 with 8-bit state, by 6e-2 and 0.12 with 4-bit.
+# Of the average of Schedule-Free AdamW, as a share of the way that it went; AdamW's weights themselves drift by 2e-3
+# and 1.3e-2 with 8-bit state, by 6e-2 and 0.12 with 4-bit.
 AVERAGE = {"fp32": (1e-9, 1e-9), "bf16": (6e-4, 6e-4), "8bit": (4e-3, 2e-2), "4bit": (4e-2, 8e-2)}
 
 

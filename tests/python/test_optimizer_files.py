@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import shoestring
-from shoestring.optim import AdEMAMix, Adafactor, AdamW, LAMB, Lion, SGD, ScheduleFreeAdamW, load_optimizer, save_optimizer
+from shoestring.optim import AdEMAMix, Adafactor, AdamW, LAMB, Lion, SGD, ScheduleFreeAdamW
+from shoestring.optim import load_optimizer, save_optimizer
 from shoestring.optim.arena import STATES, WEIGHTS
 
 BUILD = Path(os.environ.get("SHOESTRING_BUILD", Path(__file__).parents[2] / "build"))

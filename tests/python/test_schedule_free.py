@@ -1,4 +1,4 @@
-"""shoestring.optim.ScheduleFreeAdamW: the paper's three sequences, its two modes, and how far low-memory state drifts."""
+"""shoestring.optim.ScheduleFreeAdamW: the paper's three sequences, its two modes, and that it learns."""
 
 import copy
 import io
@@ -259,7 +259,7 @@ def learned(kind: type, seed: int, **options: Any) -> tuple[float, float]:
 
 
 def test_learns_without_a_schedule(backend: str) -> None:
-    """Low-memory state costs next to nothing, the average is better than y, and better than AdamW at a constant rate."""
+    """Few bits cost next to nothing, and the average is better than y, and than AdamW at a constant rate."""
     if backend == "simt":
         pytest.skip("a training of thousands of launches takes the emulator minutes")
     for seed in range(2):

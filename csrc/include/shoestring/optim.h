@@ -141,8 +141,8 @@ class SHOESTRING_API ScheduleFreeAdamW : public OptimizerOf<ScheduleFreeAdamWOpt
  public:
   using OptimizerOf::OptimizerOf;
   /// Parameters become those to train, or the average, to be evaluated; nothing where they are so already. An optimizer
-  /// begins in train mode, and takes steps in no other. Parameters and optimizer are to be saved in the same mode. There
-  /// and back is within a unit in the last place.
+  /// begins in train mode, and takes steps in no other. Parameters and optimizer are to be saved in the same mode.
+  /// There and back is within a unit in the last place.
   void train() { set_mode(true); }
   void eval() { set_mode(false); }
 

@@ -45,8 +45,8 @@ def ademamix_(
             are.
         step: (parameters), fp32: steps taken; incremented.
         exp_avg, exp_avg_sq: (elements of the arena): fp32 or bf16, or codes (uint8, 8 or 4 bits each).
-        exp_avg_scale, exp_avg_sq_scale: of codes, fp32: (elements of the arena / 256), or as ``quantize_state_4bit`` has
-            it.
+        exp_avg_scale, exp_avg_sq_scale: of codes, fp32: (elements of the arena / 256), or as ``quantize_state_4bit``
+            has it.
         exp_avg_slow: (elements of the arena): fp32 where the others are, else bf16, rounded stochastically: codes are
             further apart than it moves in a step.
         lr, beta1, beta2, eps, weight_decay: as for ``adamw_``.

@@ -12,12 +12,12 @@ from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
 
 
 class AdEMAMix(LowMemoryOptimizer):
-    """AdEMAMix (arXiv 2409.03137) whose moments are kept in 8 bits, the slow one in 16: 4.03 bytes a parameter instead of 12.
+    """AdEMAMix (arXiv 2409.03137) with moments in 8 bits, the slow one in 16: 4.03 bytes a parameter instead of 12.
 
     AdamW with a second, slow mean of gradients, ``alpha`` times which is added to the first in the update.
 
-    Memory: ``sum(ceil(n / 256) * 1032 + 4)`` bytes over the parameters that have had a gradient, n being their sizes; in
-    place of 1032, 808 for 4-bit state, 1536 for bf16 and 3072 for fp32, and 512 more with ``weights="remainder"``. The
+    Memory: ``sum(ceil(n / 256) * 1032 + 4)`` bytes over the parameters that have had a gradient, n being their sizes;
+    in place of 1032, 808 for 4-bit state, 1536 for bf16 and 3072 for fp32, and 512 more with ``weights="remainder"``. The
     slow mean moves by less in a step than codes are apart; where other moments are codes, it is bf16 and rounded
     stochastically, which is right in the mean.
 

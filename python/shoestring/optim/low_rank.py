@@ -46,14 +46,13 @@ class LowRankOptimizer(Optimizer):
         options: dict[str, Any],
         max_grad_norm: float | None,
     ) -> None:
-        is_class = isinstance(base_optimizer, type) and issubclass(base_optimizer, Optimizer)
-        plain = is_class and not issubclass(base_optimizer, (LowRankOptimizer, ScheduleFreeAdamW))
-        expected = "a class of optimizers that do not project, nor average weights, as AdamW"
-        self._expect(plain, "base_optimizer", expected, base_optimizer)
+        kind, expected = base_optimizer, "a class of optimizers that do not project, nor average weights, as AdamW"
+        is_class = isinstance(kind, type) and issubclass(kind, Optimizer)
+        plain = is_class and not issubclass(kind, (LowRankOptimizer, ScheduleFreeAdamW))
+        self._expect(plain, "base_optimizer", expected, kind)
         positive = max_grad_norm is None or max_grad_norm > 0
         self._expect(positive, "max_grad_norm", "None or a number above 0", max_grad_norm)
-        self.base_optimizer, self.max_grad_norm = base_optimizer, max_grad_norm
-        self._options = options
+        self.base_optimizer, self.max_grad_norm, self._options = base_optimizer, max_grad_norm, options
         self._virtual = VirtualParameters(base_optimizer, options, self._virtual_options)
         base = self._virtual.defaults
         for name in options:

@@ -26,7 +26,7 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
         optimizer.eval(); model.eval()      # before evaluation, and before saving weights for use
 
     Calls beyond the first change nothing; there and back is within a unit in the last place of the larger of x and y.
-    Model and optimizer are to be saved in the same mode, either: a loaded state dict's mode is that of the weights
+    Model and optimizer are to be saved in the same mode, whichever: a loaded state dict's mode is that of the weights
     saved beside it. Batch norm's running statistics are those of y; before evaluation, a few batches through the model
     in training make them those of x.
 

@@ -31,6 +31,7 @@ enum class ElementType : uint8_t { kFloat, kBFloat16, kHalf };
 // scales.
 enum class StateType : uint8_t { kFloat, kBFloat16, k8Bit, k4Bit };
 
+// Rule::kLong, and false where there is none.
 template <class Rule, class = void>
 struct LongMoments {
   static constexpr bool has(int) { return false; }

@@ -6,8 +6,8 @@ namespace shoestring::kernels {
 
 struct ScheduleFreeAdamWOptions;
 
-// Schedule-Free AdamW (Defazio et al., arXiv 2405.15682). Of the paper's three sequences the parameter is y, where
-// gradients are taken, and the offset is z - y; the average x is y - offset (1 - beta1) / beta1.
+// Schedule-Free AdamW (Defazio et al., arXiv 2405.15682). Of the paper's three sequences the parameter is y,
+// where gradients are taken, and the offset is z - y; the average x is y - offset (1 - beta1) / beta1.
 struct alignas(16) ScheduleFreeAdamWRule {
   static constexpr const char* kName = "schedule_free_adamw";
   static constexpr int kMoments = 2;  // offset, exp_avg_sq
@@ -21,8 +21,8 @@ struct alignas(16) ScheduleFreeAdamWRule {
   float gradient_squared_root;  // of 1 - beta2; times what scales the gradient
   float inverse_bias2;          // 1 / sqrt(1 - beta2^step)
   float eps;
-  float averaged, kept;       // c, the step's share of the average, and 1 - c
-  float step, offset_step;    // lr (beta1 (1 - c) - 1), -lr beta1 (1 - c)
+  float averaged, kept;     // c, the step's share of the average, and 1 - c
+  float step, offset_step;  // lr (beta1 (1 - c) - 1), -lr beta1 (1 - c)
 
   template <class V, class Math>
   SHOESTRING_HOST_DEVICE void operator()(V& param, V grad, V (&moments)[2], Math math) const {
@@ -51,8 +51,8 @@ struct ScheduleFreeAdamWOptions : StepOptions {
   double beta1, beta2, eps;
   double warmup_steps;
 
-  // A step counts in the average as the square of its place in the warm-up, which is 1 from the last of that on:
-  // divided by the sum of these over all steps so far.
+  // A step counts in the average as the square of its place in the warm-up, which is 1 from the last of that
+  // on: divided by the sum of these over all steps so far.
   SHOESTRING_HOST_DEVICE double share(double step) const {
     const double w = warmup_steps;
     if (step < w) return 6 * step / ((step + 1) * (2 * step + 1));

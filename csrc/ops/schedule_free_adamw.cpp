@@ -12,10 +12,11 @@ struct ScheduleFreeAdamW {
 
   static kernels::ScheduleFreeAdamWOptions options(const optimizer::Call& call) {
     const double beta1 = call.number("beta1");
-    TORCH_CHECK(beta1 > 0 && beta1 < 1, call.op, ": beta1: expected a number between 0 and 1, received ", beta1);
+    TORCH_CHECK(beta1 > 0 && beta1 < 1, call.op, ": beta1: expected a number between 0 and 1, received ",
+                beta1);
     const int64_t warmup_steps = call["warmup_steps"].toInt();
-    TORCH_CHECK(warmup_steps >= 0, call.op, ": warmup_steps: expected a number of steps of at least 0, received ",
-                warmup_steps);
+    TORCH_CHECK(warmup_steps >= 0, call.op,
+                ": warmup_steps: expected a number of steps of at least 0, received ", warmup_steps);
     return {call.options(), beta1, call.fraction("beta2"), call.at_least_zero("eps"),
             static_cast<double>(warmup_steps)};
   }

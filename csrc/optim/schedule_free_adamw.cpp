@@ -8,8 +8,9 @@ namespace shoestring::optim {
 using namespace detail;
 
 const Rule& ScheduleFreeAdamWOptions::rule() const {
-  static const Rule rule{
-      "ScheduleFreeAdamW", "schedule_free_adamw_", {{"offset", true, /*is_long=*/true}, {"exp_avg_sq", false}}};
+  static const Rule rule{"ScheduleFreeAdamW",
+                         "schedule_free_adamw_",
+                         {{"offset", true, /*is_long=*/true}, {"exp_avg_sq", false}}};
   return rule;
 }
 
@@ -41,7 +42,7 @@ void ScheduleFreeAdamW::set_mode(bool train_mode) {
     for (const Arena& arena : core.layouts[g].arenas) {
       c10::List<std::optional<Tensor>> offsets;
       for (const Tensor& p : arena.params) offsets.push_back((*core.state(p))["offset"]);
-      NamedArguments arguments{{"params", arena.params},   {"grads", offsets},
+      NamedArguments arguments{{"params", arena.params},     {"grads", offsets},
                                {"step", arena.step.clone()}, {"lr", (1 - beta1) / beta1},
                                {"weight_decay", 0.0},        {"maximize", train_mode}};
       const auto remainder = arena.values.find("weight_remainder");

@@ -18,7 +18,9 @@ std::vector<Tensor> copies(const std::vector<Tensor>& params) {
   return found;
 }
 
-ScheduleFreeAdamWOptions options() { return ScheduleFreeAdamWOptions(0.05).betas({0.8, 0.95}).warmup_steps(3); }
+ScheduleFreeAdamWOptions options() {
+  return ScheduleFreeAdamWOptions(0.05).betas({0.8, 0.95}).warmup_steps(3);
+}
 
 }  // namespace
 
@@ -67,7 +69,8 @@ TEST_CASE("a mode is saved with the weights that it is of", "[optim]") {
       } else {
         load_archive(other, archived(opt));
       }
-      CHECK_THROWS_WITH(other.step(), Contains("ScheduleFreeAdamW: step: expected train mode, received eval mode"));
+      CHECK_THROWS_WITH(other.step(),
+                        Contains("ScheduleFreeAdamW: step: expected train mode, received eval mode"));
       for (auto* each : {&opt, &other}) each->train();
       train(opt, through, 3, 5);
       train(other, resumed, 3, 5);
@@ -83,7 +86,8 @@ TEST_CASE("no steps are taken in eval mode", "[optim]") {
   opt.eval();
   const auto x = copies(params);
   const std::string message =
-      "shoestring::optim::ScheduleFreeAdamW: step: expected train mode, received eval mode; call train() before "
+      "shoestring::optim::ScheduleFreeAdamW: step: expected train mode, received eval mode; call train() "
+      "before "
       "backward";
   CHECK_THROWS_WITH(opt.step(), Contains(message));
   bool called = false;
@@ -102,6 +106,7 @@ TEST_CASE("no steps are taken in eval mode", "[optim]") {
   (params[1] * params[1]).sum().backward();
   opt.step();
   CHECK(state_of(opt, params[1])["step"].item<float>() == 3);
-  CHECK_THROWS_WITH(SAM(std::make_unique<ScheduleFreeAdamW>(params)),
-                    Contains("SAM: base: expected an optimizer without train() and eval(), received Schedule"));
+  CHECK_THROWS_WITH(
+      SAM(std::make_unique<ScheduleFreeAdamW>(params)),
+      Contains("SAM: base: expected an optimizer without train() and eval(), received Schedule"));
 }

@@ -2,7 +2,9 @@
 // forwards, for maximum and sum; the second runs backwards, so that what it reads first is still in the L2 cache. Bytes
 // per logit: 4 + 4 read (the latter partly from L2) + 2 written; with the GEMM's 4, 14 in all against 6 * features flops.
 
+#include <climits>
 #include <cmath>
+#include <type_traits>
 
 #include "common/check.h"
 #include "common/convert.h"
@@ -33,32 +35,48 @@ __device__ Out narrow(float x) { return rounded<Out>(x); }
 template <class Out>
 __device__ Out narrow(double x) { return x; }
 
+constexpr int kNowhere = INT_MAX;
+
 template <class T>
 __device__ constexpr T low() { return -static_cast<T>(INFINITY); }
 
-// Of some of a row's logits. A NaN is in the sum, never in the maximum.
+// Of some of a row's logits. A NaN is in the sum, never in the maximum. Without kAll, moment and at are not used.
 template <class T>
 struct Summary {
-  T max;
-  T sum;    // of exp(logit - max)
-  T total;  // of the logits
+  T max = low<T>();
+  T sum = 0;                                                        // of e = exp(z - max)
+  T total = 0;                                                      // of class weight * z, where labels are smoothed
+  T moment = 0;                                                     // of e (z - max)
+  std::conditional_t<sizeof(T) == 4, int, int64_t> at = kNowhere;  // the first of the largest, if that is not -inf
 };
 
 // The same bits whichever comes first: one of the two is multiplied by exactly 1.
-template <class T>
+template <bool kAll, class T>
 __device__ Summary<T> merge(const Summary<T>& a, const Summary<T>& b) {
   const bool first = a.max > b.max;
-  const T max = first ? a.max : b.max, less = first ? b.max : a.max;
+  const T max = first ? a.max : b.max, less = first ? b.max : a.max, sum = first ? b.sum : a.sum;
   const T scale = less > low<T>() ? exponential(less - max) : 0;
-  return {max, (first ? a.sum : b.sum) + (first ? b.sum : a.sum) * scale, a.total + b.total};
+  Summary<T> result{max, (first ? a.sum : b.sum) + sum * scale, a.total + b.total};
+  if constexpr (kAll) {
+    // Where scale is zero, less - max may be -inf.
+    const T moved = scale != 0 ? ((first ? b.moment : a.moment) + sum * (less - max)) * scale : 0;
+    result.moment = (first ? a.moment : b.moment) + moved;
+    result.at = a.max == b.max ? (a.at < b.at ? a.at : b.at) : first ? a.at : b.at;
+  }
+  return result;
 }
 
-template <class T>
+template <bool kAll, class T>
 __device__ Summary<T> warp_merge(Summary<T> x) {
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    x = merge(x, Summary<T>{__shfl_xor_sync(kAllLanes, x.max, offset), __shfl_xor_sync(kAllLanes, x.sum, offset),
-                            __shfl_xor_sync(kAllLanes, x.total, offset)});
+    Summary<T> other{__shfl_xor_sync(kAllLanes, x.max, offset), __shfl_xor_sync(kAllLanes, x.sum, offset),
+                     __shfl_xor_sync(kAllLanes, x.total, offset)};
+    if constexpr (kAll) {
+      other.moment = __shfl_xor_sync(kAllLanes, x.moment, offset);
+      other.at = __shfl_xor_sync(kAllLanes, x.at, offset);
+    }
+    x = merge<kAll>(x, other);
   }
   return x;
 }
@@ -66,7 +84,8 @@ __device__ Summary<T> warp_merge(Summary<T> x) {
 template <class T>
 struct Row {
   T* logits;
-  const T* bias;  // or null
+  const T* bias;           // or null
+  const T* class_weights;  // or null
   T softcap;
   int vocab;
 
@@ -93,15 +112,19 @@ struct Row {
       }
     }
   }
+
+  __device__ Vector<T, kVector> weights(int v) const {
+    return class_weights != nullptr ? load<kVector>(class_weights + v * kVector) : Vector<T, kVector>{{1, 1, 1, 1}};
+  }
 };
 
 // A tile is what a block has in registers at a time: kUnroll vectors a thread, loaded together.
 template <class T>
 constexpr int kUnroll = sizeof(T) == 4 ? 4 : 1;
 
-template <class T>
+template <bool kAll, class T>
 __device__ Summary<T> summarise(const Row<T>& row, int vectors, bool want_total) {
-  Summary<T> part{low<T>(), 0, 0};
+  Summary<T> part;
   for (int first = threadIdx.x; first < vectors; first += blockDim.x * kUnroll<T>) {
     Vector<T, kVector> z[kUnroll<T>];
 #pragma unroll
@@ -115,113 +138,152 @@ __device__ Summary<T> summarise(const Row<T>& row, int vectors, bool want_total)
       const int v = first + j * blockDim.x;
       if (v < vectors) {
         row.finish(z[j], v);
+        if (want_total) {
+          const auto w = row.weights(v);
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) {
+            if (v * kVector + i < row.vocab) part.total += w[i] * z[j][i];
+          }
+        }
       } else {
         for (int i = 0; i < kVector; ++i) z[j][i] = low<T>();
       }
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
+        if (kAll && z[j][i] > max) part.at = v * kVector + i;
         max = larger(z[j][i], max);
-        if (want_total && v * kVector + i < row.vocab) part.total += z[j][i];
       }
     }
     // Where all so far are -inf, their exponentials are 0, not those of -inf + inf.
-    const T base = max > low<T>() ? max : 0;
-    part.sum *= exponential(part.max - base);
+    const T base = max > low<T>() ? max : 0, change = part.max - base;
+    if (kAll && part.sum != 0) part.moment = (part.moment + part.sum * change) * exponential(change);
+    part.sum *= exponential(change);
     part.max = max;
 #pragma unroll
     for (int j = 0; j < kUnroll<T>; ++j) {
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) part.sum += exponential(z[j][i] - base);
+      for (int i = 0; i < kVector; ++i) {
+        const T x = z[j][i] - base, e = exponential(x);
+        part.sum += e;
+        if (kAll && e != 0) part.moment += e * x;  // where e is zero, x may be -inf
+      }
     }
   }
   return part;
 }
 
-// The gradient of one row's loss by its raw logits: (exp(z - max) * inverse_sum - floor - onehot) * slope * factor.
+// The gradient of one row by its raw logits: with x = z - max,
+//   (exp(x) * (multiply - slope * x) - floor * class weight - onehot) * softcap's derivative.
 template <class T>
 struct Gradient {
-  T max, inverse_sum, floor, onehot, factor;
+  T max, multiply, slope, floor, onehot;
   int target;
 };
 
-template <class T, class Out>
+template <bool kAll, class T, class Out>
 __device__ void write_gradient(const Row<T>& row, int vectors, const Gradient<T>& g, Out* out) {
-  const int tile = blockDim.x * kUnroll<T>;
+  constexpr int kTogether = kAll && kUnroll<T> > 2 ? 2 : kUnroll<T>;  // longer code, so fewer copies
+  const int tile = blockDim.x * kTogether;
   for (int n = 0; n * tile < vectors; ++n) {
-    Vector<T, kVector> z[kUnroll<T>];
+    Vector<T, kVector> z[kTogether];
 #pragma unroll
-    for (int j = 0; j < kUnroll<T>; ++j) {
+    for (int j = 0; j < kTogether; ++j) {
       const int v = vectors - 1 - (n * tile + j * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x));
       if (v >= 0) z[j] = load<kVector>(row.logits + v * kVector);
     }
 #pragma unroll
-    for (int j = 0; j < kUnroll<T>; ++j) {
+    for (int j = 0; j < kTogether; ++j) {
       const int v = vectors - 1 - (n * tile + j * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x));
       if (v < 0) break;
       row.finish(z[j], v);
+      const auto w = row.weights(v);
       const int at = v == g.target / kVector ? g.target % kVector : -1;
       Vector<Out, kVector> result;
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        T x = exponential(z[j][i] - g.max) * g.inverse_sum - g.floor;
-        if (i == at) x -= g.onehot;
+        const T x = z[j][i] - g.max, e = exponential(x);
+        T multiply = g.multiply;
+        if (kAll && e != 0) multiply -= g.slope * x;
+        T y = e * multiply - g.floor * w[i];
+        if (i == at) y -= g.onehot;
         if (row.softcap != 0) {
           const T ratio = z[j][i] / row.softcap;
-          x *= 1 - ratio * ratio;
+          y *= 1 - ratio * ratio;
         }
-        result[i] = narrow<Out>(x * g.factor);
+        result[i] = narrow<Out>(y);
       }
       store(out + v * kVector, result);
     }
   }
 }
 
-// One block per row.
-// Budget: 80 registers, 384 bytes shared, no spills.
-template <class T, class Out>
+// A row's u, v or h.
+template <class T>
+__device__ T upstream(const void* values, int64_t stride, int64_t r) {
+  return values == nullptr ? 0 : static_cast<const T*>(values)[r * stride];
+}
+
+// One block per row. kAll: class weights, entropy, argmax or a gradient by the entropy are wanted.
+// Budget: 80 registers, 768 bytes shared, no spills.
+template <class T, class Out, bool kAll>
 __global__ void __launch_bounds__(kMaxThreads<T>) cross_entropy(kernels::CrossEntropyRows p) {
   __shared__ Summary<T> warps[kMaxThreads<T> / kWarp];
   const int64_t r = blockIdx.x;
   const int vectors = static_cast<int>((p.vocab + kVector - 1) / kVector);
   const Row<T> row{static_cast<T*>(p.logits) + r * p.stride, static_cast<const T*>(p.bias),
-                   static_cast<T>(p.softcap), static_cast<int>(p.vocab)};
+                   kAll ? static_cast<const T*>(p.class_weights) : nullptr, static_cast<T>(p.softcap),
+                   static_cast<int>(p.vocab)};
   Out* gradient = p.gradient == nullptr ? nullptr : static_cast<Out*>(p.gradient) + r * p.stride;
-  T* loss = static_cast<T*>(p.loss) + r;
+  const auto write = [&](T loss, T lse, T entropy, int64_t argmax) {
+    static_cast<T*>(p.loss)[r] = loss;
+    static_cast<T*>(p.lse)[r] = lse;
+    if (kAll && p.entropy != nullptr) static_cast<T*>(p.entropy)[r] = entropy;
+    if (kAll && p.argmax != nullptr) p.argmax[r] = argmax;
+  };
 
   const int64_t target = p.target[r];
   if (target == p.ignore_index) {
-    if (threadIdx.x == 0) *loss = 0;
+    if (threadIdx.x == 0) write(0, 0, 0, -1);
     Vector<Out, kVector> zero;
     for (int i = 0; i < kVector; ++i) zero[i] = narrow<Out>(T{0});
     for (int v = threadIdx.x; gradient != nullptr && v < vectors; v += blockDim.x) store(gradient + v * kVector, zero);
     return;
   }
-  T at_target = 0;
-  if (threadIdx.x == 0) {
-    if (target < 0 || target >= p.vocab) {
-      fail("linear_cross_entropy: target: expected classes in [0, vocab) or ignore_index, received another");
-    }
-    at_target = row.capped(row.logits[target], static_cast<int>(target));
+  if (target < 0 || target >= p.vocab) {
+    fail("linear_cross_entropy: target: expected classes in [0, vocab) or ignore_index, received another");
   }
+  const T at_target = threadIdx.x == 0 ? row.capped(row.logits[target], static_cast<int>(target)) : 0;
 
   const T smooth = static_cast<T>(p.label_smoothing);
-  Summary<T> all = warp_merge(summarise(row, vectors, smooth != 0));
+  Summary<T> all = warp_merge<kAll>(summarise<kAll>(row, vectors, smooth != 0));
   if (lane() == 0) warps[warp()] = all;
   __syncthreads();
-  all = warp_merge(lane() < static_cast<int>(blockDim.x) / kWarp ? warps[lane()] : Summary<T>{low<T>(), 0, 0});
+  all = warp_merge<kAll>(lane() < static_cast<int>(blockDim.x) / kWarp ? warps[lane()] : Summary<T>{});
 
+  const T total_weight = row.class_weights != nullptr ? *static_cast<const T*>(p.total_weight) : static_cast<T>(p.vocab);
+  const T sure = (row.class_weights != nullptr ? row.class_weights[target] : 1) * (1 - smooth);
+  const T share = static_cast<T>(p.label_smoothing / p.vocab), z_loss = static_cast<T>(p.z_loss);
+  const T log_sum = logarithm(all.sum), lse = all.max + log_sum, inverse = 1 / all.sum;
+  const T mean = kAll ? all.moment * inverse : 0;  // of z - max
   if (threadIdx.x == 0) {
     // Differences to the maximum first: a confident row's loss is small beside its logits.
-    T value = logarithm(all.sum) + (1 - smooth) * (all.max - at_target);
-    if (smooth != 0) value += smooth * (all.max - all.total / static_cast<T>(p.vocab));
-    *loss = value;
+    T loss = sure * (log_sum + (all.max - at_target));
+    if (smooth != 0) loss += share * (total_weight * log_sum + (total_weight * all.max - all.total));
+    if (z_loss != 0) loss += z_loss * lse * lse;
+    write(loss, lse, log_sum - mean, all.at == kNowhere ? 0 : all.at);
   }
   if (gradient == nullptr) return;
-  const T factor = static_cast<const T*>(p.factor)[p.factor_per_row ? r : 0];
-  write_gradient(row, vectors,
-                 Gradient<T>{all.max, 1 / all.sum, static_cast<T>(p.label_smoothing / p.vocab), 1 - smooth, factor,
-                             static_cast<int>(target)},
-                 gradient);
+  const T factor = static_cast<T>(p.factor);
+  const T u = factor * upstream<T>(p.grad_loss, p.grad_loss_stride, r);
+  const T v = factor * upstream<T>(p.grad_lse, p.grad_lse_stride, r);
+  const T h = kAll ? factor * upstream<T>(p.grad_entropy, p.grad_entropy_stride, r) : 0;
+  T multiply = u * (sure + share * total_weight) + v;
+  if (z_loss != 0) multiply += u * 2 * z_loss * lse;
+  if (kAll && h != 0) multiply += h * mean;  // lse - entropy - z = mean - (z - max)
+  write_gradient<kAll>(row, vectors,
+                       Gradient<T>{all.max, multiply * inverse, h * inverse, u * share, u * sure,
+                                   static_cast<int>(target)},
+                       gradient);
 }
 
 template <class T, class Out>
@@ -230,7 +292,13 @@ const char* run(const kernels::CrossEntropyRows& rows, void* stream) {
   // before a large block has started, and several share an SM.
   const int64_t vocab = rows.vocab;
   const int threads = vocab > 32768 ? kMaxThreads<T> : vocab > 8192 ? kMaxThreads<T> / 2 : vocab > 512 ? 128 : kWarp;
-  return launch(cross_entropy<T, Out>, rows.tokens, threads, 0, stream, rows);
+  auto* kernel = cross_entropy<T, Out, true>;
+  if constexpr (sizeof(T) == 4) {
+    const bool all = rows.class_weights != nullptr || rows.entropy != nullptr || rows.argmax != nullptr ||
+                     rows.grad_entropy != nullptr;
+    if (!all) kernel = cross_entropy<T, Out, false>;
+  }
+  return launch(kernel, rows.tokens, threads, 0, stream, rows);
 }
 
 const kernels::LinearCrossEntropyCuda kTable{run<float, float>, run<float, __nv_bfloat16>, run<float, __half>,

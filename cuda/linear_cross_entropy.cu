@@ -35,8 +35,6 @@ __device__ Out narrow(float x) { return rounded<Out>(x); }
 template <class Out>
 __device__ Out narrow(double x) { return x; }
 
-constexpr int kNowhere = INT_MAX;
-
 template <class T>
 __device__ constexpr T low() { return -static_cast<T>(INFINITY); }
 
@@ -44,10 +42,10 @@ __device__ constexpr T low() { return -static_cast<T>(INFINITY); }
 template <class T>
 struct Summary {
   T max = low<T>();
-  T sum = 0;                                                        // of e = exp(z - max)
-  T total = 0;                                                      // of class weight * z, where labels are smoothed
-  T moment = 0;                                                     // of e (z - max)
-  std::conditional_t<sizeof(T) == 4, int, int64_t> at = kNowhere;  // the first of the largest, if that is not -inf
+  T sum = 0;                                                      // of e = exp(z - max)
+  T total = 0;                                                    // of class weight * z, where labels are smoothed
+  T moment = 0;                                                   // of e (z - max)
+  std::conditional_t<sizeof(T) == 4, int, int64_t> at = INT_MAX;  // the first of the largest, if that is not -inf
 };
 
 // The same bits whichever comes first: one of the two is multiplied by exactly 1.
@@ -107,9 +105,7 @@ struct Row {
     }
     if ((v + 1) * kVector > vocab) {
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        if (v * kVector + i >= vocab) z[i] = low<T>();
-      }
+      for (int i = 0; i < kVector; ++i) z[i] = v * kVector + i < vocab ? z[i] : low<T>();
     }
   }
 
@@ -217,14 +213,8 @@ __device__ void write_gradient(const Row<T>& row, int vectors, const Gradient<T>
   }
 }
 
-// A row's u, v or h.
-template <class T>
-__device__ T upstream(const void* values, int64_t stride, int64_t r) {
-  return values == nullptr ? 0 : static_cast<const T*>(values)[r * stride];
-}
-
 // One block per row. kAll: class weights, entropy, argmax or a gradient by the entropy are wanted.
-// Budget: 80 registers, 768 bytes shared, no spills.
+// Budget: 80 registers, 640 bytes shared, no spills.
 template <class T, class Out, bool kAll>
 __global__ void __launch_bounds__(kMaxThreads<T>) cross_entropy(kernels::CrossEntropyRows p) {
   __shared__ Summary<T> warps[kMaxThreads<T> / kWarp];
@@ -249,19 +239,19 @@ __global__ void __launch_bounds__(kMaxThreads<T>) cross_entropy(kernels::CrossEn
     for (int v = threadIdx.x; gradient != nullptr && v < vectors; v += blockDim.x) store(gradient + v * kVector, zero);
     return;
   }
-  if (target < 0 || target >= p.vocab) {
+  if (threadIdx.x == 0 && (target < 0 || target >= p.vocab)) {
     fail("linear_cross_entropy: target: expected classes in [0, vocab) or ignore_index, received another");
   }
   const T at_target = threadIdx.x == 0 ? row.capped(row.logits[target], static_cast<int>(target)) : 0;
-
   const T smooth = static_cast<T>(p.label_smoothing);
   Summary<T> all = warp_merge<kAll>(summarise<kAll>(row, vectors, smooth != 0));
   if (lane() == 0) warps[warp()] = all;
   __syncthreads();
   all = warp_merge<kAll>(lane() < static_cast<int>(blockDim.x) / kWarp ? warps[lane()] : Summary<T>{});
 
-  const T total_weight = row.class_weights != nullptr ? *static_cast<const T*>(p.total_weight) : static_cast<T>(p.vocab);
-  const T sure = (row.class_weights != nullptr ? row.class_weights[target] : 1) * (1 - smooth);
+  const bool weighted = row.class_weights != nullptr;
+  const T total_weight = weighted ? *static_cast<const T*>(p.total_weight) : static_cast<T>(p.vocab);
+  const T sure = weighted ? row.class_weights[target] * (1 - smooth) : 1 - smooth;
   const T share = static_cast<T>(p.label_smoothing / p.vocab), z_loss = static_cast<T>(p.z_loss);
   const T log_sum = logarithm(all.sum), lse = all.max + log_sum, inverse = 1 / all.sum;
   const T mean = kAll ? all.moment * inverse : 0;  // of z - max
@@ -270,20 +260,19 @@ __global__ void __launch_bounds__(kMaxThreads<T>) cross_entropy(kernels::CrossEn
     T loss = sure * (log_sum + (all.max - at_target));
     if (smooth != 0) loss += share * (total_weight * log_sum + (total_weight * all.max - all.total));
     if (z_loss != 0) loss += z_loss * lse * lse;
-    write(loss, lse, log_sum - mean, all.at == kNowhere ? 0 : all.at);
+    write(loss, lse, log_sum - mean, all.at == INT_MAX ? 0 : all.at);
   }
   if (gradient == nullptr) return;
-  const T factor = static_cast<T>(p.factor);
-  const T u = factor * upstream<T>(p.grad_loss, p.grad_loss_stride, r);
-  const T v = factor * upstream<T>(p.grad_lse, p.grad_lse_stride, r);
-  const T h = kAll ? factor * upstream<T>(p.grad_entropy, p.grad_entropy_stride, r) : 0;
+  const auto upstream = [&](const void* factors, int64_t stride) {
+    return factors == nullptr ? 0 : static_cast<const T*>(factors)[r * stride] * static_cast<T>(p.factor);
+  };
+  const T u = upstream(p.grad_loss, p.grad_loss_stride), v = upstream(p.grad_lse, p.grad_lse_stride);
+  const T h = kAll ? upstream(p.grad_entropy, p.grad_entropy_stride) : 0;
   T multiply = u * (sure + share * total_weight) + v;
   if (z_loss != 0) multiply += u * 2 * z_loss * lse;
   if (kAll && h != 0) multiply += h * mean;  // lse - entropy - z = mean - (z - max)
-  write_gradient<kAll>(row, vectors,
-                       Gradient<T>{all.max, multiply * inverse, h * inverse, u * share, u * sure,
-                                   static_cast<int>(target)},
-                       gradient);
+  const Gradient<T> g{all.max, multiply * inverse, h * inverse, u * share, u * sure, static_cast<int>(target)};
+  write_gradient<kAll>(row, vectors, g, gradient);
 }
 
 template <class T, class Out>

@@ -148,18 +148,24 @@ def linear_cross_entropy(device: str) -> Results:
     found: Results = {}
     tokens, features, vocab = 40, 48, 515
     for dtype, allowed in ((torch.float32, 64.0), (torch.bfloat16, 4.0)):
-        for options in ({}, {"softcap": 5.0, "label_smoothing": 0.1}, {"reduction": "none"}):
+        weights = (uniform(vocab, seed=9) + 1).to(device)
+        everything = {"class_weights": weights, "z_loss": 1e-2, "logit_scale": 0.7, "label_smoothing": 0.1}
+        for options in ({}, {"softcap": 5.0, "label_smoothing": 0.1}, {"reduction": "none"}, everything):
             hidden = uniform(tokens, features, seed=5).to(device, dtype).requires_grad_()
             weight = uniform(vocab, features, seed=6, scale=0.5).to(device, dtype).requires_grad_()
             bias = uniform(vocab, seed=7).to(device, dtype).requires_grad_()
             target = torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(8)).to(device)
             target[3] = -100
-            loss = shoestring.linear_cross_entropy(hidden, weight, target, bias, **options)
-            loss.sum().backward()
+            if options is everything:  # by all that has a gradient: all but argmax, which a rounding may change
+                results = shoestring.linear_cross_entropy_with_stats(hidden, weight, target, bias, **options)[:4]
+            else:
+                results = (shoestring.linear_cross_entropy(hidden, weight, target, bias, **options),)
+            torch.autograd.backward([x.sum() for x in results])
             name = f"{str(dtype)[6:]} {' '.join(options)}".strip()
-            # A 16-bit product rounds its logits: the fp32 loss is as far apart as they are.
-            of_loss = allowed * torch.finfo(dtype).eps / torch.finfo(loss.dtype).eps
-            found[f"{name} loss"] = (loss.detach(), of_loss)
+            # A 16-bit product rounds its logits: the fp32 results are as far apart as they are.
+            of_result = allowed * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
+            for part, x in zip(("loss", "token_loss", "lse", "entropy"), results):
+                found[f"{name} {part}"] = (x.detach(), of_result)
             for part, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
                 found[f"{name} grad_{part}"] = (x.grad, allowed)
     return found

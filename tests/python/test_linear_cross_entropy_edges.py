@@ -68,6 +68,19 @@ def test_classes_that_a_bias_rules_out() -> None:
         torch.testing.assert_close(ours, reference)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_likeliest_class_is_the_first_of_equals(dtype: torch.dtype) -> None:
+    hidden, weight, bias = (torch.zeros(shape, dtype=dtype) for shape in ((1, 1), (3000, 1), (3000,)))
+    target = torch.zeros(1, dtype=torch.int64)
+
+    def argmax() -> int:
+        return shoestring.linear_cross_entropy_with_stats(hidden, weight, target, bias).argmax.item()
+
+    assert argmax() == 0
+    bias[[2999, 1040, 1039, 1037]] = 1  # of one thread of a GPU, of the next, and of another warp
+    assert argmax() == 1037
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fresh_memory_does_not_show(dtype: torch.dtype) -> None:
     """What the allocator hands out is NaN: in the emulator always, on a GPU after this."""

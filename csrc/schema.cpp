@@ -84,7 +84,7 @@ TORCH_LIBRARY(shoestring, m) {
   optimizer("muon_",
             "Tensor(c!) momentum_buffer, Tensor(d!)? momentum_buffer_scale, *, float lr, float momentum, "
             "float weight_decay, bool nesterov=True, float[] ns_coefficients=[3.4445, -4.775, 2.0315], float eps=1e-7, "
-            "int ns_steps=5, str adjust_lr_fn='original'");
+            "int ns_steps=5, str? adjust_lr_fn=None");
   // Two means of gradients, one of them slow; their weight and the slow one's beta may rise over t_alpha and t_beta3 steps.
   optimizer("ademamix_",
             "Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, Tensor(e!) exp_avg_slow, "
@@ -104,6 +104,13 @@ TORCH_LIBRARY(shoestring, m) {
             "Tensor(c!)? exp_avg, Tensor(d!)? exp_avg_scale, Tensor(e!)[] row_var, Tensor(f!)[] col_var, "
             "Tensor(g!)[] variance, *, float lr, float beta1=0., float beta2_decay=-0.8, float? eps1=None, "
             "float eps2=1e-3, float d=1., float weight_decay=0.");
+  // Adafactor with a mean of updates, divided by the root of its instability. For each parameter, fp32: of two or more
+  // dimensions the second moment's and the instability's means, of others the second moment; the rest are empty, (0).
+  optimizer("came_",
+            "Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, Tensor(e!)[] exp_avg_sq_row, Tensor(f!)[] exp_avg_sq_col, "
+            "Tensor(g!)[] exp_avg_sq, Tensor(h!)[] exp_avg_res_row, Tensor(i!)[] exp_avg_res_col, *, float lr, "
+            "float beta1=0.9, float beta2=0.999, float beta3=0.9999, float eps1=1e-30, float eps2=1e-16, "
+            "float clip_threshold=1., float weight_decay=0.");
   // Block-wise 8-bit state from values and back: codes of x's shape, and a scale for each 256 elements. An unsigned map
   // (signed=False, for x >= 0) has no zero but for zero itself.
   m.def("quantize_8bit(Tensor x, *, bool signed) -> (Tensor codes, Tensor scale)");

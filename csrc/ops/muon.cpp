@@ -27,7 +27,7 @@ struct Options {
         eps(call.at_least_zero("eps")),
         nesterov(call["nesterov"].toBool()),
         steps(call["ns_steps"].toInt()),
-        adjust_lr_fn(call["adjust_lr_fn"].toStringRef()) {
+        adjust_lr_fn(call["adjust_lr_fn"].toOptional<std::string>().value_or("original")) {
     const auto given = call["ns_coefficients"].toDoubleVector();
     TORCH_CHECK(given.size() == 3, call.op, ": ns_coefficients: expected 3 numbers, received ", given.size());
     std::copy(given.begin(), given.end(), coefficients.begin());

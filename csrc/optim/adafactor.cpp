@@ -1,6 +1,6 @@
 #include <shoestring/optim.h>
 
-#include "optim/rule.h"
+#include "optim/factored.h"
 
 namespace shoestring::optim {
 
@@ -8,14 +8,7 @@ using namespace detail;
 
 namespace {
 
-// A matrix's second moment is kept as that of its rows and columns; what a parameter does not have is empty.
-std::vector<Extra> second_moment(const Tensor& param) {
-  std::vector<int64_t> row = param.sizes().vec(), col = row;
-  if (param.dim() < 2) return {{"row_var", {0}}, {"col_var", {0}}, {"variance", row}};
-  row.end()[-1] = 1;
-  col.end()[-2] = 1;
-  return {{"row_var", row}, {"col_var", col}, {"variance", {0}}};
-}
+std::vector<Extra> second_moment(const Tensor& param) { return factored(param, "row_var", "col_var", "variance"); }
 
 }  // namespace
 

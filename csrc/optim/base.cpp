@@ -177,6 +177,8 @@ void LowMemoryOptimizer::add_param_group(const torch::optim::OptimizerParamGroup
     const bool half = type == at::kHalf && Access::weights(options) != "plain";
     expect(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, name, which.c_str(), "fp32, bf16 or fp16",
            type);
+    expect(p.dim() == 2 || !Access::rule(options).takes_matrices_alone, name, which.c_str(),
+           "a matrix (use shoestring::optim::AdamW for parameters of other shapes)", c10::str("shape ", p.sizes()));
     expect(!half, name, which.c_str(),
            "bf16 (or fp32, which it leaves as they are) with weights=\"" + Access::weights(options) + "\"", type);
     expect(seen.insert(p.unsafeGetTensorImpl()).second, name, which.c_str(), "each parameter once", "one again");

@@ -43,6 +43,7 @@ void read(torch::serialize::InputArchive& archive, const std::string& name, std:
 
 void numbers_of(std::vector<double>& all, double x) { all.push_back(x); }
 void numbers_of(std::vector<double>&, const std::string&) {}
+void numbers_of(std::vector<double>&, const std::optional<std::string>&) {}
 void numbers_of(std::vector<double>& all, const std::vector<double>& several) {
   all.insert(all.end(), several.begin(), several.end());
 }

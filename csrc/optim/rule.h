@@ -32,9 +32,9 @@ inline constexpr Allowed kFinite{"that is finite", [](double x) { return x - x =
 /// A field of an options struct: saved and loaded, checked, and handed to the operator under this name. Those of a
 /// tuple have their number behind: eps1, and of betas beta1.
 struct Field {
-  using Value = std::variant<double*, int64_t*, bool*, std::string*, std::optional<int64_t>*, std::vector<double>*,
-                             std::tuple<double, double>*, std::tuple<double, double, double>*,
-                             std::tuple<std::optional<double>, double>*>;
+  using Value = std::variant<double*, int64_t*, bool*, std::string*, std::optional<std::string>*,
+                             std::optional<int64_t>*, std::vector<double>*, std::tuple<double, double>*,
+                             std::tuple<double, double, double>*, std::tuple<std::optional<double>, double>*>;
   const char* name;
   Value value;
   const Allowed* allowed = nullptr;  // for numbers
@@ -61,6 +61,7 @@ struct Rule {
   std::vector<Moment> moments;
   /// The same names for every parameter: the operator has a list of each.
   std::vector<Extra> (*extra_of)(const Tensor& param) = nullptr;
+  bool takes_matrices_alone = false;
 
   std::vector<Extra> extra(const Tensor& param) const {
     return extra_of == nullptr ? std::vector<Extra>() : extra_of(param);

@@ -34,7 +34,8 @@ std::unique_ptr<LowMemoryOptimizer> make(const std::string& name, const Groups& 
       {"ScheduleFreeAdamW", made<ScheduleFreeAdamW>},
       {"LAMB", made<LAMB>},
       {"Adafactor", made<Adafactor>},
-      {"Muon", made<Muon>}};
+      {"Muon", made<Muon>},
+      {"CAME", made<CAME>}};
   TORCH_CHECK(classes.count(name) > 0, "optimizer_file: no class ", name);
   return classes.at(name)(groups);
 }

@@ -107,6 +107,11 @@ inline std::vector<RuleCase> rule_cases() {
       rule_case<LAMB>("LAMB", LAMBOptions(3e-3).betas({0.8, 0.95}).eps(1e-5).weight_decay(0.3).maximize(true)),
       rule_case<Adafactor>("Adafactor", AdafactorOptions(3e-3).eps({1e-5, 1e-2}).d(2).weight_decay(0.3)),
       rule_case<Adafactor>("Adafactor with a mean", AdafactorOptions(3e-3).beta1(0.8).beta2_decay(-0.7)),
+      rule_case<CAME>("CAME", CAMEOptions(3e-3)
+                                  .betas({0.8, 0.95, 0.9})
+                                  .eps({1e-20, 1e-10})
+                                  .clip_threshold(2)
+                                  .weight_decay(0.3)),
       rule_case<Muon>("Muon", MuonOptions(3e-3)
                                   .momentum(0.8)
                                   .nesterov(false)

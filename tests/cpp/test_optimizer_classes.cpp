@@ -76,8 +76,15 @@ TEST_CASE("classes are their operators", "[optim]") {
                     {"ns_steps", 3},
                     {"adjust_lr_fn", "match_rms_adamw"}},
                    {"momentum_buffer"});
+  const auto list = [](at::IntArrayRef shape) { return std::vector<Tensor>{at::zeros(shape)}; };
+  check_same<CAME>(
+      "came_", CAMEOptions(0.1).betas({0.7, 0.8, 0.6}).eps({1e-3, 1e-2}).clip_threshold(0.5).weight_decay(0.25),
+      {{"beta1", 0.7}, {"beta2", 0.8}, {"beta3", 0.6}, {"eps1", 1e-3}, {"eps2", 1e-2}, {"clip_threshold", 0.5},
+       {"weight_decay", 0.25}},
+      {"exp_avg"},
+      {{"exp_avg_sq_row", list({16, 1})}, {"exp_avg_sq_col", list({1, 32})}, {"exp_avg_sq", list({0})},
+       {"exp_avg_res_row", list({16, 1})}, {"exp_avg_res_col", list({1, 32})}});
   for (double beta1 : {0.0, 0.7}) {
-    const auto list = [](at::IntArrayRef shape) { return std::vector<Tensor>{at::zeros(shape)}; };
     check_same<Adafactor>(
         "adafactor_", AdafactorOptions(0.1).beta1(beta1).beta2_decay(-0.5).eps({1e-3, 0.5}).d(1.5).weight_decay(0.25),
         {{"beta1", beta1}, {"beta2_decay", -0.5}, {"eps1", 1e-3}, {"eps2", 0.5}, {"d", 1.5}, {"weight_decay", 0.25}},
@@ -105,13 +112,18 @@ TEST_CASE("options that no operator takes are refused at once", "[optim]") {
                     Contains("Adafactor: d: expected a number of at least 1, received 0.5"));
   CHECK_THROWS_WITH(Adafactor(params, AdafactorOptions().beta2_decay(0.5)),
                     Contains("Adafactor: beta2_decay: expected a number of at most 0, received 0.5"));
+  CHECK_THROWS_WITH(CAME(params, CAMEOptions().betas({0, 0.9, 0.9})),
+                    Contains("CAME: betas: expected a first above 0, without which there is no instability, "
+                             "received 0"));
+  CHECK_THROWS_WITH(CAME(params, CAMEOptions().eps({0, 1e-16})),
+                    Contains("CAME: eps: expected two numbers above 0, received 0 and 1e-16"));
   CHECK_THROWS_WITH(Muon(params, MuonOptions().ns_coefficients({1, 2})),
                     Contains("Muon: ns_coefficients: expected 3 numbers, received 2"));
   CHECK_THROWS_WITH(Muon(params, MuonOptions().ns_steps(0)),
                     Contains("Muon: ns_steps: expected a whole number from 1 to 99"));
   CHECK_THROWS_WITH(Muon(params, MuonOptions().adjust_lr_fn("none")),
-                    Contains("Muon: adjust_lr_fn: expected \"original\" or"));
-  Muon muon(parameters());
-  muon.param_groups()[0].params()[1].mutable_grad() = at::ones({300});
-  CHECK_THROWS_WITH(muon.step(), Contains("muon_: params[0]: expected a matrix, received shape [300]"));
+                    Contains("Muon: adjust_lr_fn: expected none, \"original\" or"));
+  CHECK_THROWS_WITH(Muon({params[0], at::ones({300})}),
+                    Contains("Muon: params[1]: expected a matrix (use shoestring::optim::AdamW for parameters of other "
+                             "shapes), received shape [300]"));
 }

@@ -15,6 +15,8 @@ from shoestring.ops import (
     ademamix_reference,
     apply_,
     apply_reference,
+    came_,
+    came_reference,
     dequantize_8bit,
     dequantize_state_4bit,
     ema_,
@@ -126,3 +128,7 @@ FACTORED: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
 ADAFACTOR = Rule("adafactor", adafactor_, adafactor_reference, {}, dict(lr=0.1, weight_decay=0.1), FACTORED)
 ADAFACTOR_MEAN = Rule("adafactor", adafactor_, adafactor_reference, {"exp_avg": True},
                       ADAFACTOR.hyper | dict(beta1=0.9), FACTORED)
+# eps1: without it a vector's first update is of one size everywhere, and all of its codes lie at a boundary.
+CAME = Rule("came", came_, came_reference, {"exp_avg": True}, dict(lr=1e-3, beta3=0.99, eps1=0.1, weight_decay=0.1),
+            {f"exp_avg_{of}_{kept}": FACTORED[of_torch] for of in ("sq", "res")
+             for kept, of_torch in (("row", "row_var"), ("col", "col_var"))} | {"exp_avg_sq": FACTORED["variance"]})

@@ -1,5 +1,6 @@
-"""shoestring.optim.Muon, Adafactor, LAMB and AdEMAMix: their numbers, and what they refuse."""
+"""shoestring.optim.Muon, Adafactor, CAME, LAMB and AdEMAMix: their numbers, and what they refuse."""
 
+import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from shoestring.optim import LAMB, Adafactor, AdEMAMix, Muon
+from shoestring.optim import CAME, LAMB, Adafactor, AdEMAMix, Muon
 
 MATRICES = [(20, 13), (7, 40), (1, 300)]
 SIZES = [(20, 13), (300,), (3, 4, 50), (1,)]
@@ -56,13 +57,56 @@ class PlainLAMB(torch.optim.Optimizer):
                 p.sub_(group["lr"] * p.norm() / r.norm() * r)
 
 
-# Against products in bf16, which keep 8 bits; the others differ by the order of sums.
+class PlainCAME(torch.optim.Optimizer):
+    """The paper's algorithm 2 in fp64; vectors without factors and without the division, as its authors have them."""
+
+    def __init__(
+        self,
+        params: list[Parameter],
+        lr: float,
+        eps: tuple[float, float] = (1e-30, 1e-16),
+        clip_threshold: float = 1.0,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, dict(lr=lr, eps=eps, d=clip_threshold, betas=betas, weight_decay=weight_decay))
+
+    def mean(self, p: Parameter, name: str, x: torch.Tensor, beta: float) -> torch.Tensor:
+        old = self.state[p].get(name, torch.zeros_like(x))
+        self.state[p][name] = beta * old + (1 - beta) * x
+        return self.state[p][name]
+
+    def factored(self, p: Parameter, name: str, x: torch.Tensor, beta: float) -> torch.Tensor:
+        r, c = self.mean(p, name + "r", x.sum(-1), beta), self.mean(p, name + "c", x.sum(-2), beta)
+        return r[..., :, None] * c[..., None, :] / r.sum(-1)[..., None, None]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            (beta1, beta2, beta3), (eps1, eps2), lr = group["betas"], group["eps"], group["lr"]
+            for p in group["params"]:
+                g, theta = p.grad.double(), self.state[p].setdefault("p", p.double())
+                v = (self.factored if p.dim() > 1 else self.mean)(p, "v", g**2 + eps1, beta2)
+                u = g / v.sqrt()
+                u = u / max(1.0, (u.square().mean().sqrt() / group["d"]).item())
+                update = m = self.mean(p, "m", u, beta1)
+                if p.dim() > 1:
+                    update = m / self.factored(p, "s", (u - m) ** 2 + eps2, beta3).sqrt()
+                self.state[p]["p"] = theta - lr * group["weight_decay"] * theta - lr * update
+                p.copy_(self.state[p]["p"])
+
+
+# Against products in bf16, which keep 8 bits; the others differ by the order of sums, or round weights of 1, which go
+# 0.1, in fp32.
 CASES = [
     (Muon, torch.optim.Muon, dict(lr=0.02, momentum=0.8), MATRICES, 5e-2),
     (Muon, torch.optim.Muon, dict(lr=0.02, nesterov=False, adjust_lr_fn="match_rms_adamw"), MATRICES, 5e-2),
     (Adafactor, torch.optim.Adafactor, dict(lr=0.05, weight_decay=0.1), SIZES, 1e-4),
     (Adafactor, torch.optim.Adafactor, dict(eps=(1e-3, 0.5), d=2.0, maximize=True), SIZES, 1e-4),
     (LAMB, PlainLAMB, dict(lr=0.02, betas=(0.8, 0.95), weight_decay=0.1), SIZES, 1e-4),
+    (CAME, PlainCAME, dict(lr=0.02), SIZES, 1e-5),
+    (CAME, PlainCAME, dict(lr=0.02, betas=(0.8, 0.95, 0.9), weight_decay=0.1, clip_threshold=0.5), SIZES, 1e-5),
+    (CAME, PlainCAME, dict(lr=0.02, eps=(1e-1, 1e-2), betas=(0.5, 0.9, 0.9)), SIZES, 1e-5),
 ]
 
 
@@ -84,6 +128,7 @@ def test_fp32_state_is_the_plain_rule(
         (Muon, {}, MATRICES, 0.03),
         (LAMB, {}, SIZES, 0.03),
         (Adafactor, dict(beta1=0.9), SIZES, 0.02),
+        (CAME, dict(lr=0.02), SIZES, 0.03),
         (AdEMAMix, {}, SIZES, 0.03),
     ],
     ids=named,
@@ -114,6 +159,45 @@ def test_muon_reads_torchs_state_and_writes_it() -> None:
     train(a, ours, range(3, 4))
     train(c, back, range(3, 4))
     assert apart(ours, back, start) < 5e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adafactor_reads_torchs_state(dtype: torch.dtype) -> None:
+    """bf16 parameters have bf16 statistics there, and fp32 ones here."""
+    theirs = parameters(SIZES, dtype)
+    b = torch.optim.Adafactor(theirs, lr=0.05, d=2.0, weight_decay=0.1)
+    train(b, theirs, range(3))
+    ours = [Parameter(p.detach().clone()) for p in theirs]
+    a = Adafactor(ours)
+    saved = copy.deepcopy(b.state_dict())
+    a.load_state_dict(saved)
+    group = a.param_groups[0]
+    assert (group["lr"], group["d"], group["beta1"], group["state"]) == (0.05, 2.0, 0.0, "8bit")
+    for p, q in zip(ours, theirs, strict=True):
+        for name, value in b.state[q].items():
+            assert torch.equal(a.state[p][name], value.float())
+    if dtype == torch.float32:
+        start = [Parameter(p.detach().clone()) for p in theirs]
+        train(a, ours, range(3, 5))
+        train(b, theirs, range(3, 5))
+        assert apart(ours, theirs, start) < 1e-4
+    mean = Adafactor(ours, beta1=0.9)
+    with pytest.raises(ValueError, match=r"Adafactor: load_state_dict: expected the entries \['step', 'exp_avg'\]"):
+        mean.load_state_dict(saved)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("rule", [Adafactor, CAME], ids=named)
+def test_what_is_loaded_is_copied_to_the_parameters(rule: type) -> None:
+    a, b = (rule(parameters(SIZES)) for _ in range(2))
+    train(a, a.param_groups[0]["params"], range(2))
+    saved = a.state_dict()
+    saved["state"] = {i: {name: t.cpu() for name, t in entry.items()} for i, entry in saved["state"].items()}
+    before = copy.deepcopy(saved)
+    b.load_state_dict(saved)
+    train(b, b.param_groups[0]["params"], range(2, 4))
+    for index, entry in before["state"].items():
+        assert all(torch.equal(value, saved["state"][index][name]) for name, value in entry.items())
 
 
 def test_adafactor_with_a_tensor_as_lr() -> None:
@@ -162,6 +246,12 @@ def test_adafactor_resumes_with_its_mean_or_without(beta1: float) -> None:
         (lambda p: Adafactor([{"params": p, "beta1": 0.5}]), "Adafactor: beta1: expected a number above 0 in all"),
         (lambda p: LAMB(p, betas=(0.9, 1.0)), "LAMB: betas: expected two"),
         (lambda p: LAMB(p, weight_decay=-1), "LAMB: weight_decay: expected"),
+        (lambda p: CAME(p, betas=(0.9, 0.9)), "CAME: betas: expected three numbers"),
+        (lambda p: CAME(p, betas=(0.0, 0.9, 0.9)), "CAME: betas: expected three numbers in .*, the first above 0"),
+        (lambda p: CAME(p, betas=(0.9, 0.9, 1.0)), "CAME: betas: expected three numbers"),
+        (lambda p: CAME(p, eps=(0.0, 1e-16)), "CAME: eps: expected two numbers above 0"),
+        (lambda p: CAME(p, clip_threshold=0), "CAME: clip_threshold: expected a number above 0"),
+        (lambda p: CAME(p, weight_decay=-1), "CAME: weight_decay: expected"),
         (lambda p: AdEMAMix(p, betas=(0.9, 0.9)), "AdEMAMix: betas: expected three"),
         (lambda p: AdEMAMix(p, alpha=-1), "AdEMAMix: alpha: expected"),
         (lambda p: AdEMAMix(p, t_alpha=0), "AdEMAMix: t_alpha: expected None or a number of steps"),

@@ -16,13 +16,25 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import shoestring
-from shoestring.optim import AdEMAMix, Adafactor, AdamW, LAMB, Lion, SGD, ScheduleFreeAdamW
-from shoestring.optim import load_optimizer, save_optimizer
+from shoestring.optim import (
+    CAME,
+    LAMB,
+    SGD,
+    Adafactor,
+    AdamW,
+    AdEMAMix,
+    Lion,
+    Muon,
+    ScheduleFreeAdamW,
+    load_optimizer,
+    save_optimizer,
+)
 from shoestring.optim.arena import STATES, WEIGHTS
 
 BUILD = Path(os.environ.get("SHOESTRING_BUILD", Path(__file__).parents[2] / "build"))
 PROGRAM = BUILD / "tests/cpp/optimizer_file"
 SIZES = [[(300,), (1,), (3, 700)], [(0,), (513,)]]  # of two groups: partial blocks, several, none
+MATRICES = [[(3, 100), (1, 1), (3, 700)], [(0, 4), (27, 19)]]
 STEPS = 6
 LATE = (1, 1)  # a parameter whose first gradient comes after the file
 RULES = {
@@ -34,12 +46,18 @@ RULES = {
     "ScheduleFreeAdamW": (ScheduleFreeAdamW, {"betas": (0.8, 0.95), "weight_decay": 0.3, "warmup_steps": 4}),
     "LAMB": (LAMB, {"betas": (0.8, 0.95), "weight_decay": 0.3}),
     "Adafactor": (Adafactor, {"d": 1.5, "weight_decay": 0.3}),
+    "CAME": (CAME, {"betas": (0.8, 0.95, 0.99), "eps": (1e-20, 1e-10), "clip_threshold": 0.5, "weight_decay": 0.3}),
+    "Muon": (Muon, {"momentum": 0.8, "ns_coefficients": (3.0, -4.0, 2.0), "ns_steps": 4, "eps": 1e-6}),
 }
 
 
-def weights(dtype: torch.dtype) -> list[list[Tensor]]:
+def sizes(rule: str) -> list[list[tuple[int, ...]]]:
+    return MATRICES if rule == "Muon" else SIZES
+
+
+def weights(rule: str, dtype: torch.dtype) -> list[list[Tensor]]:
     torch.manual_seed(1)
-    return [[torch.randn(shape).to(dtype) for shape in group] for group in SIZES]
+    return [[torch.randn(shape).to(dtype) for shape in group] for group in sizes(rule)]
 
 
 def make(rule: str, params: list[list[Tensor]], **options: Any) -> shoestring.optim.AdamW:
@@ -53,12 +71,12 @@ def named(params: list[list[Tensor]]) -> dict[str, Tensor]:
     return {f"{g}.{i}": p for g, group in enumerate(params) for i, p in enumerate(group)}
 
 
-def gradients(dtype: torch.dtype) -> dict[str, Tensor]:
+def gradients(rule: str, dtype: torch.dtype) -> dict[str, Tensor]:
     torch.manual_seed(2)
     every = {
         (step, g, i): torch.randn(shape).to(dtype)
         for step in range(STEPS)
-        for g, group in enumerate(SIZES)
+        for g, group in enumerate(sizes(rule))
         for i, shape in enumerate(group)
     }
     return {f"{s}.{g}.{i}": grad for (s, g, i), grad in every.items() if s >= STEPS // 2 or (g, i) != LATE}
@@ -100,12 +118,12 @@ def test_steps_in_both_languages_are_the_same(rule: str, tmp_path: Path) -> None
         dtype = torch.float32 if mode == "plain" else torch.bfloat16
         norm = 0.0 if mode == "stochastic" else 0.5
         options = {"state": state, "weights": mode, "max_grad_norm": norm or None}
-        grads, params = gradients(dtype), weights(dtype)
+        grads, params = gradients(rule, dtype), weights(rule, dtype)
         whole = make(rule, params, **options)
         run_python(whole, params, grads, 0, half)
         run_python(whole, params, grads, half, STEPS)
         for python_first in (True, False):
-            folder, mixed = tmp_path / f"{state}-{mode}-{python_first}", weights(dtype)
+            folder, mixed = tmp_path / f"{state}-{mode}-{python_first}", weights(rule, dtype)
             folder.mkdir()
             optimizer = make(rule, mixed, **options)
             if python_first:
@@ -119,7 +137,7 @@ def test_steps_in_both_languages_are_the_same(rule: str, tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     for whole, params, grads, folder, python_first in checks:
         loaded = load_file(folder / "params.safetensors")
-        mixed = [[loaded[f"{g}.{i}"] for i in range(len(shapes))] for g, shapes in enumerate(SIZES)]
+        mixed = [[loaded[f"{g}.{i}"] for i in range(len(shapes))] for g, shapes in enumerate(sizes(rule))]
         groups = [{"params": group} for group in mixed]
         optimizer = RULES[rule][0](groups, max_grad_norm=whole.max_grad_norm)  # other options are the file's
         load_optimizer(optimizer, folder / "optimizer.safetensors")
@@ -194,8 +212,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_cpp_refuses_in_one_line(tmp_path: Path) -> None:
-    params = weights(torch.float32)
-    save_file(gradients(torch.float32), tmp_path / "grads.safetensors")
+    params = weights("AdamW", torch.float32)
+    save_file(gradients("AdamW", torch.float32), tmp_path / "grads.safetensors")
     save_file(named(params), tmp_path / "params.safetensors")
     save_optimizer(make("Lion", params), tmp_path / "optimizer.safetensors")
     done = run_cpp(("AdamW", tmp_path, 0, 1, 0.0))

@@ -12,7 +12,19 @@ import torch
 from torch.nn import Parameter
 from torch.profiler import profile
 
-from shoestring.optim import APOLLO, LAMB, SGD, Adafactor, AdamW, AdEMAMix, GaLore, Lion, Muon, ScheduleFreeAdamW
+from shoestring.optim import (
+    APOLLO,
+    CAME,
+    LAMB,
+    SGD,
+    Adafactor,
+    AdamW,
+    AdEMAMix,
+    GaLore,
+    Lion,
+    Muon,
+    ScheduleFreeAdamW,
+)
 
 pytestmark = pytest.mark.device
 
@@ -70,6 +82,7 @@ RULES = {
     "muon": Rule(Muon, (True,), sizes=MATRICES),
     "adafactor": Rule(Adafactor, (), extra=factored),
     "adafactor mean": Rule(Adafactor, (True,), {"beta1": 0.9}, extra=factored),
+    "came": Rule(CAME, (True,), extra=lambda shape, item: len(shape) * factored(shape, item)),
 }
 # Bytes of a moment for each 256 elements, if it may be negative and if not: codes, and their scales in fp32.
 BYTES = {"8bit": (256 + 4, 256 + 4), "4bit": (128 + 4 * 8, 128 + 4 * 2), "bf16": (512, 512), "fp32": (1024, 1024)}

@@ -199,6 +199,33 @@ class SHOESTRING_API Adafactor : public OptimizerOf<AdafactorOptions> {
   using OptimizerOf::OptimizerOf;
 };
 
+/// CAME: 8 (rows + columns) bytes a matrix, and a mean in the state that is chosen.
+class SHOESTRING_API CAMEOptions : public OptionsOf<CAMEOptions> {
+ public:
+  using Betas = std::tuple<double, double, double>;
+  using Eps = std::tuple<double, double>;
+  CAMEOptions(double lr = 2e-4) : OptionsOf(lr) {}
+
+  /// Decay of the mean of updates (above 0), of squared gradients, and of squared distances of updates from the mean.
+  TORCH_ARG(Betas, betas) = {0.9, 0.999, 0.9999};
+  /// Added to squared gradients, and to squared distances.
+  TORCH_ARG(Eps, eps) = {1e-30, 1e-16};
+  /// The largest root mean square of an update, before the mean.
+  TORCH_ARG(double, clip_threshold) = 1.0;
+  /// Decoupled, and applied before the update.
+  TORCH_ARG(double, weight_decay) = 0.0;
+
+ private:
+  const detail::Rule& rule() const override;
+  std::vector<detail::Field> fields() override;
+  void check() const override;
+};
+
+/// CAME (arXiv 2307.02047): Adafactor whose mean of updates moves less where updates differ from it.
+class SHOESTRING_API CAME : public OptimizerOf<CAMEOptions> {
+  using OptimizerOf::OptimizerOf;
+};
+
 /// Muon: half of AdamW's state.
 class SHOESTRING_API MuonOptions : public OptionsOf<MuonOptions> {
  public:
@@ -214,8 +241,8 @@ class SHOESTRING_API MuonOptions : public OptionsOf<MuonOptions> {
   TORCH_ARG(double, eps) = 1e-7;
   /// 1 to 99.
   TORCH_ARG(int64_t, ns_steps) = 5;
-  /// "original", sqrt(max(1, rows / columns)), or "match_rms_adamw", 0.2 sqrt(max(rows, columns)).
-  TORCH_ARG(std::string, adjust_lr_fn) = "original";
+  /// "original" (also none), sqrt(max(1, rows / columns)), or "match_rms_adamw", 0.2 sqrt(max(rows, columns)).
+  TORCH_ARG(std::optional<std::string>, adjust_lr_fn) = std::nullopt;
 
  private:
   const detail::Rule& rule() const override;

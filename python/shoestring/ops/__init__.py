@@ -4,6 +4,7 @@ from shoestring.ops.adafactor import adafactor_, adafactor_reference
 from shoestring.ops.adamw import adamw_, adamw_reference
 from shoestring.ops.ademamix import ademamix_, ademamix_reference
 from shoestring.ops.apply import apply_, apply_reference
+from shoestring.ops.came import came_, came_reference
 from shoestring.ops.ema import ema_, ema_reference
 from shoestring.ops.lamb import lamb_, lamb_reference
 from shoestring.ops.linear_4bit import linear_4bit, linear_4bit_reference
@@ -49,6 +50,8 @@ __all__ = [
     "ademamix_reference",
     "apply_",
     "apply_reference",
+    "came_",
+    "came_reference",
     "dequantize_4bit",
     "dequantize_4bit_reference",
     "dequantize_8bit",

@@ -4,6 +4,7 @@ from shoestring.optim.adafactor import Adafactor
 from shoestring.optim.adamw import AdamW
 from shoestring.optim.ademamix import AdEMAMix
 from shoestring.optim.apollo import APOLLO, APOLLOMini
+from shoestring.optim.came import CAME
 from shoestring.optim.files import load_optimizer, save_optimizer
 from shoestring.optim.galore import GaLore
 from shoestring.optim.lamb import LAMB
@@ -15,6 +16,7 @@ from shoestring.optim.sgd import SGD
 
 __all__ = [
     "APOLLO",
+    "CAME",
     "LAMB",
     "SAM",
     "SGD",

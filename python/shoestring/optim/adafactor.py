@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 from shoestring.ops.adafactor import adafactor_
 from shoestring.optim.arena import Moment
 from shoestring.optim.base import LowMemoryOptions
-from shoestring.optim.whole import WholeTensorOptimizer
+from shoestring.optim.whole import WholeTensorOptimizer, factored
 
 MEAN = (Moment("exp_avg", signed=True),)
 
@@ -78,10 +78,7 @@ class Adafactor(WholeTensorOptimizer):
         self._expect((beta1 > 0) == bool(self._moments), "beta1", "a number above 0 in all groups or in none", beta1)
 
     def _extra(self, param: Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        shape = tuple(param.shape)
-        if len(shape) < 2:
-            return dict(row_var=(0,), col_var=(0,), variance=shape)
-        return dict(row_var=(*shape[:-1], 1), col_var=(*shape[:-2], 1, shape[-1]), variance=(0,))
+        return dict(zip(("row_var", "col_var", "variance"), factored(tuple(param.shape)), strict=True))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_moments": self._moments}

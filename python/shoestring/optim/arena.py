@@ -150,8 +150,8 @@ def make_arena(
         for name, old in state.get(p, {}).items():
             if name in views:
                 views[name].copy_(old)
-            else:
-                views[name] = old
+            else:  # maybe the caller's, and on another device
+                views[name] = old.to(kind.device, copy=True) if isinstance(old, Tensor) else old
         state[p] = views
     return arena
 

@@ -1,6 +1,6 @@
 """State dicts of torch.optim and bitsandbytes, into the entries of ours and back."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from shoestring.optim.arena import Moment, blocks
 from shoestring.optim.sharded import as_dtensor, is_dtensor, local
 
 NESTED = "__bnb_optimizer_quant_state__"  # under which bitsandbytes hides its tensors from FSDP
-OURS = ("state", "min_quantize_size", "weights", "seed", "maximize")  # options that the others need not have
+# Options that the others need not have; beta1 is Adafactor's.
+OURS = ("state", "min_quantize_size", "weights", "seed", "maximize", "beta1")
 # Options of the others that say how, not what, they compute, or mean nothing (amsgrad and L2 decay are refused).
 THEIRS = ("foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay")
 THEIRS += ("alpha", "t_alpha", "t_beta3", "eps")
@@ -25,7 +26,7 @@ def imported(
     moments: tuple[Moment, ...],
     state_dict: dict[str, Any],
     state_of: Callable[[Tensor, dict[str, Any]], str],
-    extra_of: Callable[[Tensor, dict[str, Any]], Iterable[str]],
+    extra_of: Callable[[Tensor, dict[str, Any]], dict[str, tuple[int, ...]]],
 ) -> dict[str, Any]:
     """A state dict without ``format_version`` as one of ours; what it cannot read is left to the checks of a load.
 
@@ -47,11 +48,11 @@ def imported(
                 f"{where}: weight_decay: expected a decoupled one, received {theirs['weight_decay']} as L2 penalty"
             )
         group = {name: value for name, value in theirs.items() if name in optimizer.defaults or name not in THEIRS}
-        group |= {name: ours[name] for name in OURS if name not in theirs}
+        group |= {name: ours[name] for name in OURS if name in ours and name not in theirs}
         groups.append(group)
         for key, param in zip(theirs["params"], ours["params"], strict=False):
             if entries.get(key):
-                beside = set(extra_of(param, group)) | {"weight_remainder"}
+                beside = extra_of(local(param), group)
                 entries[key] = _entry(where, moments, entries[key], param, state_of(param, group), beside)
                 if group["weights"] == "remainder" and param.dtype == torch.bfloat16:
                     entries[key].setdefault("weight_remainder", torch.zeros_like(param, dtype=torch.int16))
@@ -60,7 +61,12 @@ def imported(
 
 
 def _entry(
-    where: str, moments: tuple[Moment, ...], entry: dict[str, Any], param: Tensor, state: str, beside: set[str]
+    where: str,
+    moments: tuple[Moment, ...],
+    entry: dict[str, Any],
+    param: Tensor,
+    state: str,
+    beside: dict[str, tuple[int, ...]],
 ) -> dict[str, Any]:
     entry = {**entry, **entry.get(NESTED, {})}
     if "state1" in entry:
@@ -71,13 +77,18 @@ def _entry(
         return entry  # ours
     if names == ["momentum_buffer"]:
         entry = {"step": 1, **entry}  # torch's SGD counts no steps; where there is a buffer, the first was taken
-    known = beside | {"step", NESTED, *names}
+    known = {"step", "weight_remainder", NESTED, *beside, *names}
     known |= {f"{kind}{i + 1}" for kind in ("qmap", "absmax") for i in range(len(moments))}
     if "step" not in entry or not known >= entry.keys() >= set(names):
         received = sorted(entry.keys() - {NESTED})
         raise ValueError(f"{where}: expected the entries {['step', *names]}, received {received}")
 
-    result: dict[str, Any] = {name: entry[name] for name in beside if name in entry}
+    result: dict[str, Any] = {name: entry[name] for name in ("weight_remainder",) if name in entry}
+    for name, shape in beside.items():
+        if name in entry:
+            result[name] = entry[name].float()
+        elif 0 in shape:  # the others have no tensor where nothing is kept
+            result[name] = torch.zeros(shape, device=local(param).device)
     result |= {"step": torch.as_tensor(entry["step"], dtype=torch.float32).reshape(())}
     codes: dict[str, tuple[Tensor, Tensor]] = {}
     for i, (moment, name) in enumerate(zip(moments, names, strict=True)):

@@ -28,3 +28,10 @@ class WholeTensorOptimizer(LowMemoryOptimizer):
             if isinstance(param, Tensor):
                 self._check_param(i, param)
         super().add_param_group(param_group)
+
+
+def factored(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Shapes of a second moment kept as that of rows and columns, and of one in full; what is not needed is empty."""
+    if len(shape) < 2:
+        return (0,), (0,), shape
+    return (*shape[:-1], 1), (*shape[:-2], 1, shape[-1]), (0,)

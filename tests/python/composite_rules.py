@@ -1,0 +1,70 @@
+"""Cases of the optimizers' operators that are more than a rule, and their runs."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from conftest import relative_error
+from optimizer_rules import ADAFACTOR, ADAFACTOR_MEAN, CAME, LAMB, MUON, Rule
+from torch import Tensor
+
+MATRICES = [(20, 13), (7, 40), (1, 300), (5, 1), (0, 4), (33, 33)]
+ANY = [(20, 13), (300,), (3, 4, 50), (), (0, 4), (1, 1), (2, 2, 3, 3)]
+SHAPES = {"muon": MATRICES}
+RULES = pytest.mark.parametrize(
+    "rule", [MUON, LAMB, ADAFACTOR, ADAFACTOR_MEAN, CAME], ids=lambda r: r.name + "_mean" * (r is ADAFACTOR_MEAN)
+)
+STATES = pytest.mark.parametrize("state", ["8bit", "4bit", "bf16", "fp32"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+# Of the weights' way. fp32 products: Newton-Schulz multiplies small singular values, and what was rounded, by up to
+# 3.44^5 = 500. bf16 products keep 8 bits of everything.
+PRODUCTS = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
+
+
+def shapes(rule: Rule) -> list[tuple[int, ...]]:
+    return SHAPES.get(rule.name, ANY)
+
+
+def randn(rule: Rule, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.randn(s).to(dtype) for s in shapes(rule)]
+
+
+@dataclass
+class Run:
+    """Parameters and their state, stepped by the operator or by its reference."""
+
+    rule: Rule
+    params: list[Tensor]
+    state: str = "8bit"
+    reference: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.params = [p.clone() for p in self.params]
+        self.sizes = [p.numel() for p in self.params]
+        self.arenas = self.rule.arenas(self.sizes, self.state)
+        self.extras = self.rule.extras([p.shape for p in self.params])
+
+    def step(self, grads: list[Tensor | None], **options: Any) -> "Run":
+        step = self.rule.reference if self.reference else self.rule.step
+        step(self.params, grads, *self.arenas, **self.extras, **self.rule.hyper | self.options | options)
+        return self
+
+    def tensors(self) -> list[Tensor]:
+        extras = [t for some in self.extras.values() for t in some]
+        return [t for t in (*self.params, *self.arenas, *extras) if t is not None]
+
+    def same_as(self, other: "Run") -> bool:
+        return all(torch.equal(a, b) for a, b in zip(self.tensors(), other.tensors(), strict=True))
+
+
+def product_error(rule: Rule) -> float:
+    """Of the products that muon_ takes here; the others have sums, rounded in another order."""
+    if rule is not MUON:
+        return 1e-5
+    x = torch.randn(64, 64)
+    run = Run(MUON, [x], "fp32").step([x])
+    exact = Run(MUON, [x], "fp32", reference=True).step([x])
+    coarse = relative_error(run.params[0] - x, exact.params[0] - x) > 1e-3
+    return PRODUCTS[torch.bfloat16 if coarse else torch.float32]

@@ -1,6 +1,7 @@
 #include "optim/subspace.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 
@@ -16,13 +17,6 @@ using at::Tensor;
 constexpr int64_t kIterations = 4, kOversampling = 16;
 constexpr int64_t kChunk = int64_t{1}
                            << 24;  // elements of a 16-bit matrix that are in fp32 at a time: 64 MiB
-
-// From the CPU's generator, so that results are the same on every device; a matrix now and then.
-Tensor normal(int64_t rows, int64_t columns, int64_t seed, at::Device device) {
-  auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(seed));
-  return at::randn({rows, columns}, generator, at::TensorOptions().dtype(at::kFloat).device(at::kCPU))
-      .to(device);
-}
 
 // A multiple of x whose products, and x's with it, are within fp32's range.
 Tensor scaled(const Tensor& x) { return x / x.abs().amax().clamp_min(std::numeric_limits<float>::min()); }
@@ -65,27 +59,30 @@ Tensor project(const Tensor& grad, const Tensor& basis, bool left) {
   return low;
 }
 
-void add_product(const Tensor& param, double keep, double scale, const Tensor& basis, const Tensor& low,
-                 bool left) {
+void change_rows(const Tensor& param, double keep, c10::function_ref<void(int64_t, int64_t, const Tensor&)> body) {
   const Tensor matrix = param.flatten(1);  // of a tensor that is not one in memory, a copy
   const int64_t m = matrix.size(0), step = rows_at_a_time(matrix);
   for (int64_t i = 0; i < m; i += step) {
     const int64_t count = std::min(step, m - i);
     const Tensor rows = matrix.narrow(0, i, count), wide = rows.to(at::kFloat);  // fp32: the rows themselves
     if (keep != 1) wide.mul_(keep);
-    if (left) {
-      wide.addmm_(basis.narrow(0, i, count), low, 1, scale);
-    } else {
-      wide.addmm_(low.narrow(0, i, count), basis.mT(), 1, scale);
-    }
+    body(i, count, wide);
     if (!wide.is_same(rows)) rows.copy_(wide);
   }
   if (matrix.data_ptr() != param.data_ptr()) param.copy_(matrix.view(param.sizes()));
 }
 
-int64_t mix(int64_t seed, int64_t number) {
+Tensor normal(int64_t rows, int64_t columns, int64_t seed, at::Device device) {
+  at::Generator generator = device.is_cpu()
+      ? at::make_generator<at::CPUGeneratorImpl>()
+      : at::globalContext().getAcceleratorHooksInterface(device.type()).getNewGenerator(device.index());
+  generator.set_current_seed(static_cast<uint64_t>(seed));
+  return at::randn({rows, columns}, generator, at::TensorOptions().dtype(at::kFloat).device(device));
+}
+
+int64_t mix(std::initializer_list<int64_t> numbers) {
   uint64_t x = 0;
-  for (const int64_t value : {seed, number}) {  // a step of splitmix64 for each
+  for (const int64_t value : numbers) {  // a step of splitmix64 for each
     x += static_cast<uint64_t>(value) + 0x9E3779B97F4A7C15;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB;

@@ -1,8 +1,10 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
+#include <initializer_list>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
 
 namespace shoestring::optim::detail {
 
@@ -17,11 +19,14 @@ at::Tensor random_basis(int64_t rows, int64_t count, int64_t seed, at::Device de
 /// A gradient (m, n) at low rank, in fp32: basis^T G, (r, n), or G basis, (m, r).
 at::Tensor project(const at::Tensor& grad, const at::Tensor& basis, bool left);
 
-/// param = param * keep + scale * basis low (from the left; else low basis^T): in fp32, rounded once.
-void add_product(const at::Tensor& param, double keep, double scale, const at::Tensor& basis,
-                 const at::Tensor& low, bool left);
+/// body(first, count, those rows of the parameter's matrix, times keep) changes rows in place: in fp32, rounded once.
+void change_rows(const at::Tensor& param, double keep,
+                 c10::function_ref<void(int64_t, int64_t, const at::Tensor&)> body);
 
-/// The next seed, of 32 bits.
-int64_t mix(int64_t seed, int64_t number = 0);
+/// (rows, columns) normal numbers, fp32, which depend on the seed, and the kind of device, alone: Python's.
+at::Tensor normal(int64_t rows, int64_t columns, int64_t seed, at::Device device);
+
+/// A seed of 32 bits for each list of numbers.
+int64_t mix(std::initializer_list<int64_t> numbers);
 
 }  // namespace shoestring::optim::detail

@@ -4,7 +4,8 @@
 //
 // FOLDER has params.safetensors ("<group>.<index>"), grads.safetensors ("<step>.<group>.<index>", where there is one)
 // and optimizer.safetensors, with state and options. Weights and the latter are replaced by those after steps FROM to
-// TO; those of ScheduleFreeAdamW are in eval mode then.
+// TO; those of ScheduleFreeAdamW are in eval mode then. GaLore, APOLLO and APOLLOMini have no such file; they begin with
+// the options that are written below.
 
 #include <cstdio>
 #include <map>
@@ -40,6 +41,20 @@ std::unique_ptr<LowMemoryOptimizer> make(const std::string& name, const Groups& 
   return classes.at(name)(groups);
 }
 
+// Of the optimizers around AdamW; none if the name is another's.
+std::unique_ptr<torch::optim::Optimizer> around(const std::string& name, const Groups& groups, double max_grad_norm) {
+  const AdamWOptions options = AdamWOptions(0.01).weight_decay(0.3).state("fp32");
+  const auto apollo = name == "APOLLOMini" ? APOLLOOptions::mini() : APOLLOOptions().rank(4).scale(0.5);
+  std::unique_ptr<detail::LowRankCore> optimizer;
+  if (name == "GaLore") {
+    optimizer = std::make_unique<GaLore<AdamW>>(groups, options, GaLoreOptions().rank(4).update_proj_gap(2).seed(3));
+  } else if (name == "APOLLO" || name == "APOLLOMini") {
+    optimizer = std::make_unique<APOLLO<AdamW>>(groups, options, APOLLOOptions(apollo).update_proj_gap(2).seed(3));
+  }
+  if (optimizer != nullptr && max_grad_norm > 0) optimizer->set_max_grad_norm(max_grad_norm);
+  return optimizer;
+}
+
 void run(const std::string& name, const std::string& folder, int from, int to, double max_grad_norm) {
   const std::string weights = folder + "/params.safetensors", state = folder + "/optimizer.safetensors";
   const shoestring::SafetensorsFile gradients(folder + "/grads.safetensors");
@@ -56,11 +71,17 @@ void run(const std::string& name, const std::string& folder, int from, int to, d
       groups.emplace_back(std::move(members));
     }
   }
-  const auto optimizer = make(name, groups);
-  load_optimizer(*optimizer, state);
-  auto* averages = dynamic_cast<ScheduleFreeAdamW*>(optimizer.get());
+  auto optimizer = around(name, groups, max_grad_norm);
+  LowMemoryOptimizer* own = nullptr;
+  if (optimizer == nullptr) {
+    auto made = make(name, groups);
+    own = made.get();
+    load_optimizer(*own, state);
+    if (max_grad_norm > 0) own->set_max_grad_norm(max_grad_norm);
+    optimizer = std::move(made);
+  }
+  auto* averages = dynamic_cast<ScheduleFreeAdamW*>(own);
   if (averages != nullptr) averages->train();
-  if (max_grad_norm > 0) optimizer->set_max_grad_norm(max_grad_norm);
   for (int step = from; step < to; ++step) {
     for (const auto& item : params) {
       const std::string key = std::to_string(step) + "." + item.key();
@@ -70,7 +91,7 @@ void run(const std::string& name, const std::string& folder, int from, int to, d
   }
   if (averages != nullptr) averages->eval();
   shoestring::save_safetensors(weights, params);
-  save_optimizer(*optimizer, state);
+  if (own != nullptr) save_optimizer(*own, state);
 }
 
 }  // namespace

@@ -1,94 +1,20 @@
-#include <shoestring/optim.h>
-#include <torch/optim/schedulers/step_lr.h>
-#include <torch/serialize/archive.h>
+#include "catch.h"
 
 #include <algorithm>
 #include <cmath>
 #include <memory>
-#include <sstream>
 #include <string>
-#include <tuple>
 #include <vector>
 
-#include "catch.h"
+#include <torch/optim/schedulers/step_lr.h>
+
+#include "low_rank.h"
 
 using at::Tensor;
 using Catch::Contains;
-using shoestring::optim::AdamW;
-using shoestring::optim::AdamWOptions;
-using shoestring::optim::GaLore;
-using shoestring::optim::GaLoreOptions;
-using shoestring::optim::Lion;
-using shoestring::optim::LionOptions;
-using shoestring::optim::SGD;
-using shoestring::optim::SGDOptions;
-using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+using namespace shoestring::optim;
 
 namespace {
-
-// Wide, tall, a convolution's, a transposed one; one whose side is less than the rank, a vector, an empty
-// one.
-constexpr size_t kProjected = 4;
-
-std::vector<Tensor> parameters(at::ScalarType dtype = at::kFloat) {
-  at::manual_seed(5);
-  std::vector<Tensor> params;
-  for (const at::IntArrayRef size : std::vector<std::vector<int64_t>>{
-           {24, 40}, {40, 24}, {12, 3, 3, 3}, {48, 16}, {4, 50}, {30}, {0, 8}}) {
-    params.push_back(at::randn(size).to(dtype));
-  }
-  params[3] = params[3].t();
-  for (Tensor& p : params) p.requires_grad_();
-  return params;
-}
-
-void new_gradients(const std::vector<Tensor>& params, int step) {
-  at::manual_seed(100 + step);
-  for (const Tensor& p : params) p.mutable_grad() = at::randn(p.sizes()).to(p.scalar_type());
-}
-
-void train(torch::optim::Optimizer& opt, const std::vector<Tensor>& params, int begin, int end) {
-  for (int step = begin; step < end; ++step) {
-    new_gradients(params, step);
-    opt.step();
-  }
-}
-
-bool same(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(),
-                    [](const Tensor& x, const Tensor& y) { return at::equal(x, y); });
-}
-
-std::string saved(const torch::optim::Optimizer& opt) {
-  std::stringstream file;
-  torch::serialize::OutputArchive out;
-  opt.save(out);
-  out.save_to(file);
-  return file.str();
-}
-
-void load(torch::optim::Optimizer& opt, const std::string& bytes) {
-  std::stringstream file(bytes);
-  torch::serialize::InputArchive in;
-  in.load_from(file);
-  opt.load(in);
-}
-
-double relative_error(const Tensor& result, const Tensor& exact) {
-  return ((result.detach().to(at::kDouble) - exact).norm() / exact.norm()).item<double>();
-}
-
-// AdamW's update at a learning rate of one, in fp64.
-struct Adam64 {
-  int step = 0;
-  Tensor m, v;
-  Tensor operator()(const Tensor& g) {
-    if (++step == 1) m = at::zeros_like(g), v = at::zeros_like(g);
-    m = 0.9 * m + 0.1 * g;
-    v = 0.999 * v + 0.001 * g * g;
-    return -m / (1 - std::pow(0.9, step)) / ((v / (1 - std::pow(0.999, step))).sqrt() + 1e-4);
-  }
-};
 
 GaLoreOptions rank_8() { return GaLoreOptions().rank(8).update_proj_gap(3).scale(0.5); }
 
@@ -98,7 +24,7 @@ TEST_CASE("GaLore agrees with fp64, and its projections with an SVD", "[galore]"
   for (const char* side : {"auto", "left", "right"}) {
     for (bool maximize : {false, true}) {
       CAPTURE(side, maximize);
-      auto params = parameters();
+      auto params = low_rank_parameters();
       const double lr = 0.01, decay = 0.2, clip = 5;
       GaLore<AdamW> opt(params,
                         AdamWOptions(lr).weight_decay(decay).eps(1e-4).state("fp32").maximize(maximize),
@@ -169,7 +95,7 @@ TEST_CASE("GaLore: full rank is the dense step", "[galore]") {
 
 TEST_CASE("GaLore: what is not projected steps as by the base alone, with its state; the rest has little",
           "[galore]") {
-  auto ours = parameters(at::kBFloat16), theirs = parameters(at::kBFloat16);
+  auto ours = low_rank_parameters(at::kBFloat16), theirs = low_rank_parameters(at::kBFloat16);
   GaLore<Lion> a(ours, LionOptions(0.01), rank_8());
   Lion b(theirs, LionOptions(0.01));
   train(a, ours, 0, 5);
@@ -185,7 +111,7 @@ TEST_CASE("GaLore: what is not projected steps as by the base alone, with its st
 }
 
 TEST_CASE("GaLore rounds 16-bit weights once", "[galore]") {
-  auto params = parameters(at::kBFloat16), wide = parameters();
+  auto params = low_rank_parameters(at::kBFloat16), wide = low_rank_parameters();
   const auto options = AdamWOptions(0.01).weight_decay(0.3).eps(1e-4).state("fp32");
   GaLore<AdamW> opt(params, options, rank_8().scale(1));
   std::vector<Tensor> before;
@@ -207,18 +133,18 @@ TEST_CASE("GaLore resumes bit for bit from an archive", "[galore]") {
   for (auto dtype : {at::kFloat, at::kBFloat16}) {
     for (const char* state : {"8bit", "fp32"}) {
       CAPTURE(dtype, state);
-      auto through = parameters(dtype), resumed = parameters(dtype);
+      auto through = low_rank_parameters(dtype), resumed = low_rank_parameters(dtype);
       GaLore<AdamW> opt(through, AdamWOptions(3e-3).weight_decay(0.1).state(state), rank_8().seed(4));
       train(opt, through, 0, 5);
       opt.param_groups()[0].options().set_lr(1e-3);
-      const std::string bytes = saved(opt);
+      const std::string bytes = archived(opt);
       for (size_t i = 0; i < through.size(); ++i) resumed[i].detach().copy_(through[i].detach());
       GaLore<AdamW> other(resumed, {}, GaLoreOptions().rank(8));
-      load(other, bytes);
+      load_archive(other, bytes);
       CHECK(other.param_groups()[0].options().get_lr() == 1e-3);
       train(opt, through, 5, 11);
       train(other, resumed, 5, 11);
-      CHECK(same(through, resumed));
+      CHECK(equal(through, resumed));
       CHECK(at::equal(opt.projection(through[0]), other.projection(resumed[0])));
     }
   }
@@ -241,7 +167,7 @@ TEST_CASE("GaLore waits for a gradient that says something", "[galore]") {
 }
 
 TEST_CASE("GaLore: groups, closures and schedules", "[galore]") {
-  auto params = parameters(), theirs = parameters();
+  auto params = low_rank_parameters(), theirs = low_rank_parameters();
   Groups groups;
   groups.emplace_back(std::vector<Tensor>{params[0]});
   groups.emplace_back(std::vector<Tensor>{params[2]},
@@ -271,7 +197,7 @@ TEST_CASE("GaLore: groups, closures and schedules", "[galore]") {
 }
 
 TEST_CASE("GaLore refuses what does not fit, and changes nothing", "[galore]") {
-  auto params = parameters();
+  auto params = low_rank_parameters();
   const auto make = [&](const GaLoreOptions& o) { GaLore<AdamW>(params, {}, o); };
   CHECK_THROWS_WITH(make(GaLoreOptions().rank(0)),
                     Contains("GaLore: rank: expected none or a number of at least 1, received 0"));
@@ -295,16 +221,16 @@ TEST_CASE("GaLore refuses what does not fit, and changes nothing", "[galore]") {
   GaLore<AdamW> opt(params, AdamWOptions(0.25), rank_8()), twin_opt(params, AdamWOptions(0.25), rank_8());
   CHECK_THROWS_WITH(opt.set_max_grad_norm(0), Contains("max_grad_norm: expected a number above 0"));
   train(opt, params, 0, 2);
-  const std::string good = saved(opt);
+  const std::string good = archived(opt);
   AdamW plain(params);
-  CHECK_THROWS_WITH(load(opt, saved(plain)),
+  CHECK_THROWS_WITH(load_archive(opt, archived(plain)),
                     Contains("expected an archive of GaLore of AdamW, format_version 1"));
   GaLore<Lion> lion(params, {}, rank_8());
-  CHECK_THROWS_WITH(load(opt, saved(lion)), Contains("received GaLore of Lion's, format_version 1"));
+  CHECK_THROWS_WITH(load_archive(opt, archived(lion)), Contains("received GaLore of Lion's, format_version 1"));
   GaLore<AdamW> larger(params, {}, GaLoreOptions().rank(10));
-  CHECK_THROWS_WITH(load(opt, saved(larger)),
+  CHECK_THROWS_WITH(load_archive(opt, archived(larger)),
                     Contains("expected rank 8, projection \"auto\" and 4 projected parameters"));
-  CHECK_THROWS_WITH(load(larger, good), Contains("expected rank 10"));
-  CHECK(saved(opt).size() == good.size());
+  CHECK_THROWS_WITH(load_archive(larger, good), Contains("expected rank 10"));
+  CHECK(archived(opt).size() == good.size());
   CHECK(opt.param_groups()[0].options().get_lr() == 0.25);
 }

@@ -17,12 +17,15 @@ from torch import Tensor
 
 import shoestring
 from shoestring.optim import (
+    APOLLO,
     CAME,
     LAMB,
     SGD,
     Adafactor,
     AdamW,
     AdEMAMix,
+    APOLLOMini,
+    GaLore,
     Lion,
     Muon,
     ScheduleFreeAdamW,
@@ -49,9 +52,16 @@ RULES = {
     "CAME": (CAME, {"betas": (0.8, 0.95, 0.99), "eps": (1e-20, 1e-10), "clip_threshold": 0.5, "weight_decay": 0.3}),
     "Muon": (Muon, {"momentum": 0.8, "ns_coefficients": (3.0, -4.0, 2.0), "ns_steps": 4, "eps": 1e-6}),
 }
+LOW_RANK = {
+    "GaLore": (GaLore, {"rank": 4}),
+    "APOLLO": (APOLLO, {"rank": 4, "scale": 0.5}),
+    "APOLLOMini": (APOLLOMini, {}),
+}
 
 
 def sizes(rule: str) -> list[list[tuple[int, ...]]]:
+    if rule in LOW_RANK:
+        return [[*SIZES[0], (40, 24), (5, 3, 4)], [*SIZES[1], (16, 24)]]
     return MATRICES if rule == "Muon" else SIZES
 
 
@@ -98,7 +108,7 @@ def run_python(optimizer: AdamW, params: list[list[Tensor]], grads: dict[str, Te
 def run_cpp(*runs: tuple[str, Path, int, int, float]) -> subprocess.CompletedProcess[str]:
     """Each a rule, a folder, the first step, one past the last, and max_grad_norm or 0."""
     assert PROGRAM.exists(), f"{PROGRAM} is not built; run make build, or set SHOESTRING_BUILD"
-    command = [PROGRAM, *(str(part) for rule, *rest in runs for part in (RULES[rule][0].__name__, *rest))]
+    command = [PROGRAM, *(str(part) for rule, *rest in runs for part in ((RULES | LOW_RANK)[rule][0].__name__, *rest))]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_WAIT_POLICY": "passive"})
 
 
@@ -147,6 +157,27 @@ def test_steps_in_both_languages_are_the_same(rule: str, tmp_path: Path) -> None
         assert same(state_of(optimizer), state_of(whole)), folder.name
         for ours, theirs in zip(optimizer.param_groups, whole.param_groups, strict=True):
             assert ours | {"params": None} == theirs | {"params": None}
+
+
+@pytest.mark.parametrize("norm", [0.0, 5.0])
+@pytest.mark.parametrize("rule", LOW_RANK)
+def test_low_rank_steps_are_the_same_in_both_languages(rule: str, norm: float, tmp_path: Path) -> None:
+    """The options are those of the program; the random numbers follow from their seed and a parameter's place."""
+    kind, own = LOW_RANK[rule]
+    params, grads = weights(rule, torch.float32), gradients(rule, torch.float32)
+    save_file(start := named([[p.clone() for p in group] for group in params]), tmp_path / "params.safetensors")
+    save_file(grads, tmp_path / "grads.safetensors")
+    groups = [{"params": group} for group in params]
+    optimizer = kind(groups, AdamW, lr=0.01, weight_decay=0.3, state="fp32", update_proj_gap=2, seed=3, **own)
+    optimizer.max_grad_norm = norm or None
+    run_python(optimizer, params, grads, 0, STEPS)
+    done = run_cpp((rule, tmp_path, 0, STEPS, norm))
+    assert done.returncode == 0, done.stderr
+    theirs = load_file(tmp_path / "params.safetensors")
+    for key, ours in named(params).items():
+        if ours.numel() > 0:
+            way = ours - start[key]
+            assert (theirs[key] - ours).norm() < 1e-5 * way.norm() and way.norm() > 0.01
 
 
 def test_schedulers_tensors_and_norms_survive(tmp_path: Path) -> None:

@@ -2,26 +2,27 @@
 
 // Optimizers around other optimizers; shoestring/optim.h includes this.
 
-#include <shoestring/export.h>
-#include <shoestring/optim.h>
-#include <torch/optim/optimizer.h>
-
-#include <functional>
+#include <cmath>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include <torch/optim/optimizer.h>
+
+#include <shoestring/export.h>
+#include <shoestring/optim.h>
+#include <shoestring/optim/low_rank.h>
+
 namespace shoestring::optim {
 
-// ---- GaLore
-// -------------------------------------------------------------------------------------------------------
+// ---- GaLore -------------------------------------------------------------------------------------------------------
 
 /// A group of parameters has its own.
 struct SHOESTRING_API GaLoreOptions {
-  /// Of the state: r. None steps every parameter as the base optimizer does; embeddings and heads are usually
-  /// left out.
+  /// Of the state: r. None steps every parameter as the base optimizer does; embeddings and heads are usually left out.
   TORCH_ARG(std::optional<int64_t>, rank) = 128;
   /// Steps between projections.
   TORCH_ARG(int64_t, update_proj_gap) = 200;
@@ -33,152 +34,102 @@ struct SHOESTRING_API GaLoreOptions {
   TORCH_ARG(int64_t, seed) = 0;
 };
 
-namespace detail {
-
-/// What GaLore has to know of a class of optimizers.
-struct BaseClass {
-  std::function<std::unique_ptr<torch::optim::Optimizer>()> make;  // without parameters
-  void (*add)(torch::optim::Optimizer& optimizer, const torch::optim::OptimizerParamGroup& group);
-  double& (*weight_decay)(torch::optim::OptimizerOptions& options);
-  std::string (*weights)(const torch::optim::OptimizerOptions& options);  // how 16-bit ones are rounded
-  bool (*fits)(const torch::optim::OptimizerOptions& options);            // are they the class's?
-  bool decay_is_a_penalty;                                                // L2, added to the gradient
-  const char* name;
-};
-
-/// The options of a class of optimizers, and whether its weight decay is an L2 penalty.
-template <class Base>
-struct BaseTraits;
-template <>
-struct BaseTraits<AdamW> {
-  using Options = AdamWOptions;
-  static constexpr bool decay_is_a_penalty = false;
-  static constexpr const char* name = "AdamW";
-};
-template <>
-struct BaseTraits<Lion> {
-  using Options = LionOptions;
-  static constexpr bool decay_is_a_penalty = false;
-  static constexpr const char* name = "Lion";
-};
-template <>
-struct BaseTraits<SGD> {
-  using Options = SGDOptions;
-  static constexpr bool decay_is_a_penalty = true;
-  static constexpr const char* name = "SGD";
-};
-
-class SHOESTRING_API GaLoreCore : public torch::optim::Optimizer {
- public:
-  /// A group without options has the defaults, of either kind.
-  void add_param_group(const torch::optim::OptimizerParamGroup& group) {
-    add_param_group(group, galore_defaults_);
-  }
-  void add_param_group(const torch::optim::OptimizerParamGroup& group, const GaLoreOptions& galore);
-
-  /// A closure computes the loss and its gradients.
-  at::Tensor step(LossClosure closure = nullptr) override;
-
-  /// Clips to this norm, over the full gradients of all parameters, within the step: grad() stays as it is.
-  /// Not saved.
-  void set_max_grad_norm(std::optional<double> max_grad_norm);
-  /// The last step's norm before clipping, an fp32 scalar; undefined without max_grad_norm.
-  const at::Tensor& grad_norm() const { return grad_norm_; }
-
-  /// P of a parameter, (min(m, n), r) in its dtype; undefined where there is none.
-  at::Tensor projection(const at::Tensor& param) const;
-  /// The optimizer that holds the state. Options belong to this one's param_groups().
-  torch::optim::Optimizer& base() { return *base_; }
-
-  /// The base's state, the projections, and the options of all groups. load refuses what does not fit, and
-  /// changes nothing then.
-  void save(torch::serialize::OutputArchive& archive) const override;
-  void load(torch::serialize::InputArchive& archive) override;
-
- protected:
-  GaLoreCore(BaseClass base, std::unique_ptr<torch::optim::OptimizerOptions> defaults, GaLoreOptions galore);
-
- private:
-  /// A parameter that is projected, and the virtual one, (r, n) or (m, r), that the base has instead.
-  struct Projected {
-    at::Tensor param, low;
-    bool left;
-    at::Tensor basis;       // undefined before the first gradient
-    int64_t age = 0, seed;  // steps taken with the basis; the next one's seed
-  };
-  struct Group {
-    GaLoreOptions options;
-    std::vector<at::Tensor> plain;
-    std::vector<Projected> projected;
-  };
-  at::Tensor clip_coef();
-  void update_base_options() const;
-  void renew(Projected& p, const at::Tensor& grad, const GaLoreOptions& options);
-
-  BaseClass class_;
-  GaLoreOptions galore_defaults_;
-  std::unique_ptr<torch::optim::Optimizer> base_;
-  std::vector<Group> groups_;
-  std::optional<double> max_grad_norm_;
-  at::Tensor grad_norm_;
-};
-
-}  // namespace detail
-
-/// GaLore (arXiv 2403.03507) around AdamW, Lion or SGD: full-parameter training with the state of a low rank
-/// r.
+/// GaLore (arXiv 2403.03507) around AdamW, Lion or SGD: full-parameter training with the state of a low rank r.
 ///
-/// The gradient G (m, n) of a matrix becomes R = P^T G, with the r leading left singular vectors of an
-/// earlier gradient in P (m, r), found by randomised subspace iteration. The base optimizer steps a virtual
-/// parameter (r, n) with R, and scale times P times its update moves the matrix; weight decay is of the whole
-/// matrix. Where n < m, P is on the right.
+/// The gradient G (m, n) of a matrix becomes R = P^T G, with the r leading left singular vectors of an earlier gradient
+/// in P (m, r), found by randomised subspace iteration. The base optimizer steps a virtual parameter (r, n) with R, and
+/// scale times P times its update moves the matrix; weight decay is of the whole matrix. Where n < m, P is on the
+/// right. What Python's GaLore computes.
 ///
 ///     GaLore<AdamW> optimizer(model->parameters(), AdamWOptions(1e-3), GaLoreOptions().rank(128));
 ///
-/// Parameters: fp32, bf16 or fp16. Those of more than two dimensions are matrices (first, all others);
-/// vectors, and matrices with fewer than r rows (columns, for a projection on the right), step as by the
-/// base. 16-bit weights are rounded once a step, to nearest. Memory: min(m, n) r elements of the parameter's
-/// dtype, and the base's state of max(m, n) r parameters. Errors: c10::Error, of an option, a dtype or an
-/// archive that does not fit.
+/// Parameters: fp32, bf16 or fp16. Those of more than two dimensions are matrices (first, all others); vectors, and
+/// matrices with fewer than r rows (columns, for a projection on the right), step as by the base. 16-bit weights are
+/// rounded once a step, to nearest. Memory: min(m, n) r elements of the parameter's dtype, and the base's state of
+/// max(m, n) r parameters. Errors: c10::Error, of an option, a dtype or an archive that does not fit.
 template <class Base>
 class GaLore : public detail::GaLoreCore {
-  using Traits = detail::BaseTraits<Base>;
-
  public:
-  using Options = typename Traits::Options;
+  using Options = typename detail::BaseTraits<Base>::Options;
   explicit GaLore(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, Options defaults = {},
                   GaLoreOptions galore = {})
-      : GaLoreCore(base_class(defaults), std::make_unique<Options>(defaults), std::move(galore)) {
+      : GaLoreCore(detail::base_class<Base>(defaults), std::make_unique<Options>(defaults)), own_(std::move(galore)) {
     for (const auto& group : param_groups) add_param_group(group);
   }
   explicit GaLore(std::vector<at::Tensor> params, Options defaults = {}, GaLoreOptions galore = {})
-      : GaLore({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults),
-               std::move(galore)) {}
+      : GaLore({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults), std::move(galore)) {}
+
+  /// A group without options has the defaults, of either kind.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group) { add_param_group(group, own_); }
+  void add_param_group(const torch::optim::OptimizerParamGroup& group, const GaLoreOptions& o) {
+    add(group, {o.rank(), o.update_proj_gap(), o.scale(), o.projection(), o.seed()});
+  }
+
+  /// P of a parameter, (min(m, n), r) in its dtype; undefined where there is none.
+  at::Tensor projection(const at::Tensor& param) const { return kept(param); }
 
  private:
-  static detail::BaseClass base_class(const Options& defaults) {
-    using torch::optim::OptimizerOptions;
-    return {
-        [defaults] {
-          return std::make_unique<Base>(std::vector<torch::optim::OptimizerParamGroup>(), defaults);
-        },
-        [](torch::optim::Optimizer& optimizer, const torch::optim::OptimizerParamGroup& group) {
-          static_cast<Base&>(optimizer).add_param_group(group);
-        },
-        [](OptimizerOptions& options) -> double& { return static_cast<Options&>(options).weight_decay(); },
-        [](const OptimizerOptions& options) -> std::string {
-          if constexpr (requires(const Options& o) { o.weights(); })
-            return static_cast<const Options&>(options).weights();
-          return "plain";
-        },
-        [](const OptimizerOptions& options) { return dynamic_cast<const Options*>(&options) != nullptr; },
-        Traits::decay_is_a_penalty,
-        Traits::name};
-  }
+  GaLoreOptions own_;
 };
 
-// ---- SAM
-// ----------------------------------------------------------------------------------------------------------
+// ---- APOLLO -------------------------------------------------------------------------------------------------------
+
+/// A group of parameters has its own.
+struct SHOESTRING_API APOLLOOptions {
+  /// Of the state: r; none: no projection.
+  TORCH_ARG(std::optional<int64_t>, rank) = 128;
+  /// Steps between random projections.
+  TORCH_ARG(int64_t, update_proj_gap) = 200;
+  /// What the update of a projected parameter is multiplied by. (The authors' code takes the square of it.)
+  TORCH_ARG(double, scale) = 1.0;
+  /// "channel", or "tensor": one factor for all of a parameter.
+  TORCH_ARG(std::string, scale_type) = "channel";
+  /// Of the projections.
+  TORCH_ARG(int64_t, seed) = 0;
+
+ public:
+  /// APOLLO-Mini's: rank 1, one factor for each parameter, and a scale of the root of 128.
+  static APOLLOOptions mini() { return APOLLOOptions().rank(1).scale(std::sqrt(128.0)).scale_type("tensor"); }
+};
+
+/// APOLLO (arXiv 2412.05270) around AdamW, or Lion or SGD: step sizes by channel, with the state of a low rank r.
+///
+/// The gradient G (m, n) of a matrix, m <= n, becomes R = P G, (r, n), with random P. The base optimizer steps a
+/// virtual parameter with R, at a learning rate of 1; its update U (r, n) tells how much G is scaled, in every column
+/// j: W -= lr scale G norm(U[:, j]) / norm(R[:, j]), the norm of which grows by 1 % a step at most. Where n < m, rows
+/// are the channels. P is made from a seed whenever it is needed, and from a new one every update_proj_gap steps. What
+/// Python's APOLLO computes, with the same random numbers; with APOLLOOptions::mini(), its APOLLOMini.
+///
+///     APOLLO<AdamW> optimizer(model->parameters(), AdamWOptions(1e-3), APOLLOOptions().rank(128));
+///
+/// Parameters, rounding and errors: as GaLore's. Memory: 4 bytes a matrix, and the base's state of max(m, n) r
+/// parameters.
+template <class Base>
+class APOLLO : public detail::APOLLOCore {
+ public:
+  using Options = typename detail::BaseTraits<Base>::Options;
+  explicit APOLLO(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, Options defaults = {},
+                  APOLLOOptions apollo = {})
+      : APOLLOCore(detail::base_class<Base>(defaults), std::make_unique<Options>(defaults)), own_(std::move(apollo)) {
+    for (const auto& group : param_groups) add_param_group(group);
+  }
+  explicit APOLLO(std::vector<at::Tensor> params, Options defaults = {}, APOLLOOptions apollo = {})
+      : APOLLO({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults), std::move(apollo)) {}
+
+  /// A group without options has the defaults, of either kind.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group) { add_param_group(group, own_); }
+  void add_param_group(const torch::optim::OptimizerParamGroup& group, const APOLLOOptions& o) {
+    add(group, {o.rank(), o.update_proj_gap(), o.scale(), o.scale_type(), o.seed()});
+  }
+
+  /// The norm of a parameter's last update, before lr and scale: fp32; undefined where there is none.
+  at::Tensor update_norm(const at::Tensor& param) const { return kept(param); }
+
+ private:
+  APOLLOOptions own_;
+};
+
+// ---- SAM ----------------------------------------------------------------------------------------------------------
 
 struct SHOESTRING_API SAMOptions {
   SAMOptions(double rho = 0.05) : rho_(rho) {}

@@ -1,0 +1,65 @@
+#include <cmath>
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+
+#include <shoestring/optim_wrappers.h>
+
+#include "optim/subspace.h"
+
+namespace shoestring::optim::detail {
+
+using at::Tensor;
+
+namespace {
+
+constexpr double kNormGrowth = 1.01;  // the most that the norm of an update grows by from step to step; the paper's
+
+}  // namespace
+
+APOLLOCore::APOLLOCore(BaseClass base, std::unique_ptr<torch::optim::OptimizerOptions> defaults)
+    : LowRankCore({"APOLLO", "scale_type", "norm", /*unit_lr=*/true}, std::move(base), std::move(defaults)) {}
+
+void APOLLOCore::check(const LowRankOptions& o) const {
+  expect(o.kind == "channel" || o.kind == "tensor", "scale_type", "\"channel\" or \"tensor\"", "\"" + o.kind + "\"");
+}
+
+std::pair<at::ScalarType, std::vector<int64_t>> APOLLOCore::kept_as(const Projected&, const LowRankOptions&) const {
+  return {at::kFloat, {}};
+}
+
+Tensor APOLLOCore::down(Projected& p, const Tensor& grad, const LowRankOptions& o) {
+  if (!p.kept.defined()) {
+    p.kept = at::zeros({}, grad.options().dtype(at::kFloat));
+  } else if (p.age >= o.update_proj_gap) {
+    p.age = 0;
+    p.seed = mix({p.seed});
+  }
+  ++p.age;
+  const Tensor basis = normal(p.left ? grad.size(0) : grad.size(1), *o.rank, p.seed, grad.device());
+  return project(grad, basis / std::sqrt(static_cast<double>(*o.rank)), p.left);
+}
+
+void APOLLOCore::up(Projected& p, const Tensor& clip, const LowRankOptions& o, double lr, double decay,
+                    bool maximize) {
+  const Tensor grad = p.param.grad().flatten(1);
+  const auto norm = [&](const Tensor& x) {  // of a channel, summed over the side that was projected
+    at::OptionalIntArrayRef dim;
+    const int64_t along = p.left ? 0 : 1;
+    if (o.kind == "channel") dim = at::IntArrayRef(along);
+    return at::linalg_vector_norm(x, 2, dim, /*keepdim=*/true, at::kFloat);
+  };
+  const Tensor below = norm(p.low.grad());
+  Tensor factor = at::where(below == 0, 0.0, norm(p.low.detach()) / below);
+  if (clip.defined()) factor = factor * clip;
+  const Tensor size = at::linalg_vector_norm(factor * norm(grad));
+  const Tensor limit = at::where(p.kept == 0, 1.0, (kNormGrowth * p.kept / size).clamp_max(1)).to(at::kFloat);
+  p.kept.copy_(size * limit);
+  factor.mul_(limit * (maximize ? 1.0 : -1.0) * o.scale * lr);
+  change_rows(p.param, 1 - lr * decay, [&](int64_t first, int64_t count, const Tensor& rows) {
+    const bool by_row = o.kind == "channel" && !p.left;
+    rows.addcmul_(grad.narrow(0, first, count).to(at::kFloat), by_row ? factor.narrow(0, first, count) : factor);
+  });
+}
+
+}  // namespace shoestring::optim::detail

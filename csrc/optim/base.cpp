@@ -16,6 +16,11 @@ namespace {
 
 std::optional<Tensor> some(const Tensor& t) { return t.defined() ? std::optional<Tensor>(t) : std::nullopt; }
 
+// A number as the operators take it.
+std::optional<Tensor> number_on(at::Device device, const Tensor& t) {
+  return some(t.defined() ? t.to(device, at::kFloat, /*non_blocking=*/true) : t);
+}
+
 }  // namespace
 
 const char* Core::name() const {
@@ -103,6 +108,7 @@ void Core::step() {
     for (Arena& arena : layout(g).arenas) calls.push_back({g, &arena, {}, {}});
   }
   for (Call& call : calls) gather(call);
+  find_inf(calls);
   const Tensor coefficient = clip(calls);
   for (const Call& call : calls) step_arena(call.group, *call.arena, call.grads, call.accumulated, coefficient);
   drop_sums();
@@ -118,7 +124,9 @@ void Core::step_arena(size_t group, const Arena& arena, const std::vector<Tensor
                            {"step", arena.step},
                            {"lr", o.get_lr()},
                            {"maximize", Access::maximize(o)},
-                           {"clip_coef", clip_coef.defined() ? some(clip_coef.to(arena.kind.device)) : std::nullopt},
+                           {"grad_scale", number_on(arena.kind.device, grad_scale_)},
+                           {"clip_coef", number_on(arena.kind.device, clip_coef)},
+                           {"found_inf", number_on(arena.kind.device, found_inf_)},
                            {"accumulated", some(accumulated)},
                            {"stochastic_rounding", Access::weights(o) == "stochastic"},
                            {"seed", Access::seed(o)},

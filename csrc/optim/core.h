@@ -38,6 +38,7 @@ struct Core : std::enable_shared_from_this<Core> {
   /// The group's arenas: of parameters that have state or a gradient (or will have, in backward).
   Layout& layout(size_t group);
   void step();
+  Tensor scaled_step(const Tensor& scale, const Tensor& skip);
   void step_arena(size_t group, const Arena& arena, const std::vector<Tensor>& grads, const Tensor& accumulated,
                   const Tensor& clip_coef);
 
@@ -72,13 +73,16 @@ struct Core : std::enable_shared_from_this<Core> {
   void add(const Tensor& param);
   std::vector<Tensor> into_arena(Arena& arena);
   void gather(Call& call);
+  void find_inf(const std::vector<Call>& calls);
   void drop_sums();
+  static std::vector<Tensor> gradients_of(const std::vector<Call>& calls);
   Tensor clip(const std::vector<Call>& calls);
   Tensor clip_coef() const;
   void step_alone(const Tensor& param);
   void find_alone();
   void finish_backward();
 
+  Tensor grad_scale_, found_inf_;         // of a scaled step, while it runs; the latter whether to skip
   std::unordered_map<Key, Tensor> sums_;  // of gradients, views of arenas once there are any
   std::unordered_set<Key> pending_;       // parameters whose sum is not empty
   std::vector<Tensor> used_;              // sums that stand for gradients, and have to become zero

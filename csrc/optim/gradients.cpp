@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -25,7 +26,7 @@ struct Hook final : torch::autograd::PostAccumulateGradHook {
 };
 
 // The norm of all gradients together, fp32 on the first one's device; nothing waits for it.
-Tensor total_norm(const std::vector<Tensor>& grads) {
+Tensor total_norm(const std::vector<Tensor>& grads, double order = 2) {
   std::vector<std::vector<Tensor>> by_kind;  // the one-launch norm takes one of them at a time
   for (const Tensor& g : grads) {
     const auto found = std::find_if(by_kind.begin(), by_kind.end(), [&](const auto& same) {
@@ -35,11 +36,11 @@ Tensor total_norm(const std::vector<Tensor>& grads) {
   }
   std::vector<Tensor> norms;
   for (const auto& same : by_kind) {
-    for (const Tensor& norm : at::_foreach_norm(same, 2, at::kFloat)) {
+    for (const Tensor& norm : at::_foreach_norm(same, order, at::kFloat)) {
       norms.push_back(norms.empty() ? norm : norm.to(norms[0].device()));
     }
   }
-  return at::linalg_vector_norm(at::stack(norms));
+  return at::linalg_vector_norm(at::stack(norms), order);
 }
 
 }  // namespace
@@ -109,11 +110,12 @@ void Core::gather(Call& call) {
   for (const Tensor& p : call.arena->params) call.grads.push_back(p.grad());
   if (!any_pending(*call.arena)) return;
   const auto views = into_arena(*call.arena);
+  const bool whole = max_grad_norm || grad_scale_.defined();
   for (size_t i = 0; i < views.size(); ++i) {
     const Tensor& p = call.arena->params[i];
     if (!is_pending(p)) continue;
     Tensor& grad = call.grads[i];
-    if (max_grad_norm) {
+    if (whole) {
       used_.push_back(views[i]);
       if (grad.defined()) views[i].add_(grad);
       grad = views[i];
@@ -121,13 +123,53 @@ void Core::gather(Call& call) {
       grad = at::zeros_like(p);
     }
   }
-  if (!max_grad_norm) call.accumulated = call.arena->accumulated;
+  if (!whole) call.accumulated = call.arena->accumulated;
 }
 
 void Core::drop_sums() {
   for (const Tensor& view : used_) view.zero_();
   used_.clear();
   pending_.clear();
+}
+
+// ---- scaled losses ------------------------------------------------------------------------------------------------
+
+std::vector<Tensor> Core::gradients_of(const std::vector<Call>& calls) {
+  std::vector<Tensor> grads;
+  for (const Call& call : calls) {
+    for (const Tensor& g : call.grads) {
+      if (g.defined()) grads.push_back(g);
+    }
+  }
+  return grads;
+}
+
+// The largest element, since a sum of squares may overflow where all gradients are finite.
+void Core::find_inf(const std::vector<Call>& calls) {
+  if (!grad_scale_.defined()) return;
+  auto grads = gradients_of(calls);
+  std::erase_if(grads, [](const Tensor& g) { return g.numel() == 0; });  // which have no largest
+  Tensor found = grads.empty() ? at::zeros({}, grad_scale_.options())
+                               : total_norm(grads, INFINITY).isfinite().logical_not().to(at::kFloat);
+  if (found_inf_.defined()) found = found.logical_or(found_inf_.to(found.device()).reshape({})).to(at::kFloat);
+  found_inf_ = found;
+}
+
+Tensor Core::scaled_step(const Tensor& scale, const Tensor& skip) {
+  const auto is_number = [](const Tensor& t) { return t.scalar_type() == at::kFloat && t.numel() == 1; };
+  const auto received = [](const Tensor& t) {
+    return t.defined() ? c10::str(t.scalar_type(), " of shape ", t.sizes()) : std::string("none");
+  };
+  expect(scale.defined() && is_number(scale), name(), "grad_scale", "one fp32 number", received(scale));
+  expect(!skip.defined() || is_number(skip), name(), "found_inf", "one fp32 number, or none", received(skip));
+  expect(!step_in_backward, name(), "scaled_step",
+         "no steps within backward, which come before it is known whether all gradients are finite", "some");
+  const auto done = [this](void*) { grad_scale_ = found_inf_ = Tensor(); };
+  const std::unique_ptr<void, decltype(done)> guard(this, done);
+  grad_scale_ = scale;
+  found_inf_ = skip;
+  step();
+  return found_inf_;
 }
 
 // ---- clipping -----------------------------------------------------------------------------------------------------
@@ -137,14 +179,10 @@ Tensor Core::clip(const std::vector<Call>& calls) {
   if (step_in_backward) return {};
   grad_norm = Tensor();
   if (!max_grad_norm) return {};
-  std::vector<Tensor> grads;
-  for (const Call& call : calls) {
-    for (const Tensor& g : call.grads) {
-      if (g.defined()) grads.push_back(g);
-    }
-  }
+  const auto grads = gradients_of(calls);
   if (grads.empty()) return {};
   grad_norm = total_norm(grads);
+  if (grad_scale_.defined()) grad_norm = grad_norm / grad_scale_.to(grad_norm.device()).squeeze();
   return clip_coef();
 }
 
@@ -204,6 +242,11 @@ void LowMemoryOptimizer::set_max_grad_norm(std::optional<double> max_grad_norm) 
   expect(!max_grad_norm || *max_grad_norm > 0, core_->name(), "max_grad_norm", "a number above 0, or none",
          max_grad_norm.value_or(0));
   core_->max_grad_norm = max_grad_norm;
+}
+
+Tensor LowMemoryOptimizer::scaled_step(const Tensor& grad_scale, const Tensor& found_inf) {
+  at::NoGradGuard no_grad;
+  return core_->scaled_step(grad_scale, found_inf);
 }
 
 const Tensor& LowMemoryOptimizer::grad_norm() const { return core_->grad_norm; }

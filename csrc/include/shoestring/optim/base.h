@@ -122,6 +122,19 @@ class SHOESTRING_API LowMemoryOptimizer : public torch::optim::Optimizer {
 
   at::Tensor step(LossClosure closure = nullptr) override;
 
+  /// A step with gradients of a loss that was multiplied by grad_scale (fp32, one element), for training in fp16: they
+  /// are divided by it within the step, before clipping; grad() stays as it is. Where any gradient of the optimizer is
+  /// not finite, sums of micro-batches included, or found_inf is given and not zero, nothing changes (but that sums are
+  /// dropped). Returns whether that was so, 1 or 0, fp32 on a gradient's device; nothing waits for it. What
+  /// torch.amp.GradScaler does in Python:
+  ///
+  ///     at::Tensor scale = at::full({}, 65536.0, device), tracker = at::zeros({}, scale.options().dtype(at::kInt));
+  ///     (loss * scale).backward();
+  ///     at::_amp_update_scale_(scale, tracker, optimizer.scaled_step(scale), 2.0, 0.5, 2000);
+  ///
+  /// Not with steps within backward.
+  at::Tensor scaled_step(const at::Tensor& grad_scale, const at::Tensor& found_inf = {});
+
   /// Clips the gradients to this norm, over all parameters that have one, as torch::nn::utils::clip_grad_norm_ does,
   /// but within the step: grad() stays as it is. Not saved.
   void set_max_grad_norm(std::optional<double> max_grad_norm);

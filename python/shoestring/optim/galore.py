@@ -54,8 +54,8 @@ class GaLore(LowRankOptimizer):
     16-bit weights: decay and update are added in fp32, and rounded once, to nearest (``weights="plain"``). A gradient
     that is zero or not finite gives no projection: the last one, or a random one, stays until the next step. Parameter
     groups, schedulers, hooks, closures and state dicts work as in ``torch.optim``; a GradScaler unscales, and skips, by
-    itself. A new projection waits for the device; a step can not be captured in a CUDA graph, and has no DTensor
-    parameters.
+    itself. A new projection waits for the device; a step can not be captured in a CUDA graph. DTensor parameters are
+    refused: a projection is of a whole matrix.
 
     ``state[p]`` holds ``projection`` (s, r), ``projection_age`` (steps) and ``seed`` (of the next one) beside the
     base's entries, of the virtual parameter's shape.

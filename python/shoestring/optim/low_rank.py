@@ -13,6 +13,7 @@ from shoestring.optim.projections import is_left
 from shoestring.optim.schedule_free_adamw import ScheduleFreeAdamW
 from shoestring.optim.sgd import SGD
 from shoestring.optim.virtual import DTYPES, VirtualParameters
+from shoestring.optim.whole import expect_whole
 
 FORMAT_VERSION = 1
 
@@ -131,9 +132,9 @@ class LowRankOptimizer(Optimizer):
     def _shapes(self, group: dict[str, Any]) -> list[tuple[int, int] | None]:
         """The virtual parameters' of a group, whose own are checked."""
         for i, p in enumerate(group["params"]):
+            expect_whole(self._name, i, p)  # also of those that are not projected: norms are of all gradients
             if self._shape(p, group) is not None:
                 self._expect(p.dtype in DTYPES, f"params[{i}]", "fp32, bf16 or fp16", p.dtype)
-                self._expect(not hasattr(p, "device_mesh"), f"params[{i}]", "a local tensor", type(p).__name__)
         return [self._shape(p, group) for p in group["params"]]
 
     @_disable_dynamo

@@ -8,16 +8,21 @@ from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.sharded import is_dtensor
 
 
+def expect_whole(name: str, index: int, param: Tensor) -> None:
+    """Raises ValueError where a process may have a part of a parameter alone."""
+    if is_dtensor(param):
+        raise ValueError(
+            f"{name}: params[{index}]: expected a tensor that each process has in full, received a DTensor; "
+            "use shoestring.optim.AdamW, Lion or SGD with sharded parameters"
+        )
+
+
 class WholeTensorOptimizer(LowMemoryOptimizer):
     """Refuses parameters of which a process has a part: its norms and products would be those of the part."""
 
     def _check_param(self, index: int, param: Tensor) -> None:
         """Raises ValueError where a parameter does not fit."""
-        if is_dtensor(param):
-            raise ValueError(
-                f"{self._name}: params[{index}]: expected a tensor that each process has in full, received a DTensor; "
-                "use shoestring.optim.AdamW, Lion or SGD with sharded parameters"
-            )
+        expect_whole(self._name, index, param)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as in ``torch.optim.Optimizer``; its options and parameters are checked first."""

@@ -1,0 +1,68 @@
+"""Several processes on a CPU (Gloo), and a model that they train."""
+
+import multiprocessing
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+
+# A server that has imported everything forks the processes: importing torch takes each of them seconds.
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch._dynamo", "pytest", "shoestring"]
+)
+
+
+def _process(rank: int, world: int, store: str, task: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    torch.manual_seed(1234)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+    task(rank, *arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(world: int, folder: Path, task: Callable[..., None], *arguments: Any) -> None:
+    """Runs the task in so many processes; the first exception comes back."""
+    store = folder / f"store{len(list(folder.iterdir()))}"
+    torch.multiprocessing.start_processes(
+        _process, (world, str(store), task, arguments), nprocs=world, start_method="forkserver"
+    )
+
+
+def model(dtype: torch.dtype = torch.float32) -> Module:
+    """Rows of whole blocks and of less; 3 rows, which leave one of four processes without any."""
+    generator = torch.Generator().manual_seed(7)
+    found = torch.nn.Sequential(torch.nn.Linear(256, 64), torch.nn.Tanh(), torch.nn.Linear(64, 3))
+    for p in found.parameters():
+        torch.nn.init.normal_(p, std=0.1, generator=generator)
+    return found.to(dtype)
+
+
+def batch(step: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(8, 256, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def train(net: Module, opt: torch.optim.Optimizer, steps: range, batches: Callable[[int], Tensor] = batch) -> None:
+    for step in steps:
+        opt.zero_grad()
+        net(batches(step)).square().mean().backward()
+        opt.step()
+
+
+def whole(p: Tensor) -> Tensor:
+    return p.full_tensor() if isinstance(p, DTensor) else p
+
+
+def assert_replicated(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    others = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(others, tensor.contiguous(), group=group)
+    assert all(torch.equal(tensor, other) for other in others)

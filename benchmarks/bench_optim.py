@@ -16,7 +16,17 @@ from common import Candidates, Report, arguments, copy_probe, graphed, interleav
 from torch import Tensor
 from torch.nn import Parameter
 
-from shoestring.optim import SGD, AdamW, Lion
+from shoestring.optim import (
+    CAME,
+    LAMB,
+    SGD,
+    Adafactor,
+    AdamW,
+    AdEMAMix,
+    Lion,
+    Muon,
+    ScheduleFreeAdamW,
+)
 
 Maker = Callable[[list[Parameter]], torch.optim.Optimizer]
 Makers = dict[str, Maker]
@@ -32,16 +42,25 @@ class Rule:
 
     name: str
     ours: Callable[..., torch.optim.Optimizer]
+    twin: str
     torch: Maker
     bitsandbytes: str | None = None
     shape: tuple[int, ...] = (4096, 4096)
 
 
 RULES = [
-    # torch has no Lion: its AdamW stands beside it.
-    Rule("Lion", Lion, lambda p: fused(p), "Lion8bit"),
-    Rule("SGD with momentum", functools.partial(SGD, momentum=0.9),
+    # What torch has no twin of stands beside its AdamW.
+    Rule("Lion", Lion, "AdamW fused", lambda p: fused(p), "Lion8bit"),
+    Rule("AdEMAMix", AdEMAMix, "AdamW fused", lambda p: fused(p), "AdEMAMix8bit"),
+    Rule("ScheduleFreeAdamW", ScheduleFreeAdamW, "AdamW fused", lambda p: fused(p)),
+    Rule("LAMB", LAMB, "AdamW fused", lambda p: fused(p), "LAMB8bit"),
+    Rule("SGD with momentum", functools.partial(SGD, momentum=0.9), "SGD fused",
          lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, fused=True), "SGD8bit"),
+    # Matrices of a layer's size: Muon's products grow with the cube of it.
+    Rule("Adafactor, with a mean", functools.partial(Adafactor, beta1=0.9), "Adafactor, without",
+         torch.optim.Adafactor, shape=(2048, 2048)),
+    Rule("CAME", CAME, "Adafactor", torch.optim.Adafactor, shape=(2048, 2048)),
+    Rule("Muon", Muon, "Muon", lambda p: torch.optim.Muon(p), shape=(1024, 1024)),
 ]  # fmt: skip
 
 
@@ -171,7 +190,7 @@ def other_rules(options: argparse.Namespace, report: Report) -> None:
         shape = (512, 512) if options.quick else rule.shape
         params, grads = tensors(1, shape, torch.float32, options.device)
         makers: Makers = {f"shoestring {state}": functools.partial(rule.ours, state=state) for state in STATE_BYTES}
-        makers["torch AdamW fused" if rule.name == "Lion" else "torch"] = rule.torch
+        makers[f"torch {rule.twin}"] = rule.torch
         if rule.bitsandbytes is not None:
             makers |= bitsandbytes(options.device, rule.bitsandbytes)
         times = interleave(steppers(makers, params, grads), options.repeats, options.device)

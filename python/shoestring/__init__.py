@@ -15,9 +15,11 @@ from shoestring.ops import (  # noqa: E402
     lora_linear,
     quantize_4bit,
 )
+from shoestring.patching import PatchReport, patch  # noqa: E402
 from shoestring.quantized_tensor import QuantizedTensor  # noqa: E402
 
 __all__ = [
+    "PatchReport",
     "QuantizedTensor",
     "build",
     "cmake_prefix_path",
@@ -29,5 +31,6 @@ __all__ = [
     "lora_linear",
     "nn",
     "optim",
+    "patch",
     "quantize_4bit",
 ]

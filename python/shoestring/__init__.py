@@ -11,9 +11,11 @@ from shoestring.ops import (  # noqa: E402
     dequantize_4bit,
     linear_4bit,
     linear_cross_entropy,
+    linear_cross_entropy_shard,
     linear_cross_entropy_with_stats,
     lora_linear,
     quantize_4bit,
+    vocab_parallel_linear_cross_entropy,
 )
 from shoestring.patching import PatchReport, patch  # noqa: E402
 from shoestring.quantized_tensor import QuantizedTensor  # noqa: E402
@@ -26,6 +28,7 @@ __all__ = [
     "dequantize_4bit",
     "linear_4bit",
     "linear_cross_entropy",
+    "linear_cross_entropy_shard",
     "linear_cross_entropy_with_stats",
     "lora",
     "lora_linear",
@@ -33,4 +36,5 @@ __all__ = [
     "optim",
     "patch",
     "quantize_4bit",
+    "vocab_parallel_linear_cross_entropy",
 ]

@@ -38,6 +38,7 @@ from shoestring.ops.quantize_state_4bit import (
 )
 from shoestring.ops.schedule_free_adamw import schedule_free_adamw_, schedule_free_adamw_reference
 from shoestring.ops.sgd import sgd_, sgd_reference
+from shoestring.ops.vocab_parallel import linear_cross_entropy_shard, vocab_parallel_linear_cross_entropy
 
 __all__ = [
     "LinearCrossEntropyOptions",
@@ -66,6 +67,7 @@ __all__ = [
     "linear_4bit_reference",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
+    "linear_cross_entropy_shard",
     "linear_cross_entropy_with_stats",
     "lion_",
     "lion_reference",
@@ -83,4 +85,5 @@ __all__ = [
     "schedule_free_adamw_reference",
     "sgd_",
     "sgd_reference",
+    "vocab_parallel_linear_cross_entropy",
 ]

@@ -305,7 +305,7 @@ def test_compiled() -> None:
 
 
 def test_trainer(tmp_path: Path) -> None:
-    """Trainer's num_items_in_batch, accumulation and evaluation: the same losses and weights as with the plain model."""
+    """Trainer's num_items_in_batch, accumulation and evaluation: losses and weights are those of the plain model."""
     plain = build()
     model = copy.deepcopy(plain)
     shoestring.patch(model)
@@ -326,3 +326,27 @@ def test_trainer(tmp_path: Path) -> None:
     assert histories[0] == pytest.approx(histories[1], rel=1e-4)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert relative_error(ours, theirs) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["Cohere", "GPT2", "Gemma2"])
+def test_the_commands_loss(name: str) -> None:
+    """Labels of the positions themselves, summed, as the training commands have them."""
+    from shoestring.training.models import fused_loss, plain_loss
+
+    model = build(name)
+    expected = plain_loss(model)(**own_positions())
+    assert relative_error(fused_loss(model, 0)(**own_positions()), expected) < 1e-6
+
+
+def own_positions() -> dict[str, Tensor]:
+    ids = torch.arange(22).view(2, 11)
+    return {"inputs": ids[:, :-1], "labels": ids[:, 1:]}
+
+
+def test_the_commands_refuse_a_model_that_shifts_in_any_case() -> None:
+    from shoestring.data.errors import InputError
+    from shoestring.training.models import fused_loss
+
+    kind = type("Shifting", (Biased,), {"change": staticmethod(lambda logits: logits)})
+    with pytest.raises(InputError, match="--model: expected a loss of .* use --plain"):
+        fused_loss(kind(transformers.LlamaConfig(**SMALL)), 0)

@@ -150,11 +150,10 @@ def targets_nobody_has(rank: int) -> None:
     x = case()
     mine = slice(0, 25) if rank == 0 else slice(25, VOCAB)
     target = x["target"].where(x["target"] != -100, VOCAB)
-    for first in (mine.start, None):  # None: 25 and 36 classes are not equally many, and 25 to 35 nobody's
+    unequal = torch.full((TOKENS,), 30)  # 25 and 36 classes taken for equally many: 25 to 35 are nobody's
+    for first, wrong in ((mine.start, target), (None, unequal)):
         with pytest.raises(IndexError, match="expected each class to be one process's"):
-            shoestring.vocab_parallel_linear_cross_entropy(
-                x["hidden"], x["weight"][mine], target if first is not None else torch.full((TOKENS,), 30), first_class=first
-            )
+            shoestring.vocab_parallel_linear_cross_entropy(x["hidden"], x["weight"][mine], wrong, first_class=first)
     equal = slice(rank * 30, rank * 30 + 30)
     target = x["target"].clamp(max=59)
     found = shoestring.vocab_parallel_linear_cross_entropy(x["hidden"], x["weight"][equal], target)

@@ -22,7 +22,6 @@ from shoestring.training.adapters import apply_lora, merge_adapter, save_adapter
 from shoestring.training.config import FinetuneConfig, Fingerprint
 from shoestring.training.models import (
     check_model_directory,
-    check_same_loss,
     fused_loss,
     load_model,
     locate_model,
@@ -60,8 +59,7 @@ def finetune(
         model = load_model(folder, base_dtype)
         if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
             raise InputError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model's embedding fewer")
-        if not config.plain:
-            check_same_loss(model, rows[0].rows([0])[0], config.workspace_mb)
+        fused = None if config.plain else fused_loss(model, config.workspace_mb)
         if not config.full:
             model = apply_lora(model, config)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -74,10 +72,10 @@ def finetune(
             else:
                 save_adapter(model, target, config.plain)
 
-        make_loss = (lambda: plain_loss(model)) if config.plain else (lambda: fused_loss(model, config.workspace_mb))
+        loss = fused or plain_loss(model)
         result = "model" if config.full else "adapter"
         with Console(config.steps) as console:
-            summary = execute(config, options, fingerprint, model, make_loss, rows, console, baseline, save, result)
+            summary = execute(config, options, fingerprint, model, lambda: loss, rows, console, baseline, save, result)
         if merge:
             del model
             base = merge_adapter(load_model(folder, base_dtype), run / "adapter", config.plain)

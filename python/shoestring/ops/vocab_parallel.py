@@ -53,9 +53,9 @@ def linear_cross_entropy_shard(
     """One shard's part of ``linear_cross_entropy``: the caller puts the parts together, by collectives of its own.
 
     With m the maximum of lse over the shards, the global log-sum-exp is ``m + log(sum(exp(lse - m)))`` over them, and a
-    token's loss is that less the sum of ``target_logit``. Differentiating it gives weight's and bias's gradients of each
-    shard; hidden's is the sum of what the shards have. The (tokens, classes) logits never exist; the backward pass
-    computes them again.
+    token's loss is that less the sum of ``target_logit``. Differentiating it gives weight's and bias's gradients of
+    each shard; hidden's is the sum of what the shards have. The (tokens, classes) logits never exist; the backward
+    pass computes them again.
 
     Args:
         hidden: (..., features), the same on every shard.

@@ -51,10 +51,10 @@ def patch(model: nn.Module, *, logits: bool = False, workspace_mb: int = 0) -> P
 
     With ``labels``, its forward then goes as ever, but from the output layer on: the loss is
     ``shoestring.linear_cross_entropy`` of the hidden states, and ``logits`` of what it returns is None. Without labels,
-    in ``generate`` for one, it is the model's own. What the model does to its logits before the loss (a softcap, a scale)
-    is taken from its own forward while that runs, as are shift, ``shift_labels``, ``num_items_in_batch`` and
-    ``logits_to_keep``; what cannot be done without logits is refused. A head with LoRA (ours or PEFT's), or in 4 bits, is
-    honoured, and so is one that gets there later.
+    in ``generate`` for one, or with a ``loss_function`` that the user has set, it is the model's own. What the model
+    does to its logits before the loss (a softcap, a scale) is taken from its own forward while that runs, as are shift,
+    ``shift_labels``, ``num_items_in_batch`` and ``logits_to_keep``; what cannot be done without logits is refused. A
+    head with LoRA (ours or PEFT's), or in 4 bits, is honoured, and so is one that gets there later.
 
     Only this instance changes: it gets a class of its own, derived from its class and with that one's name. A deep copy
     of it, and what is unpickled, is the plain model. Undo, or not, before ``save_pretrained``: the files are the same.
@@ -74,7 +74,7 @@ def patch(model: nn.Module, *, logits: bool = False, workspace_mb: int = 0) -> P
     target = model.get_base_model() if hasattr(model, "get_base_model") else model
     name = type(target).__name__
     if RECORDING in target.__dict__:
-        raise ValueError(f"shoestring.patch: model: this {name} is patched already; call undo() of the first report before")
+        raise ValueError(f"shoestring.patch: model: this {name} is patched already; undo the first report before")
     head_name = _head_name(target)
     if has_meta(target):
         raise ValueError(f"shoestring.patch: model: this {name} is on the meta device; load its weights before")
@@ -85,7 +85,8 @@ def patch(model: nn.Module, *, logits: bool = False, workspace_mb: int = 0) -> P
     def undo() -> None:
         if type(target) is not patched:
             raise RuntimeError(
-                f"PatchReport.undo: model: its class was changed to {type(target).__name__} after patch; undo that before"
+                f"PatchReport.undo: model: expected {name} as patched, received {type(target).__name__}, changed after "
+                "that; take that back before"
             )
         target.__class__ = original
         target.__dict__.pop(RECORDING, None)
@@ -112,8 +113,8 @@ def patch(model: nn.Module, *, logits: bool = False, workspace_mb: int = 0) -> P
     if not abs(own - ours) <= tolerance * max(1.0, abs(own)):
         report.undo()
         raise ValueError(
-            f"shoestring.patch: model: expected the loss of {name}, {own:.5f} on eight tokens, received {ours:.5f} without "
-            "logits; leave this model unpatched"
+            f"shoestring.patch: model: expected the loss of {name}, {own:.5f} on eight tokens, received {ours:.5f} "
+            "without logits; leave this model unpatched"
         )
     return report
 

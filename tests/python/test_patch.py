@@ -13,7 +13,6 @@ from conftest import relative_error
 from torch import Tensor, nn
 
 import shoestring
-from shoestring.nn import Linear4bit
 
 transformers = pytest.importorskip("transformers")
 
@@ -84,8 +83,7 @@ def test_loss_and_gradients(name: str) -> None:
     plain = copy.deepcopy(model)
     shoestring.patch(model)
     inputs = batch()
-    out = model(**inputs)
-    assert out.logits is None and "logits" not in out
+    assert "logits" not in model(**inputs)
     assert_same(model, plain, inputs)
     assert_same(model, plain, {**inputs, "num_items_in_batch": torch.tensor(7)})
     assert_same(model, plain, {**inputs, "shift_labels": inputs["labels"].roll(-1, 1)})
@@ -124,14 +122,21 @@ def test_undo_restores_everything() -> None:
     report = shoestring.patch(model)
     assert type(model) is not kind and type(model).__name__ == kind.__name__ and isinstance(model, kind)
     assert model.lm_head is head and "lm_head" in str(report)
-    other = build()
-    assert other(**batch()).logits is not None  # only this instance
+    assert build()(**batch()).logits is not None  # only this instance
     model(**batch())
     report.undo()
     report.undo()
     assert type(model) is kind and model.__dict__.keys() == attributes.keys()
     assert all(model.__dict__[key] is value for key, value in attributes.items())
     assert model(**batch()).logits is not None
+
+
+def test_a_loss_of_the_users_gets_logits() -> None:
+    model = build()
+    shoestring.patch(model)
+    model.loss_function = lambda logits, labels, **_: logits.square().sum()
+    out = model(**batch())
+    assert out.loss == out.logits.square().sum()
 
 
 def test_patched_twice_is_refused() -> None:
@@ -200,64 +205,6 @@ def test_a_learned_factor() -> None:
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-7)
 
 
-def test_heads_that_are_refused() -> None:
-    model = build()
-    model.lm_head.register_forward_hook(lambda *_: None)
-    with pytest.raises(TypeError, match="output layer: hooks"):
-        shoestring.patch(model)
-    model = build(tie_word_embeddings=False)
-    torch.nn.utils.parametrizations.weight_norm(model.lm_head)
-    with pytest.raises(TypeError, match="ParametrizedLinear; expected nn.Linear"):
-        shoestring.patch(model)
-    with pytest.raises(TypeError, match="expected a Hugging Face causal language model"):
-        shoestring.patch(nn.Linear(3, 3))
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
-    with pytest.raises(ValueError, match="meta device"):
-        shoestring.patch(model)
-
-
-def adapted(lora_B: Tensor) -> None:
-    nn.init.normal_(lora_B, std=0.5)  # starts at zero
-
-
-def test_our_adapter_on_the_head_and_4_bits() -> None:
-    model = build(tie_word_embeddings=False)
-    shoestring.patch(model)  # before: the head that it finds is the one of the time
-    shoestring.lora.apply(model, rank=4, alpha=8, target_modules=["lm_head"], quantize="nf4")
-    adapted(model.lm_head.lora_B["default"])
-    assert_same(model, copy.deepcopy(model), batch())
-    assert model.lm_head.lora_A["default"].grad is not None
-    quantised = build(tie_word_embeddings=False)
-    quantised.lm_head = Linear4bit.from_linear(quantised.lm_head)
-    plain = copy.deepcopy(quantised)
-    shoestring.patch(quantised)
-    assert_same(quantised, plain, batch())
-    dropped = build(tie_word_embeddings=False)
-    shoestring.lora.apply(dropped, rank=4, alpha=8, target_modules=["lm_head"], dropout=0.1)
-    shoestring.patch(dropped)
-    with pytest.raises(TypeError, match="dropout 0.1"):
-        dropped.train()(**batch())
-
-
-def test_peft_adapter_on_the_head() -> None:
-    """TRL refuses, others leave the adapter out: its gradient is here."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["lm_head", "q_proj"])
-    model = peft.get_peft_model(build(tie_word_embeddings=False), config).eval()
-    adapted(model.base_model.model.lm_head.lora_B["default"].weight)
-    plain = copy.deepcopy(model)
-    report = shoestring.patch(model)
-    inputs = batch()
-    assert model(**inputs).logits is None
-    assert_same(model, plain, inputs)
-    assert model.base_model.model.lm_head.lora_A["default"].weight.grad.norm() > 0
-    with model.disable_adapter(), plain.disable_adapter():
-        torch.testing.assert_close(model(**inputs).loss, plain(**inputs).loss, rtol=1e-5, atol=1e-6)
-    report.undo()
-    assert model(**inputs).logits is not None
-
-
 def test_generate_copies_and_files(tmp_path: Path) -> None:
     model = build()
     plain = copy.deepcopy(model)
@@ -315,14 +262,14 @@ def test_trainer(tmp_path: Path) -> None:
         arguments = transformers.TrainingArguments(
             output_dir=str(tmp_path / name), max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2,
             learning_rate=1e-3, report_to=[], logging_steps=1, save_strategy="no", disable_tqdm=True, use_cpu=True,
+            prediction_loss_only=True,
         )  # fmt: skip
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer = transformers.Trainer(model=each, args=arguments, train_dataset=rows, eval_dataset=rows)
             trainer.train()
-            trainer.args.prediction_loss_only = True
-            found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-            histories.append([*found, trainer.evaluate()["eval_loss"]])
+            losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+            histories.append([*losses, trainer.evaluate()["eval_loss"]])
     assert histories[0] == pytest.approx(histories[1], rel=1e-4)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert relative_error(ours, theirs) < 1e-3

@@ -91,6 +91,16 @@ def test_ignore_index_may_be_a_class() -> None:
     assert relative_error(losses, whole) < 1e-13
 
 
+def test_weight_gradient_into_a_buffer() -> None:
+    x = case()
+    here = {"hidden": x["hidden"], "weight": x["weight"][20:].detach().requires_grad_(), "target": x["target"]}
+    buffer = torch.ones_like(here["weight"])
+    for options in ({}, {"weight_grad": buffer}):
+        part = shoestring.linear_cross_entropy_shard(**here, first_class=20, **options)
+        (part.lse.square().sum() - part.target_logit.sum()).backward()
+    assert relative_error(buffer - 1, here["weight"].grad) < 1e-13
+
+
 def test_options_that_need_other_shards_are_refused() -> None:
     x = case()
     for name in ("label_smoothing", "class_weights", "hard_fraction"):

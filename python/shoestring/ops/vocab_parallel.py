@@ -19,6 +19,7 @@ class ShardOptions(TypedDict, total=False):
 
     softcap, logit_scale, scaling, workspace_mb: the same on every shard.
     lora_A: (rank, features), the same on every shard; lora_B: (classes here, rank).
+    weight_grad: the shape of the weight here: its gradient is added to it.
     """
 
     softcap: float
@@ -26,6 +27,7 @@ class ShardOptions(TypedDict, total=False):
     lora_A: Tensor | None
     lora_B: Tensor | None
     scaling: float
+    weight_grad: Tensor | None
     workspace_mb: int
 
 

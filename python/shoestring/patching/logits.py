@@ -1,7 +1,7 @@
 """What stands for a head's logits in a forward pass that makes none.
 
 A model's own forward is the only description of what becomes of its logits that is always right. So that forward runs
-as it is, its head returns a ``Logits`` in place of a tensor, and this notes what is done to it: a factor, a tanh, a view
+as it is, its head returns a ``Logits`` in place of a tensor, which notes what is done: a factor, a tanh, a view
 of the tokens. ``cross_entropy`` of it is then ``shoestring.linear_cross_entropy`` of the hidden states with those
 options. Anything else that is done to it is refused, by name.
 """

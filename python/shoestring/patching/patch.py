@@ -58,6 +58,7 @@ def patch(model: nn.Module, *, logits: bool = False, workspace_mb: int = 0) -> P
 
     Only this instance changes: it gets a class of its own, derived from its class and with that one's name. A deep copy
     of it, and what is unpickled, is the plain model. Undo, or not, before ``save_pretrained``: the files are the same.
+    Two threads must not be in its forward at a time (in replicas, ``DataParallel``'s for one, they may).
 
     Args:
         model: the model itself, or a ``PeftModel`` around it; patch before ``torch.compile``, DDP and the like.

@@ -115,49 +115,64 @@ def main() -> None:
     report = Report("linear_cross_entropy", options)
     if options.device == "cuda":
         return on_gpu(report)
-    shapes = [(256, 64, 5000)] if options.quick else [(1024, 768, 50304), (4096, 256, 16384), (512, 2048, 151936)]
-    for tokens, features, vocab in shapes:
-        for dtype in (torch.float32, torch.bfloat16):
-            if dtype == torch.bfloat16 and tokens * vocab > 6e7:
-                continue
-            hidden = torch.randn(tokens, features).to(dtype).requires_grad_()
-            weight = (torch.randn(vocab, features) / features**0.5).to(dtype).requires_grad_()
-            target = torch.randint(vocab, (tokens,))
-
-            def ours() -> None:
-                hidden.grad = weight.grad = None
-                shoestring.linear_cross_entropy(hidden, weight, target).backward()
-
-            def plain() -> None:
-                hidden.grad = weight.grad = None
-                F.cross_entropy(F.linear(hidden, weight), target).backward()
-
-            candidates = {"shoestring": ours, "PyTorch, whole logits": plain}
-            if dtype != torch.float32:
-
-                def wide() -> None:
-                    hidden.grad = weight.grad = None
-                    F.cross_entropy(F.linear(hidden, weight).float(), target).backward()
-
-                candidates["PyTorch, loss in fp32"] = wide
-            if hasattr(F, "linear_cross_entropy"):
-
-                def chunked() -> None:
-                    hidden.grad = weight.grad = None
-                    F.linear_cross_entropy(hidden, weight, target).backward()
-
-                candidates["PyTorch, F.linear_cross_entropy"] = chunked
-            if dtype == torch.float32:
-                chunk = max(16, min(tokens, 1024, (64 << 20) // (4 * vocab) // 16 * 16))
-                h, w = hidden.detach(), weight.detach()
-                candidates["limit: the three products"] = lambda: limit(h, w, chunk)
-            report.table(
-                f"{tokens} tokens x {features} features x {vocab} classes, {str(dtype)[6:]}, forward + backward",
-                interleave(candidates, options.repeats),
-                6 * tokens * features * vocab / 1e9,
-                "GFLOP/s",
-            )
+    shapes = [(1024, 768, 50304), (8192, 768, 50304), (4096, 256, 16384), (2048, 2048, 151936)]
+    for tokens, features, vocab in [(256, 64, 5000)] if options.quick else shapes:
+        seconds = 6 * tokens * features * vocab / 1e11  # or so, for each
+        repeats = options.repeats if seconds < 5 else min(options.repeats, 3 if seconds < 20 else 2)
+        dense(report, tokens, features, vocab, torch.float32, repeats)
+        if tokens * vocab < 6e7:
+            dense(report, tokens, features, vocab, torch.bfloat16, repeats)
+    peaky(report, *((256, 64, 5000) if options.quick else (1024, 768, 50304)))
     report.finish()
+
+
+def step(loss: Callable[[Tensor, Tensor, Tensor], Tensor], *tensors: Tensor) -> Callable[[], None]:
+    def run() -> None:
+        for t in tensors[:2]:
+            t.grad = None
+        loss(*tensors).backward()
+
+    return run
+
+
+def dense(report: Report, tokens: int, features: int, vocab: int, dtype: torch.dtype, repeats: int) -> None:
+    hidden = torch.randn(tokens, features).to(dtype).requires_grad_()
+    weight = (torch.randn(vocab, features) / features**0.5).to(dtype).requires_grad_()
+    target = torch.randint(vocab, (tokens,))
+    losses: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+        "shoestring": shoestring.linear_cross_entropy,
+        "PyTorch, whole logits": lambda h, w, t: F.cross_entropy(F.linear(h, w), t),
+    }
+    if dtype != torch.float32:
+        losses["PyTorch, loss in fp32"] = lambda h, w, t: F.cross_entropy(F.linear(h, w).float(), t)
+    if hasattr(F, "linear_cross_entropy"):
+        losses["PyTorch, F.linear_cross_entropy"] = F.linear_cross_entropy
+    candidates: Candidates = {name: step(loss, hidden, weight, target) for name, loss in losses.items()}
+    if dtype == torch.float32:
+        chunk = max(16, min(tokens, 1024, (64 << 20) // (4 * vocab) // 16 * 16))
+        h, w = hidden.detach(), weight.detach()
+        candidates["limit: the three products"] = lambda: limit(h, w, chunk)
+        candidates["the same, of 1024 tokens at a time"] = lambda: limit(h, w, min(tokens, 1024))
+    title = f"{tokens} tokens x {features} features x {vocab} classes, {str(dtype)[6:]}, forward + backward"
+    report.table(title, interleave(candidates, repeats), 6 * tokens * features * vocab / 1e9, "GFLOP/s")
+
+
+def peaky(report: Report, tokens: int, features: int, vocab: int) -> None:
+    """A confident model: nearly all probability on few classes of each token, and targets of a small part of them."""
+    weight = torch.randn(vocab, features) / features**0.5
+    target = torch.randint(vocab // 20, (tokens,))
+    hidden = (25 * weight[target]).requires_grad_()
+    weight.requires_grad_()
+    eps = 2.0**-12
+    candidates = {
+        f"shoestring, filter_eps {eps:.1e}": step(
+            lambda h, w, t: shoestring.linear_cross_entropy(h, w, t, filter_eps=eps), hidden, weight, target
+        ),
+        "shoestring": step(shoestring.linear_cross_entropy, hidden, weight, target),
+    }
+    title = f"{tokens} tokens x {features} features x {vocab} classes, float32, peaky, forward + backward"
+    times = interleave(candidates, report.options.repeats)
+    report.table(title, times, 6 * tokens * features * vocab / 1e9, "GFLOP/s, as if dense")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,23 @@ TORCH_LIBRARY(shoestring, m) {
          "Tensor grad_up)")
             .c_str());
 
+  // How far the softmax of (hidden W^T + bias) / temperature is from the teacher's, for each token, both logits a chunk of
+  // tokens at a time: 'forward_kl' KL(teacher || student), 'reverse_kl' KL(student || teacher), or 'jsd', beta
+  // KL(teacher || m) + (1 - beta) KL(student || m) with m = beta teacher + (1 - beta) student. hidden (..., features),
+  // weight (vocab, features), bias (vocab), and the teacher's, with features of its own and no gradient. target (...)
+  // int64: tokens that have ignore_index there do not count.
+  const std::string distilled =
+      "(Tensor hidden, Tensor weight, Tensor teacher_hidden, Tensor teacher_weight, Tensor? bias=None, "
+      "Tensor? teacher_bias=None, *, Tensor? target=None, int ignore_index=-100, str divergence='forward_kl', "
+      "float beta=0.5, float temperature=1., int workspace_mb=0";
+  m.def(("linear_distillation" + distilled + ", str reduction='mean') -> Tensor").c_str());
+  // What it is made of: tokens in one dimension, the loss of each, and with output_mask (hidden, weight, bias) the
+  // gradients of sum(grad_loss loss), a factor of () or (tokens); those that are not asked for are empty. averaged as above.
+  m.def(("linear_distillation_rows" + distilled + ", Tensor? grad_loss=None, bool averaged=False, "
+         "bool[3] output_mask=[False, False, False]) -> (Tensor loss, Tensor grad_hidden, Tensor grad_weight, "
+         "Tensor grad_bias)")
+            .c_str());
+
   // x *= factor (one element), where the factor is not 1: on CUDA the device finds out. What scales saved gradients.
   m.def("scale_(Tensor(a!) x, Tensor factor) -> ()");
 

@@ -6,7 +6,7 @@
 
 #include <math.h>
 
-#include "cpu/vec.h"
+#include "cpu/row.h"
 
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 namespace {
@@ -14,11 +14,6 @@ namespace {
 using kernels::CrossEntropyResult;
 using kernels::CrossEntropyRule;
 using kernels::CrossEntropyUpstream;
-
-constexpr float kLow = -__builtin_inff();
-
-// fp32 partial sums are folded into a double every so many elements: the error stays that of short sums.
-constexpr int64_t kFold = 4096;
 
 F32 tanh(F32 x) {
   F32 square = x * x;
@@ -30,34 +25,6 @@ F32 tanh(F32 x) {
   F32 near_zero = x + x * square * p;
   F32 elsewhere = 1.f - 2.f / (exp(2.f * x) + 1.f);
   return abs(x) < 0.625f ? near_zero : elsewhere;
-}
-
-// Calls body(offset, count) for whole registers, then once for what is left.
-template <class Body>
-SHOESTRING_INLINE void sweep(int64_t begin, int64_t end, Body body) {
-  int64_t i = begin;
-  for (; i + kLanes <= end; i += kLanes) body(i, int64_t{kLanes});
-  if (i < end) body(i, end - i);
-}
-
-SHOESTRING_INLINE F32 get(const float* p, int64_t n, float fill) {
-  return n == kLanes ? load(p) : load(p, n, fill);
-}
-SHOESTRING_INLINE void put(float* p, F32 v, int64_t n) {
-  if (n == kLanes) {
-    store(p, v);
-  } else {
-    store(p, v, n);
-  }
-}
-
-// Calls body(offset, count) for whole registers and what is left, and fold() after each kFold elements.
-template <class Body, class Fold>
-SHOESTRING_INLINE void folded(int64_t vocab, Body body, Fold fold) {
-  for (int64_t begin = 0; begin < vocab; begin += kFold) {
-    sweep(begin, begin + kFold < vocab ? begin + kFold : vocab, body);
-    fold();
-  }
 }
 
 // Makes raw logits final, and finds the largest.

@@ -83,6 +83,32 @@ linear_cross_entropy_with_stats(const at::Tensor& hidden, const at::Tensor& weig
                                 const std::optional<at::Tensor>& bias = std::nullopt,
                                 const LinearCrossEntropyOptions& options = {});
 
+struct LinearDistillationOptions {
+  /// int64, hidden's shape without features: tokens that have ignore_index there count neither in the loss nor in the mean.
+  TORCH_ARG(std::optional<at::Tensor>, target) = std::nullopt;
+  TORCH_ARG(int64_t, ignore_index) = -100;
+  /// "forward_kl": KL(teacher || student); "reverse_kl": KL(student || teacher); "jsd": with m = beta teacher + (1 - beta)
+  /// student, beta KL(teacher || m) + (1 - beta) KL(student || m).
+  TORCH_ARG(std::string, divergence) = "forward_kl";
+  /// In (0, 1), for "jsd".
+  TORCH_ARG(double, beta) = 0.5;
+  /// What both logits are divided by. The loss is not multiplied by its square.
+  TORCH_ARG(double, temperature) = 1.0;
+  /// "mean" (over the tokens that count), "sum" or "none".
+  TORCH_ARG(std::string, reduction) = "mean";
+  /// Bound in MiB on the logits of both that exist at a time. 0 is the device's default.
+  TORCH_ARG(int64_t, workspace_mb) = 0;
+};
+
+/// How far a student's distribution over the vocabulary is from its teacher's, without the logits of either ever existing.
+/// hidden (..., features), weight (vocab, features), bias (vocab); the teacher's with features of its own, and without a
+/// gradient; it may have another dtype. Returns fp32 for 16-bit inputs.
+SHOESTRING_API at::Tensor linear_distillation(const at::Tensor& hidden, const at::Tensor& weight,
+                                              const at::Tensor& teacher_hidden, const at::Tensor& teacher_weight,
+                                              const std::optional<at::Tensor>& bias = std::nullopt,
+                                              const std::optional<at::Tensor>& teacher_bias = std::nullopt,
+                                              const LinearDistillationOptions& options = {});
+
 struct Quantize4bitOptions {
   /// "nf4" (normal float, QLoRA) or "fp4".
   TORCH_ARG(std::string, quant_type) = "nf4";

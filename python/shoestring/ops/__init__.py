@@ -15,6 +15,7 @@ from shoestring.ops.linear_cross_entropy import (
     linear_cross_entropy_reference,
     linear_cross_entropy_with_stats,
 )
+from shoestring.ops.linear_distillation import linear_distillation, linear_distillation_reference
 from shoestring.ops.lion import lion_, lion_reference
 from shoestring.ops.lora_linear import lora_linear, lora_linear_reference
 from shoestring.ops.muon import muon_, muon_reference
@@ -69,6 +70,8 @@ __all__ = [
     "linear_cross_entropy_reference",
     "linear_cross_entropy_shard",
     "linear_cross_entropy_with_stats",
+    "linear_distillation",
+    "linear_distillation_reference",
     "lion_",
     "lion_reference",
     "lora_linear",

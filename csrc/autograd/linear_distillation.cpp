@@ -1,0 +1,127 @@
+#include "ops/linear_distillation.h"
+
+#include <ATen/Functions.h>
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+#include "autograd/common.h"
+#include "ops/base_weight.h"
+
+namespace shoestring {
+namespace {
+
+using at::Tensor;
+using distillation::Call;
+using distillation::kInputs;
+using distillation::Mask;
+using distillation::OptionalTensor;
+using distillation::Result;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// A scalar loss has a scalar upstream gradient, so the gradients are made in forward, while the logits are
+// there, and only multiplied in backward. reduction='none' has one per token, known only in backward, where
+// the logits of both are computed a second time.
+class LinearDistillation : public torch::autograd::Function<LinearDistillation> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight,
+                               const OptionalTensor& bias, const Call& call) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    const Mask mask{hidden.requires_grad(), weight.requires_grad(), bias && bias->requires_grad()};
+    const auto compute = compute_type(hidden);
+    Tensor factor;
+    if (call.reduction == "mean") factor = call.count().reciprocal();
+    if (call.reduction == "sum") factor = at::ones({}, hidden.options().dtype(compute));
+    if (factor.defined() && factor.scalar_type() != compute) factor = factor.to(compute);
+    const Result r = distillation::rows(call, factor, call.scalar() ? mask : Mask{});
+
+    ctx->set_materialize_grads(false);
+    for (int i = 0; i < kInputs; ++i) ctx->saved_data[kMask[i]] = mask[i];
+    ctx->saved_data["scalar"] = call.scalar();
+    variable_list saved(r.gradients.begin(), r.gradients.end());
+    if (!call.scalar()) {
+      for (const auto& [name, value] : call.options) ctx->saved_data[name] = value;
+      saved = {hidden, weight, call.teacher_hidden, call.teacher_weight};
+      for (const auto& t : {bias, call.teacher_bias, call.target}) saved.push_back(t.value_or(Tensor()));
+    }
+    ctx->save_for_backward(saved);
+    return {call.reduce(r.loss)};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
+    variable_list gradients(kInputs);
+    if (upstream[0].defined()) {
+      const variable_list saved = ctx->get_saved_variables();
+      gradients =
+          ctx->saved_data["scalar"].toBool() ? scaled(saved, upstream[0]) : again(ctx, saved, upstream[0]);
+      gradients = once_differentiable(distillation::kOp, std::move(gradients));
+    }
+    gradients.push_back(Tensor());
+    return gradients;
+  }
+
+ private:
+  static constexpr const char* kMask[] = {"needs_hidden", "needs_weight", "needs_bias"};
+
+  static variable_list scaled(const variable_list& saved, const Tensor& upstream) {
+    at::NoGradGuard no_grad;
+    variable_list gradients;
+    for (const Tensor& t : saved) gradients.push_back(t.defined() ? scale_gradient(t, upstream) : t);
+    return gradients;
+  }
+
+  static variable_list again(AutogradContext* ctx, const variable_list& saved, const Tensor& upstream) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    const auto optional = [&](int i) { return saved[i].defined() ? OptionalTensor(saved[i]) : std::nullopt; };
+    Call call;
+    call.hidden = saved[0], call.weight = saved[1], call.teacher_hidden = saved[2],
+    call.teacher_weight = saved[3];
+    call.bias = optional(4), call.teacher_bias = optional(5), call.target = optional(6);
+    call.reduction = "none";
+    for (const char* name : distillation::kOptions) call.options.emplace_back(name, ctx->saved_data[name]);
+    Mask mask;
+    for (int i = 0; i < kInputs; ++i) mask[i] = ctx->saved_data[kMask[i]].toBool();
+    const Result r = distillation::rows(call, upstream.to(compute_type(call.hidden)), mask);
+    return {r.gradients.begin(), r.gradients.end()};
+  }
+};
+
+void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const Call call(BoxedArguments(op, *stack));
+  if (!needs_grad(call.hidden, call.weight, call.bias.value_or(call.hidden))) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.callBoxed(stack);
+    return;
+  }
+  variable_list out = LinearDistillation::apply(call.hidden, call.weight, call.bias, call);
+  torch::jit::drop(*stack, op.schema().arguments().size());
+  torch::jit::push(*stack, std::move(out[0]));
+}
+
+// Under autocast the operands take the autocast dtype, as for a linear layer; the loss is fp32 whatever they
+// are.
+template <c10::DeviceType device>
+void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard off(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+  const size_t first = stack->size() - op.schema().arguments().size();
+  for (const char* name : {"hidden", "weight", "teacher_hidden", "teacher_weight", "bias", "teacher_bias"}) {
+    c10::IValue& argument = (*stack)[first + *op.schema().argumentIndexWithName(name)];
+    if (argument.isNone()) continue;
+    argument =
+        at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), argument.toTensor(), device);
+  }
+  op.callBoxed(stack);
+}
+
+TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
+  m.impl("linear_distillation", torch::CppFunction::makeFromBoxedFunction<&autograd>());
+}
+TORCH_LIBRARY_IMPL(shoestring, AutocastCPU, m) {
+  m.impl("linear_distillation", torch::CppFunction::makeFromBoxedFunction<&autocast<at::kCPU>>());
+}
+TORCH_LIBRARY_IMPL(shoestring, AutocastCUDA, m) {
+  m.impl("linear_distillation", torch::CppFunction::makeFromBoxedFunction<&autocast<at::kCUDA>>());
+}
+
+}  // namespace
+}  // namespace shoestring

@@ -1,0 +1,143 @@
+"""How far a student is from its teacher over the vocabulary, without the logits of either."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def linear_distillation(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    *,
+    target: Tensor | None = None,
+    ignore_index: int = -100,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: str = "mean",
+    workspace_mb: int = 0,
+) -> Tensor:
+    """Divergence of softmax(``hidden @ weight.T + bias``) and the teacher's, a chunk of tokens at a time.
+
+    Neither's (tokens, vocab) logits ever exist: beside the gradients, memory is bounded by ``workspace_mb``. With a
+    scalar result the gradients are made in the forward pass; with ``reduction="none"`` the backward pass computes
+    both logits again. Logits and sums are fp32 (fp64 for fp64 input), whatever the dtype, and on the CPU so are all
+    products.
+
+    Args:
+        hidden: (..., features), the student's, fp32, fp64, bf16 or fp16.
+        weight: (vocab, features), hidden's dtype.
+        teacher_hidden: (..., teacher features), fp64 if hidden is, else fp32, bf16 or fp16. Neither it nor the
+            teacher's weight and bias get a gradient.
+        teacher_weight: (vocab, teacher features), teacher_hidden's dtype.
+        bias: (vocab), hidden's dtype.
+        teacher_bias: (vocab), teacher_hidden's dtype.
+        target: (...), int64: tokens that have ``ignore_index`` there count neither in the loss nor in the mean, and
+            cost nothing on the CPU. What else it holds does not matter. None: every token counts.
+        ignore_index: default -100.
+        divergence: "forward_kl" (default), KL(teacher || student), for probabilities that the teacher gives;
+            "reverse_kl", KL(student || teacher); or "jsd", the generalised Jensen-Shannon divergence, ``beta *
+            KL(teacher || m) + (1 - beta) * KL(student || m)`` with ``m = beta * teacher + (1 - beta) * student``.
+        beta: in (0, 1), for "jsd" only; other divergences do not read it. TRL and Liger Kernel call the forward
+            divergence beta 0, and the reverse one beta 1.
+        temperature: positive; both logits are divided by it. The loss is not multiplied by its square, as in TRL and
+            Liger Kernel; with a loss on targets beside it, multiply it yourself (Hinton et al., section 2).
+        reduction: "mean" (default) over the tokens that count (NaN where none does), "sum" or "none".
+        workspace_mb: bound in MiB on the logits, of both, that exist at a time. 0 is the device's default: 64 on the
+            CPU.
+
+    Returns:
+        A scalar, or hidden's shape without features for ``reduction="none"``, in nats; fp32 for 16-bit input. Bitwise
+        repeatable. Differentiable once by hidden, weight and bias. A class whose probability is 0 adds nothing where
+        logits of -inf rule it out on both sides; where they do on one side only, a Kullback-Leibler divergence may be
+        inf.
+
+    Raises:
+        RuntimeError: a shape, dtype or option that does not fit.
+
+    Distillation is that of Hinton et al. (arXiv 1503.02531), the divergences are those of Agarwal et al. (GKD, arXiv
+    2306.13649), and gradients in forward are Liger Kernel's (arXiv 2410.10989).
+    """
+    return torch.ops.shoestring.linear_distillation(
+        hidden,
+        weight,
+        teacher_hidden,
+        teacher_weight,
+        bias,
+        teacher_bias,
+        target=target,
+        ignore_index=ignore_index,
+        divergence=divergence,
+        beta=beta,
+        temperature=temperature,
+        reduction=reduction,
+        workspace_mb=workspace_mb,
+    )
+
+
+def linear_distillation_reference(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    *,
+    target: Tensor | None = None,
+    ignore_index: int = -100,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: str = "mean",
+    workspace_mb: int = 0,
+) -> Tensor:
+    """``linear_distillation`` in plain PyTorch, with the logits of both whole in memory."""
+    return distillation_reference(
+        F.linear(hidden, weight, bias),
+        F.linear(teacher_hidden, teacher_weight, teacher_bias),
+        target=target,
+        ignore_index=ignore_index,
+        divergence=divergence,
+        beta=beta,
+        temperature=temperature,
+        reduction=reduction,
+    )
+
+
+def distillation_reference(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    target: Tensor | None = None,
+    ignore_index: int = -100,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """What follows the linear layers, in plain PyTorch: logits (..., vocab) of both."""
+    student = (logits / temperature).log_softmax(-1)
+    teacher = (teacher_logits.detach() / temperature).log_softmax(-1)
+
+    def kl(p: Tensor, q: Tensor) -> Tensor:
+        """KL(p || q) of each token."""
+        return F.kl_div(q, p, reduction="none", log_target=True).sum(-1)
+
+    if divergence == "forward_kl":
+        loss = kl(teacher, student)
+    elif divergence == "reverse_kl":
+        loss = kl(student, teacher)
+    else:
+        mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+        loss = beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)
+    counted = torch.ones_like(loss, dtype=torch.bool) if target is None else target != ignore_index
+    loss = loss.masked_fill(~counted, 0)
+    if reduction == "none":
+        return loss
+    return loss.sum() / counted.sum() if reduction == "mean" else loss.sum()

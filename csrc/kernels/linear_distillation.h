@@ -34,6 +34,35 @@ struct LinearDistillationTable {
                        const double* upstream);
 };
 
+/// A wave of rows on the GPU. T: double for rows_double, else float.
+struct DistillationRows {
+  const void* student;       // (tokens, stride) T: raw, 16-byte aligned
+  const void* teacher;       // (tokens, stride) T: raw, 16-byte aligned
+  int64_t tokens, vocab;     // what is in a row from vocab on is neither used nor kept
+  int64_t stride;            // a multiple of 8
+  const int64_t* target;     // (tokens), or null
+  int64_t ignore_index;      // rows with this target: everything is 0, whatever the logits are
+  const void* student_bias;  // (stride) T, 16-byte aligned, or null
+  const void* teacher_bias;  // (stride) T, 16-byte aligned, or null
+  Divergence divergence;
+  double beta;
+  const void*
+      grad_loss;  // T: one for all rows, or (tokens) where its stride is 1; not null where gradient is not
+  int64_t grad_loss_stride;  // 0 or 1
+  double factor;             // what the gradient is multiplied by besides
+  void* gradient;  // (tokens, stride) T or 16 bits, 16-byte aligned; may be student for T; null: not wanted
+  void* loss;      // (tokens) T
+};
+
+/// Each writes the loss of every row and, if asked, its gradient by the student's logits. Returns the
+/// launch's error, or null.
+struct LinearDistillationCuda {
+  const char* (*rows_float)(const DistillationRows& rows, void* stream);
+  const char* (*rows_bf16)(const DistillationRows& rows, void* stream);
+  const char* (*rows_fp16)(const DistillationRows& rows, void* stream);
+  const char* (*rows_double)(const DistillationRows& rows, void* stream);
+};
+
 }  // namespace shoestring::kernels
 
 SHOESTRING_CPU_TABLE(kernels::LinearDistillationTable, linear_distillation)

@@ -13,6 +13,7 @@ import shoestring
 from shoestring.ops import linear_distillation_reference
 from shoestring.ops.linear_distillation import distillation_reference
 
+pytestmark = pytest.mark.device
 OPERATOR = torch.ops.shoestring.linear_distillation.default
 DIVERGENCES = [
     {"divergence": "forward_kl"},

@@ -28,7 +28,8 @@ def linear_distillation(
     Neither's (tokens, vocab) logits ever exist: beside the gradients, memory is bounded by ``workspace_mb``. With a
     scalar result the gradients are made in the forward pass; with ``reduction="none"`` the backward pass computes
     both logits again. Logits and sums are fp32 (fp64 for fp64 input), whatever the dtype, and on the CPU so are all
-    products.
+    products; on CUDA those of 16-bit input are multiplied in its dtype, and so is the gradient of the logits. On CUDA
+    nothing waits for the GPU.
 
     Args:
         hidden: (..., features), the student's, fp32, fp64, bf16 or fp16.
@@ -39,7 +40,7 @@ def linear_distillation(
         bias: (vocab), hidden's dtype.
         teacher_bias: (vocab), teacher_hidden's dtype.
         target: (...), int64: tokens that have ``ignore_index`` there count neither in the loss nor in the mean, and
-            cost nothing on the CPU. What else it holds does not matter. None: every token counts.
+            cost nothing on the CPU; on CUDA they cost as much as the others. What else it holds does not matter. None: every token counts.
         ignore_index: default -100.
         divergence: "forward_kl" (default), KL(teacher || student), for probabilities that the teacher gives;
             "reverse_kl", KL(student || teacher); or "jsd", the generalised Jensen-Shannon divergence, ``beta *
@@ -49,8 +50,10 @@ def linear_distillation(
         temperature: positive; both logits are divided by it. The loss is not multiplied by its square, as in TRL and
             Liger Kernel; with a loss on targets beside it, multiply it yourself (Hinton et al., section 2).
         reduction: "mean" (default) over the tokens that count (NaN where none does), "sum" or "none".
-        workspace_mb: bound in MiB on the logits, of both, that exist at a time. 0 is the device's default: 64 on the
-            CPU.
+        workspace_mb: bound in MiB on the logits, of both, and their gradient, that exist at a time. 0 is the device's
+            default. CPU: 64. CUDA: 256 (at least 1024 tokens in fp32, 128 in 16 bits), and in 16 bits ``2 * vocab``
+            bytes for the gradient of each of all tokens if they are at most ``2 * features``, else of
+            ``max(2048, features)``. Where they are not all, there is an fp32 accumulator of weight's shape besides.
 
     Returns:
         A scalar, or hidden's shape without features for ``reduction="none"``, in nats; fp32 for 16-bit input. Bitwise

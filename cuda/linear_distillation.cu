@@ -16,7 +16,7 @@ namespace {
 using kernels::Divergence;
 
 template <class T>
-constexpr int kVector = sizeof(T) == 4 ? 4 : 1;  // logits that move together; fp64 is for checks, and its functions are long
+constexpr int kVector = sizeof(T) == 4 ? 4 : 1;  // logits that move together; the functions of fp64 are long
 template <class T>
 constexpr int kMaxThreads = sizeof(T) == 4 ? 1024 : 256;
 
@@ -134,7 +134,7 @@ __device__ T warp_sum(T x) {
 }
 
 // One block per row.
-// Budget: 80 registers, 768 bytes shared, no spills.
+// Budget: 64 registers, 768 bytes shared, no spills.
 template <class T, class Out>
 __global__ void __launch_bounds__(kMaxThreads<T>) distillation(kernels::DistillationRows p) {
   constexpr int kWarps = kMaxThreads<T> / kWarp;

@@ -211,7 +211,7 @@ def many_tensors(options: argparse.Namespace, report: Report, count: int, each: 
     makers = ours(dtype) | {"torch fused": fused} | bitsandbytes(device) | torchao(device)
     candidates |= {f"{name}, {count} tensors": step for name, step in steppers(makers, *many).items()}
     candidates |= {f"{name}, one tensor": step for name, step in steppers(ours(dtype), *one).items()}
-    times = interleave(candidates, options.repeats, device)
+    times = interleave(candidates, max(options.repeats, 3 if options.quick else 20), device)  # of milliseconds each
     report.table(f"AdamW, {count} tensors of {each}, {str(dtype)[6:]}", times, count * each / 1e6, "M params/s")
 
 

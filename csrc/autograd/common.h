@@ -1,11 +1,13 @@
 #pragma once
 
+#include <initializer_list>
 #include <memory>
 #include <numeric>
 #include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -20,6 +22,20 @@ namespace shoestring {
 template <class... Tensors>
 bool needs_grad(const Tensors&... tensors) {
   return at::GradMode::is_enabled() && (tensors.requires_grad() || ...);
+}
+
+/// For a boxed operator under autocast: calls it with those of the named arguments that are floating tensors in the
+/// autocast dtype, as a linear layer would be called.
+inline void call_autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::DeviceType device,
+                          std::initializer_list<const char*> names) {
+  c10::impl::ExcludeDispatchKeyGuard off(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+  const size_t first = stack->size() - op.schema().arguments().size();
+  for (const char* name : names) {
+    c10::IValue& argument = (*stack)[first + *op.schema().argumentIndexWithName(name)];
+    if (argument.isNone() || !argument.toTensor().is_floating_point()) continue;  // none, or packed
+    argument = at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), argument.toTensor(), device);
+  }
+  op.callBoxed(stack);
 }
 
 /// The gradients of an operator whose backward is not differentiable: as they are, but under create_graph=True they

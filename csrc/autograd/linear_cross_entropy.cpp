@@ -1,5 +1,4 @@
 #include <ATen/Functions.h>
-#include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
 #include "autograd/common.h"
@@ -156,14 +155,7 @@ void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 // Under autocast the operands take the autocast dtype, as for a linear layer; the loss is fp32 whatever they are.
 template <c10::DeviceType device>
 void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  c10::impl::ExcludeDispatchKeyGuard off(at::autocast::get_autocast_dispatch_key_from_device_type(device));
-  const size_t first = stack->size() - op.schema().arguments().size();
-  for (const char* name : {"hidden", "weight", "bias"}) {
-    c10::IValue& argument = (*stack)[first + *op.schema().argumentIndexWithName(name)];
-    if (argument.isNone() || !argument.toTensor().is_floating_point()) continue;  // none, or packed
-    argument = at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), argument.toTensor(), device);
-  }
-  op.callBoxed(stack);
+  call_autocast(op, stack, device, {"hidden", "weight", "bias"});
 }
 
 void both(torch::Library& m, torch::CppFunction&& plain, torch::CppFunction&& with_stats) {

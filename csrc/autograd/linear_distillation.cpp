@@ -1,7 +1,6 @@
 #include "ops/linear_distillation.h"
 
 #include <ATen/Functions.h>
-#include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
 #include "autograd/common.h"
@@ -102,15 +101,7 @@ void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 // are.
 template <c10::DeviceType device>
 void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  c10::impl::ExcludeDispatchKeyGuard off(at::autocast::get_autocast_dispatch_key_from_device_type(device));
-  const size_t first = stack->size() - op.schema().arguments().size();
-  for (const char* name : {"hidden", "weight", "teacher_hidden", "teacher_weight", "bias", "teacher_bias"}) {
-    c10::IValue& argument = (*stack)[first + *op.schema().argumentIndexWithName(name)];
-    if (argument.isNone()) continue;
-    argument =
-        at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), argument.toTensor(), device);
-  }
-  op.callBoxed(stack);
+  call_autocast(op, stack, device, {"hidden", "weight", "teacher_hidden", "teacher_weight", "bias", "teacher_bias"});
 }
 
 TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {

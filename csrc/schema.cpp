@@ -55,6 +55,9 @@ TORCH_LIBRARY(shoestring, m) {
          "Tensor grad_bias)")
             .c_str());
 
+  // self = beta self + alpha mat1 mat2, summed in fp32, which self may be for 16-bit matrices.
+  m.def("addmm_(Tensor(a!) self, Tensor mat1, Tensor mat2, *, float beta=1., float alpha=1.) -> ()");
+
   // x *= factor (one element), where the factor is not 1: on CUDA the device finds out. What scales saved gradients.
   m.def("scale_(Tensor(a!) x, Tensor factor) -> ()");
 

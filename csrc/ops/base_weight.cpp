@@ -25,12 +25,13 @@ int64_t panel_rows(Backend backend, int64_t rows, int64_t columns, int64_t eleme
 }
 
 // out = beta * out + alpha * a b, or bias + alpha * a b where there is a bias. Any out keeps its strides.
-void multiply_into(Tensor out, const Products& products, const Tensor& bias, const Tensor& a, const Tensor& b,
+void multiply_into(const Tensor& out, const Products& products, const Tensor& bias, const Tensor& a, const Tensor& b,
                    double beta, double alpha = 1) {
-  if (products.backend == Backend::kCuda) {
-    bias.defined() ? gemm_bias(out, bias, a, b, alpha) : gemm(out, a, b, beta, alpha);
+  if (products.backend == Backend::kCpu && a.scalar_type() == at::kBFloat16) {  // a CPU with bf16 units
+    Tensor result = out;
+    at::addmm_out(result, bias.defined() ? bias : out, a, b, bias.defined() ? 1 : beta, alpha);
   } else {
-    at::addmm_out(out, bias.defined() ? bias : out, a, b, bias.defined() ? 1 : beta, alpha);
+    bias.defined() ? gemm_bias(out, bias, a, b, alpha) : gemm(out, a, b, beta, alpha);
   }
 }
 
@@ -67,7 +68,7 @@ BaseWeight BaseWeight::dense(const Tensor& weight, at::ScalarType product) {
   base.rows_ = weight.size(0);
   base.columns_ = weight.size(1);
   base.dense_ = weight;
-  const bool widen = weight.scalar_type() != product;
+  const bool widen = weight.scalar_type() != product && !gemm_widens(product);
   base.step_ = widen ? panel_rows(Backend::kCpu, base.rows_, base.columns_, sizeof(float))
                      : std::max<int64_t>(base.rows_, 1);
   if (widen) base.buffer_ = at::empty({base.step_, base.columns_}, weight.options().dtype(product));

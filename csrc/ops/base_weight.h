@@ -51,7 +51,8 @@ inline std::vector<c10::SymInt> with_last(const at::Tensor& x, const c10::SymInt
 }
 
 /// A frozen (rows, columns) weight, dense or 4-bit, read a panel of rows at a time in the type of the product: as it
-/// lies where it is dense in that type, else through one buffer: of about the cache's size, on CUDA of up to 64 MiB.
+/// lies where it is dense in that type, or in one that gemm widens to it, else through one buffer: of about the cache's
+/// size, on CUDA of up to 64 MiB.
 class BaseWeight {
  public:
   static BaseWeight dense(const at::Tensor& weight, at::ScalarType product);

@@ -2,8 +2,6 @@
 
 #include <ATen/Functions.h>
 
-#include "ops/base_weight.h"
-
 namespace shoestring {
 
 using at::Tensor;
@@ -11,10 +9,7 @@ using at::Tensor;
 void gemm(const Tensor& out, const Tensor& a, const Tensor& b, double beta, double alpha) {
   Tensor result = out;
   if (!out.is_cuda()) {
-    const auto wide = compute_type(a);
-    Tensor product = at::mm(a.to(wide), b.to(wide)).mul_(alpha);
-    if (beta != 0) product.add_(out.to(wide), beta);
-    result.copy_(product);
+    gemm_cpu(out, a, b, beta, alpha);
   } else if (out.scalar_type() == a.scalar_type()) {
     // One tensor as self and as out: PyTorch then copies nothing, and with beta = 0 does not read it.
     at::addmm_out(result, result, a, b, beta, alpha);

@@ -4,13 +4,16 @@
 
 namespace shoestring {
 
-/// out (m, n) = beta * out + alpha * a (m, k) b (k, n), accumulated in fp32 (fp64 for fp64). The one place where the
-/// CUDA side of an operator multiplies matrices.
+/// out (m, n) = beta * out + alpha * a (m, k) b (k, n), accumulated in fp32 (fp64 for fp64).
 ///
-/// a and b: one dtype, fp32, fp64, bf16 or fp16; out: that dtype or, for 16 bits, fp32. Each may be a transposed or
-/// row-strided view, which is read and written as it lies. fp32 products follow torch.backends.cuda.matmul. With CPU
-/// tensors, which the tests of CUDA host code use, 16-bit operands are widened to fp32.
+/// a and b: fp32, fp64, bf16 or fp16, on CUDA of one dtype; out: that dtype or, for 16 bits, fp32. Each may be a
+/// transposed or row-strided view, which is read and written as it lies. On CUDA cuBLAS multiplies, and fp32 follows
+/// torch.backends.cuda.matmul. On the CPU 16-bit operands are widened on their way into cache, and sums do not depend on
+/// the number of threads.
 void gemm(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta = 0, double alpha = 1);
+/// True where gemm on this CPU reads 16-bit operands of a product in `type` as they lie; else it copies them first.
+bool gemm_widens(at::ScalarType type);
+void gemm_cpu(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta, double alpha);
 
 /// out = bias (n) + alpha * a b, all of one dtype: cuBLAS adds the bias as it writes.
 void gemm_bias(const at::Tensor& out, const at::Tensor& bias, const at::Tensor& a, const at::Tensor& b,

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -10,6 +11,8 @@
 
 #include "kernels/linear_cross_entropy.h"
 #include "ops/base_weight.h"
+#include "ops/gemm.h"
+#include "ops/huge_pages.h"
 #include "ops/linear_cross_entropy.h"
 
 namespace shoestring {
@@ -121,13 +124,14 @@ class Run {
   const bool gradient_;
   double total_weight_ = 0;  // of classes
   const Tensor low_, up_;  // compute type, or undefined
-  const BaseWeight weight_;  // in panels that stay in cache, where it is not of compute type
+  const BaseWeight weight_;  // in panels that stay in cache, where it cannot be read as it lies
   bool narrow_;              // the products of the gradients are bf16
   int64_t chunk_;            // tokens
   Tensor logits_;            // (chunk, vocab)
   Tensor rounded_;           // (chunk, vocab), for narrow_
   Tensor live_;              // (threads, vocab), for filter_eps: which classes a chunk's gradient needs
   Tensor grad_weight_;       // what is added to
+  bool fresh_ = false;       // unless nothing is there yet
   Result out_;
 };
 
@@ -145,9 +149,9 @@ Run<T>::Run(const Problem& problem)
   const int64_t bytes_per_token = std::max<int64_t>(1, vocab_ * static_cast<int64_t>(sizeof(T) + (narrow_ ? 2 : 0)));
   const int64_t fit = std::max<int64_t>(1, (workspace << 20) / bytes_per_token);
   chunk_ = std::min<int64_t>(fit > 16 ? fit / 16 * 16 : fit, std::min<int64_t>(count_, 1024));
-  logits_ = at::empty({chunk_, vocab_}, compute_);
+  logits_ = in_huge_pages(at::empty({chunk_, vocab_}, compute_));
   if (gradient_ && p_.filter_eps > 0) live_ = at::empty({at::get_num_threads(), vocab_}, compute_.dtype(at::kByte));
-  if (narrow_) rounded_ = at::empty({chunk_, vocab_}, p_.hidden.options());
+  if (narrow_) rounded_ = in_huge_pages(at::empty({chunk_, vocab_}, p_.hidden.options()));
 
   // What is of tokens that do not count is zero, and nobody else writes it.
   const auto each = [&](at::TensorOptions options) { return at::zeros({p_.target.size(0)}, options); };
@@ -164,8 +168,10 @@ Run<T>::Run(const Problem& problem)
   };
   if (p_.mask[kHidden]) gradient(kHidden) = like(p_.hidden);
   if (p_.mask[kWeight]) {
-    grad_weight_ = p_.weight_grad ? *p_.weight_grad : at::zeros({vocab_, features_}, compute_);
+    grad_weight_ = p_.weight_grad ? *p_.weight_grad : in_huge_pages(at::empty({vocab_, features_}, compute_));
     if (!p_.weight_grad) gradient(kWeight) = grad_weight_;
+    fresh_ = !p_.weight_grad && count_ > 0 && !narrow_ && !live_.defined();
+    if (!p_.weight_grad && !fresh_) grad_weight_.zero_();
   }
   if (p_.mask[kBias]) gradient(kBias) = at::zeros({vocab_}, compute_);
   if (p_.mask[kLow]) gradient(kLow) = like(*p_.low);
@@ -199,10 +205,9 @@ void Run<T>::add_chunk(int64_t begin) {
 template <class T>
 void Run<T>::make_logits(const Tensor& x, const Tensor& low, Tensor& z) const {
   weight_.for_each_panel([&](int64_t v, const Tensor& panel) {
-    Tensor part = z.narrow(1, v, panel.size(0));
-    at::addmm_out(part, part, x, panel.t(), /*beta=*/0, /*alpha=*/p_.logit_scale);
+    gemm(z.narrow(1, v, panel.size(0)), x, panel.t(), /*beta=*/0, /*alpha=*/p_.logit_scale);
   });
-  if (low.defined()) z.addmm_(low, up_.t(), /*beta=*/1, /*alpha=*/p_.logit_scale);
+  if (low.defined()) gemm(z, low, up_.t(), /*beta=*/1, /*alpha=*/p_.logit_scale);
 }
 
 template <class T>
@@ -260,18 +265,18 @@ void Run<T>::add_gradients(const Tensor& z, const Tensor& scale, Tensor& x, cons
   if (p_.mask[kHidden]) {
     Tensor grad = at::empty({z.size(0), features_}, compute_);
     weight_.for_each_panel([&](int64_t v, const Tensor& panel) {
-      at::addmm_out(grad, grad, z.narrow(1, v, panel.size(0)), panel, /*beta=*/v == 0 ? 0 : 1, /*alpha=*/1);
+      gemm(grad, z.narrow(1, v, panel.size(0)), panel, /*beta=*/v == 0 ? 0 : 1);
     });
     gradient(kHidden).index_copy_(0, index, grad.mul_(scale).to(p_.hidden.scalar_type()));
   }
-  if (p_.mask[kWeight]) grad_weight_.addmm_(z.t(), x.mul_(scale));
+  if (p_.mask[kWeight]) gemm(grad_weight_, z.t(), x.mul_(scale), /*beta=*/std::exchange(fresh_, false) ? 0 : 1);
   if (p_.mask[kBias]) gradient(kBias).addmv_(z.t(), scale.squeeze(1));
 }
 
 template <class T>
 void Run<T>::add_low_gradients(const Tensor& z, const Tensor& scale, Tensor& low, const Tensor& index) {
   if (p_.mask[kLow]) gradient(kLow).index_copy_(0, index, at::mm(z, up_).mul_(scale).to(p_.low->scalar_type()));
-  if (p_.mask[kUp]) gradient(kUp).addmm_(z.t(), low.mul_(scale));
+  if (p_.mask[kUp]) gemm(gradient(kUp), z.t(), low.mul_(scale), /*beta=*/1);
 }
 
 // The same for the classes `live` alone, some megabytes of their weights at a time.

@@ -130,6 +130,11 @@ SHOESTRING_API at::Tensor dequantize_4bit(const at::Tensor& packed, const at::Te
                                           at::ScalarType dtype, const std::optional<at::Tensor>& nested = std::nullopt,
                                           const Quantize4bitOptions& options = {});
 
+/// self (m, n) = beta * self + alpha * mat1 (m, k) mat2 (k, n), summed in fp32, which self may be for bf16 and fp16
+/// matrices: a weight's gradient into an fp32 buffer, say. Not differentiable.
+SHOESTRING_API void addmm_(const at::Tensor& self, const at::Tensor& mat1, const at::Tensor& mat2, double beta = 1,
+                           double alpha = 1);
+
 /// x as block-wise 8-bit codes (x's shape) and one fp32 scale for each 256 elements; a negative x needs the signed map.
 SHOESTRING_API std::tuple<at::Tensor, at::Tensor> quantize_8bit(const at::Tensor& x, bool is_signed);
 SHOESTRING_API at::Tensor dequantize_8bit(const at::Tensor& codes, const at::Tensor& scale, bool is_signed);

@@ -2,6 +2,7 @@
 
 from shoestring.ops.adafactor import adafactor_, adafactor_reference
 from shoestring.ops.adamw import adamw_, adamw_reference
+from shoestring.ops.addmm import addmm_, addmm_reference
 from shoestring.ops.ademamix import ademamix_, ademamix_reference
 from shoestring.ops.apply import apply_, apply_reference
 from shoestring.ops.came import came_, came_reference
@@ -48,6 +49,8 @@ __all__ = [
     "adafactor_reference",
     "adamw_",
     "adamw_reference",
+    "addmm_",
+    "addmm_reference",
     "ademamix_",
     "ademamix_reference",
     "apply_",

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/capability.h"
+
+namespace shoestring::kernels {
+
+/// Behind a packed panel, in elements: packing may write there.
+constexpr int64_t kGemmSlack = 16;
+
+/// Products of matrices in fp32, a tile of `rows` by `columns` of the result at a time, whose sums stay in registers. Both
+/// operands are first packed: in panels of so many lines (rows of a, columns of b), the lines of a panel side by side for
+/// each step of the depth that is summed over. A panel that lacks lines is filled up with zeros.
+struct GemmTable {
+  int64_t rows, columns;  // 0 where this build has no such kernels, and the library's are better
+
+  // Packs `lines` lines of `depth` elements, element (l, d) at source[l * line_stride + d * depth_stride]; one stride is 1.
+  // out: panels of depth * width + kGemmSlack elements.
+  void (*pack_float)(const float* source, int64_t lines, int64_t depth, int64_t line_stride, int64_t depth_stride,
+                     int64_t width, float* out);
+  void (*pack_bf16)(const uint16_t* source, int64_t lines, int64_t depth, int64_t line_stride, int64_t depth_stride,
+                    int64_t width, float* out);
+  void (*pack_fp16)(const uint16_t* source, int64_t lines, int64_t depth, int64_t line_stride, int64_t depth_stride,
+                    int64_t width, float* out);
+
+  // c (m, n), rows `stride` apart, = beta c + alpha a b, for packed a and b; c is not read where beta is 0. The panels of
+  // b are walked through once if b_outside, else those of a: the other side should fit the second-level cache.
+  void (*multiply)(const float* a, const float* b, int64_t m, int64_t n, int64_t depth, float* c, int64_t stride,
+                   float alpha, float beta, bool b_outside);
+};
+
+}  // namespace shoestring::kernels
+
+SHOESTRING_CPU_TABLE(kernels::GemmTable, gemm)

@@ -85,8 +85,8 @@ def main() -> None:
     for dtype in dtypes:
         linear = nn.Linear(columns, rows, bias=False).to(dtype).requires_grad_(False)
         x = torch.randn(1, columns).to(dtype)
-        layer = shoestring.nn.Linear4bit.from_linear(linear)
-        candidates = {"shoestring Linear4bit": lambda layer=layer, x=x: layer(x)}
+        layer = shoestring.nn.QuantizedLinear.from_linear(linear)
+        candidates = {"shoestring QuantizedLinear": lambda layer=layer, x=x: layer(x)}
         try:
             import bitsandbytes as bnb
 

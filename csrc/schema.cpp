@@ -10,8 +10,8 @@ TORCH_LIBRARY(shoestring, m) {
   m.def("set_cpu_capability(str name) -> bool");
 
   // Cross-entropy of logit_scale (hidden W^T + low up^T + bias) against target, a chunk of tokens at a time: no (tokens,
-  // vocab) tensor. hidden (..., features), weight (vocab, features), or the packed bytes of a 4-bit one where absmax is
-  // given; target (...) int64, bias (vocab), low (..., rank), up (vocab, rank). fp32 loss for 16-bit inputs. The weight's
+  // vocab) tensor. hidden (..., features), weight (vocab, features), or the codes of a quantised one where absmax is given;
+  // target (...) int64, bias (vocab), low (..., rank), up (vocab, rank). fp32 loss for 16-bit inputs. The weight's
   // gradient is added to weight_grad (vocab, features), fp32, where that is given: in backward, or at once with
   // grad_scale, the upstream gradient that there is going to be.
   const std::string rule =
@@ -70,6 +70,13 @@ TORCH_LIBRARY(shoestring, m) {
   m.def(
       "dequantize_4bit(Tensor packed, Tensor absmax, Tensor? nested=None, *, SymInt[] shape, ScalarType dtype, "
       "str quant_type='nf4', int block_size=64) -> Tensor");
+  // Each row of x (..., columns) as int8 codes (x's shape) and its largest magnitude, absmax fp32 (...), which the code 127
+  // stands for. The bytes are those of bitsandbytes' LLM.int8() weights.
+  m.def("quantize_int8(Tensor x) -> (Tensor packed, Tensor absmax)");
+  m.def("dequantize_int8(Tensor packed, Tensor absmax, *, ScalarType dtype) -> Tensor");
+  // A quantised weight, below and in linear_cross_entropy, is packed and absmax of quantize_4bit (nested: with the codes of
+  // quantize_absmax for absmax), or of quantize_int8, with quant_type 'int8' and block_size the length of a row.
+
   // One step of an optimizer on every parameter whose gradient (fp32, bf16 or fp16) is given; the others keep their step.
   // The state of all of them lies in flat arenas, in the order of params, each beginning at a multiple of 256 elements:
   // step (tensors) fp32; moments fp32 or bf16 without scales, or codes with fp32 scales: uint8, 8 bits with one scale
@@ -140,17 +147,17 @@ TORCH_LIBRARY(shoestring, m) {
   m.def("quantize_state_4bit(Tensor x, *, bool signed, int? step=None) -> (Tensor codes, Tensor scale)");
   m.def("dequantize_state_4bit(Tensor codes, Tensor scale, *, bool signed, SymInt numel) -> Tensor");
 
-  // x (..., in_features) times the transpose of a frozen 4-bit weight (out_features, in_features), plus bias. The weight
-  // is dequantised a panel of rows at a time, never whole. Gradients by x and bias.
+  // x (..., in_features) times the transpose of a frozen quantised weight (out_features, in_features), plus bias. The
+  // weight is dequantised a panel of rows at a time, never whole. Gradients by x and bias.
   m.def(
-      "linear_4bit(Tensor x, Tensor packed, Tensor absmax, Tensor? nested=None, Tensor? bias=None, *, "
+      "quantized_linear(Tensor x, Tensor packed, Tensor absmax, Tensor? nested=None, Tensor? bias=None, *, "
       "SymInt out_features, str quant_type='nf4', int block_size=64) -> Tensor");
   m.def(
-      "linear_4bit_backward(Tensor grad_output, Tensor packed, Tensor absmax, Tensor? nested, *, SymInt in_features, "
+      "quantized_linear_backward(Tensor grad_output, Tensor packed, Tensor absmax, Tensor? nested, *, SymInt in_features, "
       "str quant_type, int block_size) -> Tensor");
 
   // x W^T + bias + scaling * (x A^T) B^T. W is frozen: dense (out_features, in_features) in x's dtype, or, where absmax
-  // is given, the packed bytes of a 4-bit weight. lora_A (rank, in_features), lora_B (out_features, rank), of any
+  // is given, the codes of a quantised weight. lora_A (rank, in_features), lora_B (out_features, rank), of any
   // floating-point dtype. dropped: what A reads in place of x. Gradients by x, dropped, bias, lora_A and lora_B.
   m.def(
       "lora_linear(Tensor x, Tensor weight, Tensor? absmax, Tensor? nested, Tensor? bias, Tensor lora_A, Tensor lora_B, "

@@ -49,8 +49,8 @@ std::vector<std::string> apply(torch::nn::Module& module, const LoraOptions& opt
   const auto found = targets(module, options.target_modules());
   const auto all = linears(module);
   const std::string& type = options.quantize();
-  TORCH_CHECK_VALUE(type == "none" || type == "nf4" || type == "fp4",
-                    "lora::apply: quantize: expected none, nf4 or fp4, received '", type, "'");
+  TORCH_CHECK_VALUE(type == "none" || type == "nf4" || type == "fp4" || type == "int8",
+                    "lora::apply: quantize: expected none, nf4, fp4 or int8, received '", type, "'");
   for (const auto& [name, linear] : all) {
     TORCH_CHECK_VALUE(!linear->has_adapter(), "lora::apply: module: expected one without adapters, but ", name,
                       " has one; merge it first");
@@ -59,7 +59,7 @@ std::vector<std::string> apply(torch::nn::Module& module, const LoraOptions& opt
   if (type != "none") {
     for (const auto& [name, linear] : all) {
       if (linear->is_quantized()) continue;
-      linear->quantize(Quantize4bitOptions().quant_type(type).block_size(options.block_size()), options.nested());
+      linear->quantize(QuantizeOptions().quant_type(type).block_size(options.block_size()), options.nested());
     }
   }
   std::vector<std::string> names;

@@ -22,7 +22,7 @@ LinearImpl::LinearImpl(const LinearOptions& options) : options(options) { reset(
 // Also what clone() calls on a copy: the layer comes out in the form that it has, for the values to be copied into.
 void LinearImpl::reset() {
   const bool quantized = is_quantized();
-  const auto form = quantized ? base->options : Linear4bitOptions(1, 1);
+  const auto form = quantized ? base->options : QuantizedLinearOptions(1, 1);
   const auto adapter_options = std::exchange(adapter, std::nullopt);
   base = nullptr;
   former_.reset();
@@ -37,16 +37,17 @@ void LinearImpl::reset() {
   if (adapter_options.has_value()) add_adapter(*adapter_options);
 }
 
-void LinearImpl::quantize(const Quantize4bitOptions& quantize_options, bool nested) {
+void LinearImpl::quantize(const QuantizeOptions& quantize_options, bool nested) {
   TORCH_CHECK(!is_quantized() && !has_adapter(),
               "nn::Linear: quantize: expected a dense layer without an adapter, received one that is ",
               is_quantized() ? "quantised already" : "adapted already");
-  auto form = Linear4bitOptions(options.in_features(), options.out_features())
+  auto form = QuantizedLinearOptions(options.in_features(), options.out_features())
                   .bias(false)
                   .quantize(quantize_options)
                   .nested(nested);
   // Given a 1 x 1 form first, so that no random weight of the full size is drawn.
-  Linear4bit quantized(Linear4bitOptions(1, 1).bias(false).quantize(quantize_options).nested(nested));
+  auto small = QuantizeOptions().quant_type(quantize_options.quant_type());
+  QuantizedLinear quantized(QuantizedLinearOptions(1, 1).bias(false).quantize(small).nested(nested));
   quantized->options = form;
   dtype_ = weight.scalar_type();
   quantized->set_weight(weight.detach());
@@ -99,7 +100,7 @@ double LinearImpl::scaling() const {
 Tensor LinearImpl::forward(const Tensor& x) {
   if (!has_adapter()) {
     if (!is_quantized()) return at::linear(x, weight, bias);
-    return linear_4bit(x, base->packed, base->absmax, options.out_features(), optional(bias), optional(base->nested),
+    return quantized_linear(x, base->packed, base->absmax, options.out_features(), optional(bias), optional(base->nested),
                        base->options.quantize());
   }
   std::optional<Tensor> dropped;

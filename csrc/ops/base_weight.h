@@ -6,7 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "ops/packed_4bit.h"
+#include "ops/packed.h"
 
 namespace shoestring {
 
@@ -50,7 +50,7 @@ inline std::vector<c10::SymInt> with_last(const at::Tensor& x, const c10::SymInt
   return shape;
 }
 
-/// A frozen (rows, columns) weight, dense or 4-bit, read a panel of rows at a time in the type of the product: as it
+/// A frozen (rows, columns) weight, dense or quantised, read a panel of rows at a time in the type of the product: as it
 /// lies where it is dense in that type, or in one that gemm widens to it, else through one buffer: of about the cache's
 /// size, on CUDA of up to 64 MiB.
 class BaseWeight {

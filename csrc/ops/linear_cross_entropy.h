@@ -31,7 +31,7 @@ struct Problem {
 
   Tensor hidden, weight, target;  // (tokens, features), (vocab, features) or packed, (tokens)
   OptionalTensor bias, class_weights;
-  OptionalTensor absmax, nested;  // of a 4-bit weight
+  OptionalTensor absmax, nested;  // of a quantised weight
   std::string quant_type;
   int64_t block_size;
   OptionalTensor low, up;

@@ -4,7 +4,7 @@
 
 #include "ops/base_weight.h"
 #include "ops/linear_cross_entropy.h"
-#include "ops/packed_4bit.h"
+#include "ops/packed.h"
 
 namespace shoestring::cross_entropy {
 
@@ -29,11 +29,12 @@ void check_tokens(const Tensor& hidden, const Tensor& target) {
               hidden.scalar_type());
 }
 
-// Two codes a byte, and the last byte may have one.
+// 4 bits: two codes a byte, and the last byte may have one.
 c10::SymInt vocab_of(const Tensor& hidden, const Tensor& weight, bool packed) {
   TORCH_CHECK(packed || weight.dim() == 2, kOp, ": weight: expected shape (vocab, ", hidden.sym_size(-1),
               "), features as in hidden, received ", weight.sym_sizes());
-  return packed ? weight.sym_numel() * 2 / hidden.sym_size(-1) : weight.sym_size(0);
+  if (!packed) return weight.sym_size(0);
+  return weight.sym_numel() * (weight.scalar_type() == at::kChar ? 1 : 2) / hidden.sym_size(-1);
 }
 
 namespace {
@@ -47,7 +48,7 @@ void check_weight(const Problem& p) {
   const auto features = p.hidden.sym_size(1);
   if (p.absmax) {
     check_packed(kOp, p.weight, *p.absmax, p.nested, p.vocab * features, p.quant_type, p.block_size, p.hidden.device());
-    TORCH_CHECK(!p.mask[kWeight], kOp, ": weight: expected no gradient of a 4-bit weight");
+    TORCH_CHECK(!p.mask[kWeight], kOp, ": weight: expected no gradient of a quantised weight");
     return;
   }
   TORCH_CHECK(p.weight.sym_size(1) == features, kOp, ": weight: expected shape (vocab, ", features,
@@ -135,7 +136,7 @@ Problem::Problem(const BoxedArguments& a)
   check_tokens(hidden, target);
   TORCH_CHECK(hidden.dim() == 2, kOp, "_rows: hidden: expected shape (tokens, features), received ", hidden.sym_sizes());
   check_weight(*this);
-  TORCH_CHECK(filter_eps == 0 || !absmax, kOp, ": filter_eps: expected 0 with a 4-bit weight, received ", filter_eps);
+  TORCH_CHECK(filter_eps == 0 || !absmax, kOp, ": filter_eps: expected 0 with a quantised weight, received ", filter_eps);
   check_bias(*this);
   check_low(*this);
   check_weights("class_weights", class_weights, {vocab}, hidden);

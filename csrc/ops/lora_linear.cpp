@@ -166,7 +166,7 @@ TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) { m.impl("lora_line
 
 Tensor lora_linear(const Tensor& x, const Tensor& weight, const Tensor& lora_A, const Tensor& lora_B, double scaling,
                    const OptionalTensor& bias, const OptionalTensor& absmax, const OptionalTensor& nested,
-                   const OptionalTensor& dropped, const Quantize4bitOptions& options) {
+                   const OptionalTensor& dropped, const QuantizeOptions& options) {
   static auto op = find<decltype(output_only)>("shoestring::lora_linear");
   return op.call(x, weight, absmax, nested, bias, lora_A, lora_B, dropped, scaling, options.quant_type(),
                  options.block_size());

@@ -10,7 +10,7 @@
 
 #include "ops/call.h"
 #include "ops/cuda.h"
-#include "ops/packed_4bit.h"
+#include "ops/packed.h"
 
 namespace shoestring {
 namespace {
@@ -144,7 +144,8 @@ c10::SymInt product(c10::SymIntArrayRef shape) {
   return n;
 }
 
-void check_output(c10::SymIntArrayRef shape, at::ScalarType dtype) {
+void check_output(c10::SymIntArrayRef shape, at::ScalarType dtype, c10::string_view quant_type) {
+  codebook("dequantize_4bit", quant_type);
   for (const auto& size : shape) {
     TORCH_CHECK(size >= 0, "dequantize_4bit: shape: expected sizes of 0 or more, received ", shape);
   }
@@ -155,7 +156,7 @@ void check_output(c10::SymIntArrayRef shape, at::ScalarType dtype) {
 template <Backend backend>
 Tensor dequantize(const Tensor& packed, const Tensor& absmax, const OptionalTensor& nested, c10::SymIntArrayRef shape,
                   at::ScalarType dtype, c10::string_view quant_type, int64_t block_size) {
-  check_output(shape, dtype);
+  check_output(shape, dtype, quant_type);
   check_packed("dequantize_4bit", packed, absmax, nested, product(shape), quant_type, block_size, packed.device());
   const c10::OptionalDeviceGuard guard(packed.device());
   Tensor out = at::empty_symint(shape, packed.options().dtype(dtype));
@@ -166,7 +167,7 @@ Tensor dequantize(const Tensor& packed, const Tensor& absmax, const OptionalTens
 Tensor dequantize_meta(const Tensor& packed, const Tensor& absmax, const OptionalTensor& nested,
                        c10::SymIntArrayRef shape, at::ScalarType dtype, c10::string_view quant_type,
                        int64_t block_size) {
-  check_output(shape, dtype);
+  check_output(shape, dtype, quant_type);
   check_packed("dequantize_4bit", packed, absmax, nested, product(shape), quant_type, block_size, packed.device());
   return at::empty_symint(shape, packed.options().dtype(dtype));
 }
@@ -195,7 +196,7 @@ TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> quantize_4bit(const Tensor& x, const Quantize4bitOptions& options) {
+std::tuple<Tensor, Tensor> quantize_4bit(const Tensor& x, const QuantizeOptions& options) {
   static auto op = find<decltype(quantize_cpu)>("shoestring::quantize_4bit");
   return op.call(x, options.quant_type(), options.block_size());
 }
@@ -206,7 +207,7 @@ std::tuple<Tensor, Tensor> quantize_absmax(const at::Tensor& absmax) {
 }
 
 Tensor dequantize_4bit(const Tensor& packed, const Tensor& absmax, at::IntArrayRef shape, at::ScalarType dtype,
-                       const OptionalTensor& nested, const Quantize4bitOptions& options) {
+                       const OptionalTensor& nested, const QuantizeOptions& options) {
   static auto op = find<decltype(dequantize_meta)>("shoestring::dequantize_4bit");
   return op.call(packed, absmax, nested, c10::fromIntArrayRefSlow(shape), dtype, options.quant_type(),
                  options.block_size());

@@ -9,13 +9,15 @@ cmake_prefix_path = str(_load.PACKAGE / "share" / "cmake")
 from shoestring import lora, nn, optim  # noqa: E402
 from shoestring.ops import (  # noqa: E402
     dequantize_4bit,
-    linear_4bit,
+    dequantize_int8,
     linear_cross_entropy,
     linear_cross_entropy_shard,
     linear_cross_entropy_with_stats,
     linear_distillation,
     lora_linear,
     quantize_4bit,
+    quantize_int8,
+    quantized_linear,
     vocab_parallel_linear_cross_entropy,
 )
 from shoestring.patching import PatchReport, patch  # noqa: E402
@@ -27,7 +29,7 @@ __all__ = [
     "build",
     "cmake_prefix_path",
     "dequantize_4bit",
-    "linear_4bit",
+    "dequantize_int8",
     "linear_cross_entropy",
     "linear_cross_entropy_shard",
     "linear_cross_entropy_with_stats",
@@ -38,5 +40,7 @@ __all__ = [
     "optim",
     "patch",
     "quantize_4bit",
+    "quantize_int8",
+    "quantized_linear",
     "vocab_parallel_linear_cross_entropy",
 ]

@@ -1,4 +1,4 @@
-"""A tensor whose elements are held as 4-bit codes and one scale a block."""
+"""A tensor whose elements are held as 4-bit or int8 codes and one scale a block."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,12 +11,14 @@ aten = torch.ops.aten
 
 
 class QuantizedTensor(Tensor):
-    """A 4-bit tensor with the shape and the dtype of what it stands for; ``shoestring.quantize_4bit`` makes it.
+    """A 4-bit or int8 tensor with the shape and the dtype of what it stands for; ``shoestring.quantize_4bit`` and
+    ``shoestring.quantize_int8`` make it.
 
-    The bytes are always bitsandbytes' flat order: blocks of ``block_size`` along the flattened elements, the even
+    4 bits: the bytes are always bitsandbytes' flat order, blocks of ``block_size`` along the flattened elements, the even
     element in a byte's upper four bits. Where a weight's rows are whole blocks (K divisible by ``block_size``) the same
     bytes are held as (N, K / 2) and the scales as (N, K / block_size), so that a slice of rows is itself a quantised
-    tensor; otherwise both are flat. That is what FSDP2 needs to shard by rows: its hooks (``fsdp_pre_all_gather``
+    tensor; otherwise both are flat. int8: a code an element and a scale a row, so that rows can always be sliced. That is
+    what FSDP2 needs to shard by rows: its hooks (``fsdp_pre_all_gather``
     returns ``packed`` and ``absmax``, ``fsdp_post_all_gather`` puts a QuantizedTensor around what was gathered) attach
     here, and apply to the row-shaped form without ``nested``, whose groups of 256 blocks do not end with a row.
 
@@ -25,11 +27,12 @@ class QuantizedTensor(Tensor):
     operators are refused: dequantise first.
 
     Attributes:
-        packed: uint8, (N, K / 2) or (ceil(numel / 2)).
-        absmax: (N, K / block_size) or (ceil(numel / block_size)); fp32, or uint8 codes where ``nested`` is there.
+        packed: uint8, (N, K / 2) or (ceil(numel / 2)); int8 of the tensor's shape, (..., K).
+        absmax: (N, K / block_size) or (ceil(numel / block_size)), (...) for int8; fp32, or uint8 codes where ``nested``
+            is there.
         nested: None, or fp32 (257 + ceil(blocks / 256)): offset, 256 values by code, a scale for every 256 blocks.
-        quant_type: "nf4" or "fp4".
-        block_size: elements that share a scale.
+        quant_type: "nf4", "fp4" or "int8".
+        block_size: elements that share a scale; K for int8.
     """
 
     packed: Tensor
@@ -66,7 +69,7 @@ class QuantizedTensor(Tensor):
         quant_type: str,
         block_size: int,
     ) -> None:
-        if len(shape) == 2 and shape[1] % block_size == 0 and shape[1] > 0 and packed.dim() == 1:
+        if quant_type != "int8" and len(shape) == 2 and shape[1] % block_size == 0 and shape[1] > 0 and packed.dim() == 1:
             packed = packed.view(shape[0], shape[1] // 2)
             absmax = absmax.view(shape[0], shape[1] // block_size)
         self.packed = packed
@@ -77,6 +80,8 @@ class QuantizedTensor(Tensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The dense tensor, by default in the tensor's own dtype."""
+        if self.quant_type == "int8":
+            return torch.ops.shoestring.dequantize_int8(self.packed, self.absmax, dtype=dtype or self.dtype)
         return torch.ops.shoestring.dequantize_4bit(
             self.packed,
             self.absmax,
@@ -152,7 +157,7 @@ class QuantizedTensor(Tensor):
         if func is aten.copy_.default:
             return _copy(*args[:2])
         raise NotImplementedError(
-            f"QuantizedTensor: {func}: not defined on 4-bit codes; dequantise first, with shoestring.dequantize_4bit(q)"
+            f"QuantizedTensor: {func}: not defined on codes; dequantise first, with q.dequantize()"
         )
 
 
@@ -174,7 +179,12 @@ def _copy(to: Tensor, source: Tensor) -> Tensor:
 
 
 def quantize_parts(x: Tensor, quant_type: str, block_size: int, nested: bool) -> QuantizedTensor:
-    """``shoestring.quantize_4bit`` without its argument checks."""
+    """``shoestring.quantize_4bit`` or, with "int8", ``quantize_int8``, without their argument checks."""
+    if quant_type == "int8":
+        packed, absmax = torch.ops.shoestring.quantize_int8(x)
+        return QuantizedTensor(
+            packed, absmax, None, shape=x.shape, dtype=x.dtype, quant_type=quant_type, block_size=x.shape[-1]
+        )
     packed, absmax = torch.ops.shoestring.quantize_4bit(x, quant_type=quant_type, block_size=block_size)
     second = None
     if nested:

@@ -136,6 +136,29 @@ TEST_CASE("linear_cross_entropy has every option, and statistics with gradients 
   shoestring::set_cpu_capability(before);
 }
 
+TEST_CASE("linear_cross_entropy has quantised heads with LoRA", "[linear_cross_entropy]") {
+  at::manual_seed(5);
+  const Tensor hidden = at::randn({70, 32}).requires_grad_(), weight = at::randn({203, 32}), target = at::randint(203, {70});
+  const Tensor low = at::randn({70, 4}).requires_grad_(), up = at::randn({203, 4}).requires_grad_();
+  for (const char* quant_type : {"nf4", "int8"}) {
+    CAPTURE(quant_type);
+    const bool int8 = std::string(quant_type) == "int8";
+    const auto [packed, absmax] = int8 ? shoestring::quantize_int8(weight) : shoestring::quantize_4bit(weight);
+    const Tensor dense = int8 ? shoestring::dequantize_int8(packed, absmax, at::kFloat)
+                              : shoestring::dequantize_4bit(packed, absmax, weight.sizes(), at::kFloat);
+    LinearCrossEntropyOptions options;
+    options.low(low).up(up).absmax(absmax).quant_type(quant_type).block_size(int8 ? 32 : 64);
+    const Tensor loss = shoestring::linear_cross_entropy(hidden, packed, target, std::nullopt, options);
+    std::vector<Tensor> leaves;
+    for (const Tensor& t : {hidden, low, up}) leaves.push_back(t.detach().to(at::kDouble).requires_grad_());
+    const Tensor logits = at::linear(leaves[0], dense.to(at::kDouble)) + at::linear(leaves[1], leaves[2]);
+    const Tensor exact = at::cross_entropy_loss(logits, target);
+    CHECK(error(loss.detach(), exact.detach()) < 1e-6);
+    const auto ours = torch::autograd::grad({loss}, {hidden, low, up}), theirs = torch::autograd::grad({exact}, leaves);
+    for (int i = 0; i < 3; ++i) CHECK(error(ours[i], theirs[i]) < 2e-6);
+  }
+}
+
 TEST_CASE("linear_cross_entropy refuses what does not fit", "[linear_cross_entropy]") {
   Tensor hidden = at::randn({4, 8}), weight = at::randn({10, 8}), target = at::zeros({4}, at::kLong);
   CHECK_THROWS_WITH(shoestring::linear_cross_entropy(hidden, at::randn({10, 9}), target),

@@ -53,7 +53,7 @@ LoraOptions options(const char* quantize, bool nested = false) {
 }  // namespace
 
 TEST_CASE("lora::apply adapts layers where they stand, and they train", "[lora]") {
-  for (const char* quantize : {"none", "nf4", "fp4"}) {
+  for (const char* quantize : {"none", "nf4", "fp4", "int8"}) {
     CAPTURE(quantize);
     Net net = make(options(quantize));
     CHECK(net->up->is_quantized() == (std::string(quantize) != "none"));
@@ -77,7 +77,7 @@ TEST_CASE("lora::apply adapts layers where they stand, and they train", "[lora]"
 }
 
 TEST_CASE("an adapted layer agrees with fp64", "[lora]") {
-  for (const char* quantize : {"none", "nf4"}) {
+  for (const char* quantize : {"none", "nf4", "int8"}) {
     Net net = make(options(quantize));
     auto& layer = net->up;
     Tensor base = layer->is_quantized() ? layer->base->dequantize(at::kFloat) : layer->weight;
@@ -98,8 +98,9 @@ TEST_CASE("an adapted layer agrees with fp64", "[lora]") {
 }
 
 TEST_CASE("merge adds the adapter; unmerge restores every byte", "[lora]") {
-  for (const char* quantize : {"none", "nf4"}) {
+  for (const char* quantize : {"none", "nf4", "int8"}) {
     for (bool nested : {false, true}) {
+      if (nested && std::string(quantize) == "int8") continue;
       Net net = make(options(quantize, nested));
       Tensor x = torch::randn({7, 64}), y = net->forward(x);
       auto& layer = net->up;

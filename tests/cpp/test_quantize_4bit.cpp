@@ -5,7 +5,7 @@
 #include <shoestring/ops.h>
 
 using at::Tensor;
-using shoestring::Quantize4bitOptions;
+using shoestring::QuantizeOptions;
 
 TEST_CASE("quantize_4bit gives the documented bytes on every capability", "[quantize_4bit]") {
   const std::string before = shoestring::cpu_capability();
@@ -20,7 +20,7 @@ TEST_CASE("quantize_4bit gives the documented bytes on every capability", "[quan
     CHECK(at::equal(zeros, at::full({32}, 0x77, at::kByte)));
     CHECK(at::equal(scales, at::zeros({1})));
     Tensor fp4 = std::get<0>(
-        shoestring::quantize_4bit(at::tensor({12.f, -12.f, 8.f, 0.f}), Quantize4bitOptions().quant_type("fp4")));
+        shoestring::quantize_4bit(at::tensor({12.f, -12.f, 8.f, 0.f}), QuantizeOptions().quant_type("fp4")));
     CHECK(at::equal(fp4, at::tensor({0x3b, 0x20}, at::kByte)));
   }
   shoestring::set_cpu_capability(before);
@@ -31,7 +31,7 @@ TEST_CASE("dequantize_4bit agrees between capabilities, dtypes and forms", "[qua
   at::manual_seed(5);
   for (int64_t block : {32, 64, 4096}) {
     for (int64_t numel : {1, 63, 4097, 64 * 300 + 5}) {  // odd ends, a block and one more, more than a group of scales
-      const auto options = Quantize4bitOptions().block_size(block);
+      const auto options = QuantizeOptions().block_size(block);
       Tensor x = at::randn({numel});
       shoestring::set_cpu_capability("plain");
       auto [packed, absmax] = shoestring::quantize_4bit(x, options);
@@ -59,7 +59,7 @@ TEST_CASE("dequantize_4bit agrees between capabilities, dtypes and forms", "[qua
 
 TEST_CASE("4-bit operators refuse what does not fit", "[quantize_4bit]") {
   using Catch::Matchers::Contains;
-  CHECK_THROWS_WITH(shoestring::quantize_4bit(at::ones({4}), Quantize4bitOptions().block_size(48)),
+  CHECK_THROWS_WITH(shoestring::quantize_4bit(at::ones({4}), QuantizeOptions().block_size(48)),
                     Contains("block_size: expected a power of two from 32 to 4096, received 48"));
   CHECK_THROWS_WITH(shoestring::quantize_4bit(at::ones({4}, at::kDouble)), Contains("expected fp32, bf16 or fp16"));
   auto [packed, absmax] = shoestring::quantize_4bit(at::ones({64}));

@@ -90,6 +90,18 @@ def dequantize_4bit(device: str) -> Results:
     return found
 
 
+def int8(device: str) -> Results:
+    """Whole vectors, and rows that begin anywhere; what stays in registers, and what is read again."""
+    found: Results = {}
+    for columns in (64, 77, 5000, 5003):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            packed, absmax = OPERATORS.quantize_int8(uniform(5, columns, seed=columns).to(device, dtype))
+            out = OPERATORS.dequantize_int8(packed, absmax, dtype=dtype)
+            name = f"{columns} {str(dtype)[6:]}"
+            found |= {f"packed {name}": (packed, 0), f"absmax {name}": (absmax, 0), f"values {name}": (out, 0)}
+    return found
+
+
 # Whole blocks and parts of one; a weight's dtype and a gradient's.
 STEPPED = (
     (1, torch.float32, torch.float32),
@@ -172,7 +184,7 @@ def linear_cross_entropy(device: str) -> Results:
 
 
 CASES: tuple[Callable[[str], Results], ...] = (
-    quantize_8bit_codes, quantize_state_4bit_codes, quantize_4bit, quantize_absmax, dequantize_4bit, optimizers,
+    quantize_8bit_codes, quantize_state_4bit_codes, quantize_4bit, quantize_absmax, dequantize_4bit, int8, optimizers,
     linear_cross_entropy,
 )
 

@@ -1,4 +1,4 @@
-"""Heads of linear_cross_entropy that are more than a weight: with a LoRA adapter, of 4 bits, with a gradient kept elsewhere."""
+"""Heads of linear_cross_entropy that are more than a weight: with a LoRA adapter, quantised, with a gradient kept elsewhere."""
 
 from typing import Any
 
@@ -22,19 +22,25 @@ def adapter(rank: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     return {"lora_A": lora_A, "lora_B": lora_B, "scaling": 0.5}
 
 
+def quantized(weight: Tensor, quant_type: str, nested: bool = False) -> shoestring.QuantizedTensor:
+    if quant_type == "int8":
+        return shoestring.quantize_int8(weight)
+    return shoestring.quantize_4bit(weight, quant_type, nested=nested)
+
+
 def as_double(leaves: list[Tensor]) -> list[Tensor]:
     return [t.detach().double().requires_grad_(t.requires_grad) for t in leaves]
 
 
 @pytest.mark.parametrize("options", [{}, {"reduction": "none", "softcap": 3.0}, {"logit_scale": 0.5}], ids=str)
-@pytest.mark.parametrize("quant_type", [None, "nf4", "fp4"])
+@pytest.mark.parametrize("quant_type", [None, "nf4", "fp4", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_adapted_and_4_bit_heads(dtype: torch.dtype, quant_type: str | None, options: dict[str, Any]) -> None:
+def test_adapted_and_quantised_heads(dtype: torch.dtype, quant_type: str | None, options: dict[str, Any]) -> None:
     hidden, weight, bias, target = make(TOKENS, FEATURES, VOCAB, dtype)
     lora = adapter(4)
     head: Tensor = weight
     if quant_type is not None:
-        head = shoestring.quantize_4bit(weight.detach(), quant_type, nested=quant_type == "nf4")
+        head = quantized(weight.detach(), quant_type, nested=quant_type == "nf4")
         weight = head.dequantize(dtype)
     leaves = [hidden, bias, lora["lora_A"], lora["lora_B"]] + [weight] * (quant_type is None)
     ours = shoestring.linear_cross_entropy(hidden, head, target, bias, workspace_mb=1, **lora, **options)
@@ -137,9 +143,10 @@ def test_errors_name_the_option(change: dict[str, Any], message: str) -> None:
         shoestring.linear_cross_entropy(*arguments, **change)
 
 
-def test_a_4_bit_head_of_odd_size_and_no_gradient() -> None:
-    hidden, weight, _, target = make(7, 5, 33)  # 165 codes: the last byte has one
-    head = shoestring.quantize_4bit(weight.detach())
+@pytest.mark.parametrize("quant_type", ["nf4", "int8"])
+def test_a_quantised_head_of_odd_size_and_no_gradient(quant_type: str) -> None:
+    hidden, weight, _, target = make(7, 5, 33)  # 165 codes: of nf4 the last byte has one
+    head = quantized(weight.detach(), quant_type)
     loss = shoestring.linear_cross_entropy(hidden, head, target.clamp_min(0))
     expected = linear_cross_entropy_reference(hidden, head.dequantize(), target.clamp_min(0))
     torch.testing.assert_close(loss, expected)

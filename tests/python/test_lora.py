@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import shoestring
 from shoestring.lora import LoraLinear
-from shoestring.nn import Linear4bit
+from shoestring.nn import QuantizedLinear
 
 
 
@@ -112,7 +112,7 @@ def test_minimal_old_file(tmp_path: Path) -> None:
     assert torch.equal(logits(shoestring.lora.load_adapter(llama(), tmp_path)), logits(ours))
 
 
-@pytest.mark.parametrize("quantize", [None, "nf4"])
+@pytest.mark.parametrize("quantize", [None, "nf4", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_merge_is_exact_and_unmerge_restores_every_byte(quantize: str | None, dtype: torch.dtype) -> None:
     model = randomise(shoestring.lora.apply(llama(dtype=dtype), rank=4, quantize=quantize))
@@ -160,7 +160,7 @@ def test_qlora_trains_and_resumes() -> None:
     assert torch.equal(logits(twin), logits(model))
 
 
-@pytest.mark.parametrize("quantize", [None, "nf4"])
+@pytest.mark.parametrize("quantize", [None, "nf4", "int8"])
 def test_compiles_whole(quantize: str | None) -> None:
     model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 8, bias=False))
     randomise(shoestring.lora.apply(model, rank=4, quantize=quantize, target_modules=["0", "2"]))
@@ -202,10 +202,10 @@ def test_targets() -> None:
     ]  # fmt: skip
     assert chosen(r".*\.0\..*[kv]_proj") == ["model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj"]
     assert chosen(["lm_head"]) == ["lm_head"]
-    assert chosen("all-linear", nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Linear4bit(64, 2))) == ["0", "2"]
+    assert chosen("all-linear", nn.Sequential(nn.Linear(4, 4), nn.ReLU(), QuantizedLinear(64, 2))) == ["0", "2"]
     # QLoRA quantises every linear layer but the head, with an adapter or without.
     model = shoestring.lora.apply(llama(), rank=2, target_modules=["q_proj"], quantize="nf4")
-    assert type(model.model.layers[0].mlp.up_proj) is Linear4bit and type(model.lm_head) is nn.Linear
+    assert type(model.model.layers[0].mlp.up_proj) is QuantizedLinear and type(model.lm_head) is nn.Linear
     # The layer stays the same object: hooks and other references to it keep working.
     model = nn.Sequential(nn.Linear(4, 4))
     layer, seen = model[0], []
@@ -220,7 +220,9 @@ def test_errors(tmp_path: Path) -> None:
     for options, message in [
         ({"rank": 0}, "rank: expected an integer of at least 1, received 0"),
         ({"alpha": float("nan")}, "alpha: expected a finite number"),
-        ({"quantize": "int3"}, "quantize: expected None, 'nf4' or 'fp4', received 'int3'"),
+        ({"quantize": "int3"}, "quantize: expected None, 'nf4', 'fp4' or 'int8', received 'int3'"),
+        ({"quantize": "int8", "block_size": 64}, "block_size and nested: expected None and False with quantize 'int8'"),
+        ({"quantize": "int8", "nested": True}, "block_size and nested: expected None and False with quantize 'int8'"),
         ({"quantize": "nf4", "block_size": 48}, "block_size: expected one of .* received 48"),
         ({"init": "pissa"}, "init: expected 'default' or 'gaussian', received 'pissa'"),
         ({"dropout": 1.0}, r"dropout: expected a probability in \[0, 1\), received 1.0"),

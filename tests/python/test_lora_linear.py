@@ -25,7 +25,7 @@ def make(shape: tuple[int, int, int, int], dtype: torch.dtype, adapter: torch.dt
 
 
 @pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropped"])
-@pytest.mark.parametrize("base", ["dense", "nf4", "nested"])
+@pytest.mark.parametrize("base", ["dense", "nf4", "nested", "int8"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int, int], base: str, dropout: bool) -> None:
     """Output and all gradients are no further from fp64 than eager PyTorch's."""
@@ -37,7 +37,9 @@ def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int, int], 
         if not dropout:
             del tensors["dropped"]
         weight = (torch.randn(shape[2], shape[1]) / shape[1] ** 0.5).to(dtype)
-        if base != "dense":
+        if base == "int8":
+            weight = shoestring.quantize_int8(weight)
+        elif base != "dense":
             weight = shoestring.quantize_4bit(weight, nested=base == "nested")
         dense = weight if base == "dense" else weight.dequantize(torch.float32)
         upstream = torch.randn(shape[0], shape[2]).to(dtype)
@@ -60,7 +62,7 @@ def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int, int], 
             assert relative_error(ours, exact) <= bound, (name, dtype)
 
 
-@pytest.mark.parametrize("base", ["dense", "nf4"])
+@pytest.mark.parametrize("base", ["dense", "nf4", "int8"])
 @pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropped"])
 def test_gradcheck(base: str, dropout: bool) -> None:
     t = {k: v.double().requires_grad_() for k, v in make((4, 5, 6, 2), torch.float64, torch.float64).items()}
@@ -69,6 +71,8 @@ def test_gradcheck(base: str, dropout: bool) -> None:
     weight = torch.randn(6, 5, dtype=torch.float64)
     if base == "nf4":
         weight = shoestring.quantize_4bit(weight.float(), block_size=32)
+    elif base == "int8":
+        weight = shoestring.quantize_int8(weight.float())
     names = tuple(t)
     assert torch.autograd.gradcheck(
         lambda *leaves: shoestring.lora_linear(weight=weight, scaling=1.3, **dict(zip(names, leaves, strict=True))),
@@ -83,6 +87,8 @@ def test_opcheck() -> None:
     torch.library.opcheck(OPERATOR, (t["x"], torch.randn(6, 64), None, None, *rest), {"scaling": 2.0})
     torch.library.opcheck(OPERATOR, (t["x"], q.packed, q.absmax, None, *rest, t["dropped"]), {"scaling": 2.0})
     codes, nested = torch.ops.shoestring.quantize_absmax(q.absmax.flatten())
+    int8, options = shoestring.quantize_int8(torch.randn(6, 64)), {"quant_type": "int8", "block_size": 64}
+    torch.library.opcheck(OPERATOR, (t["x"], int8.packed, int8.absmax, None, *rest), options)
     detached = tuple(v.detach() for v in rest)
     torch.library.opcheck(OPERATOR, (t["x"].detach(), q.packed, codes, nested, *detached), {"scaling": 2.0})
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import shoestring
-from shoestring.nn import Linear4bit
+from shoestring.nn import QuantizedLinear
 
 transformers = pytest.importorskip("transformers")
 
@@ -43,7 +43,7 @@ def test_our_adapter_on_the_head_and_4_bits() -> None:
     assert_same(model, copy.deepcopy(model), batch())
     assert model.lm_head.lora_A["default"].grad is not None
     quantised = build(tie_word_embeddings=False)
-    quantised.lm_head = Linear4bit.from_linear(quantised.lm_head)
+    quantised.lm_head = QuantizedLinear.from_linear(quantised.lm_head)
     plain = copy.deepcopy(quantised)
     shoestring.patch(quantised)
     assert_same(quantised, plain, batch())

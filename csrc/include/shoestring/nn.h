@@ -13,24 +13,26 @@
 
 namespace shoestring::nn {
 
-struct Linear4bitOptions {
-  Linear4bitOptions(int64_t in_features, int64_t out_features)
+struct QuantizedLinearOptions {
+  QuantizedLinearOptions(int64_t in_features, int64_t out_features)
       : in_features_(in_features), out_features_(out_features) {}
   TORCH_ARG(int64_t, in_features);
   TORCH_ARG(int64_t, out_features);
   TORCH_ARG(bool, bias) = true;
-  TORCH_ARG(Quantize4bitOptions, quantize) = {};
-  /// 8-bit scales (double quantisation).
+  /// quant_type "nf4", "fp4" or "int8", whose block_size becomes in_features.
+  TORCH_ARG(QuantizeOptions, quantize) = {};
+  /// Of 4 bits: 8-bit scales (double quantisation).
   TORCH_ARG(bool, nested) = false;
 };
 
-/// A linear layer over a frozen 4-bit weight (QLoRA). The bytes are bitsandbytes' flat order, held as
-/// (out_features, in_features / 2) where rows are whole blocks, else flat. `to(dtype)` leaves them alone.
-class SHOESTRING_API Linear4bitImpl : public torch::nn::Cloneable<Linear4bitImpl> {
+/// A linear layer over a frozen weight of 4 bits (QLoRA) or int8. The 4-bit bytes are bitsandbytes' flat order, held as
+/// (out_features, in_features / 2) where rows are whole blocks, else flat; int8 is (out_features, in_features) with a scale
+/// a row. `to(dtype)` leaves them alone.
+class SHOESTRING_API QuantizedLinearImpl : public torch::nn::Cloneable<QuantizedLinearImpl> {
  public:
-  Linear4bitImpl(int64_t in_features, int64_t out_features)
-      : Linear4bitImpl(Linear4bitOptions(in_features, out_features)) {}
-  explicit Linear4bitImpl(const Linear4bitOptions& options);
+  QuantizedLinearImpl(int64_t in_features, int64_t out_features)
+      : QuantizedLinearImpl(QuantizedLinearOptions(in_features, out_features)) {}
+  explicit QuantizedLinearImpl(const QuantizedLinearOptions& options);
 
   /// Draws a weight as torch::nn::Linear does, and quantises it.
   void reset() override;
@@ -46,8 +48,8 @@ class SHOESTRING_API Linear4bitImpl : public torch::nn::Cloneable<Linear4bitImpl
   /// The dense weight: fp32, bf16 or fp16.
   at::Tensor dequantize(at::ScalarType dtype) const;
 
-  Linear4bitOptions options;
-  at::Tensor packed;  // uint8
+  QuantizedLinearOptions options;
+  at::Tensor packed;  // uint8; int8
   at::Tensor absmax;  // fp32, or uint8 codes where the scales are nested
   at::Tensor nested;  // undefined, or fp32: see quantize_absmax
   at::Tensor bias;    // undefined without bias
@@ -55,7 +57,7 @@ class SHOESTRING_API Linear4bitImpl : public torch::nn::Cloneable<Linear4bitImpl
  private:
   void keep_parts(const at::Tensor& packed_was, const at::Tensor& absmax_was, const at::Tensor& nested_was);
 };
-TORCH_MODULE(Linear4bit);
+TORCH_MODULE(QuantizedLinear);
 
 struct LinearOptions {
   LinearOptions(int64_t in_features, int64_t out_features) : in_features_(in_features), out_features_(out_features) {}
@@ -85,8 +87,8 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl> {
   void pretty_print(std::ostream& stream) const override;
   at::Tensor forward(const at::Tensor& x);
 
-  /// Replaces the dense weight by a frozen 4-bit one, the submodule `base`.
-  void quantize(const Quantize4bitOptions& options = {}, bool nested = false);
+  /// Replaces the dense weight by a frozen quantised one, the submodule `base`.
+  void quantize(const QuantizeOptions& options = {}, bool nested = false);
   /// Freezes weight and bias and adds lora_A (kaiming uniform) and lora_B (zero): fp32, fp64 over an fp64 weight.
   void add_adapter(const AdapterOptions& options = {});
   /// Takes on an adapter with given values, in place of one that it may have.
@@ -105,19 +107,19 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl> {
   at::Tensor weight;            // undefined where quantised
   at::Tensor bias;              // undefined without bias
   at::Tensor lora_A, lora_B;    // (rank, in_features), (out_features, rank); undefined without an adapter
-  Linear4bit base{nullptr};
+  QuantizedLinear base{nullptr};
   std::optional<AdapterOptions> adapter;
 
  private:
   struct Former {
     at::Tensor weight, lora_A, lora_B;
-    Linear4bit base{nullptr};
+    QuantizedLinear base{nullptr};
     std::optional<AdapterOptions> adapter;
   };
   void set_adapter(const AdapterOptions& adapter_options, const at::Tensor& A, const at::Tensor& B);
   at::TensorOptions adapter_type() const;
 
-  at::ScalarType dtype_ = at::kFloat;  // of the weight, also where it is 4-bit
+  at::ScalarType dtype_ = at::kFloat;  // of the weight, also where it is quantised
   std::optional<Former> former_;
 };
 TORCH_MODULE(Linear);

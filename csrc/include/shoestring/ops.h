@@ -48,7 +48,7 @@ struct LinearCrossEntropyOptions {
   /// lora_B, is added to the logits. Differentiable.
   TORCH_ARG(std::optional<at::Tensor>, low) = std::nullopt;
   TORCH_ARG(std::optional<at::Tensor>, up) = std::nullopt;
-  /// With absmax, weight is the packed bytes of a frozen 4-bit one (quantize_4bit, quantize_absmax).
+  /// With absmax, weight is the codes of a frozen quantised one; the four are a QuantizeOptions' and quantized_linear's.
   TORCH_ARG(std::optional<at::Tensor>, absmax) = std::nullopt;
   TORCH_ARG(std::optional<at::Tensor>, nested) = std::nullopt;
   TORCH_ARG(std::string, quant_type) = "nf4";
@@ -109,17 +109,17 @@ SHOESTRING_API at::Tensor linear_distillation(const at::Tensor& hidden, const at
                                               const std::optional<at::Tensor>& teacher_bias = std::nullopt,
                                               const LinearDistillationOptions& options = {});
 
-struct Quantize4bitOptions {
-  /// "nf4" (normal float, QLoRA) or "fp4".
+struct QuantizeOptions {
+  /// "nf4" (normal float, QLoRA) or "fp4"; where a weight is read, or a layer quantised, also "int8".
   TORCH_ARG(std::string, quant_type) = "nf4";
-  /// Elements that share a scale: a power of two from 32 to 4096.
+  /// Elements that share a scale: a power of two from 32 to 4096. Where an int8 weight is read, the length of its rows.
   TORCH_ARG(int64_t, block_size) = 64;
 };
 
 /// 4 bits an element, in blocks along x's flattened elements: packed uint8 ((numel + 1) / 2), the even element in the
 /// upper bits, and absmax fp32 (blocks). x: fp32, bf16 or fp16. The bytes are bitsandbytes'.
 SHOESTRING_API std::tuple<at::Tensor, at::Tensor> quantize_4bit(const at::Tensor& x,
-                                                                const Quantize4bitOptions& options = {});
+                                                                const QuantizeOptions& options = {});
 
 /// Double quantisation: 8 bits a scale. Returns codes uint8 (blocks) and nested fp32 (257 + blocks / 256, rounded up):
 /// an offset, the 256 values by code, and a scale for every 256 codes.
@@ -128,7 +128,13 @@ SHOESTRING_API std::tuple<at::Tensor, at::Tensor> quantize_absmax(const at::Tens
 /// A tensor of `shape` and `dtype` (fp32, bf16 or fp16) from its parts; with `nested`, absmax holds the codes.
 SHOESTRING_API at::Tensor dequantize_4bit(const at::Tensor& packed, const at::Tensor& absmax, at::IntArrayRef shape,
                                           at::ScalarType dtype, const std::optional<at::Tensor>& nested = std::nullopt,
-                                          const Quantize4bitOptions& options = {});
+                                          const QuantizeOptions& options = {});
+
+/// Each row of x (..., columns) as int8 codes, x's shape, and its largest magnitude, absmax fp32 (...). x: fp32, bf16 or
+/// fp16. The bytes are those of bitsandbytes' LLM.int8() weights. A row with a NaN or an infinity dequantises to NaN.
+SHOESTRING_API std::tuple<at::Tensor, at::Tensor> quantize_int8(const at::Tensor& x);
+/// packed * absmax / 127 in `dtype`: fp32, bf16 or fp16.
+SHOESTRING_API at::Tensor dequantize_int8(const at::Tensor& packed, const at::Tensor& absmax, at::ScalarType dtype);
 
 /// self (m, n) = beta * self + alpha * mat1 (m, k) mat2 (k, n), summed in fp32, which self may be for bf16 and fp16
 /// matrices: a weight's gradient into an fp32 buffer, say. Not differentiable.
@@ -147,15 +153,16 @@ SHOESTRING_API std::tuple<at::Tensor, at::Tensor> quantize_state_4bit(const at::
 SHOESTRING_API at::Tensor dequantize_state_4bit(const at::Tensor& codes, const at::Tensor& scale, bool is_signed,
                                                 int64_t numel);
 
-/// x (..., in_features) times the transpose of a frozen 4-bit weight (out_features, in_features), plus bias. The weight
-/// is dequantised a panel of rows at a time. Gradients by x and bias.
-SHOESTRING_API at::Tensor linear_4bit(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& absmax,
+/// x (..., in_features) times the transpose of a frozen quantised weight (out_features, in_features), plus bias: packed
+/// and absmax of quantize_4bit (nested: of quantize_absmax), or of quantize_int8. The weight is dequantised a panel of rows
+/// at a time. Gradients by x and bias.
+SHOESTRING_API at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& absmax,
                                       int64_t out_features, const std::optional<at::Tensor>& bias = std::nullopt,
                                       const std::optional<at::Tensor>& nested = std::nullopt,
-                                      const Quantize4bitOptions& options = {});
+                                      const QuantizeOptions& options = {});
 
 /// `x W^T + bias + scaling * (x lora_A^T) lora_B^T` over a frozen W: dense (out_features, in_features) in x's dtype or,
-/// with `absmax`, the packed bytes of a 4-bit weight. lora_A (rank, in_features), lora_B (out_features, rank).
+/// with `absmax`, the codes of a quantised weight. lora_A (rank, in_features), lora_B (out_features, rank).
 /// `dropped` is what lora_A reads in place of x. Gradients by x, dropped, bias, lora_A and lora_B.
 SHOESTRING_API at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& lora_A,
                                       const at::Tensor& lora_B, double scaling,
@@ -163,6 +170,6 @@ SHOESTRING_API at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& wei
                                       const std::optional<at::Tensor>& absmax = std::nullopt,
                                       const std::optional<at::Tensor>& nested = std::nullopt,
                                       const std::optional<at::Tensor>& dropped = std::nullopt,
-                                      const Quantize4bitOptions& options = {});
+                                      const QuantizeOptions& options = {});
 
 }  // namespace shoestring

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shoestring.lora.layer import LoraLinear, attach, merge_layer, unmerge_layer
 from shoestring.lora.targets import all_linear, find_targets
-from shoestring.nn.linear_4bit import Linear4bit, quantize_weight
+from shoestring.nn.quantized_linear import QuantizedLinear, quantize_weight
 from shoestring.ops.quantize_4bit import BLOCK_SIZES, CODES
 
 
@@ -20,7 +20,7 @@ def apply(
     target_modules: str | Sequence[str] = "all-linear",
     quantize: str | None = None,
     nested: bool = False,
-    block_size: int = 64,
+    block_size: int | None = None,
     init: str = "default",
     rslora: bool = False,
     dropout: float = 0.0,
@@ -33,10 +33,11 @@ def apply(
         alpha: the low-rank product is multiplied by alpha / rank.
         target_modules: "all-linear"; a list of names, or of what names end with after a dot; or a regular expression
             for the whole name (PEFT's rules).
-        quantize: None, or "nf4" or "fp4": every linear layer but the output head, with an adapter or without, gets a
-            4-bit weight (QLoRA, arXiv 2305.14314), one layer after the other.
-        nested: 8-bit scales for the 4-bit weights (double quantisation).
-        block_size: weights that share a scale: a power of two from 32 to 4096.
+        quantize: None, or "nf4", "fp4" or "int8": every linear layer but the output head, with an adapter or without,
+            gets a weight of 4 bits (QLoRA, arXiv 2305.14314) or int8, one layer after the other.
+        nested: 8-bit scales for the 4-bit weights (double quantisation). Not with "int8".
+        block_size: 4-bit weights that share a scale: a power of two from 32 to 4096; None is 64. Not with "int8", whose
+            rows have a scale each.
         init: of lora_A: "default" (kaiming uniform, a = sqrt 5) or "gaussian" (standard deviation 1 / rank); lora_B is
             zero. The numbers drawn, and their order, are PEFT's: one torch seed gives both the same start.
         rslora: alpha / sqrt(rank) instead (arXiv 2312.03732).
@@ -55,14 +56,14 @@ def apply(
     if taken is not None:
         raise ValueError(f"lora.apply: model: expected one without adapters, but {taken} has one; merge it first")
     if quantize is not None:
-        _check_quantizable(model, block_size)
+        _check_quantizable(model, quantize, block_size, nested)
     dtypes = {name: layer.weight.dtype for name, layer in targets.items() if type(layer) is nn.Linear}
     model.requires_grad_(False)
     if quantize is not None:
         for layer in all_linear(model).values():
             if type(layer) is nn.Linear:
                 quantize_weight(layer, quantize, block_size, nested)
-                layer.__class__ = Linear4bit
+                layer.__class__ = QuantizedLinear
                 layer.compute_dtype = None  # type: ignore[assignment]
     for name, layer in targets.items():
         lora_A = _draw(layer, rank, init, dtypes.get(name) if quantize is None else None)
@@ -76,16 +77,21 @@ def _check(rank: int, alpha: float, quantize: str | None, init: str, dropout: fl
         raise ValueError(f"lora.apply: rank: expected an integer of at least 1, received {rank!r}")
     if not math.isfinite(alpha):
         raise ValueError(f"lora.apply: alpha: expected a finite number, received {alpha!r}")
-    if quantize is not None and quantize not in CODES:
-        raise ValueError(f"lora.apply: quantize: expected None, 'nf4' or 'fp4', received {quantize!r}")
+    if quantize is not None and quantize not in (*CODES, "int8"):
+        raise ValueError(f"lora.apply: quantize: expected None, 'nf4', 'fp4' or 'int8', received {quantize!r}")
     if init not in ("default", "gaussian"):
         raise ValueError(f"lora.apply: init: expected 'default' or 'gaussian', received {init!r}")
     if not 0 <= dropout < 1:
         raise ValueError(f"lora.apply: dropout: expected a probability in [0, 1), received {dropout!r}")
 
 
-def _check_quantizable(model: nn.Module, block_size: int) -> None:
-    if block_size not in BLOCK_SIZES:
+def _check_quantizable(model: nn.Module, quantize: str, block_size: int | None, nested: bool) -> None:
+    if quantize == "int8" and (block_size is not None or nested):
+        raise ValueError(
+            "lora.apply: block_size and nested: expected None and False with quantize 'int8', whose rows have one fp32 "
+            f"scale each, received {block_size!r} and {nested!r}"
+        )
+    if block_size is not None and block_size not in BLOCK_SIZES:
         raise ValueError(f"lora.apply: block_size: expected one of {BLOCK_SIZES}, received {block_size!r}")
     for name, layer in all_linear(model).items():
         if layer.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -111,7 +117,7 @@ def _draw(layer: nn.Linear, rank: int, init: str, base_dtype: torch.dtype | None
 def merge(model: nn.Module, *, reversible: bool = True) -> nn.Module:
     """Adds every adapter to its weight, in place; the layers become plain ``nn.Linear``.
 
-    A 4-bit weight is dequantised, so the merged weight has the base's 16- or 32-bit dtype and one rounding of error.
+    A quantised weight is dequantised, so the merged weight has the base's 16- or 32-bit dtype and one rounding of error.
 
     Args:
         model: a model with adapters.

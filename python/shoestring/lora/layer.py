@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoestring.nn.linear_4bit import Linear4bit, frozen, load_quantized, save_quantized
+from shoestring.nn.quantized_linear import QuantizedLinear, frozen, load_quantized, save_quantized
 from shoestring.ops.lora_linear import lora_linear
 from shoestring.quantized_tensor import QuantizedTensor
 
@@ -26,7 +26,7 @@ class Unmerged:
 
 
 class LoraLinear(nn.Linear):
-    """``nn.Linear`` or ``Linear4bit`` with a frozen weight and a trainable low-rank adapter.
+    """``nn.Linear`` or ``QuantizedLinear`` with a frozen weight and a trainable low-rank adapter.
 
     Not constructed: :func:`attach` gives an existing layer this class, so hooks, shared references and the base's own
     keys in ``state_dict`` stay. ``lora_A.default`` is (rank, in_features), ``lora_B.default`` (out_features, rank).
@@ -115,5 +115,5 @@ def unmerge_layer(layer: nn.Linear) -> None:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """True for the layers that can take on an adapter: nn.Linear and Linear4bit, but not what derives from them."""
-    return type(module) in (nn.Linear, Linear4bit)
+    """True for the layers that can take on an adapter: nn.Linear and QuantizedLinear, but not what derives from them."""
+    return type(module) in (nn.Linear, QuantizedLinear)

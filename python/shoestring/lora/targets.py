@@ -42,7 +42,7 @@ def find_targets(model: nn.Module, target_modules: str | Sequence[str]) -> dict[
                 continue
             if not (is_plain(module) or isinstance(module, LoraLinear)):
                 raise ValueError(
-                    f"lora.apply: target_modules: expected linear layers (nn.Linear or Linear4bit), received {name}, a "
+                    f"lora.apply: target_modules: expected linear layers (nn.Linear or QuantizedLinear), received {name}, a "
                     f"{type(module).__name__}; name only linear layers"
                 )
             found[name] = module

@@ -1,5 +1,5 @@
 """Modules: drop-in counterparts of torch.nn's."""
 
-from shoestring.nn.linear_4bit import Linear4bit
+from shoestring.nn.quantized_linear import QuantizedLinear
 
-__all__ = ["Linear4bit"]
+__all__ = ["QuantizedLinear"]

@@ -8,7 +8,6 @@ from shoestring.ops.apply import apply_, apply_reference
 from shoestring.ops.came import came_, came_reference
 from shoestring.ops.ema import ema_, ema_reference
 from shoestring.ops.lamb import lamb_, lamb_reference
-from shoestring.ops.linear_4bit import linear_4bit, linear_4bit_reference
 from shoestring.ops.linear_cross_entropy import (
     LinearCrossEntropyOptions,
     LinearCrossEntropyStats,
@@ -32,12 +31,19 @@ from shoestring.ops.quantize_8bit import (
     quantize_8bit,
     quantize_8bit_reference,
 )
+from shoestring.ops.quantize_int8 import (
+    dequantize_int8,
+    dequantize_int8_reference,
+    quantize_int8,
+    quantize_int8_reference,
+)
 from shoestring.ops.quantize_state_4bit import (
     dequantize_state_4bit,
     dequantize_state_4bit_reference,
     quantize_state_4bit,
     quantize_state_4bit_reference,
 )
+from shoestring.ops.quantized_linear import quantized_linear, quantized_linear_reference
 from shoestring.ops.schedule_free_adamw import schedule_free_adamw_, schedule_free_adamw_reference
 from shoestring.ops.sgd import sgd_, sgd_reference
 from shoestring.ops.vocab_parallel import linear_cross_entropy_shard, vocab_parallel_linear_cross_entropy
@@ -61,14 +67,14 @@ __all__ = [
     "dequantize_4bit_reference",
     "dequantize_8bit",
     "dequantize_8bit_reference",
+    "dequantize_int8",
+    "dequantize_int8_reference",
     "dequantize_state_4bit",
     "dequantize_state_4bit_reference",
     "ema_",
     "ema_reference",
     "lamb_",
     "lamb_reference",
-    "linear_4bit",
-    "linear_4bit_reference",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
     "linear_cross_entropy_shard",
@@ -85,8 +91,12 @@ __all__ = [
     "quantize_4bit_reference",
     "quantize_8bit",
     "quantize_8bit_reference",
+    "quantize_int8",
+    "quantize_int8_reference",
     "quantize_state_4bit",
     "quantize_state_4bit_reference",
+    "quantized_linear",
+    "quantized_linear_reference",
     "schedule_free_adamw_",
     "schedule_free_adamw_reference",
     "sgd_",

@@ -31,7 +31,7 @@ class LinearCrossEntropyOptions(TypedDict, total=False):
     filter_eps: above 0, classes whose gradient by the logits is below it, as a share of the token's upstream gradient, for
         every token of a chunk are left out of the gradients' products: an error of at most ``filter_eps`` in each entry
         of the logits' gradient (Cut Cross-Entropy has 2 ** -12 for bf16). Costs little where nothing can be left out,
-        and up to two thirds of the time is saved where most can. On the CPU only, and not with a 4-bit weight.
+        and up to two thirds of the time is saved where most can. On the CPU only, and not with a quantised weight.
     hard_fraction: below 1, only this share of the tokens that count, rounded up, does: those of the largest (weighted)
         losses, and their equals (arXiv 1604.03540). A forward pass of its own finds them, and on the CPU the others
         then cost nothing.

@@ -17,7 +17,7 @@ def lora_linear(
     scaling: float = 1.0,
     dropped: Tensor | None = None,
 ) -> Tensor:
-    """``x @ weight.T + bias + scaling * (x @ lora_A.T) @ lora_B.T`` over a frozen weight, dense or 4-bit.
+    """``x @ weight.T + bias + scaling * (x @ lora_A.T) @ lora_B.T`` over a frozen weight, dense or quantised.
 
     Backward keeps x once, in its own dtype, and the (tokens, rank) product with lora_A. The low-rank part is added into
     the output by its product, without tensors of its own.

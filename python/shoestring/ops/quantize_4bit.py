@@ -49,11 +49,13 @@ def dequantize_4bit(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Ten
         dtype: fp32, bf16 or fp16.
 
     Raises:
-        TypeError: q is not a QuantizedTensor.
+        TypeError: q is not a QuantizedTensor, or an int8 one.
         RuntimeError: a dtype that is not one of the three.
     """
     if not isinstance(q, QuantizedTensor):
         raise TypeError(f"dequantize_4bit: q: expected a QuantizedTensor, received {type(q).__name__}")
+    if q.quant_type not in CODES:
+        raise TypeError(f"dequantize_4bit: q: expected 4 bits, received {q.quant_type}; call q.dequantize()")
     return q.dequantize(dtype)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.lora.layer import ADAPTER, LoraLinear
-from shoestring.nn.linear_4bit import Linear4bit
+from shoestring.nn.quantized_linear import QuantizedLinear
 
 Weights = tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]  # hidden, weight, bias, a LoRA'd head's options
 
@@ -30,8 +30,8 @@ def weights(head: nn.Module, hidden: Tensor) -> Weights:
         lora = {"lora_A": head.lora_A[ADAPTER], "lora_B": head.lora_B[ADAPTER], "scaling": head.scaling}
     else:
         base, lora = head, {}
-    if type(base) not in (nn.Linear, Linear4bit, LoraLinear):
-        raise refused(type(base).__name__, "expected nn.Linear, Linear4bit, or either with LoRA")
+    if type(base) not in (nn.Linear, QuantizedLinear, LoraLinear):
+        raise refused(type(base).__name__, "expected nn.Linear, QuantizedLinear, or either with LoRA")
     weight, bias = base.weight, base.bias
     if hasattr(weight, "device_mesh"):
         raise refused("a sharded weight (DTensor)", "shard the model with the head in the root group")

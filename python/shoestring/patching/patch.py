@@ -54,7 +54,7 @@ def patch(model: nn.Module, *, logits: bool = False, workspace_mb: int = 0) -> P
     in ``generate`` for one, or with a ``loss_function`` that the user has set, it is the model's own. What the model
     does to its logits before the loss (a softcap, a scale) is taken from its own forward while that runs, as are shift,
     ``shift_labels``, ``num_items_in_batch`` and ``logits_to_keep``; what cannot be done without logits is refused. A
-    head with LoRA (ours or PEFT's), or in 4 bits, is honoured, and so is one that gets there later.
+    head with LoRA (ours or PEFT's), or quantised, is honoured, and so is one that gets there later.
 
     Only this instance changes: it gets a class of its own, derived from its class and with that one's name. A deep copy
     of it, and what is unpickled, is the plain model. Undo, or not, before ``save_pretrained``: the files are the same.

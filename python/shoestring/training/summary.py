@@ -85,12 +85,16 @@ def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
 
 
 def _weights(model: nn.Module) -> tuple[int, int, str]:
-    """Measured bytes, bytes by formula, and the formula; a 4-bit weight takes 0.5 B and 1/64 of its fp32 scale."""
+    """Measured bytes, bytes by formula, and the formula. A 4-bit weight takes 0.5 B and 1/64 of its fp32 scale, an int8
+    one 1 B, and each of its rows 4 B."""
     counts: dict[float, int] = {}  # elements by their bytes
     for parameter in model.parameters():
         state = getattr(parameter, "quant_state", None)  # bitsandbytes'
         packed = state is not None or hasattr(parameter, "__tensor_flatten__")
         size = 0.5 + 4 / 64 if packed else parameter.element_size()
+        if getattr(parameter, "quant_type", None) == "int8":
+            size = 1
+            counts[4] = counts.get(4, 0) + parameter.shape[0]
         counts[size] = counts.get(size, 0) + (math.prod(state.shape) if state is not None else parameter.numel())
     formula = " + ".join(f"{size:g} B x {count / 1e6:.2f} M" for size, count in counts.items())
     return memory.weight_bytes(model), int(sum(size * count for size, count in counts.items())), formula

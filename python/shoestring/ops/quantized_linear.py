@@ -1,4 +1,4 @@
-"""A linear layer's product with a 4-bit weight."""
+"""A linear layer's product with a quantised weight."""
 
 import torch
 from torch import Tensor
@@ -7,13 +7,13 @@ from torch.nn import functional as F
 from shoestring.quantized_tensor import QuantizedTensor
 
 
-def linear_4bit(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` for a frozen 4-bit weight, which is dequantised a panel of rows at a time, never whole.
+def quantized_linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias`` for a frozen quantised weight, which is dequantised a panel of rows at a time, never whole.
 
     Args:
         x: (..., in_features); fp32, fp64, bf16 or fp16. On the CPU products are fp32 (fp64 for
             fp64) and rounded once, but bf16 where the CPU has units for that.
-        weight: (out_features, in_features), from ``shoestring.quantize_4bit``.
+        weight: (out_features, in_features), from ``shoestring.quantize_4bit`` or ``quantize_int8``.
         bias: (out_features), any floating-point dtype.
 
     Returns:
@@ -22,7 +22,7 @@ def linear_4bit(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) 
     Raises:
         RuntimeError: a shape or dtype that does not fit.
     """
-    return torch.ops.shoestring.linear_4bit(
+    return torch.ops.shoestring.quantized_linear(
         x,
         weight.packed,
         weight.absmax,
@@ -34,6 +34,6 @@ def linear_4bit(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) 
     )
 
 
-def linear_4bit_reference(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
+def quantized_linear_reference(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
     """The same with the dense weight whole in memory, in x's dtype."""
     return F.linear(x, weight.dequantize(torch.float32).to(x.dtype), None if bias is None else bias.to(x.dtype))

@@ -19,13 +19,13 @@ using Backward = Tensor(const Tensor&, const Tensor&, const Tensor&, const Optio
                         c10::string_view, int64_t);
 
 // The weight is frozen: gradients by x and bias only, and nothing of x's size is saved.
-class Linear4bit : public torch::autograd::Function<Linear4bit> {
+class QuantizedLinear : public torch::autograd::Function<QuantizedLinear> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& packed, const Tensor& absmax,
                         const OptionalTensor& nested, const OptionalTensor& bias, c10::SymInt out_features,
                         std::string quant_type, int64_t block_size) {
     at::AutoDispatchBelowADInplaceOrView below;
-    static auto op = find<Op>("shoestring::linear_4bit");
+    static auto op = find<Op>("shoestring::quantized_linear");
     ctx->save_for_backward({packed, absmax, nested.value_or(Tensor())});
     ctx->saved_data["in_features"] = x.sym_size(-1);
     ctx->saved_data["quant_type"] = quant_type;
@@ -42,7 +42,7 @@ class Linear4bit : public torch::autograd::Function<Linear4bit> {
     {
       at::AutoDispatchBelowADInplaceOrView below;
       if (ctx->saved_data["by_x"].toBool()) {
-        static auto op = find<Backward>("shoestring::linear_4bit_backward");
+        static auto op = find<Backward>("shoestring::quantized_linear_backward");
         gradients[0] = op.call(grad, saved[0], saved[1], saved[2].defined() ? OptionalTensor(saved[2]) : std::nullopt,
                                ctx->saved_data["in_features"].toSymInt(), ctx->saved_data["quant_type"].toStringView(),
                                ctx->saved_data["block_size"].toInt());
@@ -51,7 +51,7 @@ class Linear4bit : public torch::autograd::Function<Linear4bit> {
         gradients[1] = sum_to_bias(grad, ctx->saved_data["bias_type"].toScalarType());
       }
     }
-    gradients = once_differentiable("linear_4bit", std::move(gradients));
+    gradients = once_differentiable("quantized_linear", std::move(gradients));
     Tensor none;
     return {gradients[0], none, none, none, gradients[1], none, none, none};
   }
@@ -62,10 +62,10 @@ Tensor autograd(const Tensor& x, const Tensor& packed, const Tensor& absmax, con
                 int64_t block_size) {
   if (!needs_grad(x, bias.value_or(Tensor(x)))) {
     at::AutoDispatchBelowADInplaceOrView below;
-    static auto op = find<Op>("shoestring::linear_4bit");
+    static auto op = find<Op>("shoestring::quantized_linear");
     return op.call(x, packed, absmax, nested, bias, std::move(out_features), quant_type, block_size);
   }
-  return Linear4bit::apply(x, packed, absmax, nested, bias, std::move(out_features), std::string(quant_type),
+  return QuantizedLinear::apply(x, packed, absmax, nested, bias, std::move(out_features), std::string(quant_type),
                            block_size);
 }
 
@@ -75,14 +75,14 @@ Tensor autocast(const Tensor& x, const Tensor& packed, const Tensor& absmax, con
                 const OptionalTensor& bias, c10::SymInt out_features, c10::string_view quant_type,
                 int64_t block_size) {
   c10::impl::ExcludeDispatchKeyGuard off(at::autocast::get_autocast_dispatch_key_from_device_type(device));
-  static auto op = find<Op>("shoestring::linear_4bit");
+  static auto op = find<Op>("shoestring::quantized_linear");
   return op.call(at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), x, device), packed, absmax, nested,
                  bias, std::move(out_features), quant_type, block_size);
 }
 
-TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("linear_4bit", autograd); }
-TORCH_LIBRARY_IMPL(shoestring, AutocastCPU, m) { m.impl("linear_4bit", autocast<at::kCPU>); }
-TORCH_LIBRARY_IMPL(shoestring, AutocastCUDA, m) { m.impl("linear_4bit", autocast<at::kCUDA>); }
+TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("quantized_linear", autograd); }
+TORCH_LIBRARY_IMPL(shoestring, AutocastCPU, m) { m.impl("quantized_linear", autocast<at::kCPU>); }
+TORCH_LIBRARY_IMPL(shoestring, AutocastCUDA, m) { m.impl("quantized_linear", autocast<at::kCUDA>); }
 
 }  // namespace
 }  // namespace shoestring

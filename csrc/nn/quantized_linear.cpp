@@ -9,9 +9,9 @@ namespace shoestring::nn {
 
 using at::Tensor;
 
-Linear4bitImpl::Linear4bitImpl(const Linear4bitOptions& options) : options(options) { reset(); }
+QuantizedLinearImpl::QuantizedLinearImpl(const QuantizedLinearOptions& options) : options(options) { reset(); }
 
-void Linear4bitImpl::reset() {
+void QuantizedLinearImpl::reset() {
   packed = absmax = nested = Tensor();  // clone() calls this on a copy, which still names the original's tensors
   Tensor dense = torch::empty({options.out_features(), options.in_features()});
   torch::nn::init::kaiming_uniform_(dense, std::sqrt(5));
@@ -25,18 +25,27 @@ void Linear4bitImpl::reset() {
   }
 }
 
-void Linear4bitImpl::set_weight(const Tensor& dense) {
+void QuantizedLinearImpl::set_weight(const Tensor& dense) {
   TORCH_CHECK(dense.dim() == 2 && dense.size(0) == options.out_features() && dense.size(1) == options.in_features(),
-              "Linear4bit: set_weight: dense: expected shape (", options.out_features(), ", ", options.in_features(),
+              "QuantizedLinear: set_weight: dense: expected shape (", options.out_features(), ", ", options.in_features(),
               "), received ", dense.sizes());
   torch::NoGradGuard no_grad;
-  auto [bytes, scales] = quantize_4bit(dense, options.quantize());
-  Tensor second;
-  if (options.nested()) std::tie(scales, second) = quantize_absmax(scales);
-  const int64_t block = options.quantize().block_size(), rows = options.out_features();
-  if (options.in_features() > 0 && options.in_features() % block == 0) {
-    bytes = bytes.view({rows, options.in_features() / 2});
-    scales = scales.view({rows, options.in_features() / block});
+  const int64_t rows = options.out_features(), columns = options.in_features();
+  int64_t& block = options.quantize().block_size();
+  Tensor bytes, scales, second;
+  if (options.quantize().quant_type() == "int8") {
+    TORCH_CHECK((block == QuantizeOptions().block_size() || block == columns) && !options.nested(),
+                "QuantizedLinear: block_size and nested: expected the defaults with quant_type 'int8', whose rows have one "
+                "fp32 scale each, received ", block, " and ", options.nested());
+    block = columns;
+    std::tie(bytes, scales) = quantize_int8(dense);
+  } else {
+    std::tie(bytes, scales) = quantize_4bit(dense, options.quantize());
+    if (options.nested()) std::tie(scales, second) = quantize_absmax(scales);
+    if (columns > 0 && columns % block == 0) {
+      bytes = bytes.view({rows, columns / 2});
+      scales = scales.view({rows, columns / block});
+    }
   }
   if (!packed.defined()) {
     packed = bytes;
@@ -49,38 +58,39 @@ void Linear4bitImpl::set_weight(const Tensor& dense) {
   if (second.defined()) nested.set_data(second);
 }
 
-Tensor Linear4bitImpl::dequantize(at::ScalarType dtype) const {
+Tensor QuantizedLinearImpl::dequantize(at::ScalarType dtype) const {
+  if (options.quantize().quant_type() == "int8") return dequantize_int8(packed, absmax, dtype);
   return dequantize_4bit(packed, absmax, {options.out_features(), options.in_features()}, dtype,
                          nested.defined() ? std::optional<Tensor>(nested) : std::nullopt, options.quantize());
 }
 
-Tensor Linear4bitImpl::forward(const Tensor& x) {
-  return linear_4bit(x, packed, absmax, options.out_features(),
+Tensor QuantizedLinearImpl::forward(const Tensor& x) {
+  return quantized_linear(x, packed, absmax, options.out_features(),
                      bias.defined() ? std::optional<Tensor>(bias) : std::nullopt,
                      nested.defined() ? std::optional<Tensor>(nested) : std::nullopt, options.quantize());
 }
 
 // torch::nn::Module converts every buffer, whole numbers too: the parts are put back, on the device they went to.
-void Linear4bitImpl::keep_parts(const Tensor& packed_was, const Tensor& absmax_was, const Tensor& nested_was) {
+void QuantizedLinearImpl::keep_parts(const Tensor& packed_was, const Tensor& absmax_was, const Tensor& nested_was) {
   packed.set_data(packed_was.to(packed.device()));
   absmax.set_data(absmax_was.to(absmax.device()));
   if (nested.defined()) nested.set_data(nested_was.to(nested.device()));
 }
 
-void Linear4bitImpl::to(torch::Device device, torch::Dtype dtype, bool non_blocking) {
+void QuantizedLinearImpl::to(torch::Device device, torch::Dtype dtype, bool non_blocking) {
   Tensor bytes = packed.detach(), scales = absmax.detach(), second = nested.defined() ? nested.detach() : nested;
   Module::to(device, dtype, non_blocking);
   keep_parts(bytes, scales, second);
 }
 
-void Linear4bitImpl::to(torch::Dtype dtype, bool non_blocking) {
+void QuantizedLinearImpl::to(torch::Dtype dtype, bool non_blocking) {
   Tensor bytes = packed.detach(), scales = absmax.detach(), second = nested.defined() ? nested.detach() : nested;
   Module::to(dtype, non_blocking);
   keep_parts(bytes, scales, second);
 }
 
-void Linear4bitImpl::pretty_print(std::ostream& stream) const {
-  stream << "shoestring::nn::Linear4bit(in_features=" << options.in_features()
+void QuantizedLinearImpl::pretty_print(std::ostream& stream) const {
+  stream << "shoestring::nn::QuantizedLinear(in_features=" << options.in_features()
          << ", out_features=" << options.out_features() << ", bias=" << (options.bias() ? "true" : "false") << ", "
          << options.quantize().quant_type() << ", block_size=" << options.quantize().block_size()
          << ", nested=" << (options.nested() ? "true" : "false") << ")";

@@ -2,11 +2,13 @@
 
 #include <optional>
 #include <string_view>
+#include <variant>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/string_view.h>
 
 #include "kernels/quantize_4bit.h"
+#include "kernels/quantize_int8.h"
 
 namespace shoestring {
 
@@ -20,7 +22,8 @@ const kernels::Codebook& codebook(const char* op, c10::string_view quant_type);
 /// Refuses a block size that the format does not have.
 void check_block_size(const char* op, int64_t block_size);
 
-/// Refuses parts that do not fit a quantised tensor of `numel` elements on `device`.
+/// Refuses parts that do not fit a quantised tensor of `numel` elements on `device`. The parts of "nf4" and "fp4" are
+/// those of quantize_4bit; those of "int8" are quantize_int8's, with block_size the length of a row.
 void check_packed(const char* op, const at::Tensor& packed, const at::Tensor& absmax,
                   const std::optional<at::Tensor>& nested, const c10::SymInt& numel, c10::string_view quant_type,
                   int64_t block_size, c10::Device device);
@@ -28,7 +31,7 @@ void check_packed(const char* op, const at::Tensor& packed, const at::Tensor& ab
 /// Whose kernels run: an operator's dispatch key says it, since the emulator runs those of CUDA on CPU tensors.
 enum class Backend { kCpu, kCuda };
 
-/// A quantised tensor as its kernels read it. It holds the parts, made contiguous where they were not.
+/// A quantised tensor, of 4 bits or int8, as its kernels read it. It holds the parts, made contiguous where they were not.
 class PackedReader {
  public:
   /// op: a literal, for error messages.
@@ -48,7 +51,7 @@ class PackedReader {
   Backend backend_;
   const char* op_;
   at::Tensor packed_, absmax_, nested_;
-  kernels::Packed view_;
+  std::variant<kernels::Packed, kernels::PackedInt8> view_;
 };
 
 }  // namespace shoestring

@@ -1,4 +1,4 @@
-"""A linear layer whose frozen weight is held in 4 bits, and bitsandbytes' keys for it."""
+"""A linear layer whose frozen weight is held in 4 bits or int8, and bitsandbytes' keys for it."""
 
 import json
 from typing import Any
@@ -6,25 +6,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoestring.ops.linear_4bit import linear_4bit
 from shoestring.ops.quantize_4bit import code_values, quantize_4bit
+from shoestring.ops.quantize_int8 import quantize_int8
+from shoestring.ops.quantized_linear import quantized_linear
 from shoestring.quantized_tensor import QuantizedTensor
 
 
-class Linear4bit(nn.Linear):
-    """``nn.Linear`` over a frozen 4-bit weight (QLoRA, arXiv 2305.14314); the bias stays as it is.
+class QuantizedLinear(nn.Linear):
+    """``nn.Linear`` over a frozen weight of 4 bits (QLoRA, arXiv 2305.14314) or int8; the bias stays as it is.
 
-    A new layer is initialised as ``nn.Linear`` is and then quantised. ``state_dict`` has bitsandbytes' keys (``weight``
-    uint8 [n / 2, 1], ``weight.absmax``, ``weight.quant_map``, ``weight.quant_state.bitsandbytes__nf4`` and those of
-    nested scales), and both these and a dense ``weight`` load.
+    A new layer is initialised as ``nn.Linear`` is and then quantised. ``state_dict`` has bitsandbytes' keys, and both
+    these and a dense ``weight`` load: of 4 bits ``weight`` uint8 [n / 2, 1], ``weight.absmax``, ``weight.quant_map``,
+    ``weight.quant_state.bitsandbytes__nf4`` and those of nested scales; of int8 ``weight`` int8, ``SCB`` and
+    ``weight_format``, 0.
 
     Args:
         in_features, out_features, bias, device, dtype: as for ``nn.Linear``.
-        quant_type: "nf4" or "fp4".
-        block_size: elements that share a scale: a power of two from 32 to 4096.
-        nested: 8-bit scales (double quantisation).
+        quant_type: "nf4", "fp4" or "int8".
+        block_size: of 4 bits: elements that share a scale, a power of two from 32 to 4096; None is 64. An int8 weight has
+            a scale a row.
+        nested: of 4 bits: 8-bit scales (double quantisation).
         compute_dtype: dtype that the input is converted to; the output comes back in the input's. None: the input's.
             On a CPU without bf16 units products are fp32 in any case.
+
+    Raises:
+        ValueError: block_size or nested with "int8".
     """
 
     weight: QuantizedTensor  # type: ignore[assignment]
@@ -36,7 +42,7 @@ class Linear4bit(nn.Linear):
         bias: bool = True,
         *,
         quant_type: str = "nf4",
-        block_size: int = 64,
+        block_size: int | None = None,
         nested: bool = False,
         compute_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -51,23 +57,23 @@ class Linear4bit(nn.Linear):
         cls,
         linear: nn.Linear,
         quant_type: str = "nf4",
-        block_size: int = 64,
+        block_size: int | None = None,
         nested: bool = False,
         compute_dtype: torch.dtype | None = None,
-    ) -> "Linear4bit":
+    ) -> "QuantizedLinear":
         """A layer with ``linear``'s weight quantised and its bias shared."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.in_features, layer.out_features = linear.in_features, linear.out_features
         layer.compute_dtype = compute_dtype
         layer.register_parameter("bias", linear.bias)
-        layer.weight = frozen(quantize_4bit(linear.weight, quant_type, block_size, nested))
+        layer.weight = frozen(_quantized(linear.weight, quant_type, block_size, nested))
         return layer.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.compute_dtype is None:
-            return linear_4bit(x, self.weight, self.bias)
-        return linear_4bit(x.to(self.compute_dtype), self.weight, self.bias).to(x.dtype)
+            return quantized_linear(x, self.weight, self.bias)
+        return quantized_linear(x.to(self.compute_dtype), self.weight, self.bias).to(x.dtype)
 
     def extra_repr(self) -> str:
         w = self.weight
@@ -87,15 +93,31 @@ def frozen(q: QuantizedTensor) -> nn.Parameter:
     return nn.Parameter(q, requires_grad=False)
 
 
-def quantize_weight(linear: nn.Linear, quant_type: str, block_size: int, nested: bool) -> None:
-    """Replaces a linear layer's dense weight by its 4-bit form."""
-    linear.weight = frozen(quantize_4bit(linear.weight, quant_type, block_size, nested))  # type: ignore[assignment]
+def _quantized(weight: Tensor, quant_type: str, block_size: int | None, nested: bool) -> QuantizedTensor:
+    if quant_type != "int8":
+        return quantize_4bit(weight, quant_type, 64 if block_size is None else block_size, nested)
+    if block_size is not None or nested:
+        raise ValueError(
+            "QuantizedLinear: block_size and nested: expected None and False with quant_type 'int8', whose rows have one "
+            f"fp32 scale each, received {block_size!r} and {nested!r}"
+        )
+    return quantize_int8(weight)
+
+
+def quantize_weight(linear: nn.Linear, quant_type: str, block_size: int | None, nested: bool) -> None:
+    """Replaces a linear layer's dense weight by its quantised form."""
+    linear.weight = frozen(_quantized(linear.weight, quant_type, block_size, nested))  # type: ignore[assignment]
 
 
 def save_quantized(module: nn.Linear, destination: dict[str, Any], prefix: str) -> None:
     """Writes bitsandbytes' keys in place of the ``weight`` that nn.Module put into ``destination``."""
     q = module.weight
     if not isinstance(q, QuantizedTensor):
+        return
+    if q.quant_type == "int8":
+        destination[prefix + "weight"] = q.packed.detach()
+        destination[prefix + "SCB"] = q.absmax.detach()
+        destination[prefix + "weight_format"] = torch.tensor(0, dtype=torch.uint8)
         return
     state: dict[str, Any] = {
         "quant_type": q.quant_type,
@@ -123,23 +145,52 @@ def load_quantized(module: nn.Linear, state_dict: dict[str, Any], prefix: str) -
     """
     key = prefix + "weight"
     found = [name for name in state_dict if name.startswith(key + ".quant_state.bitsandbytes__")]
-    if not found:
-        return
-    state = json.loads(bytes(state_dict.pop(found[0]).tolist()))
+    if prefix + "SCB" in state_dict:
+        _replace(module, state_dict, key, _int8_of(module, state_dict, prefix))
+    elif found:
+        _replace(module, state_dict, key, _4bit_of(module, state_dict, key, found[0]))
+
+
+def _replace(module: nn.Linear, state_dict: dict[str, Any], key: str, q: QuantizedTensor) -> None:
+    """Has nn.Module copy q into the layer's own parts where they have this form; else the parameter takes the loaded one."""
+    own = module.weight
+    same = isinstance(own, QuantizedTensor) and own.__tensor_flatten__() == q.__tensor_flatten__()
+    if not same:
+        module.weight = frozen(q.to(own.device))  # type: ignore[assignment]
+    state_dict[key] = q
+
+
+def _int8_of(module: nn.Linear, state_dict: dict[str, Any], prefix: str) -> QuantizedTensor:
+    packed, absmax = state_dict[prefix + "weight"], state_dict.pop(prefix + "SCB")
+    order = int(state_dict.pop(prefix + "weight_format", 0))
+    if order != 0:
+        raise ValueError(f"QuantizedLinear: {prefix}weight_format: expected 0, rows as they are, received {order}")
+    shape = (module.out_features, module.in_features)
+    if packed.dtype != torch.int8 or packed.shape != shape or absmax.shape != shape[:1]:
+        raise ValueError(
+            f"QuantizedLinear: {prefix}weight and SCB: expected int8 {shape} and {shape[:1]}, received {packed.dtype} "
+            f"{tuple(packed.shape)} and {tuple(absmax.shape)}"
+        )
+    options = {"shape": shape, "dtype": module.weight.dtype, "quant_type": "int8", "block_size": module.in_features}
+    return QuantizedTensor(packed, absmax.float(), None, **options)
+
+
+def _4bit_of(module: nn.Linear, state_dict: dict[str, Any], key: str, state_key: str) -> QuantizedTensor:
+    state = json.loads(bytes(state_dict.pop(state_key).tolist()))
     packed, absmax = state_dict[key], state_dict.pop(key + ".absmax")
     values = state_dict.pop(key + ".quant_map")
     if not torch.equal(values.cpu(), code_values(state["quant_type"])):
-        raise ValueError(f"Linear4bit: {key}.quant_map: expected the {state['quant_type']} values, received others")
+        raise ValueError(f"QuantizedLinear: {key}.quant_map: expected the {state['quant_type']} values, received others")
     if tuple(state["shape"]) != (module.out_features, module.in_features):
         expected = (module.out_features, module.in_features)
-        raise ValueError(f"Linear4bit: {key}: expected shape {expected}, received {tuple(state['shape'])}")
+        raise ValueError(f"QuantizedLinear: {key}: expected shape {expected}, received {tuple(state['shape'])}")
     nested = None
     if "nested_offset" in state:
         if state["nested_blocksize"] != 256:
-            raise ValueError(f"Linear4bit: {key}: nested_blocksize: expected 256, received {state['nested_blocksize']}")
+            raise ValueError(f"QuantizedLinear: {key}: nested_blocksize: expected 256, received {state['nested_blocksize']}")
         scales, map_ = state_dict.pop(key + ".nested_absmax"), state_dict.pop(key + ".nested_quant_map")
         nested = torch.cat([scales.new_tensor([state["nested_offset"]]), map_.float(), scales.float()])
-    q = QuantizedTensor(
+    return QuantizedTensor(
         packed.view(torch.uint8).flatten(),
         absmax.flatten(),
         nested,
@@ -148,9 +199,3 @@ def load_quantized(module: nn.Linear, state_dict: dict[str, Any], prefix: str) -
         quant_type=state["quant_type"],
         block_size=state["blocksize"],
     )
-    # Copied into the layer's own parts where they have this form, else the parameter takes the loaded one.
-    own = module.weight
-    same = isinstance(own, QuantizedTensor) and own.__tensor_flatten__() == q.__tensor_flatten__()
-    if not same:
-        module.weight = frozen(q.to(own.device))  # type: ignore[assignment]
-    state_dict[key] = q

@@ -13,7 +13,7 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr const char* kOp = "linear_4bit";
+constexpr const char* kOp = "quantized_linear";
 
 void check_float(const char* op, const char* name, const Tensor& t) {
   TORCH_CHECK(at::isFloatingType(t.scalar_type()), op, ": ", name, ": expected fp32, fp64, bf16 or fp16, received ",
@@ -54,7 +54,7 @@ template <Backend backend>
 Tensor backward(const Tensor& grad_output, const Tensor& packed, const Tensor& absmax, const OptionalTensor& nested,
                 c10::SymInt in_features, c10::string_view quant_type, int64_t block_size) {
   const int64_t rows = grad_output.size(-1), columns = in_features.expect_int();
-  check_packed("linear_4bit_backward", packed, absmax, nested, rows * in_features, quant_type, block_size,
+  check_packed("quantized_linear_backward", packed, absmax, nested, rows * in_features, quant_type, block_size,
                grad_output.device());
   const c10::OptionalDeviceGuard guard(grad_output.device());
   const Products products(backend, grad_output);
@@ -78,23 +78,23 @@ Tensor backward_meta(const Tensor& grad_output, const Tensor&, const Tensor&, co
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("linear_4bit", forward<Backend::kCpu>);
-  m.impl("linear_4bit_backward", backward<Backend::kCpu>);
+  m.impl("quantized_linear", forward<Backend::kCpu>);
+  m.impl("quantized_linear_backward", backward<Backend::kCpu>);
 }
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("linear_4bit", forward<Backend::kCuda>);
-  m.impl("linear_4bit_backward", backward<Backend::kCuda>);
+  m.impl("quantized_linear", forward<Backend::kCuda>);
+  m.impl("quantized_linear_backward", backward<Backend::kCuda>);
 }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
-  m.impl("linear_4bit", forward_meta);
-  m.impl("linear_4bit_backward", backward_meta);
+  m.impl("quantized_linear", forward_meta);
+  m.impl("quantized_linear_backward", backward_meta);
 }
 
 }  // namespace
 
-Tensor linear_4bit(const Tensor& x, const Tensor& packed, const Tensor& absmax, int64_t out_features,
-                   const OptionalTensor& bias, const OptionalTensor& nested, const Quantize4bitOptions& options) {
-  static auto op = find<decltype(forward_meta)>("shoestring::linear_4bit");
+Tensor quantized_linear(const Tensor& x, const Tensor& packed, const Tensor& absmax, int64_t out_features,
+                   const OptionalTensor& bias, const OptionalTensor& nested, const QuantizeOptions& options) {
+  static auto op = find<decltype(forward_meta)>("shoestring::quantized_linear");
   return op.call(x, packed, absmax, nested, bias, out_features, options.quant_type(), options.block_size());
 }
 

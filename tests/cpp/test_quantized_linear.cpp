@@ -9,8 +9,8 @@
 #include <shoestring/nn.h>
 
 using at::Tensor;
-using shoestring::nn::Linear4bit;
-using shoestring::nn::Linear4bitOptions;
+using shoestring::nn::QuantizedLinear;
+using shoestring::nn::QuantizedLinearOptions;
 
 namespace {
 
@@ -20,7 +20,7 @@ double error(const Tensor& a, const Tensor& b) {
 
 }  // namespace
 
-TEST_CASE("Linear4bit agrees with its dequantised weight in fp64", "[linear_4bit]") {
+TEST_CASE("QuantizedLinear agrees with its dequantised weight in fp64", "[quantized_linear]") {
   const std::string before = shoestring::cpu_capability();
   for (const char* capability : {"plain", "avx2", "avx512"}) {
     if (!shoestring::set_cpu_capability(capability)) continue;
@@ -28,7 +28,7 @@ TEST_CASE("Linear4bit agrees with its dequantised weight in fp64", "[linear_4bit
       for (int64_t in : {100, 2048}) {  // rows that straddle blocks; more rows than one panel of 1 MiB
         torch::manual_seed(3);
         CAPTURE(capability, nested, in);
-        Linear4bit layer(Linear4bitOptions(in, 300).nested(nested));
+        QuantizedLinear layer(QuantizedLinearOptions(in, 300).nested(nested));
         CHECK(layer->packed.dim() == (in == 100 ? 1 : 2));
         Tensor weight = layer->dequantize(at::kFloat).to(at::kDouble), bias = layer->bias.detach().to(at::kDouble);
         Tensor x = torch::randn({2, 5, in}).requires_grad_();
@@ -46,18 +46,41 @@ TEST_CASE("Linear4bit agrees with its dequantised weight in fp64", "[linear_4bit
   shoestring::set_cpu_capability(before);
 }
 
-TEST_CASE("Linear4bit clones, converts, saves and prints", "[linear_4bit]") {
+TEST_CASE("QuantizedLinear of int8 agrees with its dequantised weight in fp64", "[quantized_linear]") {
+  torch::manual_seed(3);
+  auto int8 = shoestring::QuantizeOptions().quant_type("int8");
+  QuantizedLinear layer(QuantizedLinearOptions(100, 30).quantize(int8));
+  CHECK(layer->packed.scalar_type() == at::kChar);
+  CHECK(layer->options.quantize().block_size() == 100);
+  Tensor weight = layer->dequantize(at::kFloat).to(at::kDouble), bias = layer->bias.detach().to(at::kDouble);
+  Tensor x = torch::randn({2, 5, 100}).requires_grad_();
+  Tensor y = layer->forward(x), upstream = torch::randn_like(y);
+  CHECK(error(y, at::linear(x.detach().to(at::kDouble), weight, bias)) < 1e-6);
+  auto gradients = torch::autograd::grad({y}, {x}, {upstream});
+  CHECK(error(gradients[0], at::matmul(upstream.to(at::kDouble), weight)) < 1e-6);
+
+  auto copy = std::dynamic_pointer_cast<shoestring::nn::QuantizedLinearImpl>(layer->clone());
+  CHECK(at::equal(copy->forward(x), y));
+  layer->to(at::kBFloat16);
+  CHECK(layer->packed.scalar_type() == at::kChar);
+  CHECK(at::equal(layer->dequantize(at::kFloat), copy->dequantize(at::kFloat)));
+  const auto refused = Catch::Matchers::Contains("expected the defaults with quant_type 'int8'");
+  CHECK_THROWS_WITH(QuantizedLinear(QuantizedLinearOptions(100, 30).quantize(int8).nested(true)), refused);
+  CHECK_THROWS_WITH(QuantizedLinear(QuantizedLinearOptions(100, 30).quantize(int8.block_size(32))), refused);
+}
+
+TEST_CASE("QuantizedLinear clones, converts, saves and prints", "[quantized_linear]") {
   torch::manual_seed(3);
   for (bool nested : {false, true}) {
-    Linear4bit layer(Linear4bitOptions(128, 10).nested(nested));
+    QuantizedLinear layer(QuantizedLinearOptions(128, 10).nested(nested));
     Tensor x = torch::randn({3, 128}), y = layer->forward(x);
-    auto copy = std::dynamic_pointer_cast<shoestring::nn::Linear4bitImpl>(layer->clone());
+    auto copy = std::dynamic_pointer_cast<shoestring::nn::QuantizedLinearImpl>(layer->clone());
     CHECK(at::equal(copy->forward(x), y));
     CHECK(copy->packed.data_ptr() != layer->packed.data_ptr());
 
     std::stringstream stream;
     torch::save(layer, stream);
-    Linear4bit other(Linear4bitOptions(128, 10).nested(nested));
+    QuantizedLinear other(QuantizedLinearOptions(128, 10).nested(nested));
     torch::load(other, stream);
     CHECK(at::equal(other->forward(x), y));
 
@@ -67,11 +90,11 @@ TEST_CASE("Linear4bit clones, converts, saves and prints", "[linear_4bit]") {
     CHECK(layer->bias.scalar_type() == at::kBFloat16);
     std::ostringstream text;
     text << *layer;
-    CHECK_THAT(text.str(), Catch::Matchers::Contains("Linear4bit(in_features=128, out_features=10, bias=true, nf4"));
+    CHECK_THAT(text.str(), Catch::Matchers::Contains("QuantizedLinear(in_features=128, out_features=10, bias=true, nf4"));
   }
 }
 
-TEST_CASE("Linear4bit refuses a weight of another shape", "[linear_4bit]") {
-  Linear4bit layer(64, 10);
+TEST_CASE("QuantizedLinear refuses a weight of another shape", "[quantized_linear]") {
+  QuantizedLinear layer(64, 10);
   CHECK_THROWS_WITH(layer->set_weight(torch::randn({9, 64})), Catch::Matchers::Contains("expected shape (10, 64)"));
 }

@@ -6,28 +6,33 @@ from conftest import relative_error
 from torch import Tensor, nn
 
 import shoestring
-from shoestring.nn import Linear4bit
-from shoestring.ops import linear_4bit_reference
+from shoestring.nn import QuantizedLinear
+from shoestring.ops import quantized_linear_reference
 
 pytestmark = pytest.mark.device
 
 # (tokens, in, out): one token; less than a register; rows that straddle blocks; more rows than the 256 of a panel (4 MiB).
 SHAPES = [(1, 64, 32), (3, 5, 7), (33, 100, 70), (20, 4096, 600)]
+KINDS = ["nf4", "nested", "int8"]
+
+
+def quantized(weight: Tensor, kind: str) -> shoestring.QuantizedTensor:
+    return shoestring.quantize_int8(weight) if kind == "int8" else shoestring.quantize_4bit(weight, nested=kind == "nested")
 
 
 def parts(q: shoestring.QuantizedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
     return q.packed, q.absmax, q.nested
 
 
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int], nested: bool) -> None:
+def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int], kind: str) -> None:
     """Output and gradients are no further from fp64 than eager PyTorch's, on the same dequantised weight."""
     tokens, columns, rows = shape
     if capability == "simt":
         rows = min(rows, 70)  # 2.5 million elements are slow there
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        weight = shoestring.quantize_4bit(torch.randn(rows, columns).to(dtype), nested=nested)
+        weight = quantized(torch.randn(rows, columns).to(dtype), kind)
         x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(rows).to(dtype)
         upstream = torch.randn(tokens, rows).to(dtype)
         dense = weight.dequantize(torch.float32)
@@ -39,7 +44,7 @@ def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int], neste
         for compute in (None, torch.float64, eager_dtype):
             leaves = [t.to(compute or dtype).requires_grad_() for t in (x, bias)]
             if compute is None:
-                y = shoestring.linear_4bit(leaves[0], weight, leaves[1])
+                y = shoestring.quantized_linear(leaves[0], weight, leaves[1])
                 assert y.dtype == dtype
             else:
                 y = nn.functional.linear(leaves[0], dense.to(compute), leaves[1])
@@ -50,18 +55,23 @@ def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int], neste
             assert relative_error(ours, exact) <= bound, (name, dtype)
 
 
-def test_several_panels(backend: str) -> None:
-    """Rows of 4 MiB in fp64, so that CUDA's panels of 64 MiB end before the last row; scales that straddle rows, and an
-    odd number of elements in each panel's last row."""
+@pytest.mark.parametrize("quant_type", ["nf4", "int8"])
+def test_several_panels(backend: str, quant_type: str) -> None:
+    """Rows of 4 MiB in fp64, so that CUDA's panels of 64 MiB end before the last row; scales that straddle rows (nf4), and
+    an odd number of elements in each panel's last row."""
     columns, rows = ((1 << 19) + 7, 17) if backend != "cpu" else ((1 << 16) + 7, 70)
-    packed = torch.randint(256, ((rows * columns + 1) // 2,), dtype=torch.uint8)
-    absmax = torch.rand((rows * columns + 4095) // 4096)
+    if quant_type == "int8":
+        packed, absmax = torch.randint(-127, 128, (rows, columns), dtype=torch.int8), torch.rand(rows)
+    else:
+        packed = torch.randint(256, ((rows * columns + 1) // 2,), dtype=torch.uint8)
+        absmax = torch.rand((rows * columns + 4095) // 4096)
+    block_size = columns if quant_type == "int8" else 4096
     weight = shoestring.QuantizedTensor(
-        packed, absmax, None, shape=(rows, columns), dtype=torch.float32, quant_type="nf4", block_size=4096
+        packed, absmax, None, shape=(rows, columns), dtype=torch.float32, quant_type=quant_type, block_size=block_size
     )
     dense = weight.dequantize().double()
     x = torch.randn(2, columns, dtype=torch.float64, requires_grad=True)
-    y, expected = shoestring.linear_4bit(x, weight), x @ dense.t()
+    y, expected = shoestring.quantized_linear(x, weight), x @ dense.t()
     torch.testing.assert_close(y, expected)
     upstream = torch.randn_like(y)
     torch.testing.assert_close(*(torch.autograd.grad(out, x, upstream)[0] for out in (y, expected)))
@@ -76,28 +86,33 @@ def test_several_panels_in_bf16(backend: str) -> None:
     x, upstream = torch.randn(33, 8192).bfloat16().requires_grad_(), torch.randn(33, 5 * 4096).bfloat16()
     leaf = x.detach().double().requires_grad_()
     results = []
-    for a, y in ((x, shoestring.linear_4bit(x, weight)), (leaf, leaf @ dense.double().t()), (x, x @ dense.t())):
+    for a, y in ((x, shoestring.quantized_linear(x, weight)), (leaf, leaf @ dense.double().t()), (x, x @ dense.t())):
         results.append((y, *torch.autograd.grad(y, a, upstream.to(y.dtype))))
     for ours, exact, eager in zip(*results, strict=True):
         assert relative_error(ours, exact) <= 1.1 * relative_error(eager, exact)
 
 
-def test_gradcheck() -> None:
-    weight = shoestring.quantize_4bit(torch.randn(6, 5), block_size=32)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradcheck(kind: str) -> None:
+    weight = quantized(torch.randn(6, 5), kind)
     x = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(6, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x, b: shoestring.linear_4bit(x, weight, b), (x, bias))
+    assert torch.autograd.gradcheck(lambda x, b: shoestring.quantized_linear(x, weight, b), (x, bias))
 
 
-def test_opcheck_and_compile() -> None:
-    op = torch.ops.shoestring.linear_4bit.default
-    for nested in (False, True):
-        weight = shoestring.quantize_4bit(torch.randn(6, 64), nested=nested)
+def test_opcheck() -> None:
+    op = torch.ops.shoestring.quantized_linear.default
+    for kind in KINDS:
+        weight = quantized(torch.randn(6, 64), kind)
         x, bias = torch.randn(4, 64, requires_grad=True), torch.randn(6, requires_grad=True)
-        torch.library.opcheck(op, (x, *parts(weight), bias), {"out_features": 6})
-        torch.library.opcheck(op, (x.detach(), *parts(weight)), {"out_features": 6})
+        options = {"out_features": 6, "quant_type": weight.quant_type, "block_size": weight.block_size}
+        torch.library.opcheck(op, (x, *parts(weight), bias), options)
+        torch.library.opcheck(op, (x.detach(), *parts(weight)), options)
 
-    layer = Linear4bit(64, 6)
+
+@pytest.mark.parametrize("quant_type", ["nf4", "int8"])
+def test_compile(quant_type: str) -> None:
+    layer = QuantizedLinear(64, 6, quant_type=quant_type)
     compiled = torch.compile(lambda x: layer(torch.tanh(x)) * 2, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (3, 5):
         x = torch.randn(tokens, 64, requires_grad=True)
@@ -110,11 +125,11 @@ def test_opcheck_and_compile() -> None:
 def test_strides_leading_dimensions_and_nothing() -> None:
     weight = shoestring.quantize_4bit(torch.randn(6, 64))
     x = torch.randn(64, 4, 3).permute(2, 1, 0)
-    torch.testing.assert_close(shoestring.linear_4bit(x, weight), linear_4bit_reference(x, weight))
+    torch.testing.assert_close(shoestring.quantized_linear(x, weight), quantized_linear_reference(x, weight))
     vector = torch.randn(64)
-    torch.testing.assert_close(shoestring.linear_4bit(vector, weight), linear_4bit_reference(vector, weight))
+    torch.testing.assert_close(shoestring.quantized_linear(vector, weight), quantized_linear_reference(vector, weight))
     nothing = torch.randn(2, 0, 64, requires_grad=True)
-    y = shoestring.linear_4bit(nothing, weight)
+    y = shoestring.quantized_linear(nothing, weight)
     assert y.shape == (2, 0, 6)
     assert torch.autograd.grad(y.sum(), nothing)[0].shape == (2, 0, 64)
 
@@ -123,13 +138,13 @@ def test_autocast_repeatable_and_no_double_backward() -> None:
     weight = shoestring.quantize_4bit(torch.randn(6, 64))
     x = torch.randn(5, 64, requires_grad=True)
     with torch.autocast(x.device.type, torch.bfloat16):
-        y = shoestring.linear_4bit(x, weight)
+        y = shoestring.quantized_linear(x, weight)
     assert y.dtype == torch.bfloat16
-    assert torch.equal(y, shoestring.linear_4bit(x.bfloat16(), weight))
+    assert torch.equal(y, shoestring.quantized_linear(x.bfloat16(), weight))
     assert torch.autograd.grad(y.float().sum(), x)[0].dtype == torch.float32
-    assert torch.equal(shoestring.linear_4bit(x, weight), shoestring.linear_4bit(x, weight))
-    (gradient,) = torch.autograd.grad(shoestring.linear_4bit(x, weight).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="linear_4bit: the backward pass is not differentiable"):
+    assert torch.equal(shoestring.quantized_linear(x, weight), shoestring.quantized_linear(x, weight))
+    (gradient,) = torch.autograd.grad(shoestring.quantized_linear(x, weight).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="quantized_linear: the backward pass is not differentiable"):
         gradient.sum().backward()
 
 
@@ -141,7 +156,7 @@ def test_no_synchronisation_and_a_graph(backend: str) -> None:
     x, upstream = torch.randn(8, 256, requires_grad=True), torch.randn(8, 96)
 
     def step() -> tuple[Tensor, Tensor]:
-        y = shoestring.linear_4bit(x, weight)
+        y = shoestring.quantized_linear(x, weight)
         return y.detach(), torch.autograd.grad(y, x, upstream)[0]
 
     side = torch.cuda.Stream()
@@ -170,7 +185,7 @@ def test_saves_nothing_of_the_input() -> None:
     weight = shoestring.quantize_4bit(torch.randn(64, 64))
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        shoestring.linear_4bit(torch.randn(512, 64, requires_grad=True), weight)
+        shoestring.quantized_linear(torch.randn(512, 64, requires_grad=True), weight)
     assert {t.data_ptr() for t in saved} == {weight.packed.data_ptr(), weight.absmax.data_ptr()}
 
 
@@ -182,7 +197,7 @@ def test_state_dict_is_bitsandbytes(backend: str, quant_type: str, nested: bool)
         pytest.skip("the bytes are those of bitsandbytes' CPU path")
     bnb = pytest.importorskip("bitsandbytes")
     linear = nn.Linear(96, 40).to(torch.bfloat16)
-    ours = Linear4bit.from_linear(linear, quant_type, nested=nested)
+    ours = QuantizedLinear.from_linear(linear, quant_type, nested=nested)
     theirs = bnb.nn.Linear4bit(96, 40, quant_type=quant_type, compress_statistics=nested)
     theirs.load_state_dict(linear.to(torch.bfloat16).state_dict())
     theirs = theirs.to(torch.bfloat16).to("cpu")
@@ -197,43 +212,94 @@ def test_state_dict_is_bitsandbytes(backend: str, quant_type: str, nested: bool)
         else:
             assert torch.equal(value, reference[key]), key
 
-    loaded = Linear4bit(96, 40)
+    loaded = QuantizedLinear(96, 40)
     loaded.load_state_dict(reference)
     assert torch.equal(loaded.weight.dequantize(), ours.weight.dequantize())
     assert loaded.weight.dtype == torch.bfloat16 and torch.equal(loaded.bias, ours.bias.float())
-    dense = Linear4bit(96, 40, quant_type=quant_type, nested=nested)
+    dense = QuantizedLinear(96, 40, quant_type=quant_type, nested=nested)
     dense.load_state_dict(linear.state_dict())
     assert torch.equal(dense.weight.packed, ours.weight.packed)
 
 
+def test_int8_state_dict_is_bitsandbytes(backend: str) -> None:
+    if backend == "cuda":
+        pytest.skip("the bytes are those of bitsandbytes' CPU path")
+    bnb = pytest.importorskip("bitsandbytes")
+    linear = nn.Linear(96, 40).half()
+    ours = QuantizedLinear.from_linear(linear, "int8")
+    theirs = bnb.nn.Linear8bitLt(96, 40, has_fp16_weights=False)
+    theirs.load_state_dict(linear.state_dict())
+    theirs = theirs.half()
+    theirs.weight = theirs.weight._quantize("cpu") if theirs.weight.SCB is None else theirs.weight
+
+    mine, reference = ours.state_dict(), theirs.state_dict()
+    assert mine.keys() == reference.keys()
+    for key, value in mine.items():
+        assert value.dtype == reference[key].dtype and torch.equal(value, reference[key]), key
+    for quant_type in ("nf4", "int8"):  # whatever the layer was before
+        loaded = QuantizedLinear(96, 40, quant_type=quant_type)
+        loaded.load_state_dict(reference)
+        assert torch.equal(loaded.weight.dequantize(torch.float16), ours.weight.dequantize())
+        assert loaded.weight.dtype == torch.float32 and torch.equal(loaded.bias, ours.bias.float())
+    dense = QuantizedLinear(96, 40, quant_type="int8")
+    dense.load_state_dict(linear.state_dict())
+    assert torch.equal(dense.weight.packed, ours.weight.packed)
+    theirs.load_state_dict(mine)
+    assert torch.equal(theirs.weight.SCB, ours.weight.absmax)
+
+
 def test_module() -> None:
     linear = nn.Linear(64, 10).eval()
-    layer = Linear4bit.from_linear(linear)
+    layer = QuantizedLinear.from_linear(linear)
     assert isinstance(layer, nn.Linear) and not layer.training and layer.bias is linear.bias
     assert not layer.weight.requires_grad and "nf4" in repr(layer)
     x = torch.randn(3, 64)
-    torch.testing.assert_close(layer(x), linear_4bit_reference(x, layer.weight, layer.bias))
-    cast = Linear4bit.from_linear(linear, compute_dtype=torch.bfloat16)
+    torch.testing.assert_close(layer(x), quantized_linear_reference(x, layer.weight, layer.bias))
+    int8 = QuantizedLinear.from_linear(linear, "int8")
+    assert "int8, block_size=64" in repr(int8) and int8.weight.packed.shape == (10, 64)
+    torch.testing.assert_close(int8(x), quantized_linear_reference(x, int8.weight, int8.bias))
+    cast = QuantizedLinear.from_linear(linear, compute_dtype=torch.bfloat16)
     assert cast(x).dtype == torch.float32
     assert torch.equal(cast(x), layer(x.bfloat16()).float())
     torch.manual_seed(3)
-    fresh = Linear4bit(64, 10)
+    fresh = QuantizedLinear(64, 10)
     torch.manual_seed(3)
-    assert torch.equal(fresh.weight.packed, Linear4bit.from_linear(nn.Linear(64, 10)).weight.packed)
+    assert torch.equal(fresh.weight.packed, QuantizedLinear.from_linear(nn.Linear(64, 10)).weight.packed)
 
 
 def test_errors() -> None:
     weight = shoestring.quantize_4bit(torch.randn(6, 64))
-    with pytest.raises(RuntimeError, match="linear_4bit: packed: expected 189 bytes"):
-        shoestring.linear_4bit(torch.randn(3, 63), weight)
-    with pytest.raises(RuntimeError, match="linear_4bit: x: expected fp32, fp64, bf16 or fp16, received Long"):
-        shoestring.linear_4bit(torch.ones(3, 64, dtype=torch.long), weight)
-    with pytest.raises(RuntimeError, match=r"linear_4bit: bias: expected shape \(6\)"):
-        shoestring.linear_4bit(torch.randn(3, 64), weight, torch.randn(5))
-    layer = Linear4bit(64, 6)
+    with pytest.raises(RuntimeError, match="quantized_linear: packed: expected 189 bytes"):
+        shoestring.quantized_linear(torch.randn(3, 63), weight)
+    with pytest.raises(RuntimeError, match="quantized_linear: x: expected fp32, fp64, bf16 or fp16, received Long"):
+        shoestring.quantized_linear(torch.ones(3, 64, dtype=torch.long), weight)
+    with pytest.raises(RuntimeError, match=r"quantized_linear: bias: expected shape \(6\)"):
+        shoestring.quantized_linear(torch.randn(3, 64), weight, torch.randn(5))
+    op, int8 = torch.ops.shoestring.quantized_linear, shoestring.quantize_int8(torch.randn(6, 64))
+    options = {"out_features": 6, "quant_type": "int8"}
+    x, scales = torch.randn(3, 64), torch.zeros(300)
+    with pytest.raises(RuntimeError, match=r"packed: expected 384 codes \(int8\), received 384 of Byte"):
+        op(x, int8.packed.byte(), int8.absmax, **options)
+    with pytest.raises(RuntimeError, match="absmax: expected a scale .Float. for every block_size = 32 of 384 codes, where"):
+        op(x, int8.packed, int8.absmax, block_size=32, **options)
+    with pytest.raises(RuntimeError, match="block_size: expected the length of an int8 weight's rows, received 0"):
+        op(x, int8.packed, int8.absmax, block_size=0, **options)
+    with pytest.raises(RuntimeError, match="nested: expected none with quant_type 'int8'"):
+        op(x, int8.packed, int8.absmax, scales, **options)
+    with pytest.raises(RuntimeError, match="quant_type: expected 'nf4', 'fp4' or 'int8', received 'int4'"):
+        op(x, int8.packed, int8.absmax, out_features=6, quant_type="int4")
+    for change in ({"block_size": 64}, {"nested": True}):
+        with pytest.raises(ValueError, match="QuantizedLinear: block_size and nested: expected None and False with"):
+            QuantizedLinear(64, 6, quant_type="int8", **change)
+    state = QuantizedLinear(64, 6, quant_type="int8").state_dict()
+    with pytest.raises(ValueError, match=r"weight and SCB: expected int8 \(5, 64\) and \(5,\), received torch.int8 \(6, 64\)"):
+        QuantizedLinear(64, 5).load_state_dict(state)
+    with pytest.raises(ValueError, match="weight_format: expected 0, rows as they are, received 2"):
+        QuantizedLinear(64, 6).load_state_dict(state | {"weight_format": torch.tensor(2)})
+    layer = QuantizedLinear(64, 6)
     state = layer.state_dict()
-    with pytest.raises(ValueError, match=r"Linear4bit: weight: expected shape \(5, 64\), received \(6, 64\)"):
-        Linear4bit(64, 5, bias=False).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"QuantizedLinear: weight: expected shape \(5, 64\), received \(6, 64\)"):
+        QuantizedLinear(64, 5, bias=False).load_state_dict(state)
     state["weight.quant_map"] = torch.zeros(16)
     with pytest.raises(ValueError, match="quant_map: expected the nf4 values"):
         layer.load_state_dict(state)

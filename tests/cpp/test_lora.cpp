@@ -173,7 +173,7 @@ TEST_CASE("lora::apply refuses what it cannot do, and then changes nothing", "[l
   CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().target_modules({"head"})),
                     Contains("expected shoestring::nn::Linear layers, received head"));
   CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().target_modules({"q_proj"})), Contains("match none"));
-  CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().quantize("int4")), Contains("expected none, nf4 or fp4"));
+  CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().quantize("int4")), Contains("expected none, nf4, fp4 or int8"));
   CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().adapter(AdapterOptions().rank(0))),
                     Contains("rank: expected at least 1, received 0"));
   CHECK_THROWS_WITH(shoestring::lora::merge(*net), Contains("expected one with adapters"));

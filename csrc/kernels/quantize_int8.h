@@ -39,7 +39,7 @@ struct QuantizeInt8Cuda {
 };
 
 struct DequantizeInt8Cuda {
-  // Elements [begin, begin + count) of the tensor to out[0 .. count).
+  // Elements [begin, begin + count) of the tensor, which are whole rows, to out[0 .. count).
   const char* (*dequantize_float)(const PackedInt8&, int64_t begin, int64_t count, void* out, void* stream);
   const char* (*dequantize_bf16)(const PackedInt8&, int64_t begin, int64_t count, void* out, void* stream);
   const char* (*dequantize_fp16)(const PackedInt8&, int64_t begin, int64_t count, void* out, void* stream);

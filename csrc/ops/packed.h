@@ -41,7 +41,8 @@ class PackedReader {
   Backend backend() const { return backend_; }
 
   /// Elements [begin, begin + out.numel()) into `out`, contiguous fp32, bf16 or fp16: on all threads, or on the stream of
-  /// the device, which the caller has made the current one. begin: any; on CUDA a multiple of 8.
+  /// the device, which the caller has made the current one. On CUDA begin is a multiple of 8, or of int8 the elements are
+  /// whole rows.
   void read(int64_t begin, const at::Tensor& out) const;
 
  private:

@@ -138,7 +138,8 @@ TEST_CASE("linear_cross_entropy has every option, and statistics with gradients 
 
 TEST_CASE("linear_cross_entropy has quantised heads with LoRA", "[linear_cross_entropy]") {
   at::manual_seed(5);
-  const Tensor hidden = at::randn({70, 32}).requires_grad_(), weight = at::randn({203, 32}), target = at::randint(203, {70});
+  const Tensor hidden = at::randn({70, 32}).requires_grad_(), weight = at::randn({203, 32});
+  const Tensor target = at::randint(203, {70});
   const Tensor low = at::randn({70, 4}).requires_grad_(), up = at::randn({203, 4}).requires_grad_();
   for (const char* quant_type : {"nf4", "int8"}) {
     CAPTURE(quant_type);

@@ -230,7 +230,7 @@ def test_errors() -> None:
     with pytest.raises(RuntimeError, match="quantize_int8: x: expected fp32, bf16 or fp16, received Double"):
         shoestring.quantize_int8(torch.randn(4, dtype=torch.float64))
     for x in (torch.tensor(1.0), torch.empty(4, 0)):
-        with pytest.raises(RuntimeError, match=r"quantize_int8: x: expected shape \(..., columns\) with one column or more"):
+        with pytest.raises(RuntimeError, match=r"quantize_int8: x: expected shape \(..., columns\) with one column"):
             shoestring.quantize_int8(x)
     with pytest.raises(RuntimeError, match=r"dequantize_int8: packed: expected int8 of shape \(..., columns\)"):
         ops.dequantize_int8(q.packed.byte(), q.absmax, dtype=torch.float32)

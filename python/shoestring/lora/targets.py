@@ -42,8 +42,8 @@ def find_targets(model: nn.Module, target_modules: str | Sequence[str]) -> dict[
                 continue
             if not (is_plain(module) or isinstance(module, LoraLinear)):
                 raise ValueError(
-                    f"lora.apply: target_modules: expected linear layers (nn.Linear or QuantizedLinear), received {name}, a "
-                    f"{type(module).__name__}; name only linear layers"
+                    "lora.apply: target_modules: expected linear layers (nn.Linear or QuantizedLinear), received "
+                    f"{name}, a {type(module).__name__}; name only linear layers"
                 )
             found[name] = module
     if not found:

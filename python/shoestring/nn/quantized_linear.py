@@ -152,7 +152,7 @@ def load_quantized(module: nn.Linear, state_dict: dict[str, Any], prefix: str) -
 
 
 def _replace(module: nn.Linear, state_dict: dict[str, Any], key: str, q: QuantizedTensor) -> None:
-    """Has nn.Module copy q into the layer's own parts where they have this form; else the parameter takes the loaded one."""
+    """Has nn.Module copy q into the layer's own parts, where they have its form; else q becomes the parameter."""
     own = module.weight
     same = isinstance(own, QuantizedTensor) and own.__tensor_flatten__() == q.__tensor_flatten__()
     if not same:
@@ -187,7 +187,8 @@ def _4bit_of(module: nn.Linear, state_dict: dict[str, Any], key: str, state_key:
     nested = None
     if "nested_offset" in state:
         if state["nested_blocksize"] != 256:
-            raise ValueError(f"QuantizedLinear: {key}: nested_blocksize: expected 256, received {state['nested_blocksize']}")
+            received = state["nested_blocksize"]
+            raise ValueError(f"QuantizedLinear: {key}: nested_blocksize: expected 256, received {received}")
         scales, map_ = state_dict.pop(key + ".nested_absmax"), state_dict.pop(key + ".nested_quant_map")
         nested = torch.cat([scales.new_tensor([state["nested_offset"]]), map_.float(), scales.float()])
     return QuantizedTensor(

@@ -50,7 +50,12 @@ def int8_readers(bnb: ModuleType | None) -> dict[str, Maker]:
         codes, scales = torch.ops.shoestring.quantize_int8(x)
         return lambda: bnb.int8_vectorwise_dequant(codes, scales).to(x.dtype)
 
+    def unscaled(x: torch.Tensor) -> Callable[[], object]:
+        codes, _ = torch.ops.shoestring.quantize_int8(x)
+        return lambda: codes.to(x.dtype)
+
     found: dict[str, Maker] = {"shoestring": lambda x: shoestring.quantize_int8(x).dequantize, "plain PyTorch": plain}
+    found["limit: the codes converted, unscaled"] = unscaled  # the same bytes
     if bnb is not None:
         found["bitsandbytes"] = theirs
     return found

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import shoestring
+from shoestring.nn import QuantizedLinear
 from shoestring.ops import dequantize_int8_reference, quantize_int8_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -204,6 +205,34 @@ def test_quantized_tensor_as_a_parameter() -> None:
     assert torch.equal(torch.empty(8, 33).copy_(target), target.dequantize(torch.float32))
     with pytest.raises(ValueError, match="copy_: expected the form of .*int8.*, received .*nf4"):
         target.copy_(shoestring.quantize_4bit(x))
+
+
+@pytest.mark.device
+def test_state_dict_is_bitsandbytes(backend: str) -> None:
+    if backend == "cuda":
+        pytest.skip("the bytes are those of bitsandbytes' CPU path")
+    bnb = pytest.importorskip("bitsandbytes")
+    linear = nn.Linear(96, 40).half()
+    ours = QuantizedLinear.from_linear(linear, "int8")
+    theirs = bnb.nn.Linear8bitLt(96, 40, has_fp16_weights=False)
+    theirs.load_state_dict(linear.state_dict())
+    theirs = theirs.half()
+    theirs.weight = theirs.weight._quantize("cpu") if theirs.weight.SCB is None else theirs.weight
+
+    mine, reference = ours.state_dict(), theirs.state_dict()
+    assert mine.keys() == reference.keys()
+    for key, value in mine.items():
+        assert value.dtype == reference[key].dtype and torch.equal(value, reference[key]), key
+    for quant_type in ("nf4", "int8"):  # whatever the layer was before
+        loaded = QuantizedLinear(96, 40, quant_type=quant_type)
+        loaded.load_state_dict(reference)
+        assert torch.equal(loaded.weight.dequantize(torch.float16), ours.weight.dequantize())
+        assert loaded.weight.dtype == torch.float32 and torch.equal(loaded.bias, ours.bias.float())
+    dense = QuantizedLinear(96, 40, quant_type="int8")
+    dense.load_state_dict(linear.state_dict())
+    assert torch.equal(dense.weight.packed, ours.weight.packed)
+    theirs.load_state_dict(mine)
+    assert torch.equal(theirs.weight.SCB, ours.weight.absmax)
 
 
 @pytest.mark.device

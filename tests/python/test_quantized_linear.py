@@ -221,33 +221,6 @@ def test_state_dict_is_bitsandbytes(backend: str, quant_type: str, nested: bool)
     assert torch.equal(dense.weight.packed, ours.weight.packed)
 
 
-def test_int8_state_dict_is_bitsandbytes(backend: str) -> None:
-    if backend == "cuda":
-        pytest.skip("the bytes are those of bitsandbytes' CPU path")
-    bnb = pytest.importorskip("bitsandbytes")
-    linear = nn.Linear(96, 40).half()
-    ours = QuantizedLinear.from_linear(linear, "int8")
-    theirs = bnb.nn.Linear8bitLt(96, 40, has_fp16_weights=False)
-    theirs.load_state_dict(linear.state_dict())
-    theirs = theirs.half()
-    theirs.weight = theirs.weight._quantize("cpu") if theirs.weight.SCB is None else theirs.weight
-
-    mine, reference = ours.state_dict(), theirs.state_dict()
-    assert mine.keys() == reference.keys()
-    for key, value in mine.items():
-        assert value.dtype == reference[key].dtype and torch.equal(value, reference[key]), key
-    for quant_type in ("nf4", "int8"):  # whatever the layer was before
-        loaded = QuantizedLinear(96, 40, quant_type=quant_type)
-        loaded.load_state_dict(reference)
-        assert torch.equal(loaded.weight.dequantize(torch.float16), ours.weight.dequantize())
-        assert loaded.weight.dtype == torch.float32 and torch.equal(loaded.bias, ours.bias.float())
-    dense = QuantizedLinear(96, 40, quant_type="int8")
-    dense.load_state_dict(linear.state_dict())
-    assert torch.equal(dense.weight.packed, ours.weight.packed)
-    theirs.load_state_dict(mine)
-    assert torch.equal(theirs.weight.SCB, ours.weight.absmax)
-
-
 def test_module() -> None:
     linear = nn.Linear(64, 10).eval()
     layer = QuantizedLinear.from_linear(linear)

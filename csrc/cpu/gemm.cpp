@@ -26,18 +26,50 @@ template <class Element>
 SHOESTRING_INLINE F32 read(const typename Element::Type* p, int64_t n) {
   if (n >= kLanes) return Element::load(p);
   typename Element::Type some[kLanes] = {};
-  __builtin_memcpy(some, p, n * sizeof some[0]);
+  if (n > 0) __builtin_memcpy(some, p, n * sizeof some[0]);
   return Element::load(some);
 }
 
+// What a packed panel's elements are: an fp32, or two steps of the depth in bf16, the first in the lower half.
+struct One {
+  static constexpr int kSteps = 1;
+  // Lines that lie side by side, `n` of them, `count` steps from p on.
+  template <class Element>
+  static SHOESTRING_METHOD F32 across(const typename Element::Type* p, int64_t n, int64_t, int64_t) {
+    return read<Element>(p, n);
+  }
+  // kLanes elements along the depth, of which n steps are there.
+  template <class Element>
+  static SHOESTRING_METHOD F32 along(const typename Element::Type* p, int64_t n) {
+    return read<Element>(p, n);
+  }
+};
+struct Two {
+  static constexpr int kSteps = 2;
+  template <class Element>
+  static SHOESTRING_METHOD F32 across(const typename Element::Type* p, int64_t n, int64_t count, int64_t stride) {
+    const auto bits = [](F32 x) { return __is_same(Element, BFloat16) ? as_bits(x) : rounded_bf16(x); };
+    const U32 low = bits(read<Element>(p, n)), high = count > 1 ? bits(read<Element>(p + stride, n)) : U32{};
+    return as_float((low >> 16) | (high & 0xffff0000u));
+  }
+  template <class Element>
+  static SHOESTRING_METHOD F32 along(const typename Element::Type* p, int64_t n) {
+    if (__is_same(Element, BFloat16) && n >= 2 * kLanes) return load_as<F32>(p);  // as they lie
+    uint16_t both[2 * kLanes];
+    store_upper_halves(both, rounded_bf16(read<Element>(p, n)), rounded_bf16(read<Element>(p + kLanes, n - kLanes)));
+    return load_as<F32>(both);
+  }
+};
+
 // Lines that lie side by side; `available` of them can be read.
-template <class Element>
+template <class Packed, class Element>
 void copy(const typename Element::Type* source, int64_t lines, int64_t available, int64_t depth, int64_t depth_stride,
           int64_t width, float* out) {
-  for (int64_t d = 0; d < depth; ++d, source += depth_stride, out += width) {
+  for (int64_t d = 0; d < depth; d += Packed::kSteps, source += Packed::kSteps * depth_stride, out += width) {
     for (int64_t l = 0; l < width; l += kLanes) {
       const bool whole = l + kLanes <= available && (lines == width || l + kLanes <= lines);
-      store(out + l, whole ? Element::load(source + l) : l < lines ? read<Element>(source + l, lines - l) : F32{});
+      const int64_t n = whole ? int64_t{kLanes} : lines - l;
+      store(out + l, n > 0 ? Packed::template across<Element>(source + l, n, depth - d, depth_stride) : F32{});
     }
   }
 }
@@ -62,55 +94,50 @@ SHOESTRING_INLINE void transpose(F32 (&rows)[kLanes]) {
 }
 
 // Lines that each lie in one piece.
-template <class Element>
+template <class Packed, class Element>
 void transpose(const typename Element::Type* source, int64_t lines, int64_t depth, int64_t line_stride, int64_t width,
                float* out) {
-  for (int64_t d = 0; d < depth; d += kLanes) {
-    const int64_t steps = depth - d < kLanes ? depth - d : kLanes;
+  constexpr int64_t kBlock = kLanes * Packed::kSteps;
+  const int64_t size = (depth + Packed::kSteps - 1) / Packed::kSteps;  // in packed elements
+  for (int64_t d = 0; d < depth; d += kBlock) {
+    const int64_t first = d / Packed::kSteps;
     for (int64_t l = 0; l < width; l += kLanes) {
       F32 block[kLanes];
       for (int i = 0; i < kLanes; ++i) {
-        block[i] = l + i < lines ? read<Element>(source + (l + i) * line_stride + d, steps) : F32{};
+        block[i] = l + i < lines ? Packed::template along<Element>(source + (l + i) * line_stride + d, depth - d) : F32{};
       }
       transpose(block);
-      for (int i = 0; i < kLanes && i < steps; ++i) store(out + (d + i) * width + l, block[i]);
+      for (int i = 0; i < kLanes && first + i < size; ++i) store(out + (first + i) * width + l, block[i]);
     }
   }
 }
 
-template <class Element>
+template <class Packed, class Element>
 void pack(const typename Element::Type* source, int64_t lines, int64_t depth, int64_t line_stride, int64_t depth_stride,
           int64_t width, float* out) {
-  for (int64_t first = 0; first < lines; first += width, out += width * depth + kernels::kGemmSlack) {
+  for (int64_t first = 0; first < lines; first += width) {
     const auto* panel = source + first * line_stride;
     const int64_t some = lines - first < width ? lines - first : width;
     if (line_stride == 1) {
-      copy<Element>(panel, some, lines - first, depth, depth_stride, width, out);
+      copy<Packed, Element>(panel, some, lines - first, depth, depth_stride, width, out);
     } else {
-      transpose<Element>(panel, some, depth, line_stride, width, out);
+      transpose<Packed, Element>(panel, some, depth, line_stride, width, out);
     }
+    out += kernels::packed_size(depth, Packed::kSteps, width);
   }
 }
 
 SHOESTRING_INLINE F32 combine(const float* c, F32 sum, float beta) { return beta == 0 ? sum : beta * load(c) + sum; }
 
-void multiply_tile(const float* __restrict a, const float* __restrict b, int64_t m, int64_t n, int64_t depth,
-                   float* __restrict c, int64_t stride, float alpha, float beta) {
+SHOESTRING_INLINE void prefetch_tile(const float* c, int64_t stride, int64_t m) {
   for (int64_t i = 0; i < m; ++i) {
     __builtin_prefetch(c + i * stride, 1);
     __builtin_prefetch(c + i * stride + kColumns - 1, 1);
   }
-  F32 sum[kRows][kWide] = {};
-#pragma GCC unroll 2
-  for (int64_t d = 0; d < depth; ++d, a += kRows, b += kColumns) {
-    F32 column[kWide];
-    for (int j = 0; j < kWide; ++j) column[j] = load(b + j * kLanes);
-#pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
-      const F32 row = splat(a[i]);
-      for (int j = 0; j < kWide; ++j) sum[i][j] = fma(row, column[j], sum[i][j]);
-    }
-  }
+}
+
+SHOESTRING_INLINE void store_tile(const F32 (&sum)[kRows][kWide], float* __restrict c, int64_t stride, int64_t m, int64_t n,
+                                  float alpha, float beta) {
   if (m == kRows && n == kColumns) {
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
@@ -134,27 +161,79 @@ void multiply_tile(const float* __restrict a, const float* __restrict b, int64_t
   }
 }
 
+void tile_fp32(const float* __restrict a, const float* __restrict b, int64_t m, int64_t n, int64_t size,
+               float* __restrict c, int64_t stride, float alpha, float beta) {
+  prefetch_tile(c, stride, m);
+  F32 sum[kRows][kWide] = {};
+#pragma GCC unroll 2
+  for (int64_t d = 0; d < size; ++d, a += kRows, b += kColumns) {
+    F32 column[kWide];
+    for (int j = 0; j < kWide; ++j) column[j] = load(b + j * kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const F32 row = splat(a[i]);
+      for (int j = 0; j < kWide; ++j) sum[i][j] = fma(row, column[j], sum[i][j]);
+    }
+  }
+  store_tile(sum, c, stride, m, n, alpha, beta);
+}
+
+#if defined(__AVX512F__)
+#pragma GCC push_options
+#pragma GCC target("avx512bf16")
+void tile_bf16(const float* __restrict a, const float* __restrict b, int64_t m, int64_t n, int64_t size,
+               float* __restrict c, int64_t stride, float alpha, float beta) {
+  prefetch_tile(c, stride, m);
+  F32 sum[kRows][kWide] = {};
+#pragma GCC unroll 2
+  for (int64_t d = 0; d < size; ++d, a += kRows, b += kColumns) {
+    __m512bh column[kWide];
+    for (int j = 0; j < kWide; ++j) column[j] = (__m512bh)load(b + j * kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const __m512bh row = (__m512bh)_mm512_set1_ps(a[i]);
+      for (int j = 0; j < kWide; ++j) sum[i][j] = (F32)_mm512_dpbf16_ps((__m512)sum[i][j], row, column[j]);
+    }
+  }
+  store_tile(sum, c, stride, m, n, alpha, beta);
+}
+#pragma GCC pop_options
+#endif
+
+using Tile = void (*)(const float* a, const float* b, int64_t m, int64_t n, int64_t size, float* c, int64_t stride,
+                      float alpha, float beta);
+
+template <class Packed, Tile tile>
 void multiply(const float* a, const float* b, int64_t m, int64_t n, int64_t depth, float* c, int64_t stride,
               float alpha, float beta, bool b_outside) {
-  const auto tile = [&](int64_t i, int64_t j) {
-    multiply_tile(a + i * depth + i / kRows * kernels::kGemmSlack, b + j * depth + j / kColumns * kernels::kGemmSlack,
-                  m - i < kRows ? m - i : kRows, n - j < kColumns ? n - j : kColumns, depth, c + i * stride + j, stride,
-                  alpha, beta);
+  const int64_t size = (depth + Packed::kSteps - 1) / Packed::kSteps;
+  const auto at = [&](int64_t i, int64_t j) {
+    tile(a + i / kRows * kernels::packed_size(depth, Packed::kSteps, kRows),
+         b + j / kColumns * kernels::packed_size(depth, Packed::kSteps, kColumns), m - i < kRows ? m - i : kRows,
+         n - j < kColumns ? n - j : kColumns, size, c + i * stride + j, stride, alpha, beta);
   };
   if (b_outside) {
     for (int64_t j = 0; j < n; j += kColumns) {
-      for (int64_t i = 0; i < m; i += kRows) tile(i, j);
+      for (int64_t i = 0; i < m; i += kRows) at(i, j);
     }
   } else {
     for (int64_t i = 0; i < m; i += kRows) {
-      for (int64_t j = 0; j < n; j += kColumns) tile(i, j);
+      for (int64_t j = 0; j < n; j += kColumns) at(i, j);
     }
   }
 }
 
+template <class Packed, Tile tile>
+constexpr kernels::GemmProduct product{pack<Packed, Float>, pack<Packed, BFloat16>, pack<Packed, Half>,
+                                       multiply<Packed, tile>, Packed::kSteps};
+
 }  // namespace
 
-const kernels::GemmTable gemm{kRows, kColumns, pack<Float>, pack<BFloat16>, pack<Half>, multiply};
+#if defined(__AVX512F__)
+const kernels::GemmTable gemm{kRows, kColumns, product<One, tile_fp32>, product<Two, tile_bf16>};
+#else
+const kernels::GemmTable gemm{kRows, kColumns, product<One, tile_fp32>, {}};
+#endif
 #else
 const kernels::GemmTable gemm{};
 #endif

@@ -27,11 +27,10 @@ int64_t panel_rows(Backend backend, int64_t rows, int64_t columns, int64_t eleme
 // out = beta * out + alpha * a b, or bias + alpha * a b where there is a bias. Any out keeps its strides.
 void multiply_into(const Tensor& out, const Products& products, const Tensor& bias, const Tensor& a, const Tensor& b,
                    double beta, double alpha = 1) {
-  if (products.backend == Backend::kCpu && a.scalar_type() == at::kBFloat16) {  // a CPU with bf16 units
-    Tensor result = out;
-    at::addmm_out(result, bias.defined() ? bias : out, a, b, bias.defined() ? 1 : beta, alpha);
+  if (bias.defined()) {
+    gemm_bias(out, bias, a, b, alpha);
   } else {
-    bias.defined() ? gemm_bias(out, bias, a, b, alpha) : gemm(out, a, b, beta, alpha);
+    (products.backend == Backend::kCuda ? gemm : gemm_rounded)(out, a, b, beta, alpha);
   }
 }
 
@@ -109,9 +108,11 @@ Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Tensor& bia
     const Tensor offset = bias.defined() ? bias.narrow(0, begin, size) : Tensor();
     const Tensor part = low.defined() ? up.narrow(0, begin, size).t() : Tensor();  // (rank, size)
     if (low.defined() && products.weight != products.other) {  // a CPU with bf16 units
-      Tensor sum = at::mm(x, panel.t()).to(products.other);
+      Tensor sum = at::empty({tokens, size}, x.options().dtype(products.other));
+      gemm_rounded(sum, x, panel.t());
       if (offset.defined()) sum.add_(offset);
-      columns.copy_(sum.addmm_(low, part, /*beta=*/1, /*alpha=*/scaling));
+      gemm(sum, low, part, /*beta=*/1, scaling);
+      columns.copy_(sum);
       return;
     }
     Tensor to = round ? at::empty({tokens, size}, x.options()) : columns;
@@ -133,11 +134,7 @@ Tensor times_weight(const BaseWeight& weight, const Tensor& grad, const Tensor& 
   Tensor out = at::empty({grad.size(0), weight.columns()},
                          grad.options().dtype(narrow ? products.other : compute_type(grad)));
   const auto add = [&](const Tensor& a, const Tensor& b, bool first) {
-    if (products.backend == Backend::kCpu && a.scalar_type() != out.scalar_type()) {  // a CPU with bf16 units
-      first ? out.copy_(at::mm(a, b)) : out.add_(at::mm(a, b));
-    } else {
-      multiply_into(out, products, Tensor(), a, b, first ? 0 : 1);
-    }
+    multiply_into(out, products, Tensor(), a, b, first ? 0 : 1);
   };
   if (low.defined()) add(low, down, true);
   if (weight.rows() == 0) return low.defined() ? out : out.zero_();

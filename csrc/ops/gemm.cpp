@@ -22,7 +22,7 @@ void gemm_bias(const Tensor& out, const Tensor& bias, const Tensor& a, const Ten
   Tensor result = out;
   if (!out.is_cuda()) {
     result.copy_(bias);
-    gemm(out, a, b, 1, alpha);
+    gemm_rounded(out, a, b, 1, alpha);
   } else {
     at::addmm_out(result, bias, a, b, 1, alpha);
   }

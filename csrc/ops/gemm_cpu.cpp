@@ -16,7 +16,6 @@ namespace shoestring {
 namespace {
 
 using at::Tensor;
-using kernels::kGemmSlack;
 
 // Of a panel, at most. A tile's sums begin anew with each, so errors grow with the square root of this and not of the
 // whole depth; and a panel of 32 columns, 24 KiB, stays in the first-level cache.
@@ -30,24 +29,25 @@ int64_t parts_of(int64_t total, int64_t size) { return (total + size - 1) / size
 
 // One operand: the rows of a, or the columns of b, in panels of `width`.
 struct Side {
-  Side(const Tensor& matrix, int line_dim, int64_t width)
-      : lines(matrix.size(line_dim)), width(width), panels(parts_of(lines, width)), matrix(readable(matrix)) {
+  Side(const kernels::GemmProduct& product, const Tensor& matrix, int line_dim, int64_t width)
+      : lines(matrix.size(line_dim)), width(width), panels(parts_of(lines, width)), product(product),
+        matrix(readable(matrix)) {
     line_stride = lines == 1 ? 1 : this->matrix.stride(line_dim);
     depth_stride = matrix.size(1 - line_dim) == 1 ? 1 : this->matrix.stride(1 - line_dim);
   }
 
-  int64_t packed(int64_t depth) const { return width * depth + kGemmSlack; }  // elements of a panel
+  // Elements of a panel.
+  int64_t packed(int64_t depth) const { return kernels::packed_size(depth, product.steps, width); }
 
   // Panels [first, last), of their depth [begin, begin + depth).
   void pack(int64_t first, int64_t last, int64_t begin, int64_t depth, float* out) const {
-    const auto& kernels = cpu::gemm();
     const int64_t line = first * width, count = std::min(last * width, lines) - line;
     const int64_t offset = line * line_stride + begin * depth_stride;
     const void* data = matrix.const_data_ptr();
     if (matrix.scalar_type() == at::kFloat) {
-      kernels.pack_float(static_cast<const float*>(data) + offset, count, depth, line_stride, depth_stride, width, out);
+      product.pack_float(static_cast<const float*>(data) + offset, count, depth, line_stride, depth_stride, width, out);
     } else {
-      (matrix.scalar_type() == at::kHalf ? kernels.pack_fp16 : kernels.pack_bf16)(
+      (matrix.scalar_type() == at::kHalf ? product.pack_fp16 : product.pack_bf16)(
           static_cast<const uint16_t*>(data) + offset, count, depth, line_stride, depth_stride, width, out);
     }
   }
@@ -60,17 +60,19 @@ struct Side {
     return single(0) || single(1) ? m : m.contiguous();
   }
 
+  const kernels::GemmProduct& product;
   Tensor matrix;
   int64_t line_stride, depth_stride;
 };
 
-void multiply(float* c, int64_t stride, const Side& a, const Side& b, int64_t depth, float alpha, float beta) {
-  const auto& kernels = cpu::gemm();
+void multiply(const kernels::GemmProduct& product, float* c, int64_t stride, const Side& a, const Side& b, int64_t depth,
+              float alpha, float beta) {
   const bool share_a = a.lines <= b.lines;
   const Side &shared = share_a ? a : b, &own = share_a ? b : a;
   const int64_t threads = at::get_num_threads();
 
-  const int64_t piece = parts_of(depth, parts_of(depth, kDepth));
+  const int64_t most = kDepth * product.steps, even = parts_of(depth, parts_of(depth, most));
+  const int64_t piece = parts_of(even, product.steps) * product.steps;
   const int64_t fit = kSharedBytes / static_cast<int64_t>(sizeof(float)) / (shared.panels * shared.packed(piece));
   const int64_t round = piece * std::max<int64_t>(1, std::min(fit, parts_of(depth, piece)));
   // Blocks of equal size, as many for each thread. Where there are fewer than threads, they share a block: each has a
@@ -112,14 +114,23 @@ void multiply(float* c, int64_t stride, const Side& a, const Side& b, int64_t de
           own.pack(first, last, d, count, mine);
           const float *theirs = panels + from * shared.packed(count), now = d == 0 ? beta : 1;
           if (share_a) {
-            kernels.multiply(theirs, mine, lines, own_lines, count, c + line * stride + own_line, stride, alpha, now, false);
+            product.multiply(theirs, mine, lines, own_lines, count, c + line * stride + own_line, stride, alpha, now, false);
           } else {
-            kernels.multiply(mine, theirs, own_lines, lines, count, c + own_line * stride + line, stride, alpha, now, true);
+            product.multiply(mine, theirs, own_lines, lines, count, c + own_line * stride + line, stride, alpha, now, true);
           }
         });
       }
     });
   }
+}
+
+bool has_amx() {
+#if defined(__x86_64__)
+  static const bool units = __builtin_cpu_supports("amx-bf16");
+  return units && multiplies_bf16();
+#else
+  return false;
+#endif
 }
 
 }  // namespace
@@ -138,10 +149,30 @@ void gemm_cpu(const Tensor& out, const Tensor& a, const Tensor& b, double beta, 
     at::addmm_out(c, c, a.to(wide), b.to(wide), beta, alpha);
   } else {
     const auto& kernels = cpu::gemm();
-    multiply(c.mutable_data_ptr<float>(), c.stride(0), Side(a, 0, kernels.rows), Side(b, 1, kernels.columns), a.size(1),
-             static_cast<float>(alpha), static_cast<float>(beta));
+    const bool narrow = a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16 && multiplies_bf16();
+    const auto& product = narrow ? kernels.bf16 : kernels.fp32;
+    multiply(product, c.mutable_data_ptr<float>(), c.stride(0), Side(product, a, 0, kernels.rows),
+             Side(product, b, 1, kernels.columns), a.size(1), static_cast<float>(alpha), static_cast<float>(beta));
   }
   if (!c.is_same(out)) out.copy_(c);
+}
+
+void gemm_rounded(const Tensor& out, const Tensor& a, const Tensor& b, double beta, double alpha) {
+  if (a.scalar_type() != at::kBFloat16 || b.scalar_type() != at::kBFloat16 || !has_amx()) {
+    return gemm_cpu(out, a, b, beta, alpha);
+  }
+  Tensor c = out;
+  if (out.scalar_type() == at::kBFloat16) {
+    at::addmm_out(c, out, a, b, beta, alpha);
+    return;
+  }
+  const int64_t step = std::max<int64_t>(64, kSharedBytes / 2 / std::max<int64_t>(1, b.size(1)));
+  for (int64_t i = 0; i < a.size(0); i += step) {  // a product that stays in cache until it is added
+    const int64_t rows = std::min(step, a.size(0) - i);
+    const Tensor product = at::mm(a.narrow(0, i, rows), b);
+    Tensor part = c.narrow(0, i, rows);
+    beta == 0 ? part.copy_(product).mul_(alpha) : part.mul_(beta).add_(product, alpha);
+  }
 }
 
 }  // namespace shoestring

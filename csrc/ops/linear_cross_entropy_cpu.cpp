@@ -170,7 +170,7 @@ Run<T>::Run(const Problem& problem)
   if (p_.mask[kWeight]) {
     grad_weight_ = p_.weight_grad ? *p_.weight_grad : in_huge_pages(at::empty({vocab_, features_}, compute_));
     if (!p_.weight_grad) gradient(kWeight) = grad_weight_;
-    fresh_ = !p_.weight_grad && count_ > 0 && !narrow_ && !live_.defined();
+    fresh_ = !p_.weight_grad && count_ > 0 && !live_.defined();
     if (!p_.weight_grad && !fresh_) grad_weight_.zero_();
   }
   if (p_.mask[kBias]) gradient(kBias) = at::zeros({vocab_}, compute_);
@@ -186,7 +186,7 @@ void Run<T>::add_chunk(int64_t begin) {
   Tensor x = gathered.to(compute_);
   Tensor z = logits_.narrow(0, 0, tokens);
   Tensor low = low_.defined() ? low_.index_select(0, index) : Tensor();
-  make_logits(x, low, z);
+  make_logits(gathered, low, z);
   Tensor scale = reduce_rows(z, begin);
   if (!gradient_) return;
   const Tensor live = live_.defined() ? live_.amax(0).nonzero().squeeze(1) : Tensor();
@@ -311,12 +311,12 @@ template <class T>
 void Run<T>::add_rounded_gradients(const Tensor& z, const Tensor& scale, const Tensor& x, const Tensor& index) {
   Tensor grad = rounded_.narrow(0, 0, z.size(0));
   at::mul_out(grad, z, scale);
-  if (p_.mask[kHidden]) gradient(kHidden).index_copy_(0, index, at::mm(grad, p_.weight));
-  const int64_t step = panel_of(features_);
-  for (int64_t v = 0; p_.mask[kWeight] && v < vocab_; v += step) {  // a product that stays in cache until it is added
-    const int64_t size = std::min(step, vocab_ - v);
-    grad_weight_.narrow(0, v, size).add_(at::mm(grad.narrow(1, v, size).t(), x));
+  if (p_.mask[kHidden]) {
+    Tensor sum = at::empty({z.size(0), features_}, compute_);
+    gemm_rounded(sum, grad, p_.weight);
+    gradient(kHidden).index_copy_(0, index, sum.to(p_.hidden.scalar_type()));
   }
+  if (p_.mask[kWeight]) gemm_rounded(grad_weight_, grad.t(), x, /*beta=*/std::exchange(fresh_, false) ? 0 : 1);
   if (p_.mask[kBias]) gradient(kBias).add_(grad.sum(0, false, type()));
 }
 

@@ -14,10 +14,16 @@ TORCH_LIBRARY(shoestring, m) {
   // target (...) int64, bias (vocab), low (..., rank), up (vocab, rank). fp32 loss for 16-bit inputs. The weight's
   // gradient is added to weight_grad (vocab, features), fp32, where that is given: in backward, or at once with
   // grad_scale, the upstream gradient that there is going to be.
+  const auto quantized = [](const std::string& of) {
+    return "Tensor? " + of + "absmax=None, Tensor? " + of + "nested=None, str " + of + "quant_type='nf4', int " + of +
+           "block_size=64, ";
+  };
+  const std::string layer = quantized("") + "Tensor? low=None, Tensor? up=None, ";
+  const std::string gradients = "Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, Tensor grad_low, Tensor grad_up)";
   const std::string rule =
-      "Tensor? class_weights=None, int ignore_index=-100, float label_smoothing=0., float softcap=0., "
-      "float logit_scale=1., float z_loss=0., float filter_eps=0., Tensor? absmax=None, Tensor? nested=None, str quant_type='nf4', "
-      "int block_size=64, Tensor? low=None, Tensor? up=None, Tensor(a!)? weight_grad=None, int workspace_mb=0";
+      layer + "Tensor? class_weights=None, int ignore_index=-100, float label_smoothing=0., float softcap=0., "
+      "float logit_scale=1., float z_loss=0., float filter_eps=0., Tensor(a!)? weight_grad=None, "
+      "int workspace_mb=0";
   const std::string call = "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, " + rule +
                            ", str reduction='mean', Tensor? token_weights=None, bool shift=False, "
                            "float hard_fraction=1., float? grad_scale=None)";
@@ -34,25 +40,23 @@ TORCH_LIBRARY(shoestring, m) {
   m.def(("linear_cross_entropy_rows(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, " + rule +
          ", Tensor? grad_loss=None, Tensor? grad_lse=None, Tensor? grad_entropy=None, bool averaged=False, "
          "bool stats=False, bool[5] output_mask=[False, False, False, False, False]) -> (Tensor loss, Tensor lse, "
-         "Tensor entropy, Tensor argmax, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, Tensor grad_low, "
-         "Tensor grad_up)")
+         "Tensor entropy, Tensor argmax, " + gradients)
             .c_str());
 
   // How far the softmax of (hidden W^T + bias) / temperature is from the teacher's, for each token, both logits a chunk of
   // tokens at a time: 'forward_kl' KL(teacher || student), 'reverse_kl' KL(student || teacher), or 'jsd', beta
-  // KL(teacher || m) + (1 - beta) KL(student || m) with m = beta teacher + (1 - beta) student. hidden (..., features),
-  // weight (vocab, features), bias (vocab), and the teacher's, with features of its own and no gradient. target (...)
-  // int64: tokens that have ignore_index there do not count.
+  // KL(teacher || m) + (1 - beta) KL(student || m) with m = beta teacher + (1 - beta) student. The student's layer is as
+  // above; the teacher's has features of its own, no low and up, and no gradient. target (...) int64: tokens that have
+  // ignore_index there do not count.
   const std::string distilled =
       "(Tensor hidden, Tensor weight, Tensor teacher_hidden, Tensor teacher_weight, Tensor? bias=None, "
-      "Tensor? teacher_bias=None, *, Tensor? target=None, int ignore_index=-100, str divergence='forward_kl', "
+      "Tensor? teacher_bias=None, *, " + layer + quantized("teacher_") + "Tensor? target=None, int ignore_index=-100, str divergence='forward_kl', "
       "float beta=0.5, float temperature=1., int workspace_mb=0";
   m.def(("linear_distillation" + distilled + ", str reduction='mean') -> Tensor").c_str());
-  // What it is made of: tokens in one dimension, the loss of each, and with output_mask (hidden, weight, bias) the
-  // gradients of sum(grad_loss loss), a factor of () or (tokens); those that are not asked for are empty. averaged as above.
+  // What it is made of: tokens in one dimension, the loss of each, and with output_mask the gradients of
+  // sum(grad_loss loss), a factor of () or (tokens); those that are not asked for are empty. averaged as above.
   m.def(("linear_distillation_rows" + distilled + ", Tensor? grad_loss=None, bool averaged=False, "
-         "bool[3] output_mask=[False, False, False]) -> (Tensor loss, Tensor grad_hidden, Tensor grad_weight, "
-         "Tensor grad_bias)")
+         "bool[5] output_mask=[False, False, False, False, False]) -> (Tensor loss, " + gradients)
             .c_str());
 
   // self = beta self + alpha mat1 mat2, summed in fp32, which self may be for 16-bit matrices.

@@ -2,7 +2,7 @@
 #include <torch/library.h>
 
 #include "autograd/common.h"
-#include "ops/base_weight.h"
+#include "autograd/head.h"
 #include "ops/linear_cross_entropy.h"
 
 namespace shoestring {
@@ -29,9 +29,8 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
                                const OptionalTensor& bias, const OptionalTensor& low, const OptionalTensor& up,
                                const Call& call) {
     at::AutoDispatchBelowADInplaceOrView below;
-    const auto wanted = [](const OptionalTensor& t) { return t && t->requires_grad(); };
-    const Mask mask{hidden.requires_grad(), call.weight_grad || weight.requires_grad(), wanted(bias), wanted(low),
-                    wanted(up)};
+    Mask mask = require_grad(call);
+    mask[head::kWeight] |= call.weight_grad.has_value();
     const Reduction reduction(call);
     const auto compute = compute_type(hidden);
     const bool early = reduction.scalar && (!call.weight_grad || call.grad_scale);
@@ -41,18 +40,16 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
     const Result r = cross_entropy::rows(call, {early ? factor * known : Tensor()}, early ? mask : Mask{});
 
     ctx->set_materialize_grads(false);
-    for (int i = 0; i < kInputs; ++i) ctx->saved_data[kMask[i]] = mask[i];
+    save_mask(ctx, mask);
     ctx->saved_data["early"] = early;
     ctx->saved_data["known"] = known;
     variable_list saved(r.gradients.begin(), r.gradients.end());
     if (!early || call.stats) {
-      for (const auto& [name, value] : call.options) ctx->saved_data[name] = value;
+      save_options(ctx, call.options);
       ctx->saved_data["reduction"] = call.reduction;
       ctx->saved_data["weight_grad"] = call.weight_grad;  // which others may add to before backward
-      saved.insert(saved.end(), {hidden, weight, call.target, factor});
-      for (const auto& t : {bias, low, up, call.class_weights, call.absmax, call.nested}) {
-        saved.push_back(t.value_or(Tensor()));
-      }
+      save_head(ctx, saved, call);
+      saved.insert(saved.end(), {call.target, factor, call.class_weights.value_or(Tensor())});
     }
     ctx->save_for_backward(saved);
     const Tensor loss = reduction.apply(r.loss);
@@ -63,8 +60,6 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
 
   static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
     variable_list saved = ctx->get_saved_variables(), gradients(kInputs);
-    Mask mask;
-    for (int i = 0; i < kInputs; ++i) mask[i] = ctx->saved_data[kMask[i]].toBool();
     bool stats = false;
     for (size_t i = 1; i < upstream.size(); ++i) stats |= upstream[i].defined();
     const bool early = ctx->saved_data["early"].toBool();
@@ -81,7 +76,7 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
       TORCH_CHECK(!early || ctx->saved_data["weight_grad"].isNone(), cross_entropy::kOp,
                   ": grad_scale: expected an upstream gradient of the loss alone, received one of its statistics; leave "
                   "grad_scale out");
-      gradients = again(ctx, saved, upstream, mask);
+      gradients = again(ctx, std::move(saved), upstream);
     }
     gradients = once_differentiable("linear_cross_entropy", std::move(gradients));
     gradients.push_back(Tensor());
@@ -89,20 +84,17 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
   }
 
  private:
-  static constexpr const char* kMask[] = {"needs_hidden", "needs_weight", "needs_bias", "needs_low", "needs_up"};
-
-  static variable_list again(AutogradContext* ctx, const variable_list& saved, const variable_list& upstream,
-                             const Mask& mask) {
-    const auto optional = [&](int i) { return saved[i].defined() ? OptionalTensor(saved[i]) : std::nullopt; };
-    const int first = kInputs;
+  static variable_list again(AutogradContext* ctx, variable_list tensors, const variable_list& upstream) {
+    tensors.erase(tensors.begin(), tensors.begin() + kInputs);  // the gradients that forward has made
+    SavedTensors saved(std::move(tensors));
     Call call;
-    call.hidden = saved[first], call.weight = saved[first + 1], call.target = saved[first + 2];
-    const Tensor& factor = saved[first + 3];
-    call.bias = optional(first + 4), call.low = optional(first + 5), call.up = optional(first + 6);
-    call.class_weights = optional(first + 7), call.absmax = optional(first + 8), call.nested = optional(first + 9);
+    saved_head(ctx, saved, call);
+    call.target = saved.next();
+    const Tensor factor = saved.next();
+    call.class_weights = saved.next_optional();
     call.weight_grad = ctx->saved_data["weight_grad"].toOptional<Tensor>();
     call.reduction = ctx->saved_data["reduction"].toStringRef();
-    for (const char* name : cross_entropy::kOptions) call.options.emplace_back(name, ctx->saved_data[name]);
+    call.options = saved_options(ctx, cross_entropy::kOptions);
 
     const auto compute = compute_type(call.hidden);
     std::array<Tensor, 3> gradient;  // of loss, lse and entropy
@@ -115,7 +107,7 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
       const Tensor u = upstream[i].to(compute);
       gradient[i - 1] = gradient[i - 1].defined() ? gradient[i - 1] + u : u;
     }
-    const Result r = cross_entropy::rows(call, gradient, mask);
+    const Result r = cross_entropy::rows(call, gradient, saved_mask(ctx));
     return {r.gradients.begin(), r.gradients.end()};
   }
 };
@@ -123,10 +115,9 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
 template <bool kStats>
 void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call call(BoxedArguments(op, *stack), kStats);
-  const auto or_hidden = [&](const OptionalTensor& t) { return t.value_or(call.hidden); };
   const bool adds = call.weight_grad && at::GradMode::is_enabled();
   const bool weighted = call.token_weights && needs_grad(*call.token_weights);
-  const bool recorded = needs_grad(call.hidden, call.weight, or_hidden(call.bias), or_hidden(call.low), or_hidden(call.up));
+  const bool recorded = at::GradMode::is_enabled() && head::any(require_grad(call));
   if (!weighted && !recorded && !adds) {
     at::AutoDispatchBelowADInplaceOrView below;
     op.callBoxed(stack);

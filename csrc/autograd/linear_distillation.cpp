@@ -4,7 +4,7 @@
 #include <torch/library.h>
 
 #include "autograd/common.h"
-#include "ops/base_weight.h"
+#include "autograd/head.h"
 
 namespace shoestring {
 namespace {
@@ -24,9 +24,10 @@ using torch::autograd::variable_list;
 class LinearDistillation : public torch::autograd::Function<LinearDistillation> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight,
-                               const OptionalTensor& bias, const Call& call) {
+                               const OptionalTensor& bias, const OptionalTensor& low, const OptionalTensor& up,
+                               const Call& call) {
     at::AutoDispatchBelowADInplaceOrView below;
-    const Mask mask{hidden.requires_grad(), weight.requires_grad(), bias && bias->requires_grad()};
+    const Mask mask = require_grad(call);
     const auto compute = compute_type(hidden);
     Tensor factor;
     if (call.reduction == "mean") factor = call.count().reciprocal();
@@ -35,13 +36,15 @@ class LinearDistillation : public torch::autograd::Function<LinearDistillation> 
     const Result r = distillation::rows(call, factor, call.scalar() ? mask : Mask{});
 
     ctx->set_materialize_grads(false);
-    for (int i = 0; i < kInputs; ++i) ctx->saved_data[kMask[i]] = mask[i];
+    save_mask(ctx, mask);
     ctx->saved_data["scalar"] = call.scalar();
     variable_list saved(r.gradients.begin(), r.gradients.end());
     if (!call.scalar()) {
-      for (const auto& [name, value] : call.options) ctx->saved_data[name] = value;
-      saved = {hidden, weight, call.teacher_hidden, call.teacher_weight};
-      for (const auto& t : {bias, call.teacher_bias, call.target}) saved.push_back(t.value_or(Tensor()));
+      save_options(ctx, call.options);
+      saved.clear();
+      save_head(ctx, saved, call);
+      save_head(ctx, saved, call.teacher);
+      saved.push_back(call.target.value_or(Tensor()));
     }
     ctx->save_for_backward(saved);
     return {call.reduce(r.loss)};
@@ -60,8 +63,6 @@ class LinearDistillation : public torch::autograd::Function<LinearDistillation> 
   }
 
  private:
-  static constexpr const char* kMask[] = {"needs_hidden", "needs_weight", "needs_bias"};
-
   static variable_list scaled(const variable_list& saved, const Tensor& upstream) {
     at::NoGradGuard no_grad;
     variable_list gradients;
@@ -69,30 +70,28 @@ class LinearDistillation : public torch::autograd::Function<LinearDistillation> 
     return gradients;
   }
 
-  static variable_list again(AutogradContext* ctx, const variable_list& saved, const Tensor& upstream) {
+  static variable_list again(AutogradContext* ctx, const variable_list& tensors, const Tensor& upstream) {
     at::AutoDispatchBelowADInplaceOrView below;
-    const auto optional = [&](int i) { return saved[i].defined() ? OptionalTensor(saved[i]) : std::nullopt; };
+    SavedTensors saved(tensors);
     Call call;
-    call.hidden = saved[0], call.weight = saved[1], call.teacher_hidden = saved[2],
-    call.teacher_weight = saved[3];
-    call.bias = optional(4), call.teacher_bias = optional(5), call.target = optional(6);
+    saved_head(ctx, saved, call);
+    saved_head(ctx, saved, call.teacher, "teacher_");
+    call.target = saved.next_optional();
     call.reduction = "none";
-    for (const char* name : distillation::kOptions) call.options.emplace_back(name, ctx->saved_data[name]);
-    Mask mask;
-    for (int i = 0; i < kInputs; ++i) mask[i] = ctx->saved_data[kMask[i]].toBool();
-    const Result r = distillation::rows(call, upstream.to(compute_type(call.hidden)), mask);
+    call.options = saved_options(ctx, distillation::kOptions);
+    const Result r = distillation::rows(call, upstream.to(compute_type(call.hidden)), saved_mask(ctx));
     return {r.gradients.begin(), r.gradients.end()};
   }
 };
 
 void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const Call call(BoxedArguments(op, *stack));
-  if (!needs_grad(call.hidden, call.weight, call.bias.value_or(call.hidden))) {
+  if (!at::GradMode::is_enabled() || !head::any(require_grad(call))) {
     at::AutoDispatchBelowADInplaceOrView below;
     op.callBoxed(stack);
     return;
   }
-  variable_list out = LinearDistillation::apply(call.hidden, call.weight, call.bias, call);
+  variable_list out = LinearDistillation::apply(call.hidden, call.weight, call.bias, call.low, call.up, call);
   torch::jit::drop(*stack, op.schema().arguments().size());
   torch::jit::push(*stack, std::move(out[0]));
 }

@@ -32,51 +32,41 @@ void push(torch::jit::Stack* stack, const c10::OperatorHandle& op, const Result&
 }
 
 Call::Call(const BoxedArguments& a, bool stats)
-    : hidden(a.tensor("hidden")),
-      weight(a.tensor("weight")),
+    : Head(a),
       target(a.tensor("target")),
-      bias(a.optional("bias")),
-      low(a.optional("low")),
-      up(a.optional("up")),
       class_weights(a.optional("class_weights")),
       token_weights(a.optional("token_weights")),
-      absmax(a.optional("absmax")),
-      nested(a.optional("nested")),
       weight_grad(a.optional("weight_grad")),
       reduction(a["reduction"].toStringRef()),
       hard_fraction(a.number("hard_fraction")),
       grad_scale(a["grad_scale"].toOptional<double>()),
       stats(stats) {
-  check_tokens(hidden, target);
-  check_weights("class_weights", class_weights, {vocab()}, hidden);
+  check(kOp);
+  check_target(kOp, *this, target);
+  check_weights("class_weights", class_weights, {vocab}, hidden);
   check_weights("token_weights", token_weights, target.sym_sizes(), hidden);
-  TORCH_CHECK(!low || low->sym_sizes().slice(0, low->dim() - 1) == target.sym_sizes(), kOp,
-              ": low: expected shape (..., rank), tokens as in hidden, received ", low->sym_sizes());
   TORCH_CHECK(!grad_scale || (weight_grad && std::isfinite(*grad_scale) && *grad_scale != 0), kOp,
               ": grad_scale: expected None, or with weight_grad a number that is not 0, received ", *grad_scale);
   TORCH_CHECK(!grad_scale || reduction != "none", kOp,
               ": grad_scale: expected None with reduction='none', whose upstream gradients are not one number");
   TORCH_CHECK(hard_fraction > 0 && hard_fraction <= 1, kOp, ": hard_fraction: expected a number in (0, 1], received ",
               hard_fraction);
-  TORCH_CHECK(reduction == "mean" || reduction == "sum" || reduction == "none", kOp,
-              ": reduction: expected 'mean', 'sum' or 'none', received '", reduction, "'");
+  head::check_reduction(kOp, reduction);
   for (const char* name : kOptions) options.emplace_back(name, a[name]);
   if (!a["shift"].toBool()) return;
   TORCH_CHECK(target.dim() >= 1, kOp, ": shift: expected tokens in a sequence, received a single one");
   // The last token of a sequence has none to predict; hidden stays as it lies.
-  Tensor next = at::full_like(target, a["ignore_index"].toInt(), at::MemoryFormat::Contiguous);
+  Tensor next = at::full_like(target, ignore_index(), at::MemoryFormat::Contiguous);
   const auto count = target.sym_size(-1);
   if (count > 1) next.slice_symint(-1, 0, count - 1).copy_(target.slice_symint(-1, 1));
   target = next;
 }
 
-c10::SymInt Call::vocab() const { return vocab_of(hidden, weight, absmax.has_value()); }
-
 // How many count is known on the device only, so the smallest loss that is kept is looked up among all, sorted; and so
 // are its equals kept.
 void keep_hardest(Call& call) {
   if (call.hard_fraction == 1 || call.target.sym_numel() == 0) return;
-  const c10::Scalar ignore_index = call.options[0].second.toInt();
+  const c10::Scalar ignore_index = call.ignore_index();
   const Tensor ignored = call.target.eq(ignore_index);
   const bool stats = std::exchange(call.stats, false);
   Tensor loss = rows(call, {}, {}).loss;
@@ -90,7 +80,7 @@ void keep_hardest(Call& call) {
 }
 
 Reduction::Reduction(const Call& call) : scalar(call.reduction != "none"), copies(call.stats) {
-  const Tensor counted = call.target.ne(call.options[0].second.toInt());
+  const Tensor counted = call.target.ne(call.ignore_index());
   if (call.token_weights) {
     weights = as(*call.token_weights, compute_type(call.hidden)).masked_fill(counted.logical_not(), 0);
   }
@@ -98,7 +88,7 @@ Reduction::Reduction(const Call& call) : scalar(call.reduction != "none"), copie
   Tensor each = weights.defined() ? weights : counted;
   if (call.class_weights) {  // a target out of range is not for here to find
     const Tensor index = call.target.masked_fill(counted.logical_not(), 0).clamp_min(0);
-    const Tensor within = at::minimum(index, at::scalar_tensor(call.vocab() - 1, index.options()));
+    const Tensor within = at::minimum(index, at::scalar_tensor(call.vocab - 1, index.options()));
     each = each * at::take(*call.class_weights, within);
   }
   total = each.sum(at::kDouble);
@@ -119,35 +109,18 @@ Tensor Reduction::factor(at::ScalarType dtype) const {
 }
 
 Result rows(const Call& call, const std::array<Tensor, 3>& upstream, const Mask& mask) {
-  c10::SymInt tokens = 1;
-  for (const auto& size : call.target.sym_sizes()) tokens *= size;
-  const auto flat = [&](const Tensor& t) -> c10::IValue {
-    if (!t.defined()) return {};
-    return t.dim() == 0 && call.target.dim() != 0 ? t : t.reshape_symint({tokens});
-  };
-  const auto matrix = [&](const OptionalTensor& t) -> c10::IValue {
-    if (!t) return {};
-    return t->reshape_symint({tokens, t->sym_size(-1)});
-  };
   NamedArguments arguments = call.options;
-  arguments.insert(arguments.end(), {{"hidden", matrix(call.hidden)},
-                                     {"weight", call.weight},
-                                     {"target", call.target.reshape_symint({tokens})},
-                                     {"bias", call.bias},
+  call.append_to(arguments);
+  arguments.insert(arguments.end(), {{"target", flat(call, call.target)},
                                      {"class_weights", call.class_weights},
-                                     {"absmax", call.absmax},
-                                     {"nested", call.nested},
-                                     {"low", matrix(call.low)},
-                                     {"up", call.up},
                                      {"weight_grad", call.weight_grad},
-                                     {"grad_loss", flat(upstream[0])},
-                                     {"grad_lse", flat(upstream[1])},
-                                     {"grad_entropy", flat(upstream[2])},
                                      {"averaged", call.reduction == "mean"},
-                                     {"stats", call.stats}});
-  c10::List<bool> wanted;
-  for (bool m : mask) wanted.push_back(m);
-  arguments.emplace_back("output_mask", std::move(wanted));
+                                     {"stats", call.stats},
+                                     {"output_mask", head::list_of(mask)}});
+  const char* factors[] = {"grad_loss", "grad_lse", "grad_entropy"};
+  for (int i = 0; i < 3; ++i) {
+    if (upstream[i].defined()) arguments.emplace_back(factors[i], flat(call, upstream[i]));
+  }
   const auto out = call_by_name("shoestring::linear_cross_entropy_rows", arguments);
   const auto shaped = [&](int i) { return out[i].toTensor().view_symint(call.target.sym_sizes()); };
   Result r{shaped(0), shaped(1), call.stats ? shaped(2) : Tensor(), call.stats ? shaped(3) : Tensor(), {}};
@@ -173,7 +146,7 @@ Result on_meta(const cross_entropy::Problem& p) {
   const auto each = [&](at::TensorOptions options) { return at::empty_symint(p.target.sym_sizes(), options); };
   Result r{each(compute), each(compute), p.stats ? each(compute) : Tensor(),
            p.stats ? each(compute.dtype(at::kLong)) : Tensor(), {}};
-  const std::optional<Tensor> inputs[] = {p.hidden, p.weight, p.bias, p.low, p.up};
+  const auto inputs = p.inputs();
   for (int i = 0; i < cross_entropy::kInputs; ++i) {
     if (!p.mask[i] || (i == cross_entropy::kWeight && p.weight_grad)) continue;
     r.gradients[i] = at::empty_symint(inputs[i]->sym_sizes(), inputs[i]->options());

@@ -2,14 +2,13 @@
 
 // What the CPU and the CUDA side of linear_cross_entropy share, and what autograd needs of it.
 
-#include <algorithm>
 #include <array>
 #include <optional>
 #include <string>
 
 #include <ATen/core/Tensor.h>
 
-#include "ops/call.h"
+#include "ops/head.h"
 
 namespace shoestring::cross_entropy {
 
@@ -18,23 +17,23 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "linear_cross_entropy";
 
-/// What may have a gradient, and which are wanted.
-enum Input { kHidden, kWeight, kBias, kLow, kUp, kInputs };
-using Mask = std::array<bool, kInputs>;
-using Gradients = std::array<Tensor, kInputs>;  // undefined where not wanted
-
-inline bool any(const Mask& mask) { return std::find(mask.begin(), mask.end(), true) != mask.end(); }
+using head::any;
+using head::Gradients;
+using head::Head;
+using head::kBias;
+using head::kHidden;
+using head::kInputs;
+using head::kLow;
+using head::kUp;
+using head::kWeight;
+using head::Mask;
 
 /// The arguments of linear_cross_entropy_rows, checked but for what the targets hold.
-struct Problem {
+struct Problem : Head {
   explicit Problem(const BoxedArguments& arguments);
 
-  Tensor hidden, weight, target;  // (tokens, features), (vocab, features) or packed, (tokens)
-  OptionalTensor bias, class_weights;
-  OptionalTensor absmax, nested;  // of a quantised weight
-  std::string quant_type;
-  int64_t block_size;
-  OptionalTensor low, up;
+  Tensor target;                // (tokens)
+  OptionalTensor class_weights;
   OptionalTensor weight_grad;                        // what the weight's gradient is added to
   OptionalTensor grad_loss, grad_lse, grad_entropy;  // () or (tokens)
   int64_t ignore_index;
@@ -42,13 +41,10 @@ struct Problem {
   bool averaged, stats;
   int64_t workspace_mb;
   Mask mask;
-  c10::SymInt vocab;
 };
 
-// The checks that a call shares with its rows.
-void check_tokens(const Tensor& hidden, const Tensor& target);
+/// A check that a call shares with its rows.
 void check_weights(const char* name, const OptionalTensor& weights, c10::SymIntArrayRef shape, const Tensor& hidden);
-c10::SymInt vocab_of(const Tensor& hidden, const Tensor& weight, bool packed);
 
 struct Result {
   Tensor loss, lse;        // (tokens), compute type
@@ -66,24 +62,23 @@ void boxed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 /// Those that linear_cross_entropy_rows has as well.
-constexpr const char* kOptions[] = {"ignore_index", "label_smoothing", "softcap",    "logit_scale", "z_loss",
-                                    "filter_eps",   "quant_type",      "block_size", "workspace_mb"};
+constexpr const char* kOptions[] = {"ignore_index", "label_smoothing", "softcap",     "logit_scale",
+                                    "z_loss",       "filter_eps",      "workspace_mb"};
 
 /// A call of linear_cross_entropy, with stats or without.
-struct Call {
+struct Call : Head {
   Call() = default;
   Call(const BoxedArguments& arguments, bool stats);
 
-  Tensor hidden, weight, target;  // (..., features), (vocab, features) or packed, (...): shifted
-  OptionalTensor bias, low, up;
-  OptionalTensor class_weights, token_weights, absmax, nested, weight_grad;
+  Tensor target;  // (...): shifted
+  OptionalTensor class_weights, token_weights, weight_grad;
   std::string reduction;
   double hard_fraction = 1;
   std::optional<double> grad_scale;
   NamedArguments options;  // kOptions
   bool stats = false;
 
-  c10::SymInt vocab() const;
+  int64_t ignore_index() const { return head::value_of(options, "ignore_index").toInt(); }
 };
 
 /// The call on the tokens of the largest losses, by a pass of its own; the others are ignored. Nothing else, where

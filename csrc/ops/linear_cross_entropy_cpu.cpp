@@ -31,22 +31,6 @@ using cross_entropy::Result;
 
 constexpr int64_t kDefaultWorkspaceMb = 64;
 
-// The tokens that count.
-std::vector<int64_t> rows_that_count(const Problem& p) {
-  std::vector<int64_t> rows;
-  const Tensor target = p.target.contiguous();
-  rows.reserve(target.numel());
-  const int64_t* t = target.const_data_ptr<int64_t>();
-  const int64_t vocab = p.vocab.expect_int();
-  for (int64_t i = 0; i < target.numel(); ++i) {
-    if (t[i] == p.ignore_index) continue;
-    TORCH_CHECK_INDEX(t[i] >= 0 && t[i] < vocab, kOp, ": target: expected classes in [0, ", vocab,
-                      ") or ignore_index, ", p.ignore_index, ", received ", t[i], " at position ", i);
-    rows.push_back(i);
-  }
-  return rows;
-}
-
 // A factor of the tokens' gradients: one for each, one for all, or none.
 template <class T>
 class Factor {
@@ -103,12 +87,6 @@ class Run {
     if (!t) return {};
     return scale == 1 ? t->to(type()).contiguous() : t->to(type()).mul(scale);
   }
-  BaseWeight base() const {
-    if (!p_.absmax) return BaseWeight::dense(p_.weight, type());
-    return BaseWeight::quantized(
-        PackedReader(Backend::kCpu, kOp, p_.weight, *p_.absmax, p_.nested, p_.quant_type, p_.block_size), vocab_, features_,
-        compute_);
-  }
   // Classes whose rows stay in cache.
   static int64_t panel_of(int64_t features) {
     return std::max<int64_t>(64, (int64_t{8} << 20) / std::max<int64_t>(1, features * sizeof(T)));
@@ -138,11 +116,13 @@ class Run {
 template <class T>
 Run<T>::Run(const Problem& problem)
     : p_(problem), compute_(p_.hidden.options().dtype(c10::CppTypeToScalarType<T>::value)),
-      rows_(rows_that_count(p_)), target_(p_.target.contiguous()), bias_(computed(p_.bias, p_.logit_scale)),
+      rows_(head::rows_that_count(kOp, p_.hidden.size(0), p_.target, p_.ignore_index, p_.vocab.expect_int())),
+      target_(p_.target.contiguous()), bias_(computed(p_.bias, p_.logit_scale)),
       class_weights_(computed(p_.class_weights, 1)), grad_loss_(p_.grad_loss, type()), grad_lse_(p_.grad_lse, type()),
       grad_entropy_(p_.grad_entropy, type()),
       features_(p_.hidden.size(1)), vocab_(p_.vocab.expect_int()), count_(rows_.size()),
-      gradient_(cross_entropy::any(p_.mask)), low_(computed(p_.low, 1)), up_(computed(p_.up, 1)), weight_(base()) {
+      gradient_(cross_entropy::any(p_.mask)), low_(computed(p_.low, 1)), up_(computed(p_.up, 1)),
+      weight_(p_.base(Backend::kCpu, kOp, type())) {
   // Where the CPU has bf16 units the products of the gradients use them. The logits stay fp32 everywhere.
   narrow_ = gradient_ && p_.weight.scalar_type() == at::kBFloat16 && product_type(p_.hidden) == at::kBFloat16;
   const int64_t workspace = p_.workspace_mb == 0 ? kDefaultWorkspaceMb : p_.workspace_mb;

@@ -2,14 +2,13 @@
 
 // What the CPU and the CUDA side of linear_distillation share, and what autograd needs of it.
 
-#include <ATen/core/Tensor.h>
-
-#include <array>
 #include <optional>
 #include <string>
 
+#include <ATen/core/Tensor.h>
+
 #include "kernels/linear_distillation.h"
-#include "ops/call.h"
+#include "ops/head.h"
 
 namespace shoestring::distillation {
 
@@ -18,26 +17,30 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "linear_distillation";
 
-/// What may have a gradient, and which are wanted. The teacher has none.
-enum Input { kHidden, kWeight, kBias, kInputs };
-using Mask = std::array<bool, kInputs>;
+using head::Gradients;
+using head::Head;
+using head::kBias;
+using head::kHidden;
+using head::kInputs;
+using head::kLow;
+using head::kUp;
+using head::kWeight;
+using head::Mask;
 
 struct Result {
-  Tensor loss;                            // (tokens), compute type
-  std::array<Tensor, kInputs> gradients;  // undefined where not wanted
+  Tensor loss;  // (tokens), compute type
+  Gradients gradients;
 };
 
-/// The arguments of linear_distillation_rows, checked.
-struct Problem {
+/// The arguments of linear_distillation_rows, checked: a student's head, and its teacher's.
+struct Problem : Head {
   explicit Problem(const BoxedArguments& arguments);
 
-  bool wants_gradient() const { return mask[kHidden] || mask[kWeight] || mask[kBias]; }
+  bool wants_gradient() const { return head::any(mask); }
 
-  Tensor hidden, weight;                  // (tokens, features), (vocab, features)
-  Tensor teacher_hidden, teacher_weight;  // (tokens, teacher features), (vocab, teacher features)
-  OptionalTensor bias, teacher_bias;      // (vocab)
-  OptionalTensor target;                  // (tokens)
-  OptionalTensor grad_loss;               // () or (tokens)
+  Head teacher;
+  OptionalTensor target;     // (tokens)
+  OptionalTensor grad_loss;  // () or (tokens)
   int64_t ignore_index;
   kernels::Divergence divergence;
   double beta, temperature;
@@ -60,18 +63,17 @@ void boxed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 constexpr const char* kOptions[] = {"ignore_index", "divergence", "beta", "temperature", "workspace_mb"};
 
 /// A call of linear_distillation.
-struct Call {
+struct Call : Head {
   Call() = default;
   explicit Call(const BoxedArguments& arguments);
 
-  Tensor hidden, weight, teacher_hidden, teacher_weight;  // (..., features)
-  OptionalTensor bias, teacher_bias, target;
+  Head teacher;
+  OptionalTensor target;
   std::string reduction;
   NamedArguments options;  // kOptions
 
   bool scalar() const { return reduction != "none"; }
-  /// hidden's shape without features.
-  c10::SymIntArrayRef shape() const { return hidden.sym_sizes().slice(0, hidden.dim() - 1); }
+  int64_t ignore_index() const { return head::value_of(options, "ignore_index").toInt(); }
   /// How many tokens count: (), fp64.
   Tensor count() const;
   /// The result, of the losses of tokens.

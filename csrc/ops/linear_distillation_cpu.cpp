@@ -7,7 +7,6 @@
 #include <type_traits>
 #include <vector>
 
-#include "ops/base_weight.h"
 #include "ops/linear_distillation.h"
 
 namespace shoestring {
@@ -16,24 +15,15 @@ namespace {
 using at::Tensor;
 using distillation::kBias;
 using distillation::kHidden;
+using distillation::kLow;
+using distillation::kOp;
+using distillation::kUp;
 using distillation::kWeight;
 using distillation::OptionalTensor;
 using distillation::Problem;
 using distillation::Result;
 
 constexpr int64_t kDefaultWorkspaceMb = 64;
-
-// The tokens that count.
-std::vector<int64_t> rows_that_count(const Problem& p) {
-  std::vector<int64_t> rows;
-  rows.reserve(p.hidden.size(0));
-  const Tensor target = p.target ? p.target->contiguous() : Tensor();
-  const int64_t* t = p.target ? target.const_data_ptr<int64_t>() : nullptr;
-  for (int64_t i = 0; i < p.hidden.size(0); ++i) {
-    if (t == nullptr || t[i] != p.ignore_index) rows.push_back(i);
-  }
-  return rows;
-}
 
 // One call of the operator, a chunk of the tokens that count at a time.
 template <class T>
@@ -44,10 +34,8 @@ class Run {
 
  private:
   void add_chunk(int64_t begin);
-  // z (tokens, vocab) = hidden (tokens, features) weight^T / temperature, of the tokens `index`.
-  void make_logits(const Tensor& hidden, const BaseWeight& weight, const Tensor& index,
-                   const Tensor& z) const {
-    const Tensor x = hidden.index_select(0, index).to(type());
+  // z (tokens, vocab) = x (tokens, features) weight^T / temperature.
+  void make_logits(const Tensor& x, const BaseWeight& weight, const Tensor& z) const {
     weight.for_each_panel([&](int64_t v, const Tensor& panel) {
       Tensor part = z.narrow(1, v, panel.size(0));
       at::addmm_out(part, part, x, panel.t(), /*beta=*/0, /*alpha=*/1 / p_.temperature);
@@ -56,9 +44,11 @@ class Run {
   // What the kernel makes of rows of logits: losses go to out_, and where gradients are wanted, z becomes its
   // own.
   void reduce_rows(const Tensor& z, const Tensor& teacher, int64_t begin);
-  void add_gradients(const Tensor& z, const Tensor& index);
+  void add_gradients(const Tensor& z, const Tensor& x, const Tensor& low, const Tensor& index);
 
   static at::ScalarType type() { return c10::CppTypeToScalarType<T>::value; }
+  // Of the tokens `index`.
+  static Tensor rows_of(const Tensor& t, const Tensor& index) { return t.index_select(0, index).to(type()); }
   Tensor divided(const OptionalTensor& bias) const {
     return bias ? bias->to(type()).div(p_.temperature).contiguous() : Tensor();
   }
@@ -67,6 +57,7 @@ class Run {
   const at::TensorOptions compute_;
   const std::vector<int64_t> rows_;
   const Tensor bias_, teacher_bias_;          // compute type, divided by the temperature, or undefined
+  const Tensor up_;                           // compute type, or undefined
   const BaseWeight weight_, teacher_weight_;  // in panels that stay in cache, where not of compute type
   const int64_t vocab_, count_;
   int64_t chunk_;            // tokens
@@ -79,12 +70,13 @@ template <class T>
 Run<T>::Run(const Problem& problem)
     : p_(problem),
       compute_(p_.hidden.options().dtype(type())),
-      rows_(rows_that_count(p_)),
+      rows_(head::rows_that_count(kOp, p_.hidden.size(0), p_.target, p_.ignore_index)),
       bias_(divided(p_.bias)),
-      teacher_bias_(divided(p_.teacher_bias)),
-      weight_(BaseWeight::dense(p_.weight, type())),
-      teacher_weight_(BaseWeight::dense(p_.teacher_weight, type())),
-      vocab_(p_.weight.size(0)),
+      teacher_bias_(divided(p_.teacher.bias)),
+      up_(p_.up ? p_.up->to(type()) : Tensor()),
+      weight_(p_.base(Backend::kCpu, kOp, type())),
+      teacher_weight_(p_.teacher.base(Backend::kCpu, kOp, type())),
+      vocab_(p_.vocab.expect_int()),
       count_(rows_.size()) {
   const int64_t workspace = p_.workspace_mb == 0 ? kDefaultWorkspaceMb : p_.workspace_mb;
   const int64_t bytes_per_token = std::max<int64_t>(1, 2 * vocab_ * static_cast<int64_t>(sizeof(T)));
@@ -99,13 +91,16 @@ Run<T>::Run(const Problem& problem)
   if (p_.mask[kHidden]) out_.gradients[kHidden] = at::zeros(p_.hidden.sizes(), p_.hidden.options());
   if (p_.mask[kWeight]) out_.gradients[kWeight] = at::zeros(p_.weight.sizes(), compute_);
   if (p_.mask[kBias]) out_.gradients[kBias] = at::zeros({vocab_}, compute_);
+  if (p_.mask[kLow]) out_.gradients[kLow] = at::zeros(p_.low->sizes(), p_.low->options());
+  if (p_.mask[kUp]) out_.gradients[kUp] = at::zeros(up_.sizes(), compute_);
 }
 
 template <class T>
 Result Run<T>::operator()() {
   for (int64_t begin = 0; begin < count_; begin += chunk_) add_chunk(begin);
-  for (int i : {kWeight, kBias}) {
-    if (p_.mask[i]) out_.gradients[i] = out_.gradients[i].to(p_.hidden.scalar_type());
+  const auto inputs = p_.inputs();
+  for (int i : {kWeight, kBias, kUp}) {
+    if (p_.mask[i]) out_.gradients[i] = out_.gradients[i].to(inputs[i]->scalar_type());
   }
   return out_;
 }
@@ -115,10 +110,12 @@ void Run<T>::add_chunk(int64_t begin) {
   const int64_t tokens = std::min(chunk_, count_ - begin);
   const Tensor index = at::from_blob(const_cast<int64_t*>(rows_.data() + begin), {tokens}, at::kLong);
   const Tensor z = logits_.narrow(0, 0, tokens), teacher = teacher_.narrow(0, 0, tokens);
-  make_logits(p_.hidden, weight_, index, z);
-  make_logits(p_.teacher_hidden, teacher_weight_, index, teacher);
+  const Tensor x = rows_of(p_.hidden, index), low = p_.low ? rows_of(*p_.low, index) : Tensor();
+  make_logits(x, weight_, z);
+  if (low.defined()) z.addmm_(low, up_.t(), /*beta=*/1, /*alpha=*/1 / p_.temperature);
+  make_logits(rows_of(p_.teacher.hidden, index), teacher_weight_, teacher);
   reduce_rows(z, teacher, begin);
-  if (p_.wants_gradient()) add_gradients(z, index);
+  if (p_.wants_gradient()) add_gradients(z, x, low, index);
 }
 
 template <class T>
@@ -147,7 +144,7 @@ void Run<T>::reduce_rows(const Tensor& z, const Tensor& teacher, int64_t begin) 
 }
 
 template <class T>
-void Run<T>::add_gradients(const Tensor& z, const Tensor& index) {
+void Run<T>::add_gradients(const Tensor& z, const Tensor& x, const Tensor& low, const Tensor& index) {
   if (p_.mask[kHidden]) {
     Tensor grad = at::empty({z.size(0), p_.hidden.size(1)}, compute_);
     weight_.for_each_panel([&](int64_t v, const Tensor& panel) {
@@ -155,8 +152,10 @@ void Run<T>::add_gradients(const Tensor& z, const Tensor& index) {
     });
     out_.gradients[kHidden].index_copy_(0, index, grad.to(p_.hidden.scalar_type()));
   }
-  if (p_.mask[kWeight]) out_.gradients[kWeight].addmm_(z.t(), p_.hidden.index_select(0, index).to(type()));
+  if (p_.mask[kWeight]) out_.gradients[kWeight].addmm_(z.t(), x);
   if (p_.mask[kBias]) out_.gradients[kBias].add_(z.sum(0));
+  if (p_.mask[kLow]) out_.gradients[kLow].index_copy_(0, index, at::mm(z, up_).to(p_.low->scalar_type()));
+  if (p_.mask[kUp]) out_.gradients[kUp].addmm_(z.t(), low);
 }
 
 Result rows(const Problem& p) {

@@ -84,6 +84,20 @@ linear_cross_entropy_with_stats(const at::Tensor& hidden, const at::Tensor& weig
                                 const LinearCrossEntropyOptions& options = {});
 
 struct LinearDistillationOptions {
+  /// With absmax, weight is the packed bytes of a frozen 4-bit one (quantize_4bit, quantize_absmax).
+  TORCH_ARG(std::optional<at::Tensor>, absmax) = std::nullopt;
+  TORCH_ARG(std::optional<at::Tensor>, nested) = std::nullopt;
+  TORCH_ARG(std::string, quant_type) = "nf4";
+  TORCH_ARG(int64_t, block_size) = 64;
+  /// The same for the teacher's weight.
+  TORCH_ARG(std::optional<at::Tensor>, teacher_absmax) = std::nullopt;
+  TORCH_ARG(std::optional<at::Tensor>, teacher_nested) = std::nullopt;
+  TORCH_ARG(std::string, teacher_quant_type) = "nf4";
+  TORCH_ARG(int64_t, teacher_block_size) = 64;
+  /// A student with a LoRA'd head: low (..., rank), which is scaling * hidden lora_A^T, times the transpose of up (vocab,
+  /// rank), which is lora_B, is added to its logits. Differentiable.
+  TORCH_ARG(std::optional<at::Tensor>, low) = std::nullopt;
+  TORCH_ARG(std::optional<at::Tensor>, up) = std::nullopt;
   /// int64, hidden's shape without features: tokens that have ignore_index there count neither in the loss nor in the mean.
   TORCH_ARG(std::optional<at::Tensor>, target) = std::nullopt;
   TORCH_ARG(int64_t, ignore_index) = -100;

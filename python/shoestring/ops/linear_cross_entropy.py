@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import TypedDict, Unpack
 
-from shoestring.quantized_tensor import QuantizedTensor
+from shoestring.ops.head import lora_arguments, reference_logits, weight_arguments
 
 
 class LinearCrossEntropyOptions(TypedDict, total=False):
@@ -166,19 +166,8 @@ def _arguments(
         logit_scale = 1.0
         hidden = hidden * factor.to(hidden.dtype)
         bias = bias if bias is None else bias * factor.to(bias.dtype)
-    if (lora_A is None) != (lora_B is None):
-        raise ValueError(f"{where}: lora_A and lora_B: expected both or neither")
-    if lora_A is not None:
-        if lora_A.shape[-1] != hidden.shape[-1]:
-            raise ValueError(
-                f"{where}: lora_A: expected shape (rank, {hidden.shape[-1]}), received {tuple(lora_A.shape)}"
-            )
-        options |= {"low": scaling * F.linear(hidden.to(lora_A.dtype), lora_A), "up": lora_B}
-    if isinstance(weight, QuantizedTensor):
-        options |= {"absmax": weight.absmax, "nested": weight.nested}
-        options |= {"quant_type": weight.quant_type, "block_size": weight.block_size}
-        weight = weight.packed
-    return {"hidden": hidden, "weight": weight, "target": target, "bias": bias, "logit_scale": logit_scale, **options}
+    options |= weight_arguments(weight) | lora_arguments(where, hidden, lora_A, lora_B, scaling)
+    return {"hidden": hidden, "target": target, "bias": bias, "logit_scale": logit_scale, **options}
 
 
 def linear_cross_entropy_reference(
@@ -189,12 +178,8 @@ def linear_cross_entropy_reference(
     **options: Unpack[LinearCrossEntropyOptions],
 ) -> Tensor:
     """``linear_cross_entropy`` in plain PyTorch, with the logits whole in memory; weight_grad and grad_scale are its own."""
-    if isinstance(weight, QuantizedTensor):
-        weight = weight.dequantize(hidden.dtype)
-    logits = F.linear(hidden, weight, bias)
-    lora_A, lora_B, scaling = options.pop("lora_A", None), options.pop("lora_B", None), options.pop("scaling", 1.0)
-    if lora_A is not None and lora_B is not None:
-        logits = logits + scaling * (hidden.to(lora_A.dtype) @ lora_A.T @ lora_B.T).to(logits.dtype)
+    head = {name: options.pop(name) for name in ("lora_A", "lora_B", "scaling") if name in options}  # type: ignore[misc]
+    logits = reference_logits(hidden, weight, bias, **head)
     return cross_entropy_reference(logits, target, **options).loss
 
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shoestring.ops.head import lora_arguments, reference_logits, weight_arguments
+
 
 def linear_distillation(
     hidden: Tensor,
@@ -15,6 +17,9 @@ def linear_distillation(
     bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
     *,
+    lora_A: Tensor | None = None,
+    lora_B: Tensor | None = None,
+    scaling: float = 1.0,
     target: Tensor | None = None,
     ignore_index: int = -100,
     divergence: str = "forward_kl",
@@ -33,12 +38,15 @@ def linear_distillation(
 
     Args:
         hidden: (..., features), the student's, fp32, fp64, bf16 or fp16.
-        weight: (vocab, features), hidden's dtype.
+        weight: (vocab, features), hidden's dtype; or a frozen :class:`QuantizedTensor`, which is dequantised a panel of
+            classes at a time.
         teacher_hidden: (..., teacher features), fp64 if hidden is, else fp32, bf16 or fp16. Neither it nor the
             teacher's weight and bias get a gradient.
-        teacher_weight: (vocab, teacher features), teacher_hidden's dtype.
+        teacher_weight: (vocab, teacher features), teacher_hidden's dtype; or a :class:`QuantizedTensor`.
         bias: (vocab), hidden's dtype.
         teacher_bias: (vocab), teacher_hidden's dtype.
+        lora_A, lora_B, scaling: a student with a LoRA'd head: ``scaling * (hidden @ lora_A.T) @ lora_B.T`` is added to
+            its logits. (rank, features) and (vocab, rank), any floating dtype; differentiable.
         target: (...), int64: tokens that have ``ignore_index`` there count neither in the loss nor in the mean, and
             cost nothing on the CPU; on CUDA they cost as much as the others. What else it holds does not matter. None: every token counts.
         ignore_index: default -100.
@@ -57,23 +65,31 @@ def linear_distillation(
 
     Returns:
         A scalar, or hidden's shape without features for ``reduction="none"``, in nats; fp32 for 16-bit input. Bitwise
-        repeatable. Differentiable once by hidden, weight and bias. A class whose probability is 0 adds nothing where
+        repeatable. Differentiable once by hidden, weight, bias, lora_A and lora_B. A class whose probability is 0 adds nothing where
         logits of -inf rule it out on both sides; where they do on one side only, a Kullback-Leibler divergence may be
         inf.
 
     Raises:
         RuntimeError: a shape, dtype or option that does not fit.
+        ValueError: lora_A without lora_B, or of other features than hidden's.
+
+    Hinton's loss, of targets and of a teacher, is two calls on the same head::
+
+        loss = alpha * linear_cross_entropy(hidden, weight, target)
+        soft = linear_distillation(hidden, weight, teacher_hidden, teacher_weight, target=target, temperature=T)
+        (loss + (1 - alpha) * T**2 * soft).backward()
 
     Distillation is that of Hinton et al. (arXiv 1503.02531), the divergences are those of Agarwal et al. (GKD, arXiv
     2306.13649), and gradients in forward are Liger Kernel's (arXiv 2410.10989).
     """
     return torch.ops.shoestring.linear_distillation(
-        hidden,
-        weight,
-        teacher_hidden,
-        teacher_weight,
-        bias,
-        teacher_bias,
+        hidden=hidden,
+        teacher_hidden=teacher_hidden,
+        bias=bias,
+        teacher_bias=teacher_bias,
+        **weight_arguments(weight),
+        **weight_arguments(teacher_weight, "teacher_"),
+        **lora_arguments("linear_distillation", hidden, lora_A, lora_B, scaling),
         target=target,
         ignore_index=ignore_index,
         divergence=divergence,
@@ -92,6 +108,9 @@ def linear_distillation_reference(
     bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
     *,
+    lora_A: Tensor | None = None,
+    lora_B: Tensor | None = None,
+    scaling: float = 1.0,
     target: Tensor | None = None,
     ignore_index: int = -100,
     divergence: str = "forward_kl",
@@ -102,8 +121,8 @@ def linear_distillation_reference(
 ) -> Tensor:
     """``linear_distillation`` in plain PyTorch, with the logits of both whole in memory."""
     return distillation_reference(
-        F.linear(hidden, weight, bias),
-        F.linear(teacher_hidden, teacher_weight, teacher_bias),
+        reference_logits(hidden, weight, bias, lora_A, lora_B, scaling),
+        reference_logits(teacher_hidden, teacher_weight, teacher_bias),
         target=target,
         ignore_index=ignore_index,
         divergence=divergence,

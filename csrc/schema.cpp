@@ -43,6 +43,14 @@ TORCH_LIBRARY(shoestring, m) {
          "Tensor entropy, Tensor argmax, " + gradients)
             .c_str());
 
+  // A shard of the classes, those from first_class on: for each token, in target's shape, the log-sum-exp of its logits
+  // here and its target's logit, 0 where the target is elsewhere. weight, bias and up: of the classes here; target: of
+  // the whole vocabulary.
+  m.def(("linear_cross_entropy_shard(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, int first_class, " +
+         layer + "int ignore_index=-100, float softcap=0., float logit_scale=1., Tensor(a!)? weight_grad=None, "
+         "int workspace_mb=0) -> (Tensor lse, Tensor target_logit)")
+            .c_str());
+
   // How far the softmax of (hidden W^T + bias) / temperature is from the teacher's, for each token, both logits a chunk of
   // tokens at a time: 'forward_kl' KL(teacher || student), 'reverse_kl' KL(student || teacher), or 'jsd', beta
   // KL(teacher || m) + (1 - beta) KL(student || m) with m = beta teacher + (1 - beta) student. The student's layer is as

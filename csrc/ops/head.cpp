@@ -13,14 +13,14 @@ c10::SymInt count(c10::SymIntArrayRef sizes) {
   return product;
 }
 
+}  // namespace
+
 // 4 bits: two codes a byte, and the last byte may have one; int8: one.
 c10::SymInt vocab_of(const Tensor& hidden, const Tensor& weight, bool packed) {
   if (!packed) return weight.dim() == 0 ? 0 : weight.sym_size(0);
   if (hidden.dim() == 0 || hidden.sym_size(-1) == 0) return 0;
   return weight.sym_numel() * (weight.scalar_type() == at::kChar ? 1 : 2) / hidden.sym_size(-1);
 }
-
-}  // namespace
 
 Mask mask_of(const c10::IValue& value) {
   const auto list = value.toBoolList();

@@ -28,6 +28,9 @@ inline bool any(const Mask& mask) { return std::find(mask.begin(), mask.end(), t
 Mask mask_of(const c10::IValue& list);
 c10::List<bool> list_of(const Mask& mask);
 
+/// Of a (vocab, features) weight, or the bytes of a packed one.
+c10::SymInt vocab_of(const Tensor& hidden, const Tensor& weight, bool packed);
+
 /// The layer, and what it reads.
 struct Head {
   Head() = default;

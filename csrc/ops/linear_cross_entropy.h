@@ -12,21 +12,9 @@
 
 namespace shoestring::cross_entropy {
 
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-
 constexpr const char* kOp = "linear_cross_entropy";
 
-using head::any;
-using head::Gradients;
-using head::Head;
-using head::kBias;
-using head::kHidden;
-using head::kInputs;
-using head::kLow;
-using head::kUp;
-using head::kWeight;
-using head::Mask;
+using namespace head;
 
 /// The arguments of linear_cross_entropy_rows, checked but for what the targets hold.
 struct Problem : Head {

@@ -12,20 +12,9 @@
 
 namespace shoestring::distillation {
 
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-
 constexpr const char* kOp = "linear_distillation";
 
-using head::Gradients;
-using head::Head;
-using head::kBias;
-using head::kHidden;
-using head::kInputs;
-using head::kLow;
-using head::kUp;
-using head::kWeight;
-using head::Mask;
+using namespace head;
 
 struct Result {
   Tensor loss;  // (tokens), compute type

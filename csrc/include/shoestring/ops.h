@@ -41,8 +41,8 @@ struct LinearCrossEntropyOptions {
   /// Below 1: only this share of the tokens that count, those of the largest losses, counts. A forward pass of its own
   /// finds them.
   TORCH_ARG(double, hard_fraction) = 1.0;
-  /// Above 0, on the CPU: classes whose share of the logits' gradient is below it for every token of a chunk are left out
-  /// of the gradients' products.
+  /// Above 0: classes whose share of the logits' gradient is below it for every token of a chunk are left out of the
+  /// gradients' products. On CUDA that waits for the GPU once a chunk, so a CUDA graph cannot capture it.
   TORCH_ARG(double, filter_eps) = 0.0;
   /// A LoRA'd head: low (..., rank), which is scaling * hidden lora_A^T, times the transpose of up (vocab, rank), which is
   /// lora_B, is added to the logits. Differentiable.
@@ -116,7 +116,8 @@ struct LinearDistillationOptions {
 
 /// How far a student's distribution over the vocabulary is from its teacher's, without the logits of either ever existing.
 /// hidden (..., features), weight (vocab, features), bias (vocab); the teacher's with features of its own, and without a
-/// gradient; it may have another dtype. Returns fp32 for 16-bit inputs.
+/// gradient; it may have another dtype. Returns fp32 for 16-bit inputs. Hinton's loss, of targets and of a teacher, is
+/// alpha * linear_cross_entropy(...) + (1 - alpha) * T^2 * linear_distillation(...) with temperature T: two calls.
 SHOESTRING_API at::Tensor linear_distillation(const at::Tensor& hidden, const at::Tensor& weight,
                                               const at::Tensor& teacher_hidden, const at::Tensor& teacher_weight,
                                               const std::optional<at::Tensor>& bias = std::nullopt,

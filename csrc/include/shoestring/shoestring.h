@@ -7,3 +7,4 @@
 #include <shoestring/optim.h>
 #include <shoestring/safetensors.h>
 #include <shoestring/version.h>
+#include <shoestring/vocab_parallel.h>

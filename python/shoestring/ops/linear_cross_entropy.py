@@ -31,7 +31,9 @@ class LinearCrossEntropyOptions(TypedDict, total=False):
     filter_eps: above 0, classes whose gradient by the logits is below it, as a share of the token's upstream gradient, for
         every token of a chunk are left out of the gradients' products: an error of at most ``filter_eps`` in each entry
         of the logits' gradient (Cut Cross-Entropy has 2 ** -12 for bf16). Costs little where nothing can be left out,
-        and up to two thirds of the time is saved where most can. On the CPU only, and not with a quantised weight.
+        and up to two thirds of the time is saved where most can. Not with a quantised weight. On CUDA it waits for the GPU
+        once a chunk, to learn how many classes are left, so a CUDA graph cannot capture it; and where chunks are large
+        (``workspace_mb``) a class has more tokens to be needed by.
     hard_fraction: below 1, only this share of the tokens that count, rounded up, does: those of the largest (weighted)
         losses, and their equals (arXiv 1604.03540). A forward pass of its own finds them, and on the CPU the others
         then cost nothing.
@@ -100,7 +102,7 @@ def linear_cross_entropy(
     backward pass computes the logits again (four). Logits and sums are fp32 (fp64 for fp64 input), whatever the dtype,
     and so are the products, but that the gradients of 16-bit input are multiplied in its dtype on CUDA, and bf16 ones on
     a CPU that has units for it. 16-bit input also keeps an fp32 (vocab, features) accumulator for the weight's gradient,
-    on CUDA only where there are several chunks. On CUDA nothing waits for the GPU.
+    on CUDA only where there are several chunks. On CUDA nothing waits for the GPU, but with ``filter_eps``.
 
     Args:
         hidden: (..., features), fp32, fp64, bf16 or fp16.
@@ -122,7 +124,7 @@ def linear_cross_entropy(
     The method is that of Cut Cross-Entropy (arXiv 2411.09009) and of Liger Kernel's gradients in forward
     (arXiv 2410.10989).
     """
-    arguments = _arguments(hidden, weight, target, bias, **options)
+    arguments = operator_arguments(hidden, weight, target, bias, **options)
     return torch.ops.shoestring.linear_cross_entropy(**arguments)
 
 
@@ -141,11 +143,11 @@ def linear_cross_entropy_with_stats(
 
     Arguments and errors are those of ``linear_cross_entropy``.
     """
-    arguments = _arguments(hidden, weight, target, bias, **options)
+    arguments = operator_arguments(hidden, weight, target, bias, **options)
     return LinearCrossEntropyStats(*torch.ops.shoestring.linear_cross_entropy_with_stats(**arguments))
 
 
-def _arguments(
+def operator_arguments(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,

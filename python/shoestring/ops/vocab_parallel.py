@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from typing_extensions import TypedDict, Unpack
 
-from shoestring.ops.linear_cross_entropy import linear_cross_entropy_with_stats
+from shoestring.ops.linear_cross_entropy import operator_arguments
 
-IGNORED = -100
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -77,14 +76,9 @@ def linear_cross_entropy_shard(
         RuntimeError: a shape or dtype that does not fit.
     """
     _refuse_unknown("linear_cross_entropy_shard", options)
-    counted = target != ignore_index
-    here = _owned(target, first_class, weight.shape[0]) & counted
-    # A token whose target is elsewhere takes any class: its loss is not used, and its lse does not depend on it.
-    local = torch.where(here, target - first_class, 0).where(counted, IGNORED)
-    stats = linear_cross_entropy_with_stats(
-        hidden, weight, local, bias, ignore_index=IGNORED, reduction="none", **options
-    )
-    return Shard(stats.lse, torch.where(here, stats.lse - stats.token_loss, 0))
+    arguments = operator_arguments(hidden, weight, target, bias, **options)
+    operator = torch.ops.shoestring.linear_cross_entropy_shard
+    return Shard(*operator(**arguments, first_class=first_class, ignore_index=ignore_index))
 
 
 def vocab_parallel_linear_cross_entropy(

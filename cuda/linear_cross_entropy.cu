@@ -27,6 +27,8 @@ __device__ inline float logarithm(float x) { return logf(x); }
 __device__ inline double logarithm(double x) { return log(x); }
 __device__ inline float larger(float a, float b) { return fmaxf(a, b); }  // of a NaN and another, the other
 __device__ inline double larger(double a, double b) { return fmax(a, b); }
+__device__ inline float magnitude(float x) { return fabsf(x); }
+__device__ inline double magnitude(double x) { return fabs(x); }
 __device__ inline float tangent(float x) { return tanhf(x); }
 __device__ inline double tangent(double x) { return tanh(x); }
 
@@ -174,6 +176,8 @@ template <class T>
 struct Gradient {
   T max, multiply, slope, floor, onehot;
   int target;
+  T least;         // of a class that is marked in
+  unsigned* live;  // a byte for each, or null
 };
 
 template <bool kAll, class T, class Out>
@@ -195,6 +199,7 @@ __device__ void write_gradient(const Row<T>& row, int vectors, const Gradient<T>
       const auto w = row.weights(v);
       const int at = v == g.target / kVector ? g.target % kVector : -1;
       Vector<Out, kVector> result;
+      unsigned marks = 0;
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         const T x = z[j][i] - g.max, e = exponential(x);
@@ -207,13 +212,15 @@ __device__ void write_gradient(const Row<T>& row, int vectors, const Gradient<T>
           y *= 1 - ratio * ratio;
         }
         result[i] = narrow<Out>(y);
+        if (kAll && !(y < g.least && -y < g.least)) marks |= 1u << (8 * i);
       }
+      if (kAll && g.live != nullptr && marks != 0) atomicOr(g.live + v, marks);
       store(out + v * kVector, result);
     }
   }
 }
 
-// One block per row. kAll: class weights, entropy, argmax or a gradient by the entropy are wanted.
+// One block per row. kAll: class weights, entropy, argmax, a gradient by the entropy or live classes are wanted.
 // Budget: 80 registers, 640 bytes shared, no spills.
 template <class T, class Out, bool kAll>
 __global__ void __launch_bounds__(kMaxThreads<T>) cross_entropy(kernels::CrossEntropyRows p) {
@@ -271,7 +278,9 @@ __global__ void __launch_bounds__(kMaxThreads<T>) cross_entropy(kernels::CrossEn
   T multiply = u * (sure + share * total_weight) + v;
   if (z_loss != 0) multiply += u * 2 * z_loss * lse;
   if (kAll && h != 0) multiply += h * mean;  // lse - entropy - z = mean - (z - max)
-  const Gradient<T> g{all.max, multiply * inverse, h * inverse, u * share, u * sure, static_cast<int>(target)};
+  const T size = magnitude(u) + magnitude(v) + magnitude(h);
+  const Gradient<T> g{all.max, multiply * inverse, h * inverse, u * share, u * sure, static_cast<int>(target),
+                      static_cast<T>(p.filter_eps) * size, size != 0 ? p.live : nullptr};
   write_gradient<kAll>(row, vectors, g, gradient);
 }
 
@@ -284,7 +293,7 @@ const char* run(const kernels::CrossEntropyRows& rows, void* stream) {
   auto* kernel = cross_entropy<T, Out, true>;
   if constexpr (sizeof(T) == 4) {
     const bool all = rows.class_weights != nullptr || rows.entropy != nullptr || rows.argmax != nullptr ||
-                     rows.grad_entropy != nullptr;
+                     rows.grad_entropy != nullptr || rows.live != nullptr;
     if (!all) kernel = cross_entropy<T, Out, false>;
   }
   return launch(kernel, rows.tokens, threads, 0, stream, rows);

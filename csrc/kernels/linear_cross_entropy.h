@@ -67,6 +67,8 @@ struct CrossEntropyRows {
   int64_t grad_loss_stride, grad_lse_stride, grad_entropy_stride;  // 0 or 1
   double factor;              // what the gradient is multiplied by besides
   void* gradient;             // (tokens, stride) T or 16 bits, 16-byte aligned; may be logits for T; null: not wanted
+  unsigned* live;             // (stride / 4), a byte for each class, or null: not 0 where some row's gradient is not below
+  double filter_eps;          //   filter_eps (|u| + |v| + |h|); others stay
   void* loss;                 // (tokens) T
   void* lse;                  // (tokens) T
   void* entropy;              // (tokens) T, or null

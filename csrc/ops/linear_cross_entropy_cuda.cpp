@@ -27,8 +27,11 @@ struct Work : Problem {
 Work::Work(const Problem& problem)
     : Problem(problem),
       waves(kOp, *this, target.eq(ignore_index).unsqueeze(1), mask,
-            {.logit_scale = logit_scale, .averaged = averaged, .workspace_mb = workspace_mb, .weight_grad = weight_grad}) {
-  TORCH_CHECK(filter_eps == 0, kOp, ": filter_eps: expected 0 on CUDA, where nothing is filtered, received ", filter_eps);
+            {.logit_scale = logit_scale,
+             .averaged = averaged,
+             .workspace_mb = workspace_mb,
+             .weight_grad = weight_grad,
+             .filter = filter_eps > 0}) {
   target = target.contiguous();
   padded_bias = waves.padded(bias);
   if (padded_bias.defined() && logit_scale != 1) padded_bias.mul_(logit_scale);
@@ -63,6 +66,8 @@ void start_rows(const Work& p, const Tensor& logits, const Tensor& gradient, int
   rows.grad_entropy = factor_from(p.factors[2], begin, rows.grad_entropy_stride);
   rows.factor = p.waves.factor();
   rows.gradient = gradient.defined() ? gradient.mutable_data_ptr() : nullptr;
+  rows.live = static_cast<unsigned*>(p.waves.live().defined() ? p.waves.live().mutable_data_ptr() : nullptr);
+  rows.filter_eps = p.filter_eps;
   rows.loss = output(out.loss);
   rows.lse = output(out.lse);
   rows.entropy = output(out.entropy);

@@ -20,6 +20,7 @@ class LogitWaves {
     int64_t workspace_mb;
     int64_t buffers = 1;                         // of a wave's logits: one, or another head's besides
     std::optional<at::Tensor> weight_grad = {};  // what the weight's gradient is added to
+    bool filter = false;  // the products of the gradients read the classes alone that row kernels mark in live()
   };
 
   /// head: of one that has been checked, with tokens in one dimension. ignored (tokens, 1) bool: what must not show, or
@@ -43,6 +44,9 @@ class LogitWaves {
   /// z (count, stride) = logit_scale x (count, features) weight^T.
   void write_logits(const at::Tensor& z, const at::Tensor& x, const BaseWeight& weight) const;
 
+  /// (stride) bytes: not 0 where a class's gradient matters to a token of the chunk at hand; undefined without filter.
+  const at::Tensor& live() const { return live_; }
+
   /// Starts the row kernel on tokens from `begin` on: logits and gradient (count, stride). The latter may be the former,
   /// or undefined.
   using StartRows = std::function<void(const at::Tensor& logits, const at::Tensor& gradient, int64_t begin)>;
@@ -52,6 +56,12 @@ class LogitWaves {
   // The gradient of the logits is in a buffer of its own.
   bool narrow() const;
   void plan();
+  struct Chunk {
+    at::Tensor grad, x, low;  // (count, vocab), (count, features), (count, rank) or undefined
+    int64_t begin;
+  };
+  void add_gradients(const Chunk& chunk, const BaseWeight& weight, const at::Tensor& up, head::Gradients& sums) const;
+  void add_live_gradients(const Chunk& chunk, const at::Tensor& classes, const at::Tensor& up, head::Gradients& sums) const;
 
   const char* op_;
   const head::Head& head_;
@@ -60,6 +70,7 @@ class LogitWaves {
   const Options options_;
   const int64_t vocab_;
   double scale_ = 1;       // what the products multiply the logits' gradient by
+  at::Tensor live_;
   int64_t wave_, chunk_;   // tokens that have logits at a time, and those that have a gradient of them: several waves
 };
 

@@ -162,11 +162,16 @@ def linear_cross_entropy(device: str) -> Results:
     for dtype, allowed in ((torch.float32, 64.0), (torch.bfloat16, 4.0)):
         weights = (uniform(vocab, seed=9) + 1).to(device)
         everything = {"class_weights": weights, "z_loss": 1e-2, "logit_scale": 0.7, "label_smoothing": 0.1}
-        for options in ({}, {"softcap": 5.0, "label_smoothing": 0.1}, {"reduction": "none"}, everything):
+        filtered = {"filter_eps": 2.0**-20}
+        for options in ({}, {"softcap": 5.0, "label_smoothing": 0.1}, {"reduction": "none"}, everything, filtered):
             hidden = uniform(tokens, features, seed=5).to(device, dtype).requires_grad_()
             weight = uniform(vocab, features, seed=6, scale=0.5).to(device, dtype).requires_grad_()
-            bias = uniform(vocab, seed=7).to(device, dtype).requires_grad_()
+            bias = uniform(vocab, seed=7)
             target = torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(8)).to(device)
+            if options is filtered:  # far below the threshold, so that no rounding decides; the others far above
+                bias[170:] -= 30
+                target %= 170
+            bias = bias.to(device, dtype).requires_grad_()
             target[3] = -100
             if options is everything:  # by all that has a gradient: all but argmax, which a rounding may change
                 results = shoestring.linear_cross_entropy_with_stats(hidden, weight, target, bias, **options)[:4]
@@ -183,9 +188,37 @@ def linear_cross_entropy(device: str) -> Results:
     return found
 
 
+def linear_distillation(device: str) -> Results:
+    """Rows of several warps; a 4-bit head with an adapter, and its teacher's."""
+    found: Results = {}
+    tokens, features, vocab = 40, 64, 515
+    for dtype, allowed in ((torch.float32, 64.0), (torch.bfloat16, 4.0)):
+        for options in ({}, {"divergence": "reverse_kl", "temperature": 2.0}, {"divergence": "jsd", "reduction": "none"}):
+            leaves = {
+                "hidden": uniform(tokens, features, seed=5).to(device, dtype),
+                "bias": uniform(vocab, seed=7).to(device, dtype),
+                "lora_A": uniform(4, features, seed=10, scale=0.2).to(device, dtype),
+                "lora_B": uniform(vocab, 4, seed=11).to(device, dtype),
+            }
+            leaves = {name: t.requires_grad_() for name, t in leaves.items()}
+            teacher = uniform(tokens, features, seed=6).to(device, dtype)
+            heads = [shoestring.quantize_4bit(uniform(vocab, features, seed=s, scale=0.5).to(device, dtype)) for s in (8, 9)]
+            target = torch.zeros(tokens, dtype=torch.int64, device=device)
+            target[3] = -100
+            loss = shoestring.linear_distillation(weight=heads[0], teacher_hidden=teacher, teacher_weight=heads[1],
+                                                  target=target, **leaves, **options)
+            loss.sum().backward()
+            name = f"{str(dtype)[6:]} {' '.join(map(str, options.values()))}".strip()
+            # As for linear_cross_entropy: 16-bit products round their logits.
+            found[f"{name} loss"] = (loss.detach(), allowed * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps)
+            for part, x in leaves.items():
+                found[f"{name} grad_{part}"] = (x.grad, allowed)
+    return found
+
+
 CASES: tuple[Callable[[str], Results], ...] = (
     quantize_8bit_codes, quantize_state_4bit_codes, quantize_4bit, quantize_absmax, dequantize_4bit, int8, optimizers,
-    linear_cross_entropy,
+    linear_cross_entropy, linear_distillation,
 )
 
 

@@ -194,6 +194,19 @@ def test_filtering_errs_by_no_more_than_it_says(dtype: torch.dtype, reduction: s
         assert not torch.equal(a, b)
 
 
+def test_a_filtered_gradient_is_added_to_a_buffer() -> None:
+    """Also from several chunks, one of whose classes are another's, too."""
+    hidden, weight, bias, target = peaky(TOKENS, FEATURES, VOCAB, torch.float32)
+    buffer = torch.ones(VOCAB, FEATURES)
+    for options in ({}, {"weight_grad": buffer, "grad_scale": 1.0}):
+        shoestring.linear_cross_entropy(
+            hidden, weight, target, bias, filter_eps=2.0**-8, workspace_mb=1, **options
+        ).backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(buffer - 1, weight.grad, rtol=0, atol=1e-6)
+    assert (buffer == 1).all(1).sum() > VOCAB / 2
+
+
 def test_dense_data_is_not_filtered() -> None:
     hidden, weight, bias, target = make(TOKENS, FEATURES, 64)
     results = []

@@ -126,6 +126,19 @@ def test_opcheck_and_compile_of_a_quantised_head_with_an_adapter() -> None:
     hidden = torch.randn(6, 32, requires_grad=True)
     operator = torch.ops.shoestring.linear_distillation.default
     torch.library.opcheck(operator, (hidden, head.packed, torch.randn(6, 32), head.packed), {**parts, "low": low, "up": up})
+    lora_A = torch.randn(2, 32, requires_grad=True)
+
+    def step(hidden: Tensor, wide: Tensor) -> Tensor:
+        hidden = torch.tanh(hidden)
+        return shoestring.linear_distillation(hidden, head, wide, head, lora_A=lora_A, lora_B=up, reduction="none").sum()
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (6, 11):
+        inputs = torch.randn(tokens, 32, requires_grad=True), torch.randn(tokens, 32)
+        results = [f(*inputs) for f in (step, compiled)]
+        torch.testing.assert_close(*results)
+        grads = [torch.autograd.grad(r, (inputs[0], lora_A, up)) for r in results]
+        torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,23 @@ def test_shard_gradcheck() -> None:
     assert torch.autograd.gradcheck(shard, [part.detach().clone().requires_grad_() for part in few])
 
 
+def test_shard_opcheck_and_compile() -> None:
+    x = case(torch.float32)
+    here = x["weight"][20:].detach().requires_grad_()
+    operator = torch.ops.shoestring.linear_cross_entropy_shard.default
+    torch.library.opcheck(operator, (x["hidden"], here, x["target"]), {"first_class": 20})
+
+    def step(hidden: Tensor, target: Tensor) -> Tensor:
+        part = shoestring.linear_cross_entropy_shard(torch.tanh(hidden), here, target, first_class=20)
+        return part.lse.sum() + 2 * part.target_logit.sum()
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (6, 11):
+        results = [f(x["hidden"][:tokens], x["target"][:tokens]) for f in (step, compiled)]
+        torch.testing.assert_close(*results)
+        torch.testing.assert_close(*(torch.autograd.grad(r, here)[0] for r in results))
+
+
 def test_ignore_index_may_be_a_class() -> None:
     x = case()
     ignored = int(x["target"][0])

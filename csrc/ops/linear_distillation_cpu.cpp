@@ -7,6 +7,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "ops/gemm.h"
+#include "ops/huge_pages.h"
 #include "ops/linear_distillation.h"
 
 namespace shoestring {
@@ -37,8 +39,7 @@ class Run {
   // z (tokens, vocab) = x (tokens, features) weight^T / temperature.
   void make_logits(const Tensor& x, const BaseWeight& weight, const Tensor& z) const {
     weight.for_each_panel([&](int64_t v, const Tensor& panel) {
-      Tensor part = z.narrow(1, v, panel.size(0));
-      at::addmm_out(part, part, x, panel.t(), /*beta=*/0, /*alpha=*/1 / p_.temperature);
+      gemm(z.narrow(1, v, panel.size(0)), x, panel.t(), /*beta=*/0, /*alpha=*/1 / p_.temperature);
     });
   }
   // What the kernel makes of rows of logits: losses go to out_, and where gradients are wanted, z becomes its
@@ -58,7 +59,7 @@ class Run {
   const std::vector<int64_t> rows_;
   const Tensor bias_, teacher_bias_;          // compute type, divided by the temperature, or undefined
   const Tensor up_;                           // compute type, or undefined
-  const BaseWeight weight_, teacher_weight_;  // in panels that stay in cache, where not of compute type
+  const BaseWeight weight_, teacher_weight_;  // in panels that stay in cache, where it cannot be read as it lies
   const int64_t vocab_, count_;
   int64_t chunk_;            // tokens
   Tensor logits_, teacher_;  // (chunk, vocab)
@@ -82,8 +83,8 @@ Run<T>::Run(const Problem& problem)
   const int64_t bytes_per_token = std::max<int64_t>(1, 2 * vocab_ * static_cast<int64_t>(sizeof(T)));
   const int64_t fit = std::max<int64_t>(1, (workspace << 20) / bytes_per_token);
   chunk_ = std::min<int64_t>(fit > 16 ? fit / 16 * 16 : fit, std::min<int64_t>(count_, 1024));
-  logits_ = at::empty({chunk_, vocab_}, compute_);
-  teacher_ = at::empty({chunk_, vocab_}, compute_);
+  logits_ = in_huge_pages(at::empty({chunk_, vocab_}, compute_));
+  teacher_ = in_huge_pages(at::empty({chunk_, vocab_}, compute_));
   if (p_.grad_loss) factor_ = p_.grad_loss->to(type()).expand({p_.hidden.size(0)}).contiguous();
 
   // What is of tokens that do not count is zero, and nobody else writes it.
@@ -112,7 +113,7 @@ void Run<T>::add_chunk(int64_t begin) {
   const Tensor z = logits_.narrow(0, 0, tokens), teacher = teacher_.narrow(0, 0, tokens);
   const Tensor x = rows_of(p_.hidden, index), low = p_.low ? rows_of(*p_.low, index) : Tensor();
   make_logits(x, weight_, z);
-  if (low.defined()) z.addmm_(low, up_.t(), /*beta=*/1, /*alpha=*/1 / p_.temperature);
+  if (low.defined()) gemm(z, low, up_.t(), /*beta=*/1, /*alpha=*/1 / p_.temperature);
   make_logits(rows_of(p_.teacher.hidden, index), teacher_weight_, teacher);
   reduce_rows(z, teacher, begin);
   if (p_.wants_gradient()) add_gradients(z, x, low, index);
@@ -148,14 +149,14 @@ void Run<T>::add_gradients(const Tensor& z, const Tensor& x, const Tensor& low, 
   if (p_.mask[kHidden]) {
     Tensor grad = at::empty({z.size(0), p_.hidden.size(1)}, compute_);
     weight_.for_each_panel([&](int64_t v, const Tensor& panel) {
-      at::addmm_out(grad, grad, z.narrow(1, v, panel.size(0)), panel, /*beta=*/v == 0 ? 0 : 1, /*alpha=*/1);
+      gemm(grad, z.narrow(1, v, panel.size(0)), panel, /*beta=*/v == 0 ? 0 : 1);
     });
     out_.gradients[kHidden].index_copy_(0, index, grad.to(p_.hidden.scalar_type()));
   }
-  if (p_.mask[kWeight]) out_.gradients[kWeight].addmm_(z.t(), x);
+  if (p_.mask[kWeight]) gemm(out_.gradients[kWeight], z.t(), x, /*beta=*/1);
   if (p_.mask[kBias]) out_.gradients[kBias].add_(z.sum(0));
   if (p_.mask[kLow]) out_.gradients[kLow].index_copy_(0, index, at::mm(z, up_).to(p_.low->scalar_type()));
-  if (p_.mask[kUp]) out_.gradients[kUp].addmm_(z.t(), low);
+  if (p_.mask[kUp]) gemm(out_.gradients[kUp], z.t(), low, /*beta=*/1);
 }
 
 Result rows(const Problem& p) {

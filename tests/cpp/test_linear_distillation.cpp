@@ -76,8 +76,8 @@ TEST_CASE("linear_distillation of 4-bit heads, the student's with an adapter", "
   Tensor hidden = at::randn({tokens, 64}).requires_grad_(), bias = at::randn({vocab}).requires_grad_();
   Tensor lora_A = at::randn({4, 64}).requires_grad_(), lora_B = at::randn({vocab, 4}).requires_grad_();
   const Tensor teacher_hidden = at::randn({tokens, 32});
-  const auto nf4 = shoestring::Quantize4bitOptions();
-  const auto fp4 = shoestring::Quantize4bitOptions().quant_type("fp4").block_size(32);
+  const auto nf4 = shoestring::QuantizeOptions();
+  const auto fp4 = shoestring::QuantizeOptions().quant_type("fp4").block_size(32);
   const auto [packed, scales] = shoestring::quantize_4bit(at::randn({vocab, 64}), nf4);
   const auto [absmax, nested] = shoestring::quantize_absmax(scales);
   const auto [teacher_packed, teacher_absmax] = shoestring::quantize_4bit(at::randn({vocab, 32}), fp4);

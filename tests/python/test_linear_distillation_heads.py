@@ -1,4 +1,4 @@
-"""Heads of linear_distillation that are more than a weight: of 4 bits on either side, and a student's with a LoRA adapter."""
+"""Heads of linear_distillation that are more than a weight: quantised on either side, and a student's with a LoRA adapter."""
 
 from typing import Any
 
@@ -18,8 +18,9 @@ TOKENS, FEATURES, WIDE, VOCAB = 140, 64, 96, 1003  # two chunks of 1 MiB in fp32
 CASES: list[tuple[str | None, str | None, dict[str, Any]]] = [
     (None, None, {"temperature": 2.0}),
     ("nf4", None, {"divergence": "reverse_kl", "reduction": "none"}),
-    (None, "nf4", {"divergence": "reverse_kl", "reduction": "none"}),
+    (None, "int8", {"divergence": "reverse_kl", "reduction": "none"}),
     ("fp4", "nf4", {"divergence": "jsd", "beta": 0.3}),
+    ("int8", "fp4", {}),
 ]
 
 
@@ -39,13 +40,16 @@ def packed(weight: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
     """The weight as an operator takes it, and what it stands for."""
     if kind is None:
         return weight, weight
-    codes = shoestring.quantize_4bit(weight.detach(), kind, nested=kind == "nf4")
+    if kind == "int8":
+        codes = shoestring.quantize_int8(weight.detach())
+    else:
+        codes = shoestring.quantize_4bit(weight.detach(), kind, nested=kind == "nf4")
     return codes, codes.dequantize(weight.dtype)
 
 
 @pytest.mark.parametrize(("kind", "teacher_kind", "options"), CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_adapted_and_4_bit_heads(
+def test_adapted_and_quantised_heads(
     dtype: torch.dtype, kind: str | None, teacher_kind: str | None, options: dict[str, Any]
 ) -> None:
     (hidden, weight, bias), (wide, teacher, teacher_bias), target = heads(dtype)

@@ -84,7 +84,7 @@ linear_cross_entropy_with_stats(const at::Tensor& hidden, const at::Tensor& weig
                                 const LinearCrossEntropyOptions& options = {});
 
 struct LinearDistillationOptions {
-  /// With absmax, weight is the packed bytes of a frozen 4-bit one (quantize_4bit, quantize_absmax).
+  /// With absmax, weight is the codes of a frozen quantised one; the four are a QuantizeOptions' and quantized_linear's.
   TORCH_ARG(std::optional<at::Tensor>, absmax) = std::nullopt;
   TORCH_ARG(std::optional<at::Tensor>, nested) = std::nullopt;
   TORCH_ARG(std::string, quant_type) = "nf4";

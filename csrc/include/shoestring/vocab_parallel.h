@@ -23,7 +23,7 @@ struct LinearCrossEntropyShardOptions {
   /// this shard's rows of lora_B, is added to the logits. Differentiable.
   TORCH_ARG(std::optional<at::Tensor>, low) = std::nullopt;
   TORCH_ARG(std::optional<at::Tensor>, up) = std::nullopt;
-  /// With absmax, weight is the packed bytes of a frozen 4-bit one (quantize_4bit, quantize_absmax).
+  /// With absmax, weight is the codes of a frozen quantised one; the four are a QuantizeOptions' and quantized_linear's.
   TORCH_ARG(std::optional<at::Tensor>, absmax) = std::nullopt;
   TORCH_ARG(std::optional<at::Tensor>, nested) = std::nullopt;
   TORCH_ARG(std::string, quant_type) = "nf4";

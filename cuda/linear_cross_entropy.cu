@@ -3,42 +3,25 @@
 // per logit: 4 + 4 read (the latter partly from L2) + 2 written; with the GEMM's 4, 14 in all against 6 * features flops.
 
 #include <climits>
-#include <cmath>
 #include <type_traits>
 
 #include "common/check.h"
-#include "common/convert.h"
 #include "common/launch.h"
 #include "common/vector.h"
 #include "common/warp.h"
 #include "kernels/cuda.h"
 #include "kernels/linear_cross_entropy.h"
+#include "logits.h"
 
 namespace shoestring::cuda {
 namespace {
 
-constexpr int kVector = 4;          // logits that move together
-template <class T>
-constexpr int kMaxThreads = sizeof(T) == 4 ? 1024 : 256;
+constexpr int kVector = 4;  // logits that move together
 
-__device__ inline float exponential(float x) { return expf(x); }
-__device__ inline double exponential(double x) { return exp(x); }
-__device__ inline float logarithm(float x) { return logf(x); }
-__device__ inline double logarithm(double x) { return log(x); }
-__device__ inline float larger(float a, float b) { return fmaxf(a, b); }  // of a NaN and another, the other
-__device__ inline double larger(double a, double b) { return fmax(a, b); }
 __device__ inline float magnitude(float x) { return fabsf(x); }
 __device__ inline double magnitude(double x) { return fabs(x); }
 __device__ inline float tangent(float x) { return tanhf(x); }
 __device__ inline double tangent(double x) { return tanh(x); }
-
-template <class Out>
-__device__ Out narrow(float x) { return rounded<Out>(x); }
-template <class Out>
-__device__ Out narrow(double x) { return x; }
-
-template <class T>
-__device__ constexpr T low() { return -static_cast<T>(INFINITY); }
 
 // Of some of a row's logits. A NaN is in the sum, never in the maximum. Without kAll, moment and at are not used.
 template <class T>
@@ -286,17 +269,13 @@ __global__ void __launch_bounds__(kMaxThreads<T>) cross_entropy(kernels::CrossEn
 
 template <class T, class Out>
 const char* run(const kernels::CrossEntropyRows& rows, void* stream) {
-  // One block an SM, so that the rows in flight are not much more than the L2 cache holds; but a short row is over
-  // before a large block has started, and several share an SM.
-  const int64_t vocab = rows.vocab;
-  const int threads = vocab > 32768 ? kMaxThreads<T> : vocab > 8192 ? kMaxThreads<T> / 2 : vocab > 512 ? 128 : kWarp;
   auto* kernel = cross_entropy<T, Out, true>;
   if constexpr (sizeof(T) == 4) {
     const bool all = rows.class_weights != nullptr || rows.entropy != nullptr || rows.argmax != nullptr ||
                      rows.grad_entropy != nullptr || rows.live != nullptr;
     if (!all) kernel = cross_entropy<T, Out, false>;
   }
-  return launch(kernel, rows.tokens, threads, 0, stream, rows);
+  return launch(kernel, rows.tokens, threads_for<T>(rows.vocab), 0, stream, rows);
 }
 
 const kernels::LinearCrossEntropyCuda kTable{run<float, float>, run<float, __nv_bfloat16>, run<float, __half>,

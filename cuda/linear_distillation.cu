@@ -1,14 +1,12 @@
 // Bandwidth-bound: two rows of logits, read three times (maxima and sums; the divergence; the gradient). The
 // second pass runs backwards, so that each begins with what the one before has left in the L2 cache.
 
-#include <cmath>
-
-#include "common/convert.h"
 #include "common/launch.h"
 #include "common/vector.h"
 #include "common/warp.h"
 #include "kernels/cuda.h"
 #include "kernels/linear_distillation.h"
+#include "logits.h"
 
 namespace shoestring::cuda {
 namespace {
@@ -17,32 +15,10 @@ using kernels::Divergence;
 
 template <class T>
 constexpr int kVector = sizeof(T) == 4 ? 4 : 1;  // logits that move together; the functions of fp64 are long
-template <class T>
-constexpr int kMaxThreads = sizeof(T) == 4 ? 1024 : 256;
 
-__device__ inline float exponential(float x) { return expf(x); }
-__device__ inline double exponential(double x) { return exp(x); }
-__device__ inline float logarithm(float x) { return logf(x); }
-__device__ inline double logarithm(double x) { return log(x); }
-__device__ inline float larger(float a, float b) { return fmaxf(a, b); }  // of a NaN and another, the other
-__device__ inline double larger(double a, double b) { return fmax(a, b); }
 // log(1 - weight (1 - e^-x)), also where that is small.
 __device__ inline float log_of_mixture(float weight, float x) { return log1pf(weight * expm1f(-x)); }
 __device__ inline double log_of_mixture(double weight, double x) { return log1p(weight * expm1(-x)); }
-
-template <class Out>
-__device__ Out narrow(float x) {
-  return rounded<Out>(x);
-}
-template <class Out>
-__device__ Out narrow(double x) {
-  return x;
-}
-
-template <class T>
-__device__ constexpr T low() {
-  return -static_cast<T>(INFINITY);
-}
 
 // Of some of a row's logits. A NaN is in the sum, never in the maximum.
 template <class T>
@@ -221,13 +197,7 @@ __global__ void __launch_bounds__(kMaxThreads<T>) distillation(kernels::Distilla
 
 template <class T, class Out>
 const char* run(const kernels::DistillationRows& rows, void* stream) {
-  // A short row is over before a large block has started.
-  const int64_t vocab = rows.vocab;
-  const int threads = vocab > 32768  ? kMaxThreads<T>
-                      : vocab > 8192 ? kMaxThreads<T> / 2
-                      : vocab > 512  ? 128
-                                     : kWarp;
-  return launch(distillation<T, Out>, rows.tokens, threads, 0, stream, rows);
+  return launch(distillation<T, Out>, rows.tokens, threads_for<T>(rows.vocab), 0, stream, rows);
 }
 
 const kernels::LinearDistillationCuda kTable{run<float, float>, run<float, __nv_bfloat16>, run<float, __half>,

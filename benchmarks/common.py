@@ -21,10 +21,15 @@ Candidates = dict[str, Callable[[], object]]
 ROUND = 5e-3  # seconds: on a GPU, a candidate's share of a round; launch gaps and event ticks vanish beside it
 
 
-def arguments(description: str, devices: tuple[str, ...] = ("cpu",)) -> argparse.Namespace:
+def arguments(
+    description: str,
+    devices: tuple[str, ...] = ("cpu",),
+    more: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+) -> argparse.Namespace:
     """The options that every benchmark has; sets the number of threads. Exit status 2 where the device is missing.
 
     devices: those that the benchmark can run on; it makes its tensors on ``options.device``.
+    more: adds the options that are its own.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", choices=devices, default="cpu")
@@ -32,6 +37,7 @@ def arguments(description: str, devices: tuple[str, ...] = ("cpu",)) -> argparse
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs")
+    more(parser)
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.exit(2, f"{parser.prog}: --device cuda: PyTorch {torch.__version__} sees no GPU here\n")

@@ -51,6 +51,28 @@ TORCH_LIBRARY(shoestring, m) {
          "int workspace_mb=0) -> (Tensor lse, Tensor target_logit)")
             .c_str());
 
+  // Cross-entropy of logits (..., vocab) against target (...) int64; fp32 loss for 16-bit logits. With _ the gradient by
+  // the logits takes their place: in forward where the result is a scalar, so that its statistics have no gradients, else
+  // in backward. Not without gradients, nor where autograd lets nobody change the logits.
+  const std::string of_logits =
+      "Tensor target, *, Tensor? class_weights=None, int ignore_index=-100, float label_smoothing=0., float softcap=0., "
+      "float logit_scale=1., float z_loss=0.";
+  const std::string reduced =
+      ", str reduction='mean', Tensor? token_weights=None, bool shift=False, float hard_fraction=1.) -> ";
+  const std::string stats = "(Tensor loss, Tensor token_loss, Tensor lse, Tensor entropy, Tensor argmax)";
+  m.def(("cross_entropy(Tensor logits, " + of_logits + reduced + "Tensor").c_str());
+  m.def(("cross_entropy_(Tensor(a!) logits, " + of_logits + reduced + "Tensor").c_str());
+  m.def(("cross_entropy_with_stats(Tensor logits, " + of_logits + reduced + stats).c_str());
+  m.def(("cross_entropy_with_stats_(Tensor(a!) logits, " + of_logits + reduced + stats).c_str());
+  // What they are made of: the results of each token (entropy and argmax with stats, else empty), and the gradient of
+  // sum(grad_loss loss + grad_lse lse + grad_entropy entropy), factors of () or target's shape: new, or in place.
+  const std::string each =
+      ", Tensor? grad_loss=None, Tensor? grad_lse=None, Tensor? grad_entropy=None, bool stats=False";
+  m.def(("cross_entropy_rows(Tensor logits, " + of_logits + each + ", bool gradient=False) -> (Tensor loss, Tensor lse, "
+         "Tensor entropy, Tensor argmax, Tensor grad_logits)").c_str());
+  m.def(("cross_entropy_rows_(Tensor(a!) logits, " + of_logits + each + ") -> (Tensor loss, Tensor lse, Tensor entropy, "
+         "Tensor argmax)").c_str());
+
   // How far the softmax of (hidden W^T + bias) / temperature is from the teacher's, for each token, both logits a chunk of
   // tokens at a time: 'forward_kl' KL(teacher || student), 'reverse_kl' KL(student || teacher), or 'jsd', beta
   // KL(teacher || m) + (1 - beta) KL(student || m) with m = beta teacher + (1 - beta) student. The student's layer is as

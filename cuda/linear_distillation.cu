@@ -11,6 +11,9 @@
 namespace shoestring::cuda {
 namespace {
 
+template <class T>
+constexpr int kMaxThreads = sizeof(T) == 4 ? 1024 : 256;
+
 using kernels::Divergence;
 
 template <class T>
@@ -197,7 +200,7 @@ __global__ void __launch_bounds__(kMaxThreads<T>) distillation(kernels::Distilla
 
 template <class T, class Out>
 const char* run(const kernels::DistillationRows& rows, void* stream) {
-  return launch(distillation<T, Out>, rows.tokens, threads_for<T>(rows.vocab), 0, stream, rows);
+  return launch(distillation<T, Out>, rows.tokens, threads_for(rows.vocab, kMaxThreads<T>), 0, stream, rows);
 }
 
 const kernels::LinearDistillationCuda kTable{run<float, float>, run<float, __nv_bfloat16>, run<float, __half>,

@@ -3,6 +3,7 @@
 // What the row kernels over logits share: one name for the functions of fp32 and fp64, and the size of a row's block.
 
 #include <cmath>
+#include <cstdint>
 
 #include "common/convert.h"
 #include "common/warp.h"
@@ -24,14 +25,10 @@ __device__ Out narrow(double x) { return x; }
 template <class T>
 __device__ constexpr T low() { return -static_cast<T>(INFINITY); }
 
-template <class T>
-constexpr int kMaxThreads = sizeof(T) == 4 ? 1024 : 256;
-
 // One block an SM, so that the rows in flight are not much more than the L2 cache holds; but a short row is over before a
-// large block has started, and several share an SM.
-template <class T>
-int threads_for(int64_t vocab) {
-  return vocab > 32768 ? kMaxThreads<T> : vocab > 8192 ? kMaxThreads<T> / 2 : vocab > 512 ? 128 : kWarp;
+// large block, of `most` threads, has started, and several share an SM.
+inline int threads_for(int64_t vocab, int most) {
+  return vocab > 32768 ? most : vocab > 8192 ? most / 2 : vocab > 512 ? 128 : kWarp;
 }
 
 }  // namespace shoestring::cuda

@@ -24,14 +24,17 @@ __global__ void __launch_bounds__(kThreads) scale(T* x, int64_t count, const Fac
   const Factor f = *factor;
   if (f == 1) return;
   const int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const int64_t vectors = count / kVector;
+  const int64_t beyond = reinterpret_cast<uintptr_t>(x) % 16 / sizeof(T), before = beyond == 0 ? 0 : kVector - beyond;
+  const int64_t head = before < count ? before : count, vectors = (count - head) / kVector;
   for (int64_t v = first; v < vectors; v += int64_t{gridDim.x} * kThreads) {
-    auto values = load<kVector>(x + v * kVector);
+    T* to = x + head + v * kVector;
+    auto values = load<kVector>(to);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) values[i] = times(values[i], f);
-    store(x + v * kVector, values);
+    store(to, values);
   }
-  const int64_t rest = vectors * kVector + first;
+  // What is before whole vectors and behind them.
+  const int64_t rest = first < head ? first : first + vectors * kVector;
   if (rest < count) x[rest] = times(x[rest], f);
 }
 

@@ -50,14 +50,20 @@ inline torch::autograd::variable_list once_differentiable(const char* op, torch:
   return (*refusal)(std::move(inputs));
 }
 
+/// True where a compiler records what happens to t rather than doing it.
+inline bool is_traced(const at::Tensor& t) {
+  return c10::impl::dispatch_mode_enabled() || t.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
+}
+
+/// In backward: true where what the node saved is not needed after it.
+inline bool used_once(const at::Tensor& upstream) {
+  return !is_traced(upstream) && !at::GradMode::is_enabled() && !torch::autograd::get_current_graph_task_keep_graph();
+}
+
 /// gradient * upstream, upstream a scalar tensor. In place, and without a second tensor of the gradient's size, where
 /// the gradient is used this once; its memory is then not touched where upstream is 1.
 inline at::Tensor scale_gradient(const at::Tensor& gradient, const at::Tensor& upstream) {
-  const bool traced = c10::impl::dispatch_mode_enabled() ||
-                      upstream.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
-  if (traced || at::GradMode::is_enabled() || torch::autograd::get_current_graph_task_keep_graph()) {
-    return gradient.mul(upstream);
-  }
+  if (!used_once(upstream)) return gradient.mul(upstream);
   at::AutoDispatchBelowADInplaceOrView below;
   static auto op = find<void(at::Tensor&, const at::Tensor&)>("shoestring::scale_");
   at::Tensor changed = gradient;

@@ -9,12 +9,12 @@ namespace shoestring {
 namespace {
 
 using at::Tensor;
-using cross_entropy::Call;
-using cross_entropy::kInputs;
-using cross_entropy::Mask;
-using cross_entropy::OptionalTensor;
-using cross_entropy::Reduction;
-using cross_entropy::Result;
+using linear_loss::Call;
+using linear_loss::kInputs;
+using linear_loss::Mask;
+using linear_loss::OptionalTensor;
+using linear_loss::Reduction;
+using linear_loss::Result;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -37,7 +37,7 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
     Tensor factor = reduction.factor(compute);
     if (reduction.scalar && !factor.defined()) factor = at::ones({}, hidden.options().dtype(compute));
     const double known = call.grad_scale.value_or(1);
-    const Result r = cross_entropy::rows(call, {early ? factor * known : Tensor()}, early ? mask : Mask{});
+    const Result r = linear_loss::rows(call, {early ? factor * known : Tensor()}, early ? mask : Mask{});
 
     ctx->set_materialize_grads(false);
     save_mask(ctx, mask);
@@ -73,7 +73,7 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
       }
     } else {
       at::AutoDispatchBelowADInplaceOrView below;
-      TORCH_CHECK(!early || ctx->saved_data["weight_grad"].isNone(), cross_entropy::kOp,
+      TORCH_CHECK(!early || ctx->saved_data["weight_grad"].isNone(), linear_loss::kOp,
                   ": grad_scale: expected an upstream gradient of the loss alone, received one of its statistics; leave "
                   "grad_scale out");
       gradients = again(ctx, std::move(saved), upstream);
@@ -94,20 +94,11 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
     call.class_weights = saved.next_optional();
     call.weight_grad = ctx->saved_data["weight_grad"].toOptional<Tensor>();
     call.reduction = ctx->saved_data["reduction"].toStringRef();
-    call.options = saved_options(ctx, cross_entropy::kOptions);
+    call.options = saved_options(ctx, linear_loss::kOptions);
 
-    const auto compute = compute_type(call.hidden);
-    std::array<Tensor, 3> gradient;  // of loss, lse and entropy
-    if (upstream[0].defined()) {
-      const Tensor u = upstream[0].to(compute);
-      gradient[0] = factor.defined() ? factor * u : u;
-    }
-    for (size_t i = 1; i < upstream.size() && i <= 3; ++i) {
-      if (!upstream[i].defined()) continue;
-      const Tensor u = upstream[i].to(compute);
-      gradient[i - 1] = gradient[i - 1].defined() ? gradient[i - 1] + u : u;
-    }
-    const Result r = cross_entropy::rows(call, gradient, saved_mask(ctx));
+    call.input = call.hidden;
+    const auto gradient = token_losses::upstream_of_tokens(upstream, factor, compute_type(call.hidden));
+    const Result r = linear_loss::rows(call, gradient, saved_mask(ctx));
     return {r.gradients.begin(), r.gradients.end()};
   }
 };
@@ -123,16 +114,16 @@ void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     op.callBoxed(stack);
     return;
   }
-  TORCH_CHECK(!adds || recorded || call.grad_scale, cross_entropy::kOp,
+  TORCH_CHECK(!adds || recorded || call.grad_scale, linear_loss::kOp,
               ": weight_grad: expected something that requires a gradient, so that there is a backward pass, received none; "
               "give grad_scale, and it is added to at once");
   {
     at::AutoDispatchBelowADInplaceOrView below;
-    cross_entropy::keep_hardest(call);
+    linear_loss::keep_hardest(call);
   }
   std::optional<Reduction> reduction;
   if (weighted) {  // plain autograd has what they need: the losses of the tokens
-    TORCH_CHECK(!call.grad_scale, cross_entropy::kOp, ": grad_scale: expected None with token_weights that require a gradient");
+    TORCH_CHECK(!call.grad_scale, linear_loss::kOp, ": grad_scale: expected None with token_weights that require a gradient");
     reduction.emplace(call);
     call.token_weights.reset();
     call.reduction = "none";

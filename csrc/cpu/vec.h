@@ -176,7 +176,13 @@ SHOESTRING_INLINE void store_bytes(uint8_t* p, I32 a, I32 b, I32 c, I32 d, int b
 }
 
 // bf16 is the upper half of an fp32; rounding is to nearest, ties to even, and NaN stays NaN.
+#if defined(__AVX512F__)
+SHOESTRING_INLINE F32 from_bf16(U16 x) { return as_float((U32)_mm512_cvtepu16_epi32((__m256i)x) << 16); }
+#elif defined(__AVX2__)
+SHOESTRING_INLINE F32 from_bf16(U16 x) { return as_float((U32)_mm256_cvtepu16_epi32((__m128i)x) << 16); }
+#else
 SHOESTRING_INLINE F32 from_bf16(U16 x) { return as_float(__builtin_convertvector(x, U32) << 16); }
+#endif
 // In the upper halves; what is below them is of no account.
 SHOESTRING_INLINE U32 rounded_bf16(F32 x) {
   U32 bits = as_bits(x);

@@ -2,36 +2,13 @@
 
 // Blocks of weights and gradients of any type, as fp32 and back.
 
+#include "cpu/element.h"
 #include "cpu/philox.h"
 #include "kernels/optimizer.h"
 
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 
 using kernels::ElementType;
-
-struct Float {
-  using Type = float;
-  static SHOESTRING_METHOD F32 load(const float* p) { return load_as<F32>(p); }
-  static SHOESTRING_METHOD void store(float* p, F32 x, F32 y) {
-    __builtin_memcpy(p, &x, sizeof x);
-    __builtin_memcpy(p + kLanes, &y, sizeof y);
-  }
-};
-struct BFloat16 {
-  using Type = uint16_t;
-  static SHOESTRING_METHOD F32 load(const uint16_t* p) { return from_bf16(load_as<U16>(p)); }
-  static SHOESTRING_METHOD void store(uint16_t* p, F32 x, F32 y) {
-    store_upper_halves(p, rounded_bf16(x), rounded_bf16(y));
-  }
-};
-struct Half {
-  using Type = uint16_t;
-  static SHOESTRING_METHOD F32 load(const uint16_t* p) { return from_fp16(load_as<U16>(p)); }
-  static SHOESTRING_METHOD void store(uint16_t* p, F32 x, F32 y) {
-    const U16 both[2] = {to_fp16(x), to_fp16(y)};
-    __builtin_memcpy(p, both, sizeof both);
-  }
-};
 
 // bf16, up with the probability of what is cut off: `random` has 16 bits an element. NaN stays NaN.
 // In the upper halves; what is below them is of no account.

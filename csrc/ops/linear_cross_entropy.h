@@ -8,35 +8,28 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "ops/cross_entropy.h"
 #include "ops/head.h"
 
-namespace shoestring::cross_entropy {
+namespace shoestring::linear_loss {
 
 constexpr const char* kOp = "linear_cross_entropy";
 
 using namespace head;
+using token_losses::Reduction;
 
 /// The arguments of linear_cross_entropy_rows, checked but for what the targets hold.
-struct Problem : Head {
+struct Problem : Head, token_losses::RowsProblem {
   explicit Problem(const BoxedArguments& arguments);
 
-  Tensor target;                // (tokens)
-  OptionalTensor class_weights;
-  OptionalTensor weight_grad;                        // what the weight's gradient is added to
-  OptionalTensor grad_loss, grad_lse, grad_entropy;  // () or (tokens)
-  int64_t ignore_index;
-  double label_smoothing, softcap, logit_scale, z_loss, filter_eps;
-  bool averaged, stats;
+  OptionalTensor weight_grad;  // what the weight's gradient is added to
+  double filter_eps;
+  bool averaged;
   int64_t workspace_mb;
   Mask mask;
 };
 
-/// A check that a call shares with its rows.
-void check_weights(const char* name, const OptionalTensor& weights, c10::SymIntArrayRef shape, const Tensor& hidden);
-
-struct Result {
-  Tensor loss, lse;        // (tokens), compute type
-  Tensor entropy, argmax;  // undefined where not wanted
+struct Result : token_losses::RowsResult {
   Gradients gradients;
 };
 
@@ -53,41 +46,20 @@ void boxed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 constexpr const char* kOptions[] = {"ignore_index", "label_smoothing", "softcap",     "logit_scale",
                                     "z_loss",       "filter_eps",      "workspace_mb"};
 
-/// A call of linear_cross_entropy, with stats or without.
-struct Call : Head {
+/// A call of linear_cross_entropy: input is hidden.
+struct Call : Head, token_losses::TokenCall {
   Call() = default;
   Call(const BoxedArguments& arguments, bool stats);
 
-  Tensor target;  // (...): shifted
-  OptionalTensor class_weights, token_weights, weight_grad;
-  std::string reduction;
-  double hard_fraction = 1;
+  OptionalTensor weight_grad;
   std::optional<double> grad_scale;
-  NamedArguments options;  // kOptions
-  bool stats = false;
-
-  int64_t ignore_index() const { return head::value_of(options, "ignore_index").toInt(); }
-};
-
-/// The call on the tokens of the largest losses, by a pass of its own; the others are ignored. Nothing else, where
-/// hard_fraction is 1.
-void keep_hardest(Call& call);
-
-/// How the losses of tokens become a result: sum(weights loss) / total. Undefined: weights of one, and no total.
-struct Reduction {
-  explicit Reduction(const Call& call);
-
-  Tensor weights;  // (...)
-  Tensor total;    // (), fp64
-  Tensor apply(const Tensor& loss) const;
-  /// What a scalar result's gradient by the tokens' losses is: () or (...), of `dtype`.
-  Tensor factor(at::ScalarType dtype) const;
-  bool scalar;
-  bool copies;  // the losses of tokens are a result besides
 };
 
 /// linear_cross_entropy_rows through the dispatcher, with the results in the shapes of the call. `upstream`, of loss, lse
 /// and entropy, in target's shape or (); undefined tensors for those that there are none of.
 Result rows(const Call& call, const std::array<Tensor, 3>& upstream, const Mask& mask);
+inline void keep_hardest(Call& call) {
+  token_losses::keep_hardest(call, [&] { return rows(call, {}, {}).loss; });
+}
 
-}  // namespace shoestring::cross_entropy
+}  // namespace shoestring::linear_loss

@@ -11,6 +11,7 @@
 
 #include "kernels/linear_cross_entropy.h"
 #include "ops/base_weight.h"
+#include "ops/cross_entropy_cpu.h"
 #include "ops/gemm.h"
 #include "ops/huge_pages.h"
 #include "ops/linear_cross_entropy.h"
@@ -19,32 +20,18 @@ namespace shoestring {
 namespace {
 
 using at::Tensor;
-using cross_entropy::kBias;
-using cross_entropy::kHidden;
-using cross_entropy::kLow;
-using cross_entropy::kOp;
-using cross_entropy::kUp;
-using cross_entropy::kWeight;
-using cross_entropy::OptionalTensor;
-using cross_entropy::Problem;
-using cross_entropy::Result;
+using linear_loss::kBias;
+using linear_loss::kHidden;
+using linear_loss::kLow;
+using linear_loss::kOp;
+using linear_loss::kUp;
+using linear_loss::kWeight;
+using linear_loss::OptionalTensor;
+using linear_loss::Problem;
+using linear_loss::Result;
+using token_losses::Factor;
 
 constexpr int64_t kDefaultWorkspaceMb = 64;
-
-// A factor of the tokens' gradients: one for each, one for all, or none.
-template <class T>
-class Factor {
- public:
-  Factor(const OptionalTensor& factor, at::ScalarType compute)
-      : values_(factor ? factor->to(compute).contiguous() : Tensor()), stride_(factor && factor->dim() == 1) {}
-  double operator[](int64_t token) const {
-    return values_.defined() ? values_.template const_data_ptr<T>()[token * stride_] : 0;
-  }
-
- private:
-  Tensor values_;
-  int64_t stride_;
-};
 
 // One call of the operator, a chunk of the tokens that count at a time.
 template <class T>
@@ -121,7 +108,7 @@ Run<T>::Run(const Problem& problem)
       class_weights_(computed(p_.class_weights, 1)), grad_loss_(p_.grad_loss, type()), grad_lse_(p_.grad_lse, type()),
       grad_entropy_(p_.grad_entropy, type()),
       features_(p_.hidden.size(1)), vocab_(p_.vocab.expect_int()), count_(rows_.size()),
-      gradient_(cross_entropy::any(p_.mask)), low_(computed(p_.low, 1)), up_(computed(p_.up, 1)),
+      gradient_(linear_loss::any(p_.mask)), low_(computed(p_.low, 1)), up_(computed(p_.up, 1)),
       weight_(p_.base(Backend::kCpu, kOp, type())) {
   // Where the CPU has bf16 units the products of the gradients use them. The logits stay fp32 everywhere.
   narrow_ = gradient_ && p_.weight.scalar_type() == at::kBFloat16 && product_type(p_.hidden) == at::kBFloat16;
@@ -195,16 +182,7 @@ Tensor Run<T>::reduce_rows(Tensor& z, int64_t begin) {
   const auto& kernels = cpu::linear_cross_entropy();
   const int64_t tokens = z.size(0);
   Tensor scale = at::empty({tokens, 1}, compute_);
-  const auto pointer = [](const Tensor& t) { return t.defined() ? t.template const_data_ptr<T>() : nullptr; };
-  kernels::CrossEntropyRule<T> rule{};
-  rule.vocab = vocab_;
-  rule.bias = pointer(bias_);
-  rule.class_weights = pointer(class_weights_);
-  rule.total_weight = class_weights_.defined() ? total_weight_ : static_cast<double>(vocab_);
-  rule.label_smoothing = p_.label_smoothing;
-  rule.z_loss = p_.z_loss;
-  rule.softcap = p_.softcap;
-  rule.stats = p_.stats;
+  const auto rule = token_losses::rule_of<T>(p_, bias_, class_weights_, total_weight_);
   T *losses = out_.loss.template data_ptr<T>(), *lses = out_.lse.template data_ptr<T>();
   T *scales = scale.template data_ptr<T>(), *rows = z.template data_ptr<T>();
   T* entropies = p_.stats ? out_.entropy.template data_ptr<T>() : nullptr;
@@ -305,7 +283,7 @@ Result rows(const Problem& p) {
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("linear_cross_entropy_rows", torch::CppFunction::makeFromBoxedFunction<&cross_entropy::boxed<rows>>());
+  m.impl("linear_cross_entropy_rows", torch::CppFunction::makeFromBoxedFunction<&linear_loss::boxed<rows>>());
 }
 
 }  // namespace

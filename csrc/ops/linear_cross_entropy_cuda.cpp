@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include "kernels/linear_cross_entropy.h"
+#include "ops/cross_entropy_cuda.h"
 #include "ops/cuda.h"
 #include "ops/linear_cross_entropy.h"
 #include "ops/logit_waves.h"
@@ -10,10 +11,10 @@ namespace shoestring {
 namespace {
 
 using at::Tensor;
-using cross_entropy::kOp;
-using cross_entropy::OptionalTensor;
-using cross_entropy::Problem;
-using cross_entropy::Result;
+using linear_loss::kOp;
+using linear_loss::OptionalTensor;
+using linear_loss::Problem;
+using linear_loss::Result;
 
 // A call as the device has it.
 struct Work : Problem {
@@ -21,7 +22,7 @@ struct Work : Problem {
 
   LogitWaves waves;
   Tensor padded_bias, padded_weights, total_weight;  // (stride), (stride), (): compute type, or undefined
-  Tensor factors[3];                                 // grad_loss, grad_lse, grad_entropy: compute type, or undefined
+  std::array<Tensor, 3> factors;                     // grad_loss, grad_lse, grad_entropy: compute type, or undefined
 };
 
 Work::Work(const Problem& problem)
@@ -37,10 +38,7 @@ Work::Work(const Problem& problem)
   if (padded_bias.defined() && logit_scale != 1) padded_bias.mul_(logit_scale);
   padded_weights = waves.padded(class_weights);
   if (padded_weights.defined()) total_weight = padded_weights.sum(at::kDouble).to(padded_weights.scalar_type());
-  const OptionalTensor* given[] = {&grad_loss, &grad_lse, &grad_entropy};
-  for (int i = 0; i < 3; ++i) {
-    if (*given[i]) factors[i] = (*given[i])->to(compute_type(hidden)).contiguous();
-  }
+  factors = token_losses::factors_of(*this, compute_type(hidden));
 }
 
 // Rows from `begin` on, as many as `logits` has.
@@ -48,19 +46,12 @@ void start_rows(const Work& p, const Tensor& logits, const Tensor& gradient, int
   const auto output = [&](const Tensor& t) {
     return t.defined() ? t.narrow(0, begin, logits.size(0)).mutable_data_ptr() : nullptr;
   };
-  kernels::CrossEntropyRows rows{};
-  rows.logits = logits.mutable_data_ptr();
+  auto rows = token_losses::launch_of(p, {}, p.padded_weights, p.total_weight);
+  rows.logits = logits.const_data_ptr();
   rows.tokens = logits.size(0);
-  rows.vocab = p.waves.vocab();
-  rows.stride = p.waves.stride();
+  rows.logits_at = rows.gradient_at = {rows.tokens, 0, p.waves.stride()};
   rows.target = p.target.const_data_ptr<int64_t>() + begin;
-  rows.ignore_index = p.ignore_index;
   rows.bias = pointer_to(p.padded_bias);
-  rows.class_weights = pointer_to(p.padded_weights);
-  rows.total_weight = pointer_to(p.total_weight);
-  rows.label_smoothing = p.label_smoothing;
-  rows.z_loss = p.z_loss;
-  rows.softcap = p.softcap;
   rows.grad_loss = factor_from(p.factors[0], begin, rows.grad_loss_stride);
   rows.grad_lse = factor_from(p.factors[1], begin, rows.grad_lse_stride);
   rows.grad_entropy = factor_from(p.factors[2], begin, rows.grad_entropy_stride);
@@ -94,7 +85,7 @@ Result rows(const Problem& problem) {
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("linear_cross_entropy_rows", torch::CppFunction::makeFromBoxedFunction<&cross_entropy::boxed<rows>>());
+  m.impl("linear_cross_entropy_rows", torch::CppFunction::makeFromBoxedFunction<&linear_loss::boxed<rows>>());
 }
 
 }  // namespace

@@ -8,6 +8,8 @@ cmake_prefix_path = str(_load.PACKAGE / "share" / "cmake")
 
 from shoestring import lora, nn, optim  # noqa: E402
 from shoestring.ops import (  # noqa: E402
+    cross_entropy,
+    cross_entropy_with_stats,
     dequantize_4bit,
     dequantize_int8,
     linear_cross_entropy,
@@ -28,6 +30,8 @@ __all__ = [
     "QuantizedTensor",
     "build",
     "cmake_prefix_path",
+    "cross_entropy",
+    "cross_entropy_with_stats",
     "dequantize_4bit",
     "dequantize_int8",
     "linear_cross_entropy",

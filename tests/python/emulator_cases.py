@@ -216,9 +216,29 @@ def linear_distillation(device: str) -> Results:
     return found
 
 
+def cross_entropy(device: str) -> Results:
+    found: Results = {}
+    tokens, vocab = 40, 1031  # rows begin anywhere
+    target = torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(8)).to(device)
+    target[3] = -100
+    weights = (uniform(vocab, seed=9) + 1).to(device)
+    everything = {"class_weights": weights, "z_loss": 1e-2, "logit_scale": 0.7, "label_smoothing": 0.1}
+    for dtype, allowed in ((torch.float32, 64.0), (torch.bfloat16, 1.0), (torch.float16, 2.0)):
+        for options in ({}, {"softcap": 5.0}, {"reduction": "none"}, everything):
+            for inplace in (False, True):
+                leaf = uniform(tokens, vocab, seed=5, scale=8).to(device, dtype).requires_grad_()
+                results = shoestring.cross_entropy_with_stats(leaf * 1, target, inplace=inplace, **options)[:4]
+                torch.autograd.backward([x.sum() for x in results if x.requires_grad])
+                name = f"{str(dtype)[6:]} {'in place ' * inplace}{' '.join(options)}".strip()
+                for part, x in zip(("loss", "token_loss", "lse", "entropy"), results):
+                    found[f"{name} {part}"] = (x.detach(), 64.0)
+                found[f"{name} grad_logits"] = (leaf.grad, allowed)
+    return found
+
+
 CASES: tuple[Callable[[str], Results], ...] = (
     quantize_8bit_codes, quantize_state_4bit_codes, quantize_4bit, quantize_absmax, dequantize_4bit, int8, optimizers,
-    linear_cross_entropy, linear_distillation,
+    linear_cross_entropy, linear_distillation, cross_entropy,
 )
 
 

@@ -19,6 +19,39 @@ SHOESTRING_API std::string cpu_capability();
 /// Switches to another build; false, and no change, where this machine does not have it. For tests and comparisons.
 SHOESTRING_API bool set_cpu_capability(const std::string& name);
 
+struct CrossEntropyOptions {
+  /// Those of LinearCrossEntropyOptions, below.
+  TORCH_ARG(int64_t, ignore_index) = -100;
+  TORCH_ARG(std::string, reduction) = "mean";
+  TORCH_ARG(double, label_smoothing) = 0.0;
+  TORCH_ARG(double, softcap) = 0.0;
+  TORCH_ARG(double, logit_scale) = 1.0;
+  TORCH_ARG(double, z_loss) = 0.0;
+  TORCH_ARG(std::optional<at::Tensor>, class_weights) = std::nullopt;
+  TORCH_ARG(std::optional<at::Tensor>, token_weights) = std::nullopt;
+  TORCH_ARG(bool, shift) = false;
+  TORCH_ARG(double, hard_fraction) = 1.0;
+  /// The gradient takes the place of the logits, in the forward pass where the result is a scalar: whatever they are for
+  /// besides has to be done before. Autograd refuses a backward pass that needs them still. Not where they have no
+  /// gradient, nor where they are a leaf, or a view that autograd lets nobody change.
+  TORCH_ARG(bool, inplace) = false;
+};
+
+/// Cross-entropy of logits (..., vocab) against target (...) int64: one pass over them, and nothing of their size besides
+/// their gradient. Returns fp32 for 16-bit logits.
+SHOESTRING_API at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target,
+                                        const CrossEntropyOptions& options = {});
+
+/// What cross_entropy makes, and for each token, in target's shape: its loss before token_weights, log-sum-exp and
+/// entropy, fp32 for 16-bit input; and the likeliest class. Where a token is ignored they are 0, and -1.
+struct CrossEntropyStats {
+  at::Tensor loss, token_loss, lse, entropy, argmax;
+};
+
+/// All but argmax are differentiable, unless the gradient of `loss` has taken the place of the logits.
+SHOESTRING_API CrossEntropyStats cross_entropy_with_stats(const at::Tensor& logits, const at::Tensor& target,
+                                                          const CrossEntropyOptions& options = {});
+
 struct LinearCrossEntropyOptions {
   /// Tokens with this target count neither in the loss nor in the mean.
   TORCH_ARG(int64_t, ignore_index) = -100;
@@ -71,11 +104,7 @@ SHOESTRING_API at::Tensor linear_cross_entropy(const at::Tensor& hidden, const a
                                                const std::optional<at::Tensor>& bias = std::nullopt,
                                                const LinearCrossEntropyOptions& options = {});
 
-/// What linear_cross_entropy makes, and for each token, in target's shape: its loss before token_weights, log-sum-exp and
-/// entropy, fp32 for 16-bit inputs; and the likeliest class. Where a token is ignored they are 0, and -1.
-struct LinearCrossEntropyStats {
-  at::Tensor loss, token_loss, lse, entropy, argmax;
-};
+using LinearCrossEntropyStats = CrossEntropyStats;
 
 /// All but argmax are differentiable; gradients of more than `loss` compute the logits a second time.
 SHOESTRING_API LinearCrossEntropyStats

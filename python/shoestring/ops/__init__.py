@@ -6,6 +6,13 @@ from shoestring.ops.addmm import addmm_, addmm_reference
 from shoestring.ops.ademamix import ademamix_, ademamix_reference
 from shoestring.ops.apply import apply_, apply_reference
 from shoestring.ops.came import came_, came_reference
+from shoestring.ops.cross_entropy import (
+    CrossEntropyOptions,
+    CrossEntropyStats,
+    cross_entropy,
+    cross_entropy_reference,
+    cross_entropy_with_stats,
+)
 from shoestring.ops.ema import ema_, ema_reference
 from shoestring.ops.lamb import lamb_, lamb_reference
 from shoestring.ops.linear_cross_entropy import (
@@ -49,6 +56,8 @@ from shoestring.ops.sgd import sgd_, sgd_reference
 from shoestring.ops.vocab_parallel import linear_cross_entropy_shard, vocab_parallel_linear_cross_entropy
 
 __all__ = [
+    "CrossEntropyOptions",
+    "CrossEntropyStats",
     "LinearCrossEntropyOptions",
     "LinearCrossEntropyStats",
     "adafactor_",
@@ -63,6 +72,9 @@ __all__ = [
     "apply_reference",
     "came_",
     "came_reference",
+    "cross_entropy",
+    "cross_entropy_reference",
+    "cross_entropy_with_stats",
     "dequantize_4bit",
     "dequantize_4bit_reference",
     "dequantize_8bit",

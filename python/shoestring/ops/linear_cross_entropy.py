@@ -1,42 +1,25 @@
 """Cross-entropy of a linear layer, without the logits."""
 
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from typing_extensions import TypedDict, Unpack
+from typing_extensions import Unpack
 
+from shoestring.ops.cross_entropy import CrossEntropyOptions, CrossEntropyStats, cross_entropy_reference
 from shoestring.ops.head import lora_arguments, reference_logits, weight_arguments
 
 
-class LinearCrossEntropyOptions(TypedDict, total=False):
-    """Keyword arguments of ``linear_cross_entropy`` and ``linear_cross_entropy_with_stats``.
+class LinearCrossEntropyOptions(CrossEntropyOptions, total=False):
+    """Keyword arguments of ``linear_cross_entropy`` and ``linear_cross_entropy_with_stats``: those of
+    ``CrossEntropyOptions``, and
 
-    ignore_index: tokens with this target (default -100) count neither in the loss nor in the mean, and cost nothing on the
-        CPU; on CUDA they cost as much as the others.
-    reduction: "mean" (default) over the tokens that count (NaN where none does, as in PyTorch), "sum" or "none".
-    label_smoothing: in [0, 1), as in ``torch.nn.functional.cross_entropy``.
-    softcap: if not 0, logits become ``softcap * tanh(logits / softcap)`` (Gemma 2).
-    logit_scale: what logits, bias included, are multiplied by first; a number other than 0, or a tensor of one element,
-        which is differentiable and multiplies hidden and bias, rounded to their dtype.
-    z_loss: ``z_loss * lse ** 2`` is added to each token's loss, lse being its log-sum-exp (PaLM).
-    class_weights: (vocab), a weight for each class, as ``weight`` of ``torch.nn.functional.cross_entropy``; the mean then
-        is over the weights of the targets.
-    token_weights: target's shape; what each token's loss is multiplied by. The mean is over these, times the weights of
-        the targets' classes. Differentiable; then the logits are computed twice, as for ``reduction="none"``.
-    shift: each token predicts the target of the next one in its sequence, target's last dimension; the last token does
-        not count. hidden and target are those of whole sequences, and only targets are copied.
     filter_eps: above 0, classes whose gradient by the logits is below it, as a share of the token's upstream gradient, for
         every token of a chunk are left out of the gradients' products: an error of at most ``filter_eps`` in each entry
         of the logits' gradient (Cut Cross-Entropy has 2 ** -12 for bf16). Costs little where nothing can be left out,
         and up to two thirds of the time is saved where most can. Not with a quantised weight. On CUDA it waits for the GPU
         once a chunk, to learn how many classes are left, so a CUDA graph cannot capture it; and where chunks are large
         (``workspace_mb``) a class has more tokens to be needed by.
-    hard_fraction: below 1, only this share of the tokens that count, rounded up, does: those of the largest (weighted)
-        losses, and their equals (arXiv 1604.03540). A forward pass of its own finds them, and on the CPU the others
-        then cost nothing.
     lora_A, lora_B, scaling: a LoRA'd head: ``scaling * (hidden @ lora_A.T) @ lora_B.T`` is added to the logits. (rank,
         features) and (vocab, rank), any floating dtype; differentiable.
     weight_grad: weight's shape, fp32 (fp64 for fp64): weight's gradient is added to it, and no other is made: a tied
@@ -52,17 +35,7 @@ class LinearCrossEntropyOptions(TypedDict, total=False):
         time on an H200.
     """
 
-    ignore_index: int
-    reduction: str
-    label_smoothing: float
-    softcap: float
-    logit_scale: float | Tensor
-    z_loss: float
-    class_weights: Tensor | None
-    token_weights: Tensor | None
-    shift: bool
     filter_eps: float
-    hard_fraction: float
     lora_A: Tensor | None
     lora_B: Tensor | None
     scaling: float
@@ -71,21 +44,7 @@ class LinearCrossEntropyOptions(TypedDict, total=False):
     workspace_mb: int
 
 
-class LinearCrossEntropyStats(NamedTuple):
-    """What ``linear_cross_entropy`` returns, and for each token, in target's shape, what it has besides.
-
-    loss: as ``linear_cross_entropy``.
-    token_loss: its loss, before ``token_weights``; 0 where it is ignored, as lse and entropy.
-    lse: log-sum-exp of its logits.
-    entropy: of the softmax of its logits, in nats.
-    argmax: int64, its likeliest class, the first of equals; -1 where it is ignored.
-    """
-
-    loss: Tensor
-    token_loss: Tensor
-    lse: Tensor
-    entropy: Tensor
-    argmax: Tensor
+LinearCrossEntropyStats = CrossEntropyStats
 
 
 def linear_cross_entropy(
@@ -183,62 +142,3 @@ def linear_cross_entropy_reference(
     head = {name: options.pop(name) for name in ("lora_A", "lora_B", "scaling") if name in options}  # type: ignore[misc]
     logits = reference_logits(hidden, weight, bias, **head)
     return cross_entropy_reference(logits, target, **options).loss
-
-
-def cross_entropy_reference(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    softcap: float = 0.0,
-    logit_scale: float | Tensor = 1.0,
-    z_loss: float = 0.0,
-    class_weights: Tensor | None = None,
-    token_weights: Tensor | None = None,
-    shift: bool = False,
-    hard_fraction: float = 1.0,
-    workspace_mb: int = 0,
-) -> LinearCrossEntropyStats:
-    """What follows the linear layer, in plain PyTorch: logits (..., vocab), target (...)."""
-    if shift:
-        target = torch.cat([target[..., 1:], torch.full_like(target[..., :1], ignore_index)], -1)
-    logits = logits * logit_scale
-    if softcap != 0:
-        logits = softcap * torch.tanh(logits / softcap)
-    weights = None if class_weights is None else class_weights.to(logits.dtype)
-    counted = target != ignore_index
-    token_loss = _token_loss(logits, target, weights, ignore_index, label_smoothing, z_loss)
-    each = counted.to(logits.dtype) if token_weights is None else token_weights.to(logits.dtype) * counted
-    if hard_fraction < 1 and counted.any():
-        hard = (token_loss * each).where(counted, -torch.inf)
-        least = hard.flatten().topk(math.ceil(hard_fraction * int(counted.sum()))).values[-1]
-        counted = counted & (hard >= least)
-        each = each * counted
-        token_loss = token_loss * counted
-    log_softmax = logits.log_softmax(-1)
-    lse = torch.where(counted, logits.logsumexp(-1), 0)
-    entropy = torch.where(counted, -torch.where(log_softmax.isinf(), 0, log_softmax.exp() * log_softmax).sum(-1), 0)
-    argmax = torch.where(counted, logits.argmax(-1), -1)
-    loss = token_loss * each
-    if reduction != "none":
-        loss = loss.sum()
-    if reduction == "mean":
-        of_class = 1 if weights is None else weights[target.where(counted, 0)]
-        loss = loss / (each * of_class).sum()
-    return LinearCrossEntropyStats(loss, token_loss, lse, entropy, argmax)
-
-
-def _token_loss(
-    logits: Tensor, target: Tensor, weights: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float
-) -> Tensor:
-    loss = F.cross_entropy(
-        logits.flatten(0, -2),
-        target.flatten(),
-        weights,
-        ignore_index=ignore_index,
-        reduction="none",
-        label_smoothing=label_smoothing,
-    ).view(target.shape)
-    return loss + z_loss * logits.logsumexp(-1).square() * (target != ignore_index)

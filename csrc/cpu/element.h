@@ -1,0 +1,33 @@
+#pragma once
+
+// A type that numbers have in memory, as registers of fp32 and back.
+
+#include "cpu/vec.h"
+
+namespace shoestring::cpu::SHOESTRING_CAPABILITY {
+
+struct Float {
+  using Type = float;
+  static SHOESTRING_METHOD F32 load(const float* p) { return load_as<F32>(p); }
+  static SHOESTRING_METHOD void store(float* p, F32 x, F32 y) {
+    __builtin_memcpy(p, &x, sizeof x);
+    __builtin_memcpy(p + kLanes, &y, sizeof y);
+  }
+};
+struct BFloat16 {
+  using Type = uint16_t;
+  static SHOESTRING_METHOD F32 load(const uint16_t* p) { return from_bf16(load_as<U16>(p)); }
+  static SHOESTRING_METHOD void store(uint16_t* p, F32 x, F32 y) {
+    store_upper_halves(p, rounded_bf16(x), rounded_bf16(y));
+  }
+};
+struct Half {
+  using Type = uint16_t;
+  static SHOESTRING_METHOD F32 load(const uint16_t* p) { return from_fp16(load_as<U16>(p)); }
+  static SHOESTRING_METHOD void store(uint16_t* p, F32 x, F32 y) {
+    const U16 both[2] = {to_fp16(x), to_fp16(y)};
+    __builtin_memcpy(p, both, sizeof both);
+  }
+};
+
+}  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

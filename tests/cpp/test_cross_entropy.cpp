@@ -1,0 +1,106 @@
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <shoestring/ops.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "catch.h"
+
+using at::Tensor;
+using shoestring::CrossEntropyOptions;
+
+namespace {
+
+double error(const Tensor& a, const Tensor& b) {
+  return (a.to(at::kDouble) - b).norm().item<double>() / (b.norm().item<double>() + 1e-30);
+}
+
+Tensor gradient(const Tensor& output, const Tensor& leaf, const Tensor& upstream) {
+  return torch::autograd::grad({output}, {leaf}, {upstream.to(output.scalar_type())})[0];
+}
+
+// In fp64, by ATen's own.
+Tensor reference(const Tensor& leaf, const Tensor& target, const CrossEntropyOptions& o) {
+  Tensor z = leaf * o.logit_scale();
+  if (o.softcap() != 0) z = o.softcap() * at::tanh(z / o.softcap());
+  const auto reduction = o.reduction() == "none"  ? at::Reduction::None
+                         : o.reduction() == "sum" ? at::Reduction::Sum
+                                                  : at::Reduction::Mean;
+  const Tensor loss = at::cross_entropy_loss(z.flatten(0, -2), target.flatten(), o.class_weights(), reduction,
+                                             o.ignore_index(), o.label_smoothing());
+  return loss.dim() == 0 ? loss : loss.view_as(target);
+}
+
+}  // namespace
+
+TEST_CASE("cross_entropy agrees with fp64, with its gradient in place of the logits or not",
+          "[cross_entropy]") {
+  const int64_t vocab = 1003;  // no multiple of a register: rows begin anywhere
+  CrossEntropyOptions capped, weighted;
+  capped.softcap(3).logit_scale(-0.5).label_smoothing(0.1);
+  weighted.class_weights(at::rand({vocab}, at::kDouble) + 0.1);
+  const std::string before = shoestring::cpu_capability();
+  for (const char* capability : {"plain", "avx2", "avx512"}) {
+    if (!shoestring::set_cpu_capability(capability)) continue;
+    for (const bool inplace : {false, true}) {
+      for (const auto& given : {CrossEntropyOptions(), capped, weighted}) {
+        for (const char* reduction : {"mean", "sum", "none"}) {
+          for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) {
+            CAPTURE(capability, inplace, given.softcap(), reduction, dtype);
+            const auto options = CrossEntropyOptions(given).reduction(reduction).inplace(inplace);
+            at::manual_seed(7);
+            Tensor leaf = (3 * at::randn({3, 6, vocab})).to(dtype).requires_grad_();
+            const Tensor target = at::randint(vocab, {3, 5});
+            target[0][1] = -100;
+            const auto tokens = [](const Tensor& x) { return x.slice(1, 0, 5); };  // rows with two strides
+            const Tensor loss = shoestring::cross_entropy(tokens(leaf.clone()), target, options);
+            const Tensor exact_leaf = leaf.detach().to(at::kDouble).requires_grad_();
+            const Tensor exact = reference(tokens(exact_leaf), target, options);
+            CHECK(error(loss, exact) < (dtype == at::kDouble ? 1e-14 : 1e-6));
+            const Tensor upstream = at::rand(exact.sizes(), at::kDouble) + 0.5;
+            const double rounding = dtype == at::kDouble  ? 1e-14
+                                    : dtype == at::kFloat ? 1e-6
+                                    : dtype == at::kHalf  ? 1e-3
+                                                          : 8e-3;
+            CHECK(error(gradient(loss, leaf, upstream), gradient(exact, exact_leaf, upstream)) < rounding);
+          }
+        }
+      }
+    }
+  }
+  shoestring::set_cpu_capability(before);
+}
+
+TEST_CASE("cross_entropy in place takes the logits' memory, and nobody gets a gradient for logits",
+          "[cross_entropy]") {
+  const Tensor target = at::randint(9, {6});
+  Tensor leaf = at::randn({6, 9}).requires_grad_();
+  const auto in_place = CrossEntropyOptions().inplace(true);
+  SECTION("the gradient is where the logits were") {
+    const Tensor logits = leaf.clone();
+    const Tensor loss = shoestring::cross_entropy(logits, target, in_place);
+    const Tensor left = logits.detach().clone();
+    CHECK(torch::autograd::grad({loss}, {leaf})[0].equal(left));
+  }
+  SECTION("a node that saved the logits refuses its backward pass") {
+    const Tensor logits = leaf.clone(), other = logits.square().sum();
+    shoestring::cross_entropy(logits, target, in_place);
+    CHECK_THROWS_WITH(torch::autograd::grad({other}, {leaf}),
+                      Catch::Contains("modified by an inplace operation"));
+  }
+  SECTION("so does one that comes later") {
+    const Tensor logits = leaf.clone();
+    shoestring::cross_entropy(logits, target, in_place);
+    CHECK_THROWS_WITH(torch::autograd::grad({logits.sum()}, {leaf}),
+                      Catch::Contains("has replaced them by their gradient"));
+  }
+  SECTION("leaves stay, and so does everything without gradients") {
+    const Tensor before = leaf.detach().clone(), logits = leaf.clone();
+    shoestring::cross_entropy(leaf, target, in_place);
+    at::NoGradGuard no_grad;
+    const auto stats = shoestring::cross_entropy_with_stats(logits, target, in_place);
+    CHECK(leaf.equal(before));
+    CHECK(logits.equal(before));
+    CHECK(stats.argmax.equal(before.argmax(-1)));
+    CHECK(error(stats.lse, before.to(at::kDouble).logsumexp(-1)) < 1e-6);
+  }
+}

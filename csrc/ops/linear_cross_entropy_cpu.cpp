@@ -140,7 +140,7 @@ Run<T>::Run(const Problem& problem)
     fresh_ = !p_.weight_grad && count_ > 0 && !live_.defined();
     if (!p_.weight_grad && !fresh_) grad_weight_.zero_();
   }
-  if (p_.mask[kBias]) gradient(kBias) = at::zeros({vocab_}, compute_);
+  if (p_.mask[kBias]) gradient(kBias) = at::zeros({vocab_}, compute_.dtype(at::kDouble));
   if (p_.mask[kLow]) gradient(kLow) = like(*p_.low);
   if (p_.mask[kUp]) gradient(kUp) = at::zeros({vocab_, up_.size(1)}, compute_);
 }
@@ -228,7 +228,10 @@ void Run<T>::add_gradients(const Tensor& z, const Tensor& scale, Tensor& x, cons
     gradient(kHidden).index_copy_(0, index, grad.mul_(scale).to(p_.hidden.scalar_type()));
   }
   if (p_.mask[kWeight]) gemm(grad_weight_, z.t(), x.mul_(scale), /*beta=*/std::exchange(fresh_, false) ? 0 : 1);
-  if (p_.mask[kBias]) gradient(kBias).addmv_(z.t(), scale.squeeze(1));
+  for (int64_t i = 0; p_.mask[kBias] && i < z.size(0); i += 16) {  // short sums in fp32, those of them in fp64
+    const int64_t n = std::min<int64_t>(16, z.size(0) - i);
+    gradient(kBias).add_(at::mv(z.narrow(0, i, n).t(), scale.narrow(0, i, n).squeeze(1)));
+  }
 }
 
 template <class T>
@@ -254,7 +257,7 @@ void Run<T>::add_live_gradients(const Tensor& z, const Tensor& live, const Tenso
     if (p_.mask[kHidden]) grad.addmm_(some, p_.weight.index_select(0, classes).to(type()));
     if (p_.mask[kLow]) grad_low.addmm_(some, up_.index_select(0, classes));
     if (p_.mask[kWeight]) grad_weight_.index_add_(0, classes, at::mm(some.t(), x));
-    if (p_.mask[kBias]) gradient(kBias).index_add_(0, classes, at::mv(some.t(), scale.squeeze(1)));
+    if (p_.mask[kBias]) gradient(kBias).index_add_(0, classes, at::mv(some.t(), scale.squeeze(1)).to(at::kDouble));
     if (p_.mask[kUp]) gradient(kUp).index_add_(0, classes, at::mm(some.t(), low));
   }
   const auto put = [&](int i, const Tensor& t) {

@@ -102,10 +102,14 @@ struct Row {
   }
 
   __device__ Raw raw(int v) const {
-    if (!kRagged || whole(v)) return load<kSize>(logits + v * kSize);
-    Raw z;
-    for (int i = 0; i < kSize; ++i) z[i] = has(index(v, i)) ? logits[v * kSize + i] : narrow<In>(T{0});
-    return z;
+    if constexpr (kRagged) {
+      if (!whole(v)) {
+        Raw z;
+        for (int i = 0; i < kSize; ++i) z[i] = has(index(v, i)) ? logits[v * kSize + i] : narrow<In>(T{0});
+        return z;
+      }
+    }
+    return load<kSize>(logits + v * kSize);
   }
 
   // A vector of raw logits made final; -inf where it is not of the row.
@@ -134,10 +138,13 @@ struct Row {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) w[i] = 1;
     if (class_weights == nullptr) return w;
-    if constexpr (!kRagged) return load<kSize>(class_weights + v * kSize);
+    if constexpr (kRagged) {
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) w[i] = has(index(v, i)) ? class_weights[index(v, i)] : 0;
-    return w;
+      for (int i = 0; i < kSize; ++i) w[i] = has(index(v, i)) ? class_weights[index(v, i)] : 0;
+      return w;
+    } else {
+      return load<kSize>(class_weights + v * kSize);
+    }
   }
 };
 
@@ -148,10 +155,15 @@ struct Place {
   bool aligned;
 
   __device__ void put(const Row& row, int v, const Vector<Out, Row::kSize>& x) const {
-    if (!kRagged || (aligned && row.whole(v))) return store(to + v * Row::kSize, x);
-    for (int i = 0; i < Row::kSize; ++i) {
-      if (row.has(row.index(v, i))) to[v * Row::kSize + i] = x[i];
+    if constexpr (kRagged) {
+      if (!aligned || !row.whole(v)) {
+        for (int i = 0; i < Row::kSize; ++i) {
+          if (row.has(row.index(v, i))) to[v * Row::kSize + i] = x[i];
+        }
+        return;
+      }
     }
+    store(to + v * Row::kSize, x);
   }
 };
 

@@ -6,19 +6,6 @@
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 namespace {
 
-// to = factor z.
-template <class Element>
-void scale_row(const float* z, float factor, int64_t vocab, typename Element::Type* to) {
-  sweep<2 * kLanes>(0, vocab, [&](int64_t i, int64_t n) {
-    if (n == 2 * kLanes) return Element::store(to + i, load(z + i) * factor, load(z + i + kLanes) * factor);
-    float padded[2 * kLanes] = {};
-    typename Element::Type narrow[2 * kLanes];
-    __builtin_memcpy(padded, z + i, n * sizeof(float));
-    Element::store(narrow, load(padded) * factor, load(padded + kLanes) * factor);
-    __builtin_memcpy(to + i, narrow, n * sizeof(narrow[0]));
-  });
-}
-
 template <class Element>
 CrossEntropyResult row(const typename Element::Type* logits, typename Element::Type* gradient, float* work,
                        int64_t target, const CrossEntropyRule<float>& rule,

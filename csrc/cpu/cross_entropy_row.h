@@ -169,6 +169,19 @@ inline void subtract(float* z, int64_t target, const CrossEntropyRule<float>& ru
   z[target] = static_cast<float>(z[target] - at_target);
 }
 
+// to = factor z. What z has in front may be written over: `to` may be where z is.
+template <class Element>
+void scale_row(const float* z, float factor, int64_t vocab, typename Element::Type* to) {
+  sweep<2 * kLanes>(0, vocab, [&](int64_t i, int64_t n) {
+    if (n == 2 * kLanes) return Element::store(to + i, load(z + i) * factor, load(z + i + kLanes) * factor);
+    float padded[2 * kLanes] = {};
+    typename Element::Type narrow[2 * kLanes];
+    __builtin_memcpy(padded, z + i, n * sizeof(float));
+    Element::store(narrow, load(padded) * factor, load(padded + kLanes) * factor);
+    __builtin_memcpy(to + i, narrow, n * sizeof(narrow[0]));
+  });
+}
+
 // The results of a row; with upstream its gradient by z, but for the factor `scale` of the result, is left in
 // z.
 template <class Element>

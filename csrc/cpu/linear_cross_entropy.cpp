@@ -19,6 +19,10 @@ CrossEntropyResult row_double(double* z, int64_t target, const CrossEntropyRule<
   return reduce_row(z, target, rule, upstream);
 }
 
+void round_row(float* z, float factor, int64_t vocab) {
+  scale_row<BFloat16>(z, factor, vocab, reinterpret_cast<uint16_t*>(z));
+}
+
 template <class T>
 void mark(const T* __restrict z, int64_t vocab, T least, uint8_t* __restrict live) {
   for (int64_t i = 0; i < vocab; ++i) live[i] |= !((z[i] < 0 ? -z[i] : z[i]) < least);
@@ -27,6 +31,7 @@ void mark(const T* __restrict z, int64_t vocab, T least, uint8_t* __restrict liv
 }  // namespace
 
 extern const kernels::LinearCrossEntropyTable linear_cross_entropy;
-const kernels::LinearCrossEntropyTable linear_cross_entropy{row_float, row_double, mark<float>, mark<double>};
+const kernels::LinearCrossEntropyTable linear_cross_entropy{row_float, row_double, round_row, mark<float>,
+                                                                 mark<double>};
 
 }  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

@@ -10,6 +10,8 @@ struct LinearCrossEntropyTable {
                                   const CrossEntropyUpstream* upstream);
   CrossEntropyResult (*row_double)(double* z, int64_t target, const CrossEntropyRule<double>& rule,
                                    const CrossEntropyUpstream* upstream);
+  // factor z as bf16, in the first half of z's memory.
+  void (*round_row)(float* z, float factor, int64_t vocab);
   // live[i] = 1 where |z[i]| is not below `least`.
   void (*mark_float)(const float* z, int64_t vocab, float least, uint8_t* live);
   void (*mark_double)(const double* z, int64_t vocab, double least, uint8_t* live);

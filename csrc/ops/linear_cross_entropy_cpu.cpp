@@ -42,7 +42,8 @@ class Run {
   Result operator()() {
     for (int64_t begin = 0; begin < count_; begin += chunk_) add_chunk(begin);
     const auto narrow = [&](int i, const Tensor& like) {
-      if (p_.mask[i]) out_.gradients[i] = gradient(i).to(like.scalar_type());
+      if (!p_.mask[i] || gradient(i).scalar_type() == like.scalar_type()) return;
+      gradient(i) = in_huge_pages(at::empty(like.sizes(), like.options())).copy_(gradient(i));
     };
     if (!p_.weight_grad) narrow(kWeight, p_.weight);
     if (p_.bias) narrow(kBias, *p_.bias);
@@ -54,7 +55,8 @@ class Run {
   void add_chunk(int64_t begin);
   // z (tokens, vocab) = logit_scale (x (tokens, features) weight^T + low up^T).
   void make_logits(const Tensor& x, const Tensor& low, Tensor& z) const;
-  // What the kernel makes of rows of logits; their results go to out_, and their scales are returned: (tokens, 1).
+  // What the kernel makes of rows of logits; their results go to out_, and their scales are returned: (tokens, 1). For
+  // narrow_ z becomes the gradient itself, in bf16.
   Tensor reduce_rows(Tensor& z, int64_t begin);
   static void mark(const T* z, int64_t vocab, double least, uint8_t* live) {
     if constexpr (std::is_same_v<T, float>) {
@@ -63,11 +65,9 @@ class Run {
       cpu::linear_cross_entropy().mark_double(z, vocab, least, live);
     }
   }
-  void add_low_gradients(const Tensor& z, const Tensor& scale, Tensor& low, const Tensor& index);
   void add_live_gradients(const Tensor& z, const Tensor& live, const Tensor& scale, Tensor& x, Tensor& low,
                           const Tensor& index);
-  void add_gradients(const Tensor& z, const Tensor& scale, Tensor& x, const Tensor& index);
-  void add_rounded_gradients(const Tensor& z, const Tensor& scale, const Tensor& x, const Tensor& index);
+  void add_gradients(const Tensor& z, const Tensor& scale, const Tensor& x, const Tensor& low, const Tensor& index);
 
   static at::ScalarType type() { return c10::CppTypeToScalarType<T>::value; }
   static Tensor computed(const OptionalTensor& t, double scale) {
@@ -90,10 +90,9 @@ class Run {
   double total_weight_ = 0;  // of classes
   const Tensor low_, up_;  // compute type, or undefined
   const BaseWeight weight_;  // in panels that stay in cache, where it cannot be read as it lies
-  bool narrow_;              // the products of the gradients are bf16
+  bool narrow_;              // the logits' gradient is rounded to bf16 once, as eager PyTorch's of fp32 logits is
   int64_t chunk_;            // tokens
   Tensor logits_;            // (chunk, vocab)
-  Tensor rounded_;           // (chunk, vocab), for narrow_
   Tensor live_;              // (threads, vocab), for filter_eps: which classes a chunk's gradient needs
   Tensor grad_weight_;       // what is added to
   bool fresh_ = false;       // unless nothing is there yet
@@ -111,14 +110,14 @@ Run<T>::Run(const Problem& problem)
       gradient_(linear_loss::any(p_.mask)), low_(computed(p_.low, 1)), up_(computed(p_.up, 1)),
       weight_(p_.base(Backend::kCpu, kOp, type())) {
   // Where the CPU has bf16 units the products of the gradients use them. The logits stay fp32 everywhere.
-  narrow_ = gradient_ && p_.weight.scalar_type() == at::kBFloat16 && product_type(p_.hidden) == at::kBFloat16;
+  narrow_ = gradient_ && p_.weight.scalar_type() == at::kBFloat16 && product_type(p_.hidden) == at::kBFloat16 &&
+            p_.filter_eps == 0;
   const int64_t workspace = p_.workspace_mb == 0 ? kDefaultWorkspaceMb : p_.workspace_mb;
-  const int64_t bytes_per_token = std::max<int64_t>(1, vocab_ * static_cast<int64_t>(sizeof(T) + (narrow_ ? 2 : 0)));
+  const int64_t bytes_per_token = std::max<int64_t>(1, vocab_ * static_cast<int64_t>(sizeof(T)));
   const int64_t fit = std::max<int64_t>(1, (workspace << 20) / bytes_per_token);
   chunk_ = std::min<int64_t>(fit > 16 ? fit / 16 * 16 : fit, std::min<int64_t>(count_, 1024));
   logits_ = in_huge_pages(at::empty({chunk_, vocab_}, compute_));
   if (gradient_ && p_.filter_eps > 0) live_ = at::empty({at::get_num_threads(), vocab_}, compute_.dtype(at::kByte));
-  if (narrow_) rounded_ = in_huge_pages(at::empty({chunk_, vocab_}, p_.hidden.options()));
 
   // What is of tokens that do not count is zero, and nobody else writes it.
   const auto each = [&](at::TensorOptions options) { return at::zeros({p_.target.size(0)}, options); };
@@ -161,12 +160,8 @@ void Run<T>::add_chunk(int64_t begin) {
     add_live_gradients(z, live, scale, x, low, index);
     return;
   }
-  if (low.defined()) add_low_gradients(z, scale, low, index);
-  if (narrow_) {
-    add_rounded_gradients(z, scale, gathered, index);
-  } else {
-    add_gradients(z, scale, x, index);
-  }
+  const auto scaled = [&](const Tensor& t) { return t.defined() && !narrow_ ? t * scale : t; };
+  add_gradients(z, scale, scaled(narrow_ ? gathered : x), scaled(low), index);
 }
 
 template <class T>
@@ -211,33 +206,40 @@ Tensor Run<T>::reduce_rows(Tensor& z, int64_t begin) {
         const double size = std::abs(factors.loss) + std::abs(factors.lse) + std::abs(factors.entropy);
         mark(rows + i * vocab_, vocab_, p_.filter_eps * size / std::abs(r.scale), live + at::get_thread_num() * vocab_);
       }
+      if constexpr (std::is_same_v<T, float>) {
+        if (narrow_) kernels.round_row(rows + i * vocab_, scales[i], vocab_);
+      }
     }
   });
-  return scale;
+  if (narrow_) z = z.view(at::kBFloat16).narrow(1, 0, vocab_);
+  return narrow_ ? scale.fill_(1) : scale;
 }
 
-// The gradient of the logits is diag(scale) z, so
-//   grad_hidden = diag(scale) (z W),  grad_weight += z^T (diag(scale) x),  grad_bias += z^T scale.
+// The gradient of the logits is diag(scale) z, so with x and low already multiplied by scale
+//   grad_hidden = diag(scale) (z W),  grad_weight += z^T x,  grad_bias += z^T scale.
 template <class T>
-void Run<T>::add_gradients(const Tensor& z, const Tensor& scale, Tensor& x, const Tensor& index) {
+void Run<T>::add_gradients(const Tensor& z, const Tensor& scale, const Tensor& x, const Tensor& low, const Tensor& index) {
+  const auto put = [&](int i, Tensor& sum) {
+    gradient(i).index_copy_(0, index, sum.mul_(scale).to(gradient(i).scalar_type()));
+  };
   if (p_.mask[kHidden]) {
-    Tensor grad = at::empty({z.size(0), features_}, compute_);
+    Tensor sum = at::empty({z.size(0), features_}, compute_);
     weight_.for_each_panel([&](int64_t v, const Tensor& panel) {
-      gemm(grad, z.narrow(1, v, panel.size(0)), panel, /*beta=*/v == 0 ? 0 : 1);
+      gemm_rounded(sum, z.narrow(1, v, panel.size(0)), panel, /*beta=*/v == 0 ? 0 : 1);
     });
-    gradient(kHidden).index_copy_(0, index, grad.mul_(scale).to(p_.hidden.scalar_type()));
+    put(kHidden, sum);
   }
-  if (p_.mask[kWeight]) gemm(grad_weight_, z.t(), x.mul_(scale), /*beta=*/std::exchange(fresh_, false) ? 0 : 1);
+  if (p_.mask[kLow]) {
+    Tensor sum = at::empty({z.size(0), up_.size(1)}, compute_);
+    gemm(sum, z, up_);
+    put(kLow, sum);
+  }
+  if (p_.mask[kWeight]) gemm_rounded(grad_weight_, z.t(), x, /*beta=*/std::exchange(fresh_, false) ? 0 : 1);
+  if (p_.mask[kUp]) gemm(gradient(kUp), z.t(), low, /*beta=*/1);
   for (int64_t i = 0; p_.mask[kBias] && i < z.size(0); i += 16) {  // short sums in fp32, those of them in fp64
     const int64_t n = std::min<int64_t>(16, z.size(0) - i);
-    gradient(kBias).add_(at::mv(z.narrow(0, i, n).t(), scale.narrow(0, i, n).squeeze(1)));
+    gradient(kBias).add_(at::mv(z.narrow(0, i, n).t().to(type()), scale.narrow(0, i, n).squeeze(1)));
   }
-}
-
-template <class T>
-void Run<T>::add_low_gradients(const Tensor& z, const Tensor& scale, Tensor& low, const Tensor& index) {
-  if (p_.mask[kLow]) gradient(kLow).index_copy_(0, index, at::mm(z, up_).mul_(scale).to(p_.low->scalar_type()));
-  if (p_.mask[kUp]) gemm(gradient(kUp), z.t(), low.mul_(scale), /*beta=*/1);
 }
 
 // The same for the classes `live` alone, some megabytes of their weights at a time.
@@ -265,20 +267,6 @@ void Run<T>::add_live_gradients(const Tensor& z, const Tensor& live, const Tenso
   };
   put(kHidden, grad);
   put(kLow, grad_low);
-}
-
-// As in eager PyTorch with fp32 logits: their gradient is rounded to bf16 once, and then multiplied.
-template <class T>
-void Run<T>::add_rounded_gradients(const Tensor& z, const Tensor& scale, const Tensor& x, const Tensor& index) {
-  Tensor grad = rounded_.narrow(0, 0, z.size(0));
-  at::mul_out(grad, z, scale);
-  if (p_.mask[kHidden]) {
-    Tensor sum = at::empty({z.size(0), features_}, compute_);
-    gemm_rounded(sum, grad, p_.weight);
-    gradient(kHidden).index_copy_(0, index, sum.to(p_.hidden.scalar_type()));
-  }
-  if (p_.mask[kWeight]) gemm_rounded(grad_weight_, grad.t(), x, /*beta=*/std::exchange(fresh_, false) ? 0 : 1);
-  if (p_.mask[kBias]) gradient(kBias).add_(grad.sum(0, false, type()));
 }
 
 Result rows(const Problem& p) {

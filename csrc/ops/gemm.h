@@ -11,6 +11,9 @@ namespace shoestring {
 /// torch.backends.cuda.matmul. On the CPU 16-bit operands are widened on their way into cache, or, two of bf16, multiplied
 /// by the CPU's units for them; sums do not depend on the number of threads.
 void gemm(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta = 0, double alpha = 1);
+/// What a product on the CPU packs into, about, at most: 8 MiB for all threads and 256 KiB for each.
+constexpr int64_t kGemmWorkspace = int64_t{9} << 20;
+
 /// True where gemm on this CPU reads 16-bit operands of a product in `type` as they lie; else it copies them first.
 bool gemm_widens(at::ScalarType type);
 void gemm_cpu(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta, double alpha);

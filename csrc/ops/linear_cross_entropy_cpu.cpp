@@ -112,9 +112,10 @@ Run<T>::Run(const Problem& problem)
   // Where the CPU has bf16 units the products of the gradients use them. The logits stay fp32 everywhere.
   narrow_ = gradient_ && p_.weight.scalar_type() == at::kBFloat16 && product_type(p_.hidden) == at::kBFloat16 &&
             p_.filter_eps == 0;
-  const int64_t workspace = p_.workspace_mb == 0 ? kDefaultWorkspaceMb : p_.workspace_mb;
+  const int64_t given = (p_.workspace_mb == 0 ? kDefaultWorkspaceMb : p_.workspace_mb) << 20;
+  const int64_t workspace = given - std::min(kGemmWorkspace, given / 2);
   const int64_t bytes_per_token = std::max<int64_t>(1, vocab_ * static_cast<int64_t>(sizeof(T)));
-  const int64_t fit = std::max<int64_t>(1, (workspace << 20) / bytes_per_token);
+  const int64_t fit = std::max<int64_t>(1, workspace / bytes_per_token);
   chunk_ = std::min<int64_t>(fit > 16 ? fit / 16 * 16 : fit, std::min<int64_t>(count_, 1024));
   logits_ = in_huge_pages(at::empty({chunk_, vocab_}, compute_));
   if (gradient_ && p_.filter_eps > 0) live_ = at::empty({at::get_num_threads(), vocab_}, compute_.dtype(at::kByte));

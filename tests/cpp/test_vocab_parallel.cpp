@@ -28,15 +28,16 @@ double error(const Tensor& a, const Tensor& b) {
   return (a.to(at::kDouble) - b).norm().item<double>() / b.norm().item<double>();
 }
 
-// All-reduces of two threads: each waits for the other's tensor.
+// All-reduces of two threads: each waits for the other's tensor. Else they work one at a time, `turn` being theirs: the
+// emulator runs one kernel at once.
 class Meeting {
  public:
-  Tensor all_reduce(int rank, const Tensor& x, Reduce reduce) {
-    std::unique_lock lock(mutex_);
+  std::unique_lock<std::mutex> begin_turn() { return std::unique_lock(mutex_); }
+  Tensor all_reduce(std::unique_lock<std::mutex>& turn, int rank, const Tensor& x, Reduce reduce) {
     const int round = round_[rank]++;
     given_[round].push_back(x.clone());
     arrived_.notify_all();
-    const bool both = arrived_.wait_for(lock, std::chrono::seconds(60), [&] { return given_[round].size() == 2; });
+    const bool both = arrived_.wait_for(turn, std::chrono::seconds(60), [&] { return given_[round].size() == 2; });
     TORCH_CHECK(both, "the other process has gone");
     const Tensor &a = given_[round][0], &b = given_[round][1];
     return reduce == Reduce::kSum ? a + b : at::maximum(a, b);
@@ -100,13 +101,14 @@ TEST_CASE("linear_cross_entropy over processes that share the classes", "[vocab_
   std::vector<std::thread> processes;
   for (int rank = 0; rank < 2; ++rank) {
     processes.emplace_back([&, rank] {
+      auto turn = meeting.begin_turn();
       try {
         Leaves part = leaves.shard(first[rank], first[rank + 1] - first[rank]);
         auto shard = LinearCrossEntropyShardOptions().softcap(4).logit_scale(0.7);
         shard.low(part.low()).up(part.lora_B);
         auto weighted = all;
         weighted.token_weights(weights);
-        const auto all_reduce = [&, rank](Tensor x, Reduce reduce) { return meeting.all_reduce(rank, x, reduce); };
+        const auto all_reduce = [&, rank](Tensor x, Reduce reduce) { return meeting.all_reduce(turn, rank, x, reduce); };
         loss[rank] = shoestring::vocab_parallel_linear_cross_entropy(part.hidden, part.weight, part.target, first[rank],
                                                                      all_reduce, part.bias, shard, weighted);
         gradients[rank] = part.gradients(loss[rank]);

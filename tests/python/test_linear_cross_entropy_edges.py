@@ -170,5 +170,5 @@ print(run({tokens}, {vocab}))
     used = float(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
     gradients_mb = 4 * features * (tokens + vocab) / 2**20
     logits_mb = 4 * tokens * vocab / 2**20
-    assert used < gradients_mb + workspace + 12, (used, gradients_mb)
+    assert used < gradients_mb + workspace + 6, (used, gradients_mb)
     assert used < logits_mb / 4

@@ -27,10 +27,11 @@ class LinearCrossEntropyOptions(CrossEntropyOptions, total=False):
         time; under ``torch.no_grad`` never. Not under ``torch.compile``.
     grad_scale: with weight_grad, the gradient that the loss is going to have in backward: weight's is then added in the
         forward pass, and no logits are computed twice.
-    workspace_mb: bound in MiB on the logits, and their gradient, that exist at a time. 0 is the device's default. CPU:
-        64. CUDA: 256 (at least 1024 tokens in fp32, 128 in 16 bits); and in 16 bits, where weight needs a gradient,
-        room for the logits' gradient, ``2 * vocab`` bytes each of all tokens if they are at most ``2 * features``,
-        else of ``max(2048, features)`` beside an fp32 accumulator of weight's shape: never more than
+    workspace_mb: bound in MiB on the logits, and their gradient, that exist at a time; on the CPU, on what products pack
+        into besides (9 MiB, or half of it if that is less). 0 is the device's default. CPU: 64. CUDA: 256 (at least
+        1024 tokens in fp32, 128 in 16 bits); and in 16 bits, where weight needs a gradient, room for the logits'
+        gradient, ``2 * vocab`` bytes each of all tokens if they are at most ``2 * features``, else of
+        ``max(2048, features)`` beside an fp32 accumulator of weight's shape: never more than
         ``vocab * max(6 * features, 4 * features + 4096)`` bytes. Less costs about ``230 / tokens at a time`` of the
         time on an H200.
     """

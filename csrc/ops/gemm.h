@@ -19,7 +19,7 @@ bool gemm_widens(at::ScalarType type);
 void gemm_cpu(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta, double alpha);
 
 /// gemm on a CPU, where a product of bf16 matrices may be rounded to bf16 before it is added, as PyTorch's own are: with
-/// AMX the library's is then several times faster.
+/// AMX, and for a few rows, the library's is then several times faster.
 void gemm_rounded(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta = 0, double alpha = 1);
 
 /// out = bias (n) + alpha * a b, all of one dtype: cuBLAS adds the bias as it writes.

@@ -158,9 +158,8 @@ void gemm_cpu(const Tensor& out, const Tensor& a, const Tensor& b, double beta, 
 }
 
 void gemm_rounded(const Tensor& out, const Tensor& a, const Tensor& b, double beta, double alpha) {
-  if (a.scalar_type() != at::kBFloat16 || b.scalar_type() != at::kBFloat16 || !has_amx()) {
-    return gemm_cpu(out, a, b, beta, alpha);
-  }
+  const bool narrow = a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16 && multiplies_bf16();
+  if (!narrow || !(has_amx() || a.size(0) < kFewLines)) return gemm_cpu(out, a, b, beta, alpha);
   Tensor c = out;
   if (out.scalar_type() == at::kBFloat16) {
     at::addmm_out(c, out, a, b, beta, alpha);

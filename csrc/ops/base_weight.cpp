@@ -4,6 +4,7 @@
 #include <ATen/Functions.h>
 
 #include "ops/gemm.h"
+#include "ops/huge_pages.h"
 
 namespace shoestring {
 
@@ -100,7 +101,7 @@ Tensor BaseWeight::panel(int64_t begin, int64_t size) const {
 Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Tensor& bias, const Tensor& low, const Tensor& up,
                     double scaling, at::ScalarType dtype, const Products& products) {
   const int64_t tokens = x.size(0);
-  Tensor out = at::empty({tokens, weight.rows()}, x.options().dtype(dtype));
+  Tensor out = in_huge_pages(at::empty({tokens, weight.rows()}, x.options().dtype(dtype)));
   const bool round = dtype != x.scalar_type();
   weight.for_each_panel([&](int64_t begin, const Tensor& panel) {
     const int64_t size = panel.size(0);

@@ -10,6 +10,7 @@
 
 #include "ops/call.h"
 #include "ops/cuda.h"
+#include "ops/huge_pages.h"
 #include "ops/packed.h"
 
 namespace shoestring {
@@ -31,7 +32,7 @@ const uint16_t* bits(const Tensor& t) { return static_cast<const uint16_t*>(t.co
 // Empty codes and scales of `count` elements.
 std::tuple<Tensor, Tensor> make_parts(const Tensor& x, int64_t block_size) {
   const int64_t count = x.numel(), blocks = (count + block_size - 1) / block_size;
-  return {at::empty({(count + 1) / 2}, x.options().dtype(at::kByte)),
+  return {in_huge_pages(at::empty({(count + 1) / 2}, x.options().dtype(at::kByte))),
           at::empty({blocks}, x.options().dtype(at::kFloat))};
 }
 
@@ -159,7 +160,7 @@ Tensor dequantize(const Tensor& packed, const Tensor& absmax, const OptionalTens
   check_output(shape, dtype, quant_type);
   check_packed("dequantize_4bit", packed, absmax, nested, product(shape), quant_type, block_size, packed.device());
   const c10::OptionalDeviceGuard guard(packed.device());
-  Tensor out = at::empty_symint(shape, packed.options().dtype(dtype));
+  Tensor out = in_huge_pages(at::empty_symint(shape, packed.options().dtype(dtype)));
   PackedReader(backend, "dequantize_4bit", packed, absmax, nested, quant_type, block_size).read(0, out);
   return out;
 }

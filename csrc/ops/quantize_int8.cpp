@@ -9,6 +9,7 @@
 
 #include "ops/call.h"
 #include "ops/cuda.h"
+#include "ops/huge_pages.h"
 #include "ops/packed.h"
 
 namespace shoestring {
@@ -87,7 +88,7 @@ template <Backend backend>
 Tensor dequantize(const Tensor& packed, const Tensor& absmax, at::ScalarType dtype) {
   check_parts(packed, absmax, dtype);
   const c10::OptionalDeviceGuard guard(packed.device());
-  Tensor out = at::empty(packed.sizes(), packed.options().dtype(dtype));
+  Tensor out = in_huge_pages(at::empty(packed.sizes(), packed.options().dtype(dtype)));
   PackedReader(backend, kDequantize, packed, absmax, std::nullopt, "int8", packed.size(-1)).read(0, out);
   return out;
 }

@@ -22,8 +22,8 @@ using at::Tensor;
 constexpr int64_t kDepth = 192;
 constexpr int64_t kBlockBytes = int64_t{256} << 10;   // of panels that a thread packs for itself
 constexpr int64_t kResultBytes = int64_t{768} << 10;  // of the result, which each piece of the depth is added to
-constexpr int64_t kSharedBytes = int64_t{8} << 20;   // of panels for all
-constexpr int64_t kFewLines = 8;                     // fewer, and the product is no faster than packing
+constexpr int64_t kSharedBytes = int64_t{8} << 20;    // of panels for all
+constexpr int64_t kFewLines = 8;                      // fewer, and the product is no faster than packing
 
 int64_t parts_of(int64_t total, int64_t size) { return (total + size - 1) / size; }
 
@@ -124,10 +124,15 @@ void multiply(const kernels::GemmProduct& product, float* c, int64_t stride, con
   }
 }
 
+// Whether the CPU's units for bf16 may multiply them.
+bool by_bf16_units(const Tensor& a, const Tensor& b) {
+  return a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16 && multiplies_bf16();
+}
+
 bool has_amx() {
 #if defined(__x86_64__)
   static const bool units = __builtin_cpu_supports("amx-bf16");
-  return units && multiplies_bf16();
+  return units;
 #else
   return false;
 #endif
@@ -149,8 +154,7 @@ void gemm_cpu(const Tensor& out, const Tensor& a, const Tensor& b, double beta, 
     at::addmm_out(c, c, a.to(wide), b.to(wide), beta, alpha);
   } else {
     const auto& kernels = cpu::gemm();
-    const bool narrow = a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16 && multiplies_bf16();
-    const auto& product = narrow ? kernels.bf16 : kernels.fp32;
+    const auto& product = by_bf16_units(a, b) ? kernels.bf16 : kernels.fp32;
     multiply(product, c.mutable_data_ptr<float>(), c.stride(0), Side(product, a, 0, kernels.rows),
              Side(product, b, 1, kernels.columns), a.size(1), static_cast<float>(alpha), static_cast<float>(beta));
   }
@@ -158,8 +162,7 @@ void gemm_cpu(const Tensor& out, const Tensor& a, const Tensor& b, double beta, 
 }
 
 void gemm_rounded(const Tensor& out, const Tensor& a, const Tensor& b, double beta, double alpha) {
-  const bool narrow = a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16 && multiplies_bf16();
-  if (!narrow || !(has_amx() || a.size(0) < kFewLines)) return gemm_cpu(out, a, b, beta, alpha);
+  if (!by_bf16_units(a, b) || !(has_amx() || a.size(0) < kFewLines)) return gemm_cpu(out, a, b, beta, alpha);
   Tensor c = out;
   if (out.scalar_type() == at::kBFloat16) {
     at::addmm_out(c, out, a, b, beta, alpha);

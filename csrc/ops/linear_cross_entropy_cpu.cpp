@@ -150,19 +150,19 @@ void Run<T>::add_chunk(int64_t begin) {
   const int64_t tokens = std::min(chunk_, count_ - begin);
   Tensor index = at::from_blob(const_cast<int64_t*>(rows_.data() + begin), {tokens}, at::kLong);
   Tensor gathered = p_.hidden.index_select(0, index);  // (tokens, features)
-  Tensor x = gathered.to(compute_);
   Tensor z = logits_.narrow(0, 0, tokens);
   Tensor low = low_.defined() ? low_.index_select(0, index) : Tensor();
   make_logits(gathered, low, z);
   Tensor scale = reduce_rows(z, begin);
   if (!gradient_) return;
+  Tensor x = narrow_ ? gathered : gathered.to(compute_);
   const Tensor live = live_.defined() ? live_.amax(0).nonzero().squeeze(1) : Tensor();
   if (live.defined() && live.size(0) < vocab_ / 2) {
     add_live_gradients(z, live, scale, x, low, index);
     return;
   }
   const auto scaled = [&](const Tensor& t) { return t.defined() && !narrow_ ? t * scale : t; };
-  add_gradients(z, scale, scaled(narrow_ ? gathered : x), scaled(low), index);
+  add_gradients(z, scale, scaled(x), scaled(low), index);
 }
 
 template <class T>

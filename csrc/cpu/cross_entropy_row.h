@@ -91,18 +91,9 @@ inline double weighted_total(const float* z, const CrossEntropyRule<float>& rule
 // exp(x) for x <= 0, with the error of exp: its exponent is one that a number may have, so that half of the
 // work falls away. 0 below the smallest normal number; NaN stays NaN.
 SHOESTRING_INLINE F32 exp_of_negative(F32 x) {
-  F32 shifted = x * 1.44269504f + 12582912.f;  // 1.5 * 2^23: the integer part lands in the low bits
-  F32 n = shifted - 12582912.f;
-  F32 r = x - n * 0.693145752f;
-  r = r - n * 1.42860677e-6f;
-  F32 p = splat(1.98756915e-4f);
-  p = p * r + 1.39819995e-3f;
-  p = p * r + 8.33345192e-3f;
-  p = p * r + 4.16657957e-2f;
-  p = p * r + 1.66666655e-1f;
-  p = p * r + 5.00000012e-1f;
-  p = p * (r * r) + r + 1.f;
-  F32 y = p * as_float((as_bits(shifted) - 0x4b400000u + 127u) << 23);
+  U32 steps;
+  F32 p = reduced_exp(x, &steps);
+  F32 y = p * as_float((steps + 127u) << 23);
   return x < -87.3f ? F32{} : y;  // whatever became of it
 }
 

@@ -242,14 +242,11 @@ SHOESTRING_INLINE U16 to_fp16(F32 x) {
 }
 #endif
 
-// e^x within 1 ulp or so for normal results: x = n ln2 + r, a polynomial in r, the exponent added as bits. Results
-// below the smallest normal number are 0, above the largest infinity; NaN stays NaN.
-SHOESTRING_INLINE F32 exp(F32 x) {
-  F32 clamped = x < -87.3f ? splat(-87.3f) : x;
-  clamped = clamped > 88.72f ? splat(88.72f) : clamped;
-  F32 shifted = clamped * 1.44269504f + 12582912.f;  // 1.5 * 2^23: the integer part lands in the low bits
+// e^x as y 2^n, y in about [0.7, 1.42]: x = n ln2 + r, and a polynomial in r. n is in the low bits of `steps`.
+SHOESTRING_INLINE F32 reduced_exp(F32 x, U32* steps) {
+  F32 shifted = x * 1.44269504f + 12582912.f;  // 1.5 * 2^23: the integer part lands in the low bits
   F32 n = shifted - 12582912.f;
-  F32 r = clamped - n * 0.693145752f;
+  F32 r = x - n * 0.693145752f;
   r = r - n * 1.42860677e-6f;
   F32 p = splat(1.98756915e-4f);
   p = p * r + 1.39819995e-3f;
@@ -257,9 +254,18 @@ SHOESTRING_INLINE F32 exp(F32 x) {
   p = p * r + 4.16657957e-2f;
   p = p * r + 1.66666655e-1f;
   p = p * r + 5.00000012e-1f;
-  p = p * (r * r) + r + 1.f;
+  *steps = as_bits(shifted) - 0x4b400000u;
+  return p * (r * r) + r + 1.f;
+}
+
+// e^x within 1 ulp or so for normal results; those below the smallest normal number are 0, above the largest infinity;
+// NaN stays NaN.
+SHOESTRING_INLINE F32 exp(F32 x) {
+  F32 clamped = x < -87.3f ? splat(-87.3f) : x;
+  clamped = clamped > 88.72f ? splat(88.72f) : clamped;
+  U32 steps;
+  F32 p = reduced_exp(clamped, &steps);
   // 2^n in two halves, so that n = 128 does not overflow the exponent field.
-  U32 steps = as_bits(shifted) - 0x4b400000u;
   U32 half = (U32)((I32)steps >> 1);
   F32 y = p * as_float((half + 127u) << 23) * as_float((steps - half + 127u) << 23);
   y = x < -87.3f ? F32{} : y;

@@ -190,19 +190,35 @@ TORCH_LIBRARY(shoestring, m) {
       "quantized_linear_backward(Tensor grad_output, Tensor packed, Tensor absmax, Tensor? nested, *, SymInt in_features, "
       "str quant_type, int block_size) -> Tensor");
 
-  // x W^T + bias + scaling * (x A^T) B^T. W is frozen: dense (out_features, in_features) in x's dtype, or, where absmax
-  // is given, the codes of a quantised weight. lora_A (rank, in_features), lora_B (out_features, rank), of any
-  // floating-point dtype. dropped: what A reads in place of x. Gradients by x, dropped, bias, lora_A and lora_B.
+  // x with each element dropped with probability p, the others divided by 1 - p. The mask is a function of seed, one int64,
+  // and the place: backward makes it again, and nothing is kept.
+  m.def("seeded_dropout(Tensor x, Tensor seed, float p) -> Tensor");
+  // silu(gate) * up.
+  m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
+  m.def("swiglu_backward(Tensor grad_output, Tensor gate, Tensor up) -> (Tensor, Tensor)");
+
+  // gain * (x W^T + scaling * low B^T) + bias with low = low_scale * dropped(x) A^T. W is frozen: dense (out_features,
+  // in_features) in x's dtype, or, where absmax is given, the codes of a quantised weight. lora_A (rank, in_features), lora_B
+  // (out_features, rank), bias and gain (out_features), low_scale (tokens, rank), of any floating-point dtype. dropped:
+  // seeded_dropout; with a gate, x is silu(gate) * x. Gradients by x, gate, bias, lora_A, lora_B and gain.
   m.def(
-      "lora_linear(Tensor x, Tensor weight, Tensor? absmax, Tensor? nested, Tensor? bias, Tensor lora_A, Tensor lora_B, "
-      "Tensor? dropped=None, *, float scaling=1., str quant_type='nf4', int block_size=64) -> Tensor");
-  // The same, with x A^T (tokens, rank).
+      "lora_linear(Tensor x, Tensor weight, Tensor? absmax, Tensor? nested, Tensor? bias, Tensor? lora_A, Tensor? lora_B, *, "
+      "Tensor? gain=None, Tensor? low_scale=None, Tensor? gate=None, Tensor? seed=None, float dropout=0., "
+      "float scaling=1., str quant_type='nf4', int block_size=64) -> Tensor");
+  // Several layers over one input, which share the dropout. layers has weight, absmax, nested, bias, lora_A, lora_B, gain and
+  // low_scale of the first one, then of the second, and so on.
+  const std::string group = "Tensor?[] layers, Tensor? gate, Tensor? seed, float dropout, float[] scaling, "
+                            "str[] quant_type, int[] block_size";
+  m.def(("lora_linear_group(Tensor x, " + group + ") -> Tensor[]").c_str());
+  // The same, with low of all layers side by side (tokens, ranks).
+  m.def(("lora_linear_group_forward(Tensor x, " + group + ") -> (Tensor[], Tensor)").c_str());
+  // The gradients that output_mask asks for: by x, gate, and lora_A, lora_B and gain of each layer; the others are empty.
+  // outputs: of the layers whose gain has a gradient.
+  m.def(("lora_linear_group_backward(Tensor?[] grad_outputs, Tensor?[] outputs, Tensor x, Tensor low, " + group +
+         ", bool[] output_mask) -> Tensor[]")
+            .c_str());
+  // The norms of the rows of W + scaling * B A (out_features), without a temporary of W's size. No gradients.
   m.def(
-      "lora_linear_forward(Tensor x, Tensor weight, Tensor? absmax, Tensor? nested, Tensor? bias, Tensor lora_A, "
-      "Tensor lora_B, Tensor? dropped, *, float scaling, str quant_type, int block_size) -> (Tensor, Tensor)");
-  // The gradients that output_mask asks for (x, dropped, lora_A, lora_B); the others are empty. branch: what A read.
-  m.def(
-      "lora_linear_backward(Tensor grad_output, Tensor branch, Tensor low, Tensor weight, Tensor? absmax, "
-      "Tensor? nested, Tensor lora_A, Tensor lora_B, *, bool dropout, float scaling, str quant_type, int block_size, "
-      "bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)");
+      "lora_weight_norm(Tensor weight, Tensor? absmax, Tensor? nested, Tensor lora_A, Tensor lora_B, *, float scaling=1., "
+      "str quant_type='nf4', int block_size=64) -> Tensor");
 }

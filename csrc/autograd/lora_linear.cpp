@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <tuple>
 
 #include <ATen/Functions.h>
@@ -6,6 +7,7 @@
 
 #include "autograd/common.h"
 #include "ops/call.h"
+#include "ops/lora_layers.h"
 
 namespace shoestring {
 namespace {
@@ -14,105 +16,154 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using OptionalTensor = std::optional<Tensor>;
-using Mask = std::array<bool, 4>;
+using Names = c10::List<std::string>;
 
-using Op = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                  const Tensor&, const Tensor&, const OptionalTensor&, double, c10::string_view, int64_t);
-using Forward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                                           const OptionalTensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                                           double, c10::string_view, int64_t);
-using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                                                            const OptionalTensor&, const OptionalTensor&, const Tensor&,
-                                                            const Tensor&, bool, double, c10::string_view, int64_t,
-                                                            Mask);
+using Op = std::vector<Tensor>(const Tensor&, const LoraParts&, const OptionalTensor&, const OptionalTensor&, double,
+                               at::ArrayRef<double>, const Names&, at::IntArrayRef);
+using Forward = std::tuple<std::vector<Tensor>, Tensor>(const Tensor&, const LoraParts&, const OptionalTensor&,
+                                                        const OptionalTensor&, double, at::ArrayRef<double>, const Names&,
+                                                        at::IntArrayRef);
+using Backward = std::vector<Tensor>(const LoraParts&, const LoraParts&, const Tensor&, const Tensor&, const LoraParts&,
+                                     const OptionalTensor&, const OptionalTensor&, double, at::ArrayRef<double>,
+                                     const Names&, at::IntArrayRef, c10::List<bool>);
 
 OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 
-// Saves the input of A once, as it came, and low = input A^T (tokens, rank); of the base only the frozen weight.
+LoraParts optionals(at::TensorList tensors) {
+  LoraParts parts;
+  for (const auto& t : tensors) parts.push_back(optional(t));
+  return parts;
+}
+
+// Saves the input once, as it came, the products with A (tokens, ranks), and outputs only where a gain has a gradient; of
+// the bases their frozen weights.
 class LoraLinear : public torch::autograd::Function<LoraLinear> {
  public:
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const OptionalTensor& absmax,
-                        const OptionalTensor& nested, const OptionalTensor& bias, const Tensor& lora_A,
-                        const Tensor& lora_B, const OptionalTensor& dropped, double scaling, std::string quant_type,
-                        int64_t block_size) {
+  // given: the parts that there are, since autograd takes no undefined tensors; places: of each part in it, or -1.
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& gate, at::TensorList given,
+                               std::vector<int64_t> places, const OptionalTensor& seed, double dropout,
+                               std::vector<double> scaling, Names quant_type, std::vector<int64_t> block_size) {
     at::AutoDispatchBelowADInplaceOrView below;
-    static auto op = find<Forward>("shoestring::lora_linear_forward");
-    auto [out, low] = op.call(x, weight, absmax, nested, bias, lora_A, lora_B, dropped, scaling, quant_type, block_size);
-    ctx->save_for_backward({dropped.value_or(x), low, weight, absmax.value_or(Tensor()), nested.value_or(Tensor()),
-                            lora_A, lora_B});
-    const Mask mask{x.requires_grad(), dropped.has_value() && dropped->requires_grad(), lora_A.requires_grad(),
-                    lora_B.requires_grad()};
-    for (int i = 0; i < 4; ++i) ctx->saved_data["mask" + std::to_string(i)] = mask[i];
-    ctx->saved_data["dropout"] = dropped.has_value();
-    ctx->saved_data["by_bias"] = bias.has_value() && bias->requires_grad();
-    if (bias.has_value()) ctx->saved_data["bias_type"] = bias->scalar_type();
+    variable_list parts;
+    for (const int64_t place : places) parts.push_back(place < 0 ? Tensor() : given[place]);
+    static auto op = find<Forward>("shoestring::lora_linear_group_forward");
+    auto [outputs, low] = op.call(x, optionals(parts), gate, seed, dropout, scaling, quant_type, block_size);
+    const auto wants = [](const Tensor& t) { return t.defined() && t.requires_grad(); };
+    c10::List<bool> mask({wants(x), wants(gate.value_or(Tensor()))}), bias_mask;
+    variable_list saved{x, gate.value_or(Tensor()), low, seed.value_or(Tensor())}, kept;
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      const Tensor* layer = parts.data() + i * kLoraParts;
+      for (const auto part : {kLoraA, kLoraB, kGain}) mask.push_back(wants(layer[part]));
+      bias_mask.push_back(wants(layer[kBias]));
+      kept.push_back(wants(layer[kGain]) ? outputs[i] : Tensor());
+      // The bias is read again for the gain's gradient alone.
+      for (size_t part = 0; part < kLoraParts; ++part) {
+        saved.push_back(part == kBias && !wants(layer[kGain]) ? Tensor() : layer[part]);
+      }
+      ctx->saved_data["bias_type" + std::to_string(i)] = layer[kBias].defined() ? layer[kBias].scalar_type() : at::kFloat;
+    }
+    saved.insert(saved.end(), kept.begin(), kept.end());
+    ctx->save_for_backward(saved);
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["places"] = places;
+    ctx->saved_data["mask"] = mask;
+    ctx->saved_data["bias_mask"] = bias_mask;
+    ctx->saved_data["dropout"] = dropout;
     ctx->saved_data["scaling"] = scaling;
     ctx->saved_data["quant_type"] = quant_type;
     ctx->saved_data["block_size"] = block_size;
-    return out;
+    return outputs;
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
-    const Tensor& grad = grad_outputs[0];
-    variable_list saved = ctx->get_saved_variables(), gradients(5);
-    Mask mask;
-    for (int i = 0; i < 4; ++i) mask[i] = ctx->saved_data["mask" + std::to_string(i)].toBool();
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const auto mask = ctx->saved_data["mask"].toBoolList(), bias_mask = ctx->saved_data["bias_mask"].toBoolList();
+    const size_t count = grads.size(), inputs = 4;
+    const at::TensorList parts(saved.data() + inputs, count * kLoraParts);
+    const at::TensorList outputs(saved.data() + inputs + count * kLoraParts, count);
+    const auto places = ctx->saved_data["places"].toIntVector();
+    const auto given = std::count_if(places.begin(), places.end(), [](int64_t place) { return place >= 0; });
+    variable_list gradients(2 + given + 6);  // by x, gate and the parts; six arguments have none
+    const auto by_part = [&](size_t layer, LoraPart part) -> Tensor& {
+      return gradients[2 + places[layer * kLoraParts + part]];
+    };
     {
       at::AutoDispatchBelowADInplaceOrView below;
-      if (mask[0] || mask[1] || mask[2] || mask[3]) {
-        static auto op = find<Backward>("shoestring::lora_linear_backward");
-        std::tie(gradients[0], gradients[1], gradients[2], gradients[3]) =
-            op.call(grad, saved[0], saved[1], saved[2], optional(saved[3]), optional(saved[4]), saved[5], saved[6],
-                    ctx->saved_data["dropout"].toBool(), ctx->saved_data["scaling"].toDouble(),
-                    ctx->saved_data["quant_type"].toStringView(), ctx->saved_data["block_size"].toInt(), mask);
+      bool any = false;
+      for (const bool wanted : mask) any = any || wanted;
+      if (any) {
+        static auto op = find<Backward>("shoestring::lora_linear_group_backward");
+        const auto scaling = ctx->saved_data["scaling"].toDoubleVector();
+        const auto block_size = ctx->saved_data["block_size"].toIntVector();
+        const auto made = op.call(optionals(grads), optionals(outputs), saved[0], saved[2], optionals(parts),
+                                  optional(saved[1]), optional(saved[3]), ctx->saved_data["dropout"].toDouble(), scaling,
+                                  ctx->saved_data["quant_type"].to<Names>(), block_size, mask);
+        for (size_t i = 0; i < 2; ++i) {
+          if (mask.get(i)) gradients[i] = made[i];
+        }
+        for (size_t i = 0; i < count; ++i) {
+          for (const auto& [part, from] : {std::pair(kLoraA, 0), std::pair(kLoraB, 1), std::pair(kGain, 2)}) {
+            if (mask.get(2 + 3 * i + from)) by_part(i, part) = made[2 + 3 * i + from];
+          }
+        }
       }
-      if (ctx->saved_data["by_bias"].toBool()) {
-        gradients[4] = sum_to_bias(grad, ctx->saved_data["bias_type"].toScalarType());
+      for (size_t i = 0; i < count; ++i) {
+        if (!bias_mask.get(i) || !grads[i].defined()) continue;
+        by_part(i, kBias) = sum_to_bias(grads[i], ctx->saved_data["bias_type" + std::to_string(i)].toScalarType());
       }
     }
-    for (int i = 0; i < 4; ++i) {
-      if (!mask[i]) gradients[i] = Tensor();
-    }
-    gradients = once_differentiable("lora_linear", std::move(gradients));
-    Tensor none;
-    return {gradients[0], none,         none, none, gradients[4], gradients[2],
-            gradients[3], gradients[1], none, none, none};
+    return once_differentiable("lora_linear", std::move(gradients));
   }
 };
 
-Tensor autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& absmax, const OptionalTensor& nested,
-                const OptionalTensor& bias, const Tensor& lora_A, const Tensor& lora_B, const OptionalTensor& dropped,
-                double scaling, c10::string_view quant_type, int64_t block_size) {
-  TORCH_CHECK(!(at::GradMode::is_enabled() && weight.requires_grad()),
-              "lora_linear: weight: expected a frozen weight, received one that requires a gradient; call "
-              "weight.requires_grad_(False)");
-  if (!needs_grad(x, bias.value_or(Tensor(x)), lora_A, lora_B, dropped.value_or(Tensor(x)))) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    static auto op = find<Op>("shoestring::lora_linear");
-    return op.call(x, weight, absmax, nested, bias, lora_A, lora_B, dropped, scaling, quant_type, block_size);
+std::vector<Tensor> autograd(const Tensor& x, const LoraParts& parts, const OptionalTensor& gate,
+                             const OptionalTensor& seed, double dropout, at::ArrayRef<double> scaling,
+                             const Names& quant_type, at::IntArrayRef block_size) {
+  bool recorded = needs_grad(x) || (gate.has_value() && needs_grad(*gate));
+  variable_list given;
+  std::vector<int64_t> places(parts.size(), -1);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const OptionalTensor part = parts.get(i);
+    if (!part.has_value()) continue;
+    places[i] = static_cast<int64_t>(given.size());
+    given.push_back(*part);
+    TORCH_CHECK(!(needs_grad(*part) && i % kLoraParts == kWeight),
+                "lora_linear: weight: expected a frozen weight, received one that requires a gradient; call "
+                "weight.requires_grad_(False)");
+    recorded = recorded || needs_grad(*part);
   }
-  return LoraLinear::apply(x, weight, absmax, nested, bias, lora_A, lora_B, dropped, scaling, std::string(quant_type),
-                           block_size);
+  if (!recorded) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    static auto op = find<Op>("shoestring::lora_linear_group");
+    return op.call(x, parts, gate, seed, dropout, scaling, quant_type, block_size);
+  }
+  return LoraLinear::apply(x, gate, at::TensorList(given), places, seed, dropout, scaling.vec(), quant_type,
+                           block_size.vec());
 }
 
-// As for a linear layer: x and a dense weight take the autocast dtype, and so does the result. The adapter stays as it
-// is: the operator converts it to what its products are in.
+// As for a linear layer: x and dense weights take the autocast dtype, and so do the results. Adapters stay as they are:
+// the operator converts them to what its products are in.
 template <c10::DeviceType device>
-Tensor autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& absmax, const OptionalTensor& nested,
-                const OptionalTensor& bias, const Tensor& lora_A, const Tensor& lora_B, const OptionalTensor& dropped,
-                double scaling, c10::string_view quant_type, int64_t block_size) {
+std::vector<Tensor> autocast(const Tensor& x, const LoraParts& parts, const OptionalTensor& gate,
+                             const OptionalTensor& seed, double dropout, at::ArrayRef<double> scaling,
+                             const Names& quant_type, at::IntArrayRef block_size) {
   c10::impl::ExcludeDispatchKeyGuard off(at::autocast::get_autocast_dispatch_key_from_device_type(device));
   const auto cast = [dtype = at::autocast::get_autocast_dtype(device)](const Tensor& t) {
     return at::autocast::cached_cast(dtype, t, device);
   };
-  static auto op = find<Op>("shoestring::lora_linear");
-  return op.call(cast(x), absmax.has_value() ? weight : cast(weight), absmax, nested, bias, lora_A, lora_B,
-                 dropped.has_value() ? OptionalTensor(cast(*dropped)) : dropped, scaling, quant_type, block_size);
+  LoraParts converted = parts.copy();
+  for (size_t i = 0; i < parts.size(); i += kLoraParts) {
+    const OptionalTensor weight = parts.get(i), absmax = parts.get(i + kAbsmax);
+    if (weight.has_value() && !absmax.has_value()) converted.set(i, cast(*weight));
+  }
+  static auto op = find<Op>("shoestring::lora_linear_group");
+  return op.call(cast(x), converted, gate.has_value() ? OptionalTensor(cast(*gate)) : gate, seed, dropout, scaling,
+                 quant_type, block_size);
 }
 
-TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("lora_linear", autograd); }
-TORCH_LIBRARY_IMPL(shoestring, AutocastCPU, m) { m.impl("lora_linear", autocast<at::kCPU>); }
-TORCH_LIBRARY_IMPL(shoestring, AutocastCUDA, m) { m.impl("lora_linear", autocast<at::kCUDA>); }
+TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("lora_linear_group", autograd); }
+TORCH_LIBRARY_IMPL(shoestring, AutocastCPU, m) { m.impl("lora_linear_group", autocast<at::kCPU>); }
+TORCH_LIBRARY_IMPL(shoestring, AutocastCUDA, m) { m.impl("lora_linear_group", autocast<at::kCUDA>); }
 
 }  // namespace
 }  // namespace shoestring

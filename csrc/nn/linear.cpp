@@ -1,4 +1,5 @@
 #include <cmath>
+#include <limits>
 #include <utility>
 
 #include <torch/nn/init.h>
@@ -103,13 +104,19 @@ Tensor LinearImpl::forward(const Tensor& x) {
     return quantized_linear(x, base->packed, base->absmax, options.out_features(), optional(bias), optional(base->nested),
                        base->options.quantize());
   }
-  std::optional<Tensor> dropped;
-  if (is_training() && adapter->dropout() > 0) dropped = at::dropout(x, adapter->dropout(), true);
-  if (!is_quantized()) {
-    return lora_linear(x, weight, lora_A, lora_B, scaling(), optional(bias), std::nullopt, std::nullopt, dropped);
+  LoraInput input;
+  if (is_training() && adapter->dropout() > 0) {
+    const auto number = at::TensorOptions(at::kLong).device(x.device());
+    input.dropout(adapter->dropout()).seed(at::randint(std::numeric_limits<int64_t>::max(), {1}, number));
   }
-  return lora_linear(x, base->packed, lora_A, lora_B, scaling(), optional(bias), base->absmax, optional(base->nested),
-                     dropped, base->options.quantize());
+  return lora_linear(x, adapted(), input);
+}
+
+LoraWeight LinearImpl::adapted() const {
+  LoraWeight layer(is_quantized() ? base->packed : weight);
+  layer.lora_A(lora_A).lora_B(lora_B).scaling(scaling()).bias(optional(bias));
+  if (is_quantized()) layer.absmax(base->absmax).nested(optional(base->nested)).quantize(base->options.quantize());
+  return layer;
 }
 
 void LinearImpl::merge(bool reversible) {

@@ -98,51 +98,58 @@ Tensor BaseWeight::panel(int64_t begin, int64_t size) const {
   return buffer_.defined() ? buffer_.narrow(0, 0, size).copy_(part) : part;
 }
 
-Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Tensor& bias, const Tensor& low, const Tensor& up,
-                    double scaling, at::ScalarType dtype, const Products& products) {
+Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Adaptation& adaptation, at::ScalarType dtype,
+                    const Products& products) {
+  const auto& [low, up, scaling, gain, bias] = adaptation;
   const int64_t tokens = x.size(0);
   Tensor out = in_huge_pages(at::empty({tokens, weight.rows()}, x.options().dtype(dtype)));
-  const bool round = dtype != x.scalar_type();
+  // On a CPU with bf16 units the sum of both products is in fp32.
+  const bool separate = low.defined() && products.weight != products.other;
+  const auto type = separate ? products.other : x.scalar_type();
   weight.for_each_panel([&](int64_t begin, const Tensor& panel) {
     const int64_t size = panel.size(0);
+    const auto part = [&](const Tensor& t) { return t.defined() ? t.narrow(0, begin, size) : t; };
     Tensor columns = out.narrow(1, begin, size);
-    const Tensor offset = bias.defined() ? bias.narrow(0, begin, size) : Tensor();
-    const Tensor part = low.defined() ? up.narrow(0, begin, size).t() : Tensor();  // (rank, size)
-    if (low.defined() && products.weight != products.other) {  // a CPU with bf16 units
-      Tensor sum = at::empty({tokens, size}, x.options().dtype(products.other));
-      gemm_rounded(sum, x, panel.t());
-      if (offset.defined()) sum.add_(offset);
-      gemm(sum, low, part, /*beta=*/1, scaling);
-      columns.copy_(sum);
-      return;
-    }
-    Tensor to = round ? at::empty({tokens, size}, x.options()) : columns;
-    if (low.defined()) {  // first: where `to` has 16 bits, that rounds the smaller part, and then the sum once
-      multiply_into(to, products, offset, low, part, 0, scaling);
+    Tensor to = type == dtype ? columns : at::empty({tokens, size}, x.options().dtype(type));
+    const Tensor offset = gain.defined() ? Tensor() : part(bias);
+    if (separate) {
+      gemm_rounded(to, x, panel.t());
+      if (offset.defined()) to.add_(offset);
+      gemm(to, low, part(up).t(), /*beta=*/1, scaling);
+    } else if (low.defined()) {  // first: where `to` has 16 bits, that rounds the smaller part, and then the sum once
+      multiply_into(to, products, offset, low, part(up).t(), 0, scaling);
       multiply_into(to, products, Tensor(), x, panel.t(), 1);
     } else {
-      multiply_into(to, products, offset.defined() ? offset.to(x.scalar_type()) : offset, x, panel.t(), 0);
+      multiply_into(to, products, offset.defined() ? offset.to(type) : offset, x, panel.t(), 0);
     }
-    if (round) columns.copy_(to);
+    if (gain.defined() && bias.defined()) {
+      at::addcmul_out(to, part(bias), to, part(gain));
+    } else if (gain.defined()) {
+      to.mul_(part(gain));
+    }
+    if (!to.is_same(columns)) columns.copy_(to);
   });
   return out;
 }
 
-Tensor times_weight(const BaseWeight& weight, const Tensor& grad, const Tensor& low, const Tensor& down,
-                    const Products& products) {
+Tensor times_weight(const std::vector<GradAndWeight>& terms, int64_t tokens, int64_t columns, at::TensorOptions like,
+                    const Tensor& low, const Tensor& down, const Products& products) {
   // On CUDA the sum over several panels is in fp32; one panel's product rounds its own fp32 sum.
-  const bool narrow = products.backend == Backend::kCuda && weight.one_panel();
-  Tensor out = at::empty({grad.size(0), weight.columns()},
-                         grad.options().dtype(narrow ? products.other : compute_type(grad)));
-  const auto add = [&](const Tensor& a, const Tensor& b, bool first) {
+  const bool narrow = products.backend == Backend::kCuda && terms.size() == 1 && terms[0].weight.one_panel();
+  const auto wide = products.other == at::kDouble ? at::kDouble : at::kFloat;
+  Tensor out = at::empty({tokens, columns}, like.dtype(narrow ? products.other : wide));
+  bool first = true;
+  const auto add = [&](const Tensor& a, const Tensor& b) {
     multiply_into(out, products, Tensor(), a, b, first ? 0 : 1);
+    first = false;
   };
-  if (low.defined()) add(low, down, true);
-  if (weight.rows() == 0) return low.defined() ? out : out.zero_();
-  weight.for_each_panel([&](int64_t begin, const Tensor& panel) {
-    add(grad.narrow(1, begin, panel.size(0)).to(products.weight), panel, begin == 0 && !low.defined());
-  });
-  return out;
+  if (low.defined()) add(low, down);
+  for (const auto& [grad, weight] : terms) {
+    weight.for_each_panel([&](int64_t begin, const Tensor& panel) {
+      add(grad.narrow(1, begin, panel.size(0)).to(products.weight), panel);
+    });
+  }
+  return first ? out.zero_() : out;
 }
 
 }  // namespace shoestring

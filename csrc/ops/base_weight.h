@@ -77,15 +77,27 @@ class BaseWeight {
   std::optional<PackedReader> reader_;
 };
 
-/// out (tokens, rows) of `dtype` = x (tokens, columns) weight^T + bias + scaling * low (tokens, rank) up^T. x is of type
-/// products.weight, the others products.other; bias may be undefined, and so may low and up together.
-at::Tensor apply_weight(const BaseWeight& weight, const at::Tensor& x, const at::Tensor& bias, const at::Tensor& low,
-                        const at::Tensor& up, double scaling, at::ScalarType dtype, const Products& products);
+/// What an adapter adds to its layer's output; every part may be undefined.
+struct Adaptation {
+  at::Tensor low, up;  // together: scaling * low (tokens, rank) up (rows, rank)^T is added to the product with the weight
+  double scaling = 1;
+  at::Tensor gain;  // (rows), fp32 or fp64: multiplies that sum
+  at::Tensor bias;  // (rows), is added then
+};
 
-/// grad (tokens, rows) weight + low (tokens, rank) down, of a type that holds the sum over the panels: (tokens,
-/// columns). grad of any dtype is converted to products.weight a panel's columns at a time; low and down are of type
-/// products.other, and undefined together.
-at::Tensor times_weight(const BaseWeight& weight, const at::Tensor& grad, const at::Tensor& low, const at::Tensor& down,
+/// out (tokens, rows) of `dtype` = gain * (x (tokens, columns) weight^T + scaling * low up^T) + bias. x is of type
+/// products.weight, the others products.other.
+at::Tensor apply_weight(const BaseWeight& weight, const at::Tensor& x, const Adaptation& adaptation, at::ScalarType dtype,
                         const Products& products);
+
+/// The sum over the weights of grad (tokens, rows) weight, and of low (tokens, rank) down, of a type that holds it: (tokens,
+/// columns). Each grad, of any dtype, is converted to products.weight a panel's columns at a time; low and down are of type
+/// products.other, and undefined together.
+struct GradAndWeight {
+  at::Tensor grad;
+  BaseWeight weight;
+};
+at::Tensor times_weight(const std::vector<GradAndWeight>& terms, int64_t tokens, int64_t columns, at::TensorOptions like,
+                        const at::Tensor& low, const at::Tensor& down, const Products& products);
 
 }  // namespace shoestring

@@ -1,3 +1,6 @@
+// One operator for a layer, or for several that read the same input: the input is dropped, and goes through the matrices
+// A, together, and the gradients by it are summed as they are made.
+
 #include <tuple>
 
 #include <ATen/Functions.h>
@@ -8,13 +11,16 @@
 
 #include "ops/base_weight.h"
 #include "ops/call.h"
+#include "ops/lora_layers.h"
+#include "ops/seeded_dropout.h"
+#include "ops/swiglu.h"
 
 namespace shoestring {
 namespace {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
-using Mask = std::array<bool, 4>;
+using Names = c10::List<std::string>;
 
 constexpr const char* kOp = "lora_linear";
 
@@ -23,153 +29,316 @@ void check_float(const char* name, const Tensor& t, c10::Device device) {
               ": expected fp32, fp64, bf16 or fp16 on ", device, ", received ", t.scalar_type(), " on ", t.device());
 }
 
-void check(const Tensor& x, const Tensor& weight, const OptionalTensor& absmax, const OptionalTensor& nested,
-           const OptionalTensor& bias, const Tensor& lora_A, const Tensor& lora_B, const OptionalTensor& dropped,
-           c10::string_view quant_type, int64_t block_size) {
-  TORCH_CHECK(x.dim() >= 1, kOp, ": x: expected shape (..., in_features), received a scalar");
-  check_float("x", x, x.device());
-  check_float("lora_A", lora_A, x.device());
-  check_float("lora_B", lora_B, x.device());
+void check_rows(const char* name, const OptionalTensor& t, const c10::SymInt& rows, c10::Device device) {
+  if (!t.has_value()) return;
+  check_float(name, *t, device);
+  TORCH_CHECK(t->dim() == 1 && t->sym_size(0) == rows, kOp, ": ", name, ": expected shape (", rows, "), received ",
+              t->sym_sizes());
+}
+
+c10::SymInt tokens_of(const Tensor& x) {
+  c10::SymInt tokens = 1;
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) tokens = tokens * x.sym_size(i);
+  return tokens;
+}
+
+void check_layer(const Tensor& x, const LoraLayer& layer) {
   const auto in_features = x.sym_size(-1);
-  TORCH_CHECK(lora_A.dim() == 2 && lora_A.sym_size(1) == in_features, kOp, ": lora_A: expected shape (rank, ",
-              in_features, "), received ", lora_A.sym_sizes());
-  TORCH_CHECK(lora_B.dim() == 2 && lora_B.sym_size(1) == lora_A.sym_size(0), kOp,
-              ": lora_B: expected shape (out_features, ", lora_A.sym_size(0), "), the rank as in lora_A, received ",
-              lora_B.sym_sizes());
-  const auto out_features = lora_B.sym_size(0);
-  if (absmax.has_value()) {
-    check_packed(kOp, weight, *absmax, nested, out_features * in_features, quant_type, block_size, x.device());
+  TORCH_CHECK(layer.lora_A.has_value() == layer.lora_B.has_value(), kOp,
+              ": lora_A and lora_B: expected both or neither, received ", layer.lora_A.has_value() ? "lora_A" : "lora_B",
+              " alone");
+  if (layer.lora_A.has_value()) {
+    const Tensor &A = *layer.lora_A, &B = *layer.lora_B;
+    check_float("lora_A", A, x.device());
+    check_float("lora_B", B, x.device());
+    TORCH_CHECK(A.dim() == 2 && A.sym_size(1) == in_features, kOp, ": lora_A: expected shape (rank, ", in_features,
+                "), received ", A.sym_sizes());
+    TORCH_CHECK(B.dim() == 2 && B.sym_size(1) == A.sym_size(0), kOp, ": lora_B: expected shape (out_features, ",
+                A.sym_size(0), "), the rank as in lora_A, received ", B.sym_sizes());
+  }
+  const auto rows = layer.out_features(in_features);
+  if (layer.absmax.has_value()) {
+    check_packed(kOp, layer.weight, *layer.absmax, layer.nested, rows * in_features, layer.quant_type, layer.block_size,
+                 x.device());
   } else {
-    TORCH_CHECK(!nested.has_value(), kOp, ": nested: expected none without absmax, received a tensor");
-    TORCH_CHECK(weight.dim() == 2 && weight.sym_size(0) == out_features && weight.sym_size(1) == in_features, kOp,
-                ": weight: expected shape (", out_features, ", ", in_features, "), received ", weight.sym_sizes());
+    const Tensor& weight = layer.weight;
+    TORCH_CHECK(!layer.nested.has_value(), kOp, ": nested: expected none without absmax, received a tensor");
+    TORCH_CHECK(weight.dim() == 2 && weight.sym_size(0) == rows && weight.sym_size(1) == in_features, kOp,
+                ": weight: expected shape (", rows, ", ", in_features, "), received ", weight.sym_sizes());
     TORCH_CHECK(weight.scalar_type() == x.scalar_type() && weight.device() == x.device(), kOp,
                 ": weight: expected x's dtype and device, ", x.scalar_type(), " on ", x.device(), ", received ",
                 weight.scalar_type(), " on ", weight.device());
   }
-  if (bias.has_value()) {
-    check_float("bias", *bias, x.device());
-    TORCH_CHECK(bias->dim() == 1 && bias->sym_size(0) == out_features, kOp, ": bias: expected shape (", out_features,
-                "), received ", bias->sym_sizes());
-  }
-  if (dropped.has_value()) {
-    TORCH_CHECK(dropped->sym_sizes() == x.sym_sizes() && dropped->scalar_type() == x.scalar_type() &&
-                    dropped->device() == x.device(),
-                kOp, ": dropped: expected x's shape, dtype and device, received ", dropped->sym_sizes(), " of ",
-                dropped->scalar_type(), " on ", dropped->device());
-  }
+  check_rows("bias", layer.bias, rows, x.device());
+  check_rows("gain", layer.gain, rows, x.device());
+  if (!layer.low_scale.has_value()) return;
+  check_float("low_scale", *layer.low_scale, x.device());
+  const auto tokens = tokens_of(x);
+  TORCH_CHECK(layer.low_scale->dim() == 2 && layer.low_scale->sym_size(0) == tokens &&
+                  layer.low_scale->sym_size(1) == layer.rank(),
+              kOp, ": low_scale: expected shape (tokens, rank) = (", tokens, ", ", layer.rank(), "), received ",
+              layer.low_scale->sym_sizes());
 }
 
-BaseWeight base(const Products& products, const Tensor& weight, const OptionalTensor& absmax,
-                const OptionalTensor& nested, int64_t rows, int64_t columns, const Tensor& like,
-                c10::string_view quant_type, int64_t block_size) {
-  if (!absmax.has_value()) return BaseWeight::dense(weight, products.weight);
-  return BaseWeight::quantized(PackedReader(products.backend, kOp, weight, *absmax, nested, quant_type, block_size),
-                               rows, columns, like.options().dtype(products.weight));
+std::vector<LoraLayer> checked(const Tensor& x, const LoraParts& parts, const OptionalTensor& gate,
+                               const OptionalTensor& seed, double dropout, at::ArrayRef<double> scaling,
+                               const Names& quant_type, at::IntArrayRef block_size) {
+  auto layers = lora_layers(kOp, parts, scaling, quant_type, block_size);
+  TORCH_CHECK(x.dim() >= 1, kOp, ": x: expected shape (..., in_features), received a scalar");
+  check_float("x", x, x.device());
+  check_dropout(kOp, dropout, seed, x.device());
+  if (gate.has_value()) check_swiglu(kOp, *gate, x);
+  for (const auto& layer : layers) check_layer(x, layer);
+  return layers;
 }
 
-// y = x W^T + bias + scaling * low B^T with low = x A^T (tokens, rank), which backward needs again and is small.
+BaseWeight base(const Products& products, const LoraLayer& layer, int64_t columns, at::TensorOptions like) {
+  if (!layer.absmax.has_value()) return BaseWeight::dense(layer.weight, products.weight);
+  return BaseWeight::quantized(PackedReader(products.backend, kOp, layer.weight, *layer.absmax, layer.nested,
+                                            layer.quant_type, layer.block_size),
+                               layer.out_features(columns).expect_int(), columns, like.dtype(products.weight));
+}
+
+// The matrices A of all layers, (ranks together, in_features).
+Tensor all_down(const std::vector<LoraLayer>& layers, at::ScalarType dtype) {
+  std::vector<Tensor> matrices;
+  for (const auto& layer : layers) {
+    if (layer.lora_A.has_value()) matrices.push_back(layer.lora_A->to(dtype));
+  }
+  return matrices.empty() ? Tensor() : matrices.size() == 1 ? matrices[0] : at::cat(matrices);
+}
+
+Tensor to_type(const OptionalTensor& t, at::ScalarType dtype) { return t.has_value() ? t->to(dtype) : Tensor(); }
+
+// y = gain * (x W^T + scaling * low B^T) + bias with low = low_scale * dropped(x) A^T. Returns each layer's y, and low of
+// all layers side by side (tokens, ranks), which backward needs again and is small.
 template <Backend backend>
-std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight, const OptionalTensor& absmax,
-                                   const OptionalTensor& nested, const OptionalTensor& bias, const Tensor& lora_A,
-                                   const Tensor& lora_B, const OptionalTensor& dropped, double scaling,
-                                   c10::string_view quant_type, int64_t block_size) {
-  check(x, weight, absmax, nested, bias, lora_A, lora_B, dropped, quant_type, block_size);
+std::tuple<std::vector<Tensor>, Tensor> forward(const Tensor& x, const LoraParts& parts, const OptionalTensor& gate,
+                                                const OptionalTensor& seed, double dropout, at::ArrayRef<double> scaling,
+                                                const Names& quant_type, at::IntArrayRef block_size) {
+  const auto layers = checked(x, parts, gate, seed, dropout, scaling, quant_type, block_size);
   const c10::OptionalDeviceGuard guard(x.device());
   const Products products(backend, x);
   const auto other = products.other;
-  const int64_t rows = lora_B.size(0), columns = x.size(-1);
-  Tensor flat = as_matrix(x), wide = flat.to(other);
-  Tensor low = multiply(products, dropped.has_value() ? as_matrix(*dropped).to(other) : wide, lora_A.to(other).t(),
-                        compute_type(x));
-  Tensor out = apply_weight(base(products, weight, absmax, nested, rows, columns, x, quant_type, block_size),
-                            products.weight == other ? wide : flat, bias.has_value() ? bias->to(other) : Tensor(),
-                            low.to(other), lora_B.to(other), scaling, x.scalar_type(), products);
-  return {out.view_symint(with_last(x, rows)), low};
+  const int64_t columns = x.size(-1);
+  Tensor flat = as_matrix(gate.has_value() ? swiglu_forward(backend, *gate, x) : x), wide = flat.to(other);
+  const Tensor A = all_down(layers, other);
+  Tensor low = at::empty({flat.size(0), 0}, x.options().dtype(compute_type(x)));
+  if (A.defined()) {
+    low = multiply(products, seed.has_value() ? drop(backend, wide, *seed, dropout) : wide, A.t(), compute_type(x));
+  }
+  std::vector<Tensor> outputs;
+  int64_t first = 0;
+  for (const auto& layer : layers) {
+    Adaptation adaptation;
+    adaptation.scaling = layer.scaling;
+    adaptation.gain = to_type(layer.gain, compute_type(x));
+    adaptation.bias = to_type(layer.bias, layer.gain.has_value() ? compute_type(x) : other);
+    if (layer.lora_A.has_value()) {
+      Tensor own = low.narrow(1, first, layer.lora_A->size(0));
+      if (layer.low_scale.has_value()) own.mul_(*layer.low_scale);
+      first += own.size(1);
+      adaptation.low = own.to(other);
+      adaptation.up = layer.lora_B->to(other);
+    }
+    Tensor out = apply_weight(base(products, layer, columns, x.options()), products.weight == other ? wide : flat,
+                              adaptation, x.scalar_type(), products);
+    outputs.push_back(out.view_symint(with_last(x, out.size(1))));
+  }
+  return {outputs, low};
 }
 
 Tensor none(const Tensor& like) { return at::empty({0}, like.options()); }
 
-// branch is the input of A: dropped, or x. With G the upstream gradient and D = scaling * G B:
-//   grad_x = G W (+ D A where branch is x),  grad_dropped = D A,  grad_A = D^T branch,  grad_B = scaling * G^T low.
-template <Backend backend>
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& branch, const Tensor& low,
-                                                    const Tensor& weight, const OptionalTensor& absmax,
-                                                    const OptionalTensor& nested, const Tensor& lora_A,
-                                                    const Tensor& lora_B, bool dropout, double scaling,
-                                                    c10::string_view quant_type, int64_t block_size, Mask mask) {
-  const c10::OptionalDeviceGuard guard(grad_output.device());
-  const Products products(backend, grad_output);
-  const auto dtype = branch.scalar_type(), other = products.other;
-  const int64_t rows = lora_B.size(0), columns = branch.size(-1);
-  Tensor flat = as_matrix(grad_output), grad = flat.to(other), A = lora_A.to(other);
-  Tensor grad_low = multiply(products, grad, lora_B.to(other), other, scaling);  // (tokens, rank)
-  Tensor grad_x = none(branch), grad_dropped = none(branch), grad_A = none(lora_A), grad_B = none(lora_B);
-  if (mask[0]) {
-    const auto weights = base(products, weight, absmax, nested, rows, columns, grad_output, quant_type, block_size);
-    grad_x = times_weight(weights, products.weight == other ? grad : flat, dropout ? Tensor() : grad_low,
-                          dropout ? Tensor() : A, products)
-                 .to(dtype)
-                 .view_symint(branch.sym_sizes());
+// Sums over the tokens of a (b - offset), in fp32 (fp64), a few rows of them at a time.
+Tensor column_products(const Tensor& a, const Tensor& b, const Tensor& offset, Backend backend) {
+  const auto type = compute_type(a);
+  const int64_t tokens = a.size(0), step = backend == Backend::kCuda ? 4096 : 128;
+  Tensor sum = at::zeros({a.size(1)}, a.options().dtype(type));
+  for (int64_t i = 0; i < tokens; i += step) {
+    const int64_t n = std::min(step, tokens - i);
+    Tensor part = b.narrow(0, i, n).to(type);
+    part = offset.defined() ? part.sub(offset) : part;
+    sum.add_(part.mul(a.narrow(0, i, n)).sum(0));
   }
-  if (mask[1]) grad_dropped = multiply(products, grad_low, A, dtype).view_symint(branch.sym_sizes());
-  if (mask[2]) grad_A = multiply(products, grad_low.t(), as_matrix(branch).to(other), lora_A.scalar_type());
-  if (mask[3]) grad_B = multiply(products, grad.t(), low.to(other), lora_B.scalar_type(), scaling);
-  return {grad_x, grad_dropped, grad_A, grad_B};
+  return sum;
 }
 
-std::tuple<Tensor, Tensor> forward_meta(const Tensor& x, const Tensor& weight, const OptionalTensor& absmax,
-                                        const OptionalTensor& nested, const OptionalTensor& bias, const Tensor& lora_A,
-                                        const Tensor& lora_B, const OptionalTensor& dropped, double,
-                                        c10::string_view quant_type, int64_t block_size) {
-  check(x, weight, absmax, nested, bias, lora_A, lora_B, dropped, quant_type, block_size);
-  c10::SymInt tokens = 1;
-  for (int64_t i = 0; i + 1 < x.dim(); ++i) tokens = tokens * x.sym_size(i);
-  return {at::empty_symint(with_last(x, lora_B.sym_size(0)), x.options()),
-          at::empty_symint({tokens, lora_A.sym_size(0)}, x.options().dtype(compute_type(x)))};
+// With G the upstream gradient times the gain and D = scaling * low_scale * G B, side by side for all layers:
+//   grad_x = sum of G W over the layers + dropped(D A),  grad_A = D^T dropped(x),  grad_B = scaling * G^T low,
+//   grad_gain = the upstream gradient's products with (y - bias) / gain, summed over the tokens.
+// outputs: y of the layers whose gain has a gradient. Returns the gradients that output_mask asks for, by x, gate and then
+// lora_A, lora_B and gain of each layer; the others are empty.
+template <Backend backend>
+std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& outputs, const Tensor& x, const Tensor& low,
+                             const LoraParts& parts, const OptionalTensor& gate, const OptionalTensor& seed,
+                             double dropout, at::ArrayRef<double> scaling, const Names& quant_type,
+                             at::IntArrayRef block_size, c10::List<bool> mask) {
+  const auto layers = lora_layers(kOp, parts, scaling, quant_type, block_size);
+  const c10::OptionalDeviceGuard guard(x.device());
+  const Products products(backend, x);
+  const auto other = products.other, wide = compute_type(x);
+  const int64_t columns = x.size(-1), tokens = low.size(0);
+  const bool by_input = mask.get(0) || (gate.has_value() && mask.get(1));
+  std::vector<Tensor> result(2 + 3 * layers.size(), none(x));
+  std::vector<GradAndWeight> terms;
+  const Tensor A = all_down(layers, other);
+  Tensor grad_low = A.defined() ? at::zeros({tokens, A.size(0)}, x.options().dtype(other)) : Tensor();
+  bool any_A = false;
+  int64_t first = 0;
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const auto& layer = layers[i];
+    const auto wants = [&](int part) { return static_cast<bool>(mask.get(2 + 3 * i + part)); };
+    const auto result_of = [&](int part) -> Tensor& { return result[2 + 3 * i + part]; };
+    const int64_t rank = layer.rank().expect_int(), begin = first;
+    first += rank;
+    any_A = any_A || wants(0);
+    const OptionalTensor upstream = grad_outputs.get(i);
+    if (!upstream.has_value()) {  // nobody used this output
+      if (wants(0)) result_of(0) = at::zeros_like(*layer.lora_A);
+      if (wants(1)) result_of(1) = at::zeros_like(*layer.lora_B);
+      if (wants(2)) result_of(2) = at::zeros_like(*layer.gain);
+      continue;
+    }
+    Tensor flat = as_matrix(*upstream), grad = flat.to(other);
+    if (wants(2)) {
+      const Tensor gain = layer.gain->to(wide);
+      const Tensor sums = column_products(flat, as_matrix(*outputs.get(i)), to_type(layer.bias, wide), backend);
+      result_of(2) = sums.div(gain).masked_fill_(gain.eq(0), 0).to(layer.gain->scalar_type());
+    }
+    if (layer.gain.has_value()) grad = flat = grad.mul(*layer.gain).to(other);
+    if (rank > 0 && (by_input || wants(0))) {
+      Tensor own = multiply(products, grad, layer.lora_B->to(other), other, layer.scaling);
+      if (layer.low_scale.has_value()) own.mul_(*layer.low_scale);
+      grad_low.narrow(1, begin, rank).copy_(own);
+    }
+    if (wants(1)) {
+      result_of(1) = multiply(products, grad.t(), low.narrow(1, begin, rank).to(other), layer.lora_B->scalar_type(),
+                              layer.scaling);
+    }
+    if (by_input) {
+      terms.push_back({products.weight == other ? grad : flat, base(products, layer, columns, x.options())});
+    }
+  }
+
+  Tensor branch;  // what the matrices A read
+  const bool direct = !seed.has_value() && A.defined();
+  if (by_input) {
+    Tensor grad_x = times_weight(terms, tokens, columns, x.options(), direct ? grad_low : Tensor(), direct ? A : Tensor(),
+                                 products);
+    if (seed.has_value() && A.defined()) {
+      grad_x.add_(drop(backend, multiply(products, grad_low, A, grad_x.scalar_type()), *seed, dropout));
+    }
+    grad_x = grad_x.to(x.scalar_type()).view_symint(x.sym_sizes());
+    if (gate.has_value()) {
+      std::tie(result[1], result[0], branch) = swiglu_backward(backend, grad_x, *gate, x, any_A);
+    } else {
+      result[0] = grad_x;
+    }
+  }
+  if (!any_A) return result;
+  if (!branch.defined()) branch = gate.has_value() ? swiglu_forward(backend, *gate, x) : x;
+  branch = as_matrix(branch).to(other);
+  if (seed.has_value()) branch = drop(backend, branch, *seed, dropout);
+  const Tensor grad_A = multiply(products, grad_low.t(), branch, wide);
+  first = 0;
+  for (size_t i = 0; i < layers.size(); ++i) {
+    if (!layers[i].lora_A.has_value()) continue;
+    const int64_t rank = layers[i].lora_A->size(0);
+    if (mask.get(2 + 3 * i)) result[2 + 3 * i] = grad_A.narrow(0, first, rank).to(layers[i].lora_A->scalar_type(), false, true);
+    first += rank;
+  }
+  return result;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward_meta(const Tensor&, const Tensor& branch, const Tensor&,
-                                                         const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                                                         const Tensor& lora_A, const Tensor& lora_B, bool, double,
-                                                         c10::string_view, int64_t, Mask mask) {
-  const auto make = [](bool wanted, const Tensor& like) {
-    return wanted ? at::empty_symint(like.sym_sizes(), like.options()) : none(like);
+std::tuple<std::vector<Tensor>, Tensor> forward_meta(const Tensor& x, const LoraParts& parts, const OptionalTensor& gate,
+                                                     const OptionalTensor& seed, double dropout,
+                                                     at::ArrayRef<double> scaling, const Names& quant_type,
+                                                     at::IntArrayRef block_size) {
+  std::vector<Tensor> outputs;
+  c10::SymInt ranks = 0;
+  for (const auto& layer : checked(x, parts, gate, seed, dropout, scaling, quant_type, block_size)) {
+    outputs.push_back(at::empty_symint(with_last(x, layer.out_features(x.sym_size(-1))), x.options()));
+    ranks = ranks + layer.rank();
+  }
+  return {outputs, at::empty_symint({tokens_of(x), ranks}, x.options().dtype(compute_type(x)))};
+}
+
+std::vector<Tensor> backward_meta(const LoraParts&, const LoraParts&, const Tensor& x, const Tensor&,
+                                  const LoraParts& parts, const OptionalTensor& gate, const OptionalTensor&, double,
+                                  at::ArrayRef<double> scaling, const Names& quant_type, at::IntArrayRef block_size,
+                                  c10::List<bool> mask) {
+  std::vector<Tensor> result;
+  const auto add = [&](const OptionalTensor& like, bool given) {
+    const bool wanted = mask.get(result.size());
+    result.push_back(wanted || given ? at::empty_symint(like->sym_sizes(), like->options()) : none(x));
   };
-  return {make(mask[0], branch), make(mask[1], branch), make(mask[2], lora_A), make(mask[3], lora_B)};
+  const bool both = gate.has_value() && (mask.get(0) || mask.get(1));
+  add(x, both);
+  add(gate, both);
+  for (const auto& layer : lora_layers(kOp, parts, scaling, quant_type, block_size)) {
+    for (const auto& t : {layer.lora_A, layer.lora_B, layer.gain}) add(t, false);
+  }
+  return result;
 }
 
 // Without gradients the operator is its forward part, on every device.
-Tensor output_only(const Tensor& x, const Tensor& weight, const OptionalTensor& absmax, const OptionalTensor& nested,
-                   const OptionalTensor& bias, const Tensor& lora_A, const Tensor& lora_B,
-                   const OptionalTensor& dropped, double scaling, c10::string_view quant_type, int64_t block_size) {
-  static auto op = find<decltype(forward_meta)>("shoestring::lora_linear_forward");
-  return std::get<0>(
-      op.call(x, weight, absmax, nested, bias, lora_A, lora_B, dropped, scaling, quant_type, block_size));
+std::vector<Tensor> outputs_only(const Tensor& x, const LoraParts& parts, const OptionalTensor& gate,
+                                 const OptionalTensor& seed, double dropout, at::ArrayRef<double> scaling,
+                                 const Names& quant_type, at::IntArrayRef block_size) {
+  static auto op = find<decltype(forward_meta)>("shoestring::lora_linear_group_forward");
+  return std::get<0>(op.call(x, parts, gate, seed, dropout, scaling, quant_type, block_size));
+}
+
+using Group = decltype(outputs_only);
+
+Tensor one_layer(const Tensor& x, const Tensor& weight, const OptionalTensor& absmax, const OptionalTensor& nested,
+                 const OptionalTensor& bias, const OptionalTensor& lora_A, const OptionalTensor& lora_B,
+                 const OptionalTensor& gain, const OptionalTensor& low_scale, const OptionalTensor& gate,
+                 const OptionalTensor& seed, double dropout, double scaling, c10::string_view quant_type,
+                 int64_t block_size) {
+  static auto op = find<Group>("shoestring::lora_linear_group");
+  LoraParts parts({weight, absmax, nested, bias, lora_A, lora_B, gain, low_scale});
+  return op.call(x, parts, gate, seed, dropout, {scaling}, Names({std::string(quant_type)}), {block_size})[0];
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("lora_linear_forward", forward<Backend::kCpu>);
-  m.impl("lora_linear_backward", backward<Backend::kCpu>);
+  m.impl("lora_linear_group_forward", forward<Backend::kCpu>);
+  m.impl("lora_linear_group_backward", backward<Backend::kCpu>);
 }
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("lora_linear_forward", forward<Backend::kCuda>);
-  m.impl("lora_linear_backward", backward<Backend::kCuda>);
+  m.impl("lora_linear_group_forward", forward<Backend::kCuda>);
+  m.impl("lora_linear_group_backward", backward<Backend::kCuda>);
 }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
-  m.impl("lora_linear_forward", forward_meta);
-  m.impl("lora_linear_backward", backward_meta);
+  m.impl("lora_linear_group_forward", forward_meta);
+  m.impl("lora_linear_group_backward", backward_meta);
 }
-TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) { m.impl("lora_linear", output_only); }
+TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) { m.impl("lora_linear_group", outputs_only); }
+TORCH_LIBRARY_IMPL(shoestring, CompositeImplicitAutograd, m) { m.impl("lora_linear", one_layer); }
 
 }  // namespace
 
-Tensor lora_linear(const Tensor& x, const Tensor& weight, const Tensor& lora_A, const Tensor& lora_B, double scaling,
-                   const OptionalTensor& bias, const OptionalTensor& absmax, const OptionalTensor& nested,
-                   const OptionalTensor& dropped, const QuantizeOptions& options) {
-  static auto op = find<decltype(output_only)>("shoestring::lora_linear");
-  return op.call(x, weight, absmax, nested, bias, lora_A, lora_B, dropped, scaling, options.quant_type(),
-                 options.block_size());
+std::vector<Tensor> lora_linear_group(const Tensor& x, const std::vector<LoraWeight>& layers, const LoraInput& input) {
+  static auto op = find<Group>("shoestring::lora_linear_group");
+  LoraParts parts;
+  std::vector<double> scaling;
+  Names quant_type;
+  std::vector<int64_t> block_size;
+  for (const auto& layer : layers) {
+    for (const OptionalTensor& t : {OptionalTensor(layer.weight()), layer.absmax(), layer.nested(), layer.bias(),
+                                    layer.lora_A(), layer.lora_B(), layer.gain(), layer.low_scale()}) {
+      parts.push_back(t);
+    }
+    scaling.push_back(layer.scaling());
+    quant_type.push_back(layer.quantize().quant_type());
+    block_size.push_back(layer.quantize().block_size());
+  }
+  return op.call(x, parts, input.gate(), input.seed(), input.dropout(), scaling, quant_type, block_size);
+}
+
+Tensor lora_linear(const Tensor& x, const LoraWeight& layer, const LoraInput& input) {
+  return lora_linear_group(x, {layer}, input)[0];
 }
 
 }  // namespace shoestring

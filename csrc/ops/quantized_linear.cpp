@@ -44,9 +44,9 @@ Tensor forward(const Tensor& x, const Tensor& packed, const Tensor& absmax, cons
   const int64_t columns = x.size(-1), rows = out_features.expect_int();
   auto weight = BaseWeight::quantized(PackedReader(backend, kOp, packed, absmax, nested, quant_type, block_size), rows,
                                       columns, x.options().dtype(products.weight));
-  Tensor offset = bias.has_value() ? bias->to(products.other) : Tensor();
-  return apply_weight(weight, as_matrix(x).to(products.weight), offset, Tensor(), Tensor(), 0, x.scalar_type(),
-                      products)
+  Adaptation only_bias;
+  if (bias.has_value()) only_bias.bias = bias->to(products.other);
+  return apply_weight(weight, as_matrix(x).to(products.weight), only_bias, x.scalar_type(), products)
       .view_symint(with_last(x, out_features));
 }
 
@@ -60,7 +60,8 @@ Tensor backward(const Tensor& grad_output, const Tensor& packed, const Tensor& a
   const Products products(backend, grad_output);
   auto weight = BaseWeight::quantized(PackedReader(backend, kOp, packed, absmax, nested, quant_type, block_size), rows,
                                       columns, grad_output.options().dtype(products.weight));
-  return times_weight(weight, as_matrix(grad_output), Tensor(), Tensor(), products)
+  const Tensor grad = as_matrix(grad_output);
+  return times_weight({{grad, weight}}, grad.size(0), columns, grad.options(), Tensor(), Tensor(), products)
       .to(grad_output.scalar_type())
       .view_symint(with_last(grad_output, in_features));
 }

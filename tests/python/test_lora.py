@@ -174,22 +174,21 @@ def test_compiles_whole(quantize: str | None) -> None:
             torch.testing.assert_close(a, b)
 
 
-def test_dropout_is_pefts() -> None:
-    peft = pytest.importorskip("peft")
-    ours = randomise(shoestring.lora.apply(nn.Sequential(nn.Linear(64, 32)), rank=4, alpha=4, dropout=0.5))
-    config = peft.LoraConfig(r=4, lora_alpha=4, lora_dropout=0.5, target_modules=["0"])
-    theirs = peft.get_peft_model(nn.Sequential(nn.Linear(64, 32)), config)
-    theirs.load_state_dict(
-        {k: v for k, v in zip(theirs.state_dict(), ours.state_dict().values(), strict=True)}
-    )
-    x = torch.randn(6, 64)
-    results = []
-    for model in (ours, theirs):
-        torch.manual_seed(9)
-        results.append(model.train()(x))
-    torch.testing.assert_close(*results)
-    assert not torch.equal(ours(x), ours(x))
-    assert torch.equal(ours.eval()(x), ours(x))
+def test_dropout() -> None:
+    """In training what lora_A reads is dropped, by a seed from PyTorch's generator; in evaluation nothing is."""
+    torch.manual_seed(2)
+    layer = nn.Sequential(nn.Linear(16, 12))
+    x = torch.randn(5, 16)
+    randomise(shoestring.lora.apply(layer, rank=4, alpha=8, target_modules=["0"], dropout=0.4))
+    linear = layer[0]
+    torch.manual_seed(9)
+    y = layer(x)
+    torch.manual_seed(9)
+    dropped = shoestring.seeded_dropout(x, 0.4)
+    low = dropped @ linear.lora_A["default"].t() @ linear.lora_B["default"].t()
+    torch.testing.assert_close(y, x @ linear.weight.t() + linear.bias + 2 * low)
+    whole = x @ linear.lora_A["default"].t() @ linear.lora_B["default"].t()
+    torch.testing.assert_close(layer.eval()(x), x @ linear.weight.t() + linear.bias + 2 * whole)
 
 
 def test_targets() -> None:

@@ -118,6 +118,7 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl> {
   };
   void set_adapter(const AdapterOptions& adapter_options, const at::Tensor& A, const at::Tensor& B);
   at::TensorOptions adapter_type() const;
+  LoraWeight adapted() const;
 
   at::ScalarType dtype_ = at::kFloat;  // of the weight, also where it is quantised
   std::optional<Former> former_;

@@ -3,6 +3,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -205,15 +206,56 @@ SHOESTRING_API at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor
                                       const std::optional<at::Tensor>& nested = std::nullopt,
                                       const QuantizeOptions& options = {});
 
-/// `x W^T + bias + scaling * (x lora_A^T) lora_B^T` over a frozen W: dense (out_features, in_features) in x's dtype or,
-/// with `absmax`, the codes of a quantised weight. lora_A (rank, in_features), lora_B (out_features, rank).
-/// `dropped` is what lora_A reads in place of x. Gradients by x, dropped, bias, lora_A and lora_B.
-SHOESTRING_API at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& lora_A,
-                                      const at::Tensor& lora_B, double scaling,
-                                      const std::optional<at::Tensor>& bias = std::nullopt,
-                                      const std::optional<at::Tensor>& absmax = std::nullopt,
-                                      const std::optional<at::Tensor>& nested = std::nullopt,
-                                      const std::optional<at::Tensor>& dropped = std::nullopt,
-                                      const QuantizeOptions& options = {});
+/// x with each element dropped with probability p, the others divided by 1 - p. The mask is a function of `seed`, one int64 on
+/// x's device, and the place: backward makes it again. Differentiable.
+SHOESTRING_API at::Tensor seeded_dropout(const at::Tensor& x, const at::Tensor& seed, double p);
+
+/// silu(gate) * up, computed in fp32 and rounded once. Keeps gate and up alone for backward.
+SHOESTRING_API at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
+
+/// A frozen weight with an adapter, or without.
+struct LoraWeight {
+  LoraWeight(at::Tensor weight) : weight_(std::move(weight)) {}
+  /// Dense (out_features, in_features) in x's dtype or, with absmax, the codes of a quantised weight.
+  TORCH_ARG(at::Tensor, weight);
+  TORCH_ARG(std::optional<at::Tensor>, absmax) = std::nullopt;
+  TORCH_ARG(std::optional<at::Tensor>, nested) = std::nullopt;
+  TORCH_ARG(QuantizeOptions, quantize) = {};
+  /// (out_features), any floating-point dtype, as are the following.
+  TORCH_ARG(std::optional<at::Tensor>, bias) = std::nullopt;
+  /// (rank, in_features) and (out_features, rank): both or neither.
+  TORCH_ARG(std::optional<at::Tensor>, lora_A) = std::nullopt;
+  TORCH_ARG(std::optional<at::Tensor>, lora_B) = std::nullopt;
+  /// alpha / rank, or alpha / sqrt(rank) for rsLoRA.
+  TORCH_ARG(double, scaling) = 1;
+  /// (out_features): multiplies the output before the bias. DoRA's magnitude over lora_weight_norm. Where an element is 0, so
+  /// is its gradient.
+  TORCH_ARG(std::optional<at::Tensor>, gain) = std::nullopt;
+  /// (tokens, rank), without a gradient: multiplies x lora_A^T; zeros for the adapters that a token does not have, say.
+  TORCH_ARG(std::optional<at::Tensor>, low_scale) = std::nullopt;
+};
+
+/// What is done to x first.
+struct LoraInput {
+  /// The layers read silu(gate) * x, and neither this product nor silu is kept for backward: SwiGLU's down projection.
+  TORCH_ARG(std::optional<at::Tensor>, gate) = std::nullopt;
+  /// Probability of dropping an element of what the matrices A read, and the mask's seed, one int64 on x's device; without
+  /// dropout there is none.
+  TORCH_ARG(double, dropout) = 0;
+  TORCH_ARG(std::optional<at::Tensor>, seed) = std::nullopt;
+};
+
+/// `gain * (x W^T + scaling * (x lora_A^T) lora_B^T) + bias`, x (..., in_features), in x's dtype. Gradients by x, gate, bias,
+/// lora_A, lora_B and gain; x is kept once.
+SHOESTRING_API at::Tensor lora_linear(const at::Tensor& x, const LoraWeight& layer, const LoraInput& input = {});
+
+/// The same for several layers that read one input, such as a query's, a key's and a value's projections: one product with
+/// their matrices A, and one sum of the gradients by x.
+SHOESTRING_API std::vector<at::Tensor> lora_linear_group(const at::Tensor& x, const std::vector<LoraWeight>& layers,
+                                                         const LoraInput& input = {});
+
+/// The norms of the rows of W + scaling * lora_B lora_A (out_features), fp32 (fp64), without a temporary of W's size and
+/// without gradients: what DoRA (arXiv 2402.09353) divides its magnitudes by.
+SHOESTRING_API at::Tensor lora_weight_norm(const LoraWeight& layer);
 
 }  // namespace shoestring

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from shoestring.nn.quantized_linear import QuantizedLinear, frozen, load_quantized, save_quantized
 from shoestring.ops.lora_linear import lora_linear
@@ -47,7 +46,6 @@ class LoraLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         dtype = x.dtype
         x = x.to(getattr(self, "compute_dtype", None) or dtype)
-        dropped = F.dropout(x, self.dropout) if self.training and self.dropout > 0 else None
         y = lora_linear(
             x,
             self.weight,
@@ -55,7 +53,7 @@ class LoraLinear(nn.Linear):
             self.lora_B[ADAPTER],
             self.bias,
             scaling=self.scaling,
-            dropped=dropped,
+            dropout=self.dropout if self.training else 0.0,
         )
         return y.to(dtype)
 

@@ -24,7 +24,14 @@ from shoestring.ops.linear_cross_entropy import (
 )
 from shoestring.ops.linear_distillation import linear_distillation, linear_distillation_reference
 from shoestring.ops.lion import lion_, lion_reference
-from shoestring.ops.lora_linear import lora_linear, lora_linear_reference
+from shoestring.ops.lora_linear import (
+    LoraWeight,
+    lora_linear,
+    lora_linear_group,
+    lora_linear_reference,
+    lora_weight_norm,
+    lora_weight_norm_reference,
+)
 from shoestring.ops.muon import muon_, muon_reference
 from shoestring.ops.quantize_4bit import (
     dequantize_4bit,
@@ -52,7 +59,9 @@ from shoestring.ops.quantize_state_4bit import (
 )
 from shoestring.ops.quantized_linear import quantized_linear, quantized_linear_reference
 from shoestring.ops.schedule_free_adamw import schedule_free_adamw_, schedule_free_adamw_reference
+from shoestring.ops.seeded_dropout import seeded_dropout, seeded_dropout_reference
 from shoestring.ops.sgd import sgd_, sgd_reference
+from shoestring.ops.swiglu import swiglu, swiglu_reference
 from shoestring.ops.vocab_parallel import linear_cross_entropy_shard, vocab_parallel_linear_cross_entropy
 
 __all__ = [
@@ -60,6 +69,7 @@ __all__ = [
     "CrossEntropyStats",
     "LinearCrossEntropyOptions",
     "LinearCrossEntropyStats",
+    "LoraWeight",
     "adafactor_",
     "adafactor_reference",
     "adamw_",
@@ -96,7 +106,10 @@ __all__ = [
     "lion_",
     "lion_reference",
     "lora_linear",
+    "lora_linear_group",
     "lora_linear_reference",
+    "lora_weight_norm",
+    "lora_weight_norm_reference",
     "muon_",
     "muon_reference",
     "quantize_4bit",
@@ -111,7 +124,11 @@ __all__ = [
     "quantized_linear_reference",
     "schedule_free_adamw_",
     "schedule_free_adamw_reference",
+    "seeded_dropout",
+    "seeded_dropout_reference",
     "sgd_",
     "sgd_reference",
+    "swiglu",
+    "swiglu_reference",
     "vocab_parallel_linear_cross_entropy",
 ]

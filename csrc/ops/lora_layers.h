@@ -1,0 +1,50 @@
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/List.h>
+#include <ATen/core/Tensor.h>
+
+namespace shoestring {
+
+/// One of the layers that lora_linear_group applies to an input: a frozen weight, dense or quantised, and what an adapter
+/// adds. The operator takes them as a flat list, kLoraParts tensors for each, in this order.
+struct LoraLayer {
+  at::Tensor weight;
+  std::optional<at::Tensor> absmax, nested, bias, lora_A, lora_B, gain, low_scale;
+  double scaling;
+  std::string quant_type;
+  int64_t block_size;
+
+  c10::SymInt rank() const { return lora_A.has_value() ? lora_A->sym_size(0) : c10::SymInt(0); }
+  c10::SymInt out_features(const c10::SymInt& in_features) const {
+    if (lora_B.has_value()) return lora_B->sym_size(0);
+    if (!absmax.has_value()) return weight.sym_size(0);
+    const auto codes = weight.sym_numel() * (quant_type == "int8" ? 1 : 2);
+    return in_features == 0 ? c10::SymInt(0) : codes / in_features;
+  }
+};
+constexpr size_t kLoraParts = 8;
+enum LoraPart { kWeight, kAbsmax, kNested, kBias, kLoraA, kLoraB, kGain, kLowScale };
+
+using LoraParts = c10::List<std::optional<at::Tensor>>;
+
+inline std::vector<LoraLayer> lora_layers(const char* op, const LoraParts& parts, at::ArrayRef<double> scaling,
+                                          const c10::List<std::string>& quant_type, at::IntArrayRef block_size) {
+  const size_t count = scaling.size();
+  TORCH_CHECK(count > 0 && parts.size() == count * kLoraParts && quant_type.size() == count && block_size.size() == count,
+              op, ": layers: expected ", kLoraParts, " tensors, a scaling, a quant_type and a block_size for each layer, "
+              "received ", parts.size(), ", ", count, ", ", quant_type.size(), " and ", block_size.size());
+  std::vector<LoraLayer> layers;
+  for (size_t i = 0; i < count; ++i) {
+    const auto part = [&](LoraPart p) -> std::optional<at::Tensor> { return parts.get(i * kLoraParts + p); };
+    TORCH_CHECK(part(kWeight).has_value(), op, ": weight: expected a tensor, received none");
+    layers.push_back({*part(kWeight), part(kAbsmax), part(kNested), part(kBias), part(kLoraA), part(kLoraB), part(kGain),
+                      part(kLowScale), scaling[i], quant_type.get(i), block_size[i]});
+  }
+  return layers;
+}
+
+}  // namespace shoestring

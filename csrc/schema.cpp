@@ -108,6 +108,10 @@ TORCH_LIBRARY(shoestring, m) {
   // stands for. The bytes are those of bitsandbytes' LLM.int8() weights.
   m.def("quantize_int8(Tensor x) -> (Tensor packed, Tensor absmax)");
   m.def("dequantize_int8(Tensor packed, Tensor absmax, *, ScalarType dtype) -> Tensor");
+  // Either of them into out, contiguous, whose elements the parts stand for.
+  m.def(
+      "dequantize_(Tensor(a!) out, Tensor packed, Tensor absmax, Tensor? nested=None, *, str quant_type='nf4', "
+      "int block_size=64) -> ()");
   // A quantised weight, below and in linear_cross_entropy, is packed and absmax of quantize_4bit (nested: with the codes of
   // quantize_absmax for absmax), or of quantize_int8, with quant_type 'int8' and block_size the length of a row.
 

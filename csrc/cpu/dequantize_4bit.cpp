@@ -7,25 +7,13 @@
 
 #include "kernels/quantize_4bit.h"
 
+#include "cpu/packed.h"
 #include "cpu/vec.h"
 
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 namespace {
 
 using kernels::Packed;
-
-// The product is rounded before the sum, as in bitsandbytes: no fused multiply-add.
-SHOESTRING_INLINE float scale_of(const Packed& p, int64_t block) {
-  if (p.absmax != nullptr) return p.absmax[block];
-  float product = p.nested[1 + p.codes[block]] * p.nested[257 + (block >> 8)];
-#if defined(__GNUC__) && !defined(__clang__)
-  product = __builtin_assoc_barrier(product);
-#else
-  volatile float rounded = product;
-  product = rounded;
-#endif
-  return product + p.nested[0];
-}
 
 #if defined(__AVX2__)
 // The codes of 16 bytes, in the elements' order: 0-15 in the first register, 16-31 in the second.
@@ -41,7 +29,7 @@ SHOESTRING_INLINE void split(const uint8_t* packed, __m128i& first, __m128i& sec
 #if defined(__AVX512F__)
 struct FloatTable {
   __m512 table;
-  explicit FloatTable(const float* values) : table(_mm512_loadu_ps(values)) {}
+  explicit SHOESTRING_METHOD FloatTable(const F32 (&scaled)[1]) : table((__m512)scaled[0]) {}
   inline __attribute__((always_inline)) void decode32(const uint8_t* packed, float* out) const {
     __m128i first, second;
     split(packed, first, second);
@@ -49,10 +37,11 @@ struct FloatTable {
     _mm512_storeu_ps(out + 16, _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(second), table));
   }
 };
+template <U16 (*Convert)(F32)>
 struct HalfTable {
   __m512i table;
-  explicit HalfTable(const uint16_t* values)
-      : table(_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)values))) {}
+  explicit SHOESTRING_METHOD HalfTable(const F32 (&scaled)[1])
+      : table(_mm512_broadcast_i64x4((__m256i)Convert(scaled[0]))) {}
   inline __attribute__((always_inline)) void decode32(const uint8_t* packed, uint16_t* out) const {
     __m128i first, second;
     split(packed, first, second);
@@ -66,7 +55,9 @@ SHOESTRING_INLINE __m256i twice(__m128i x) { return _mm256_broadcastsi128_si256(
 // Byte planes: the table's first bytes, its second bytes and so on, each looked up by one byte shuffle.
 struct FloatTable {
   __m256i plane[4];
-  explicit FloatTable(const float* values) {
+  explicit SHOESTRING_METHOD FloatTable(const F32 (&scaled)[2]) {
+    alignas(32) float values[16];
+    for (int k = 0; k < 2; ++k) store(values + 8 * k, scaled[k]);
     const __m128i gather = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     __m128i q[4];
     for (int k = 0; k < 4; ++k) q[k] = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)(values + 4 * k)), gather);
@@ -92,12 +83,13 @@ struct FloatTable {
     }
   }
 };
+template <U16 (*Convert)(F32)>
 struct HalfTable {
   __m256i plane[2];
-  explicit HalfTable(const uint16_t* values) {
+  explicit SHOESTRING_METHOD HalfTable(const F32 (&scaled)[2]) {
+    const __m128i first = (__m128i)Convert(scaled[0]), second = (__m128i)Convert(scaled[1]);
     const __m128i gather = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
-    __m128i a = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)values), gather);
-    __m128i b = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)(values + 8)), gather);
+    __m128i a = _mm_shuffle_epi8(first, gather), b = _mm_shuffle_epi8(second, gather);
     plane[0] = twice(_mm_unpacklo_epi64(a, b));
     plane[1] = twice(_mm_unpackhi_epi64(a, b));
   }
@@ -112,10 +104,15 @@ struct HalfTable {
   }
 };
 #else
-template <class T>
+template <class T, class Vector, Vector (*Convert)(F32)>
 struct PlainTable {
-  const T* values;
-  explicit PlainTable(const T* v) : values(v) {}
+  T values[16];
+  explicit PlainTable(const F32 (&scaled)[4]) {
+    for (int k = 0; k < 4; ++k) {
+      const Vector v = Convert(scaled[k]);
+      __builtin_memcpy(values + 4 * k, &v, sizeof v);
+    }
+  }
   void decode32(const uint8_t* packed, T* out) const {
     for (int k = 0; k < 16; ++k) {
       out[2 * k] = values[packed[k] >> 4];
@@ -123,49 +120,54 @@ struct PlainTable {
     }
   }
 };
-using FloatTable = PlainTable<float>;
-using HalfTable = PlainTable<uint16_t>;
+F32 same(F32 x) { return x; }
+using FloatTable = PlainTable<float, F32, same>;
+template <U16 (*Convert)(F32)>
+using HalfTable = PlainTable<uint16_t, U16, Convert>;
 #endif
 
-template <class Table, class T, class Round>
-SHOESTRING_INLINE void dequantize(const Packed& p, int64_t begin, int64_t end, T* out, Round round) {
-  const float* code = p.codebook->value;
-  alignas(64) float scaled[16];
-  alignas(64) T values[16];
-  for (int64_t i = begin; i < end;) {
-    const int64_t block = i / p.block_size;
-    const int64_t stop = (block + 1) * p.block_size < end ? (block + 1) * p.block_size : end;
-    const float scale = scale_of(p, block);
-    for (int k = 0; k < 16; k += kLanes) store(scaled + k, load(code + k) * scale);
-    round(scaled, values);
-    const Table table(values);
-    if (i % 2 != 0) {
-      *out++ = values[p.packed[i / 2] & 15];
+template <class Table, class T>
+SHOESTRING_INLINE void dequantize(const Packed& p, int64_t begin, int64_t end, T* out) {
+  constexpr int kParts = 16 / kLanes;
+  F32 code[kParts];
+  for (int k = 0; k < kParts; ++k) code[k] = load(p.codebook->value + k * kLanes);
+  int64_t block = begin / p.block_size, stop = (block + 1) * p.block_size;
+  for (int64_t i = begin; i < end; ++block, stop += p.block_size) {
+    if (stop > end) stop = end;
+    const F32 scale = splat(scale_of(p, block));
+    F32 scaled[kParts];
+    for (int k = 0; k < kParts; ++k) scaled[k] = code[k] * scale;
+    const Table table(scaled);
+    if (i % 2 != 0) {  // the second element of a byte
+      T pair[32];
+      uint8_t byte[16] = {p.packed[i / 2]};
+      table.decode32(byte, pair);
+      *out++ = pair[1];
       ++i;
     }
     for (; i + 32 <= stop; i += 32, out += 32) table.decode32(p.packed + i / 2, out);
-    for (; i < stop; ++i) *out++ = values[i % 2 == 0 ? p.packed[i / 2] >> 4 : p.packed[i / 2] & 15];
+    if (i < stop) {
+      T rest[32];
+      uint8_t bytes[16] = {};
+      __builtin_memcpy(bytes, p.packed + i / 2, (stop - i + 1) / 2);
+      table.decode32(bytes, rest);
+      __builtin_memcpy(out, rest, (stop - i) * sizeof(T));
+      out += stop - i;
+      i = stop;
+    }
   }
 }
-
-template <U16 (*Convert)(F32)>
-SHOESTRING_INLINE void round16(const float* from, uint16_t* to) {
-  for (int k = 0; k < 16; k += kLanes) {
-    U16 v = Convert(load(from + k));
-    __builtin_memcpy(to + k, &v, sizeof v);
-  }
-}
-U16 round_bf16(F32 x) { return to_bf16(x); }
-U16 round_fp16(F32 x) { return to_fp16(x); }
 
 void dequantize_float(const Packed& p, int64_t begin, int64_t end, float* out) {
-  dequantize<FloatTable>(p, begin, end, out, [](const float* s, float* v) { __builtin_memcpy(v, s, 64); });
+  dequantize<FloatTable>(p, begin, end, out);
 }
+SHOESTRING_INLINE U16 round_bf16(F32 x) { return to_bf16(x); }
+SHOESTRING_INLINE U16 round_fp16(F32 x) { return to_fp16(x); }
 void dequantize_bf16(const Packed& p, int64_t begin, int64_t end, uint16_t* out) {
-  dequantize<HalfTable>(p, begin, end, out, [](auto... a) { round16<round_bf16>(a...); });
+  dequantize<HalfTable<round_bf16>>(p, begin, end, out);
 }
 void dequantize_fp16(const Packed& p, int64_t begin, int64_t end, uint16_t* out) {
-  dequantize<HalfTable>(p, begin, end, out, [](auto... a) { round16<round_fp16>(a...); });
+  dequantize<HalfTable<round_fp16>>(p, begin, end, out);
 }
 
 }  // namespace

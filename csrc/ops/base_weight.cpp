@@ -102,6 +102,20 @@ Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Adaptation&
                     const Products& products) {
   const auto& [low, up, scaling, gain, bias] = adaptation;
   const int64_t tokens = x.size(0);
+  const auto offset_and_scale = [](Tensor to, const Tensor& factor, const Tensor& offset) {
+    if (factor.defined() && offset.defined()) {
+      at::addcmul_out(to, offset, to, factor);
+    } else if (factor.defined()) {
+      to.mul_(factor);
+    }
+  };
+  if (const PackedReader* packed = products.other == at::kFloat ? weight.for_few(tokens) : nullptr) {
+    Tensor sum = packed->multiply(x.to(at::kFloat), weight.rows());
+    if (low.defined()) gemm(sum, low, up.t(), /*beta=*/1, scaling);
+    if (!gain.defined() && bias.defined()) sum.add_(bias);
+    offset_and_scale(sum, gain, bias);
+    return sum.to(dtype);
+  }
   Tensor out = in_huge_pages(at::empty({tokens, weight.rows()}, x.options().dtype(dtype)));
   // On a CPU with bf16 units the sum of both products is in fp32.
   const bool separate = low.defined() && products.weight != products.other;
@@ -122,11 +136,7 @@ Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Adaptation&
     } else {
       multiply_into(to, products, offset.defined() ? offset.to(type) : offset, x, panel.t(), 0);
     }
-    if (gain.defined() && bias.defined()) {
-      at::addcmul_out(to, part(bias), to, part(gain));
-    } else if (gain.defined()) {
-      to.mul_(part(gain));
-    }
+    offset_and_scale(to, part(gain), part(bias));
     if (!to.is_same(columns)) columns.copy_(to);
   });
   return out;

@@ -61,6 +61,10 @@ class BaseWeight {
   int64_t rows() const { return rows_; }
   int64_t columns() const { return columns_; }
   bool one_panel() const { return rows_ <= step_; }
+  /// The packed weight, where it multiplies so few tokens itself; else null.
+  const PackedReader* for_few(int64_t tokens) const {
+    return reader_.has_value() && reader_->multiplies(tokens, columns_) ? &*reader_ : nullptr;
+  }
   /// Calls body(begin, panel) for panels (size, columns) that together are the weight, in order.
   template <class Body>
   void for_each_panel(Body body) const {

@@ -8,6 +8,7 @@
 
 #include "ops/base_weight.h"
 #include "ops/call.h"
+#include "ops/gemm.h"
 
 namespace shoestring {
 namespace {
@@ -16,6 +17,7 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "lora_weight_norm";
+constexpr int64_t kPart = int64_t{1} << 20;  // elements of a weight that are widened at a time
 
 void check(const Tensor& weight, const OptionalTensor& absmax, const OptionalTensor& nested, const Tensor& A,
            const Tensor& B, c10::string_view quant_type, int64_t block_size) {
@@ -58,11 +60,15 @@ Tensor norm(const Tensor& weight, const OptionalTensor& absmax, const OptionalTe
   // Of W + s B A a row's products with A, halved where they count twice: W A^T + s / 2 B (A A^T).
   Tensor mixed = multiply(products, B, multiply(products, A, A.t(), type), type, scaling / 2);  // (rows, rank)
   Tensor squares = at::empty({rows}, options);
+  const int64_t step = backend == Backend::kCuda ? rows : std::max<int64_t>(16, kPart / std::max<int64_t>(1, columns));
   base.for_each_panel([&](int64_t begin, const Tensor& panel) {
-    const int64_t size = panel.size(0);
-    Tensor own = squares.narrow(0, begin, size);
-    at::linalg_vector_norm_out(own, panel, 2, 1, false, type).square_();
-    mixed.narrow(0, begin, size).add_(multiply(products, panel.to(type), A.t(), type));
+    for (int64_t i = 0; i < panel.size(0); i += step) {
+      const int64_t size = std::min(step, panel.size(0) - i);
+      const Tensor part = panel.narrow(0, i, size).to(type);
+      Tensor own = squares.narrow(0, begin + i, size);
+      at::linalg_vector_norm_out(own, part, 2, 1).square_();
+      gemm(mixed.narrow(0, begin + i, size), part, A.t(), /*beta=*/1);
+    }
   });
   return squares.add_(mixed.mul_(B).sum(1), 2 * scaling).clamp_min_(0).sqrt_();
 }

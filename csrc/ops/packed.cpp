@@ -1,7 +1,9 @@
 #include "ops/packed.h"
 
+#include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 
+#include "kernels/quantized_matvec.h"
 #include "ops/cuda.h"
 
 namespace shoestring {
@@ -145,6 +147,37 @@ void PackedReader::read_cpu(int64_t begin, const Tensor& out) const {
         },
         view_);
   });
+}
+
+// Above so many tokens, a product with panels of the dequantised weight is faster.
+constexpr int64_t kFewTokens = 16;
+
+bool PackedReader::multiplies(int64_t tokens, int64_t columns) const {
+  const auto* view = std::get_if<kernels::Packed>(&view_);
+  return backend_ == Backend::kCpu && tokens <= kFewTokens && columns > 0 &&
+         (view == nullptr || columns % view->block_size == 0);
+}
+
+Tensor PackedReader::multiply(const Tensor& x, int64_t rows) const {
+  const int64_t tokens = x.size(0), columns = x.size(1);
+  const bool halves = std::holds_alternative<kernels::Packed>(view_);
+  const Tensor sorted = (halves ? x.reshape({tokens, columns / 2, 2}).transpose(1, 2) : x).contiguous();
+  const float* from = sorted.const_data_ptr<float>();
+  Tensor out = at::empty({tokens, rows}, x.options());
+  float* to = out.mutable_data_ptr<float>();
+  const auto& kernels = cpu::quantized_matvec();
+  at::parallel_for(0, rows, std::max<int64_t>(1, (int64_t{1} << 15) / columns), [&](int64_t first, int64_t last) {
+    for (int64_t t = 0; t < tokens; t += kernels::kMatvecTokens) {
+      const int64_t count = std::min(kernels::kMatvecTokens, tokens - t);
+      if (const auto* view = std::get_if<kernels::Packed>(&view_)) {
+        kernels.multiply_4bit(*view, first, last, columns, from + t * columns, count, to + t * rows, rows);
+      } else {
+        kernels.multiply_int8(std::get<kernels::PackedInt8>(view_), first, last, columns, from + t * columns, count,
+                              to + t * rows, rows);
+      }
+    }
+  });
+  return out;
 }
 
 void PackedReader::read_cuda(int64_t begin, const Tensor& out) const {

@@ -45,6 +45,11 @@ class PackedReader {
   /// whole rows.
   void read(int64_t begin, const at::Tensor& out) const;
 
+  /// True where multiply() takes so few tokens of a (rows, columns) weight: on the CPU, with rows of whole blocks.
+  bool multiplies(int64_t tokens, int64_t columns) const;
+  /// x (tokens, columns) times the weight's transpose, without writing the weight out; fp32, x as well.
+  at::Tensor multiply(const at::Tensor& x, int64_t rows) const;
+
  private:
   void read_cpu(int64_t begin, const at::Tensor& out) const;
   void read_cuda(int64_t begin, const at::Tensor& out) const;

@@ -345,3 +345,18 @@ def test_errors() -> None:
     x = torch.randn(64, requires_grad=True)
     with pytest.raises(RuntimeError, match="not implemented"):
         ops.quantize_4bit(x)[1].sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_into_a_given_tensor(dtype: torch.dtype) -> None:
+    operator = torch.ops.shoestring.dequantize_
+    for q in (shoestring.quantize_4bit(torch.randn(7, 96), "fp4", 32), shoestring.quantize_int8(torch.randn(7, 96))):
+        out = torch.full((7, 96), torch.nan, dtype=dtype)
+        options = {"quant_type": q.quant_type, "block_size": q.block_size}
+        operator(out, q.packed, q.absmax, None, **options)
+        assert torch.equal(out, q.dequantize(dtype))
+        torch.library.opcheck(operator.default, (out, q.packed, q.absmax, None), options)
+        with pytest.raises(RuntimeError, match="dequantize_: out: expected a contiguous tensor of fp32, bf16 or fp16"):
+            operator(out.t(), q.packed, q.absmax, None, **options)
+        with pytest.raises(RuntimeError, match="dequantize_: packed: expected"):
+            operator(out[:3], q.packed, q.absmax, None, **options)

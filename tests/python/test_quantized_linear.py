@@ -92,6 +92,27 @@ def test_several_panels_in_bf16(backend: str) -> None:
         assert relative_error(ours, exact) <= 1.1 * relative_error(eager, exact)
 
 
+@pytest.mark.parametrize("kind", ["nf4", "nested", "fp4", "int8", "straddling"])
+def test_few_tokens(capability: str, kind: str) -> None:
+    """Each number of tokens that the weight's codes are multiplied for as they lie, and one more."""
+    columns = {"int8": 77, "straddling": 100}.get(kind, 192)  # rows that are no whole vectors; that share a block
+    dense = torch.randn(37, columns)
+    if kind == "int8":
+        weight = shoestring.quantize_int8(dense)
+    else:
+        options = {"nested": {"nested": True}, "fp4": {"quant_type": "fp4", "block_size": 32}}.get(kind, {})
+        weight = shoestring.quantize_4bit(dense, **options)
+    exact = weight.dequantize().double()
+    bias = torch.randn(37)
+    for tokens in (*range(1, 10), 16, 17):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(tokens, columns).to(dtype)
+            y = shoestring.quantized_linear(x, weight, bias)
+            expected = x.double() @ exact.t() + bias.double()
+            # Some sums are rounded to dtype, and so are the weights where products are in bf16.
+            assert relative_error(y, expected) <= (1e-6 if dtype == torch.float32 else 5e-3)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradcheck(kind: str) -> None:
     weight = quantized(torch.randn(6, 5), kind)

@@ -181,6 +181,11 @@ SHOESTRING_API std::tuple<at::Tensor, at::Tensor> quantize_int8(const at::Tensor
 /// packed * absmax / 127 in `dtype`: fp32, bf16 or fp16.
 SHOESTRING_API at::Tensor dequantize_int8(const at::Tensor& packed, const at::Tensor& absmax, at::ScalarType dtype);
 
+/// The values that the parts of quantize_4bit or quantize_int8 stand for, into out: contiguous fp32, bf16 or fp16.
+SHOESTRING_API void dequantize_(const at::Tensor& out, const at::Tensor& packed, const at::Tensor& absmax,
+                                const std::optional<at::Tensor>& nested = std::nullopt,
+                                const QuantizeOptions& options = {});
+
 /// self (m, n) = beta * self + alpha * mat1 (m, k) mat2 (k, n), summed in fp32, which self may be for bf16 and fp16
 /// matrices: a weight's gradient into an fp32 buffer, say. Not differentiable.
 SHOESTRING_API void addmm_(const at::Tensor& self, const at::Tensor& mat1, const at::Tensor& mat2, double beta = 1,

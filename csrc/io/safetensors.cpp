@@ -8,10 +8,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 #include <memory>
 
 #include "io/atomic_file.h"
+#include "io/safetensors_files.h"
 #include "io/safetensors_format.h"
 #include "io/safetensors_header.h"
 
@@ -68,7 +68,7 @@ SafetensorsFile::SafetensorsFile(const std::string& path) : path_(path) {
 
 SafetensorsFile::~SafetensorsFile() { ::close(fd_); }
 
-const SafetensorsFile::Entry& SafetensorsFile::find(const std::string& name) const {
+const SafetensorsFile::Entry& SafetensorsFile::entry(const std::string& name) const {
   const auto at = index_.find(name);
   TORCH_CHECK(at != index_.end(), "safetensors: ", path_, ": there is no tensor ", quote(name));
   return entries_[at->second];
@@ -85,14 +85,14 @@ void SafetensorsFile::read(const Entry& entry, const at::Tensor& out) const {
 }
 
 at::Tensor SafetensorsFile::load(const std::string& name) const {
-  const Entry& entry = find(name);
+  const Entry& entry = this->entry(name);
   at::Tensor out = at::empty(entry.shape, entry.dtype);
   read(entry, out);
   return out;
 }
 
 void SafetensorsFile::load_into(const std::string& name, const at::Tensor& out) const {
-  const Entry& entry = find(name);
+  const Entry& entry = this->entry(name);
   TORCH_CHECK(out.sizes() == entry.shape && out.scalar_type() == entry.dtype, "safetensors: ", path_, ": tensor ",
               quote(name), ": expected shape ", out.sizes(), " of ", out.scalar_type(), ", the file has ",
               at::IntArrayRef(entry.shape), " of ", entry.dtype);
@@ -105,54 +105,11 @@ void SafetensorsFile::load_into(const std::string& name, const at::Tensor& out) 
   }
 }
 
-namespace {
-
-TensorDict load_file(const std::string& path) {
-  SafetensorsFile file(path);
-  TensorDict tensors("tensor");
-  for (const auto& entry : file.entries()) tensors.insert(entry.name, file.load(entry.name));
-  return tensors;
-}
-
-constexpr int64_t kMaxIndex = 16'000'000;  // 100 bytes a tensor; the parsed tree is several times as large
-
-TensorDict load_shards(const std::string& folder, const std::string& index) {
-  struct stat info {};
-  TORCH_CHECK(::stat(index.c_str(), &info) == 0 && info.st_size <= kMaxIndex, "safetensors: ", index,
-              ": expected a file of at most ", kMaxIndex, " bytes");
-  std::ifstream stream(index);
-  const auto json = nlohmann::json::parse(stream, nullptr, /*allow_exceptions=*/false);
-  TORCH_CHECK(!json.is_discarded(), "safetensors: ", index, ": not valid JSON");
-  TORCH_CHECK(json.is_object() && json.contains("weight_map") && json["weight_map"].is_object(), "safetensors: ", index,
-              ": expected an object with the object weight_map");
-
-  std::map<std::string, std::unique_ptr<SafetensorsFile>> shards;
-  TensorDict tensors("tensor");
-  for (const auto& [name, shard] : json["weight_map"].items()) {
-    TORCH_CHECK(shard.is_string(), "safetensors: ", index, ": tensor ", quote(name), ": expected the name of a file");
-    const auto file = shard.get<std::string>();
-    // A name with a folder in it could lead anywhere on the disk.
-    TORCH_CHECK(!file.empty() && file.find_first_of(std::string("/\\\0", 3)) == std::string::npos,
-                "safetensors: ", index, ": tensor ", quote(name), ": expected a file in the same folder, received ",
-                quote(file));
-    auto& open = shards[file];
-    if (!open) open = std::make_unique<SafetensorsFile>(folder + "/" + file);
-    tensors.insert(name, open->load(name));
-  }
-  return tensors;
-}
-
-}  // namespace
-
 TensorDict load_safetensors(const std::string& path) {
-  // stat, and not std::filesystem: LibTorch exports an older library's copy of it, which crashes where it is called.
-  struct stat info {};
-  if (::stat(path.c_str(), &info) != 0 || !S_ISDIR(info.st_mode)) return load_file(path);
-  const std::string single = path + "/model.safetensors", index = single + ".index.json";
-  if (::access(single.c_str(), F_OK) == 0) return load_file(single);
-  TORCH_CHECK(::access(index.c_str(), F_OK) == 0, "safetensors: ", path,
-              ": expected model.safetensors or model.safetensors.index.json in this folder, found neither");
-  return load_shards(path, index);
+  const SafetensorsFiles files(path);
+  TensorDict tensors("tensor");
+  for (const auto& name : files.names()) tensors.insert(name, files.file(name).load(name));
+  return tensors;
 }
 
 namespace {

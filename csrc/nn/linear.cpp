@@ -4,6 +4,7 @@
 
 #include <torch/nn/init.h>
 
+#include <shoestring/model_files.h>
 #include <shoestring/nn.h>
 
 #include "lora/names.h"
@@ -16,6 +17,15 @@ namespace {
 
 std::optional<Tensor> optional(const Tensor& t) { return t.defined() ? std::optional<Tensor>(t) : std::nullopt; }
 
+// A layer in this form whose weight is still to come: given a 1 x 1 form first, no random one of the full size is drawn.
+QuantizedLinear without_weight(const LinearOptions& options, const QuantizeOptions& quantize, bool nested) {
+  auto small = QuantizeOptions().quant_type(quantize.quant_type());
+  QuantizedLinear layer(QuantizedLinearOptions(1, 1).bias(false).quantize(small).nested(nested));
+  layer->options =
+      QuantizedLinearOptions(options.in_features(), options.out_features()).bias(false).quantize(quantize).nested(nested);
+  return layer;
+}
+
 }  // namespace
 
 LinearImpl::LinearImpl(const LinearOptions& options) : options(options) { reset(); }
@@ -24,15 +34,21 @@ LinearImpl::LinearImpl(const LinearOptions& options) : options(options) { reset(
 void LinearImpl::reset() {
   const bool quantized = is_quantized();
   const auto form = quantized ? base->options : QuantizedLinearOptions(1, 1);
+  const auto dtype = quantized ? base->dtype : weight.defined() ? weight.scalar_type() : at::kFloat;
   const auto adapter_options = std::exchange(adapter, std::nullopt);
   base = nullptr;
   former_.reset();
-  if (weight.defined()) dtype_ = weight.scalar_type();
-  weight = register_parameter("weight", torch::empty({options.out_features(), options.in_features()}, dtype_));
-  torch::nn::init::kaiming_uniform_(weight, std::sqrt(5));
-  if (options.bias()) {
-    const double bound = 1 / std::sqrt(static_cast<double>(options.in_features()));
-    bias = register_parameter("bias", torch::empty({options.out_features()}, dtype_).uniform_(-bound, bound));
+  const std::vector<int64_t> shape{options.out_features(), options.in_features()};
+  if (options.placeholder()) {
+    weight = register_parameter("weight", placeholder(shape, dtype));
+    if (options.bias()) bias = register_parameter("bias", placeholder({options.out_features()}, dtype));
+  } else {
+    weight = register_parameter("weight", torch::empty(shape, dtype));
+    torch::nn::init::kaiming_uniform_(weight, std::sqrt(5));
+    if (options.bias()) {
+      const double bound = 1 / std::sqrt(static_cast<double>(options.in_features()));
+      bias = register_parameter("bias", torch::empty({options.out_features()}, dtype).uniform_(-bound, bound));
+    }
   }
   if (quantized) quantize(form.quantize(), form.nested());
   if (adapter_options.has_value()) add_adapter(*adapter_options);
@@ -42,19 +58,29 @@ void LinearImpl::quantize(const QuantizeOptions& quantize_options, bool nested) 
   TORCH_CHECK(!is_quantized() && !has_adapter(),
               "nn::Linear: quantize: expected a dense layer without an adapter, received one that is ",
               is_quantized() ? "quantised already" : "adapted already");
-  auto form = QuantizedLinearOptions(options.in_features(), options.out_features())
-                  .bias(false)
-                  .quantize(quantize_options)
-                  .nested(nested);
-  // Given a 1 x 1 form first, so that no random weight of the full size is drawn.
-  auto small = QuantizeOptions().quant_type(quantize_options.quant_type());
-  QuantizedLinear quantized(QuantizedLinearOptions(1, 1).bias(false).quantize(small).nested(nested));
-  quantized->options = form;
-  dtype_ = weight.scalar_type();
+  QuantizedLinear quantized = without_weight(options, quantize_options, nested);
   quantized->set_weight(weight.detach());
+  set_base(quantized);
+}
+
+void LinearImpl::set_quantized(const Tensor& bytes, const Tensor& scales, const Tensor& second,
+                               const QuantizeOptions& quantize_options, at::ScalarType dtype) {
+  TORCH_CHECK(!has_adapter(), "nn::Linear: set_quantized: expected a layer without an adapter, received one that is adapted");
+  QuantizedLinear quantized = without_weight(options, quantize_options, second.defined());
+  quantized->set_parts(bytes, scales, second, quantize_options);
+  quantized->dtype = dtype;
+  set_base(quantized);
+}
+
+void LinearImpl::set_base(const QuantizedLinear& quantized) {
+  if (is_quantized()) {
+    unregister_module("base");
+  } else {
+    parameters_.erase("weight");
+    weight = Tensor();
+  }
+  former_.reset();
   base = register_module("base", quantized);
-  parameters_.erase("weight");
-  weight = Tensor();
 }
 
 void LinearImpl::set_adapter(const AdapterOptions& adapter_options, const Tensor& A, const Tensor& B) {
@@ -122,7 +148,7 @@ LoraWeight LinearImpl::adapted() const {
 void LinearImpl::merge(bool reversible) {
   TORCH_CHECK(has_adapter(), "nn::Linear: merge: expected a layer with an adapter, received one without");
   torch::NoGradGuard no_grad;
-  const auto dtype = is_quantized() ? dtype_ : weight.scalar_type();
+  const auto dtype = is_quantized() ? base->dtype : weight.scalar_type();
   const auto exact = dtype == at::kDouble ? at::kDouble : at::kFloat;
   Tensor dense = is_quantized() ? base->dequantize(at::kFloat) : weight.to(exact);
   Tensor merged = at::addmm(dense, lora_B.to(exact), lora_A.to(exact), 1, scaling()).to(dtype);

@@ -5,6 +5,8 @@
 
 #include <shoestring/nn.h>
 
+#include "ops/packed.h"
+
 namespace shoestring::nn {
 
 using at::Tensor;
@@ -30,24 +32,47 @@ void QuantizedLinearImpl::set_weight(const Tensor& dense) {
               "QuantizedLinear: set_weight: dense: expected shape (", options.out_features(), ", ", options.in_features(),
               "), received ", dense.sizes());
   torch::NoGradGuard no_grad;
-  const int64_t rows = options.out_features(), columns = options.in_features();
+  const int64_t columns = options.in_features();
   int64_t& block = options.quantize().block_size();
-  Tensor bytes, scales, second;
+  dtype = dense.scalar_type();
   if (options.quantize().quant_type() == "int8") {
     TORCH_CHECK((block == QuantizeOptions().block_size() || block == columns) && !options.nested(),
                 "QuantizedLinear: block_size and nested: expected the defaults with quant_type 'int8', whose rows have one "
                 "fp32 scale each, received ", block, " and ", options.nested());
     block = columns;
-    std::tie(bytes, scales) = quantize_int8(dense);
-  } else {
-    std::tie(bytes, scales) = quantize_4bit(dense, options.quantize());
-    if (options.nested()) std::tie(scales, second) = quantize_absmax(scales);
-    if (columns > 0 && columns % block == 0) {
-      bytes = bytes.view({rows, columns / 2});
-      scales = scales.view({rows, columns / block});
-    }
+    const auto [bytes, scales] = quantize_int8(dense);
+    return take(bytes, scales, Tensor());
   }
-  if (!packed.defined()) {
+  auto [bytes, scales] = quantize_4bit(dense, options.quantize());
+  Tensor second;
+  if (options.nested()) std::tie(scales, second) = quantize_absmax(scales);
+  take(bytes, scales, second);
+}
+
+void QuantizedLinearImpl::set_parts(const Tensor& bytes, const Tensor& scales, const Tensor& second,
+                                    const QuantizeOptions& quantize) {
+  check_packed("QuantizedLinear: set_parts", bytes, scales, second.defined() ? std::optional<Tensor>(second) : std::nullopt,
+               options.out_features() * options.in_features(), quantize.quant_type(), quantize.block_size(), bytes.device());
+  TORCH_CHECK(second.defined() || !options.nested(),  // LibTorch cannot take a buffer back
+              "QuantizedLinear: set_parts: second: expected nested scales, as the layer has them, received none");
+  options.quantize(quantize).nested(second.defined());
+  take(bytes, scales, second);
+}
+
+// Parts in place of the ones that there are, in the layer's own shapes.
+void QuantizedLinearImpl::take(Tensor bytes, Tensor scales, const Tensor& second) {
+  const int64_t rows = options.out_features(), columns = options.in_features(), block = options.quantize().block_size();
+  if (options.quantize().quant_type() == "int8") {
+    bytes = bytes.view({rows, columns});
+    scales = scales.view({rows});
+  } else if (columns > 0 && columns % block == 0) {
+    bytes = bytes.view({rows, columns / 2});
+    scales = scales.view({rows, columns / block});
+  } else {
+    bytes = bytes.flatten();
+    scales = scales.flatten();
+  }
+  if (!packed.defined()) {  // reset() registers them
     packed = bytes;
     absmax = scales;
     nested = second;
@@ -55,7 +80,11 @@ void QuantizedLinearImpl::set_weight(const Tensor& dense) {
   }
   packed.set_data(bytes);
   absmax.set_data(scales);
-  if (second.defined()) nested.set_data(second);
+  if (nested.defined() && second.defined()) {
+    nested.set_data(second);
+  } else if (second.defined()) {
+    nested = register_buffer("nested", second);
+  }
 }
 
 Tensor QuantizedLinearImpl::dequantize(at::ScalarType dtype) const {

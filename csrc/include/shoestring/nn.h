@@ -45,6 +45,10 @@ class SHOESTRING_API QuantizedLinearImpl : public torch::nn::Cloneable<Quantized
   at::Tensor forward(const at::Tensor& x);
   /// Takes the values of a dense (out_features, in_features) weight.
   void set_weight(const at::Tensor& dense);
+  /// Takes parts that are quantised already, as quantize_4bit (nested: and quantize_absmax) or quantize_int8 returns
+  /// them, in any shape; their type becomes the layer's.
+  void set_parts(const at::Tensor& bytes, const at::Tensor& scales, const at::Tensor& second,
+                 const QuantizeOptions& quantize);
   /// The dense weight: fp32, bf16 or fp16.
   at::Tensor dequantize(at::ScalarType dtype) const;
 
@@ -53,8 +57,10 @@ class SHOESTRING_API QuantizedLinearImpl : public torch::nn::Cloneable<Quantized
   at::Tensor absmax;  // fp32, or uint8 codes where the scales are nested
   at::Tensor nested;  // undefined, or fp32: see quantize_absmax
   at::Tensor bias;    // undefined without bias
+  at::ScalarType dtype = at::kFloat;  // of the dense weight that it was
 
  private:
+  void take(at::Tensor bytes, at::Tensor scales, const at::Tensor& second);
   void keep_parts(const at::Tensor& packed_was, const at::Tensor& absmax_was, const at::Tensor& nested_was);
 };
 TORCH_MODULE(QuantizedLinear);
@@ -64,6 +70,8 @@ struct LinearOptions {
   TORCH_ARG(int64_t, in_features);
   TORCH_ARG(int64_t, out_features);
   TORCH_ARG(bool, bias) = true;
+  /// Weight and bias take no memory until load_model fills them: see shoestring::placeholder.
+  TORCH_ARG(bool, placeholder) = false;
 };
 
 struct AdapterOptions {
@@ -89,6 +97,10 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl> {
 
   /// Replaces the dense weight by a frozen quantised one, the submodule `base`.
   void quantize(const QuantizeOptions& options = {}, bool nested = false);
+  /// Replaces the weight by one that is quantised already: the parts of QuantizedLinearImpl::set_parts. dtype: what merge()
+  /// returns to.
+  void set_quantized(const at::Tensor& bytes, const at::Tensor& scales, const at::Tensor& second,
+                     const QuantizeOptions& options, at::ScalarType dtype);
   /// Freezes weight and bias and adds lora_A (kaiming uniform) and lora_B (zero): fp32, fp64 over an fp64 weight.
   void add_adapter(const AdapterOptions& options = {});
   /// Takes on an adapter with given values, in place of one that it may have.
@@ -119,8 +131,8 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl> {
   void set_adapter(const AdapterOptions& adapter_options, const at::Tensor& A, const at::Tensor& B);
   at::TensorOptions adapter_type() const;
   LoraWeight adapted() const;
+  void set_base(const QuantizedLinear& quantized);
 
-  at::ScalarType dtype_ = at::kFloat;  // of the weight, also where it is quantised
   std::optional<Former> former_;
 };
 TORCH_MODULE(Linear);

@@ -36,6 +36,9 @@ class SHOESTRING_API SafetensorsFile {
   const std::vector<Entry>& entries() const { return entries_; }
   const Metadata& metadata() const { return metadata_; }
   bool contains(const std::string& name) const { return index_.count(name) > 0; }
+  const std::string& path() const { return path_; }
+  /// The entry `name`, which the file contains.
+  const Entry& entry(const std::string& name) const;
 
   /// The tensor `name`, in fresh CPU memory.
   at::Tensor load(const std::string& name) const;
@@ -44,7 +47,6 @@ class SHOESTRING_API SafetensorsFile {
   void load_into(const std::string& name, const at::Tensor& out) const;
 
  private:
-  const Entry& find(const std::string& name) const;
   void read(const Entry& entry, const at::Tensor& out) const;
 
   std::string path_;

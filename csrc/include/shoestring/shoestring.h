@@ -2,6 +2,7 @@
 
 /// Everything: operators, modules, optimizers, files.
 #include <shoestring/lora.h>
+#include <shoestring/model_files.h>
 #include <shoestring/nn.h>
 #include <shoestring/ops.h>
 #include <shoestring/optim.h>

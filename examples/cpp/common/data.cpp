@@ -11,7 +11,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "options.h"
+#include "flags.h"
 
 namespace {
 

@@ -1,5 +1,7 @@
 #include "model.h"
 
+#include "recompute.h"
+
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/outer.h>
@@ -8,6 +10,7 @@
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/silu.h>
 #include <c10/util/StringUtil.h>
+#include <shoestring/model_files.h>
 #include <torch/csrc/autograd/generated/variable_factories.h>
 #include <torch/nn/init.h>
 
@@ -17,14 +20,21 @@ namespace {
 
 constexpr double kInitStd = 0.02;
 
-torch::nn::Linear linear(int64_t in, int64_t out) {
-  torch::nn::Linear layer(torch::nn::LinearOptions(in, out).bias(false));
-  torch::nn::init::normal_(layer->weight, 0, kInitStd);
+shoestring::nn::Linear linear(const LlamaConfig& config, int64_t in, int64_t out) {
+  shoestring::nn::Linear layer(shoestring::nn::LinearOptions(in, out).bias(false).placeholder(config.placeholders));
+  if (!config.placeholders) torch::nn::init::normal_(layer->weight, 0, kInitStd);
   return layer;
 }
 
+// (vocab, hidden), for the embedding and the head.
+Tensor vocabulary(const LlamaConfig& config) {
+  const std::vector<int64_t> shape{config.vocab_size, config.hidden};
+  if (config.placeholders) return shoestring::placeholder(shape);
+  return torch::nn::init::normal_(torch::empty(shape), 0, kInitStd);
+}
+
 Rotary rotary(const LlamaConfig& config, int64_t tokens) {
-  const Tensor exponent = at::arange(0, config.head_dim(), 2, at::kFloat) / config.head_dim();
+  const Tensor exponent = at::arange(0, config.head_dim, 2, at::kFloat) / config.head_dim;
   const Tensor angle = at::outer(at::arange(tokens, at::kFloat), at::pow(config.rope_theta, exponent).reciprocal());
   const Tensor both = at::cat({angle, angle}, -1);
   return {both.cos(), both.sin()};
@@ -38,33 +48,38 @@ Tensor rotate(const Tensor& x, const Rotary& rotary) {
 
 }  // namespace
 
-RMSNormImpl::RMSNormImpl(int64_t size, double eps)
-    : weight(register_parameter("weight", torch::ones({size}))), eps(eps) {}
+RMSNormImpl::RMSNormImpl(const LlamaConfig& config)
+    : weight(register_parameter("weight", config.placeholders ? shoestring::placeholder({config.hidden})
+                                                              : torch::ones({config.hidden}))),
+      eps(config.rms_norm_eps) {}
 
 Tensor RMSNormImpl::forward(const Tensor& x) { return at::rms_norm(x, weight.sizes(), weight, eps); }
 
 AttentionImpl::AttentionImpl(const LlamaConfig& config)
-    : head_dim(config.head_dim()), grouped(config.kv_heads != config.heads) {
-  const int64_t narrow = config.kv_heads * head_dim;
-  q_proj = register_module("q_proj", linear(config.hidden, config.hidden));
-  k_proj = register_module("k_proj", linear(config.hidden, narrow));
-  v_proj = register_module("v_proj", linear(config.hidden, narrow));
-  o_proj = register_module("o_proj", linear(config.hidden, config.hidden));
+    : head_dim(config.head_dim), grouped(config.kv_heads != config.heads) {
+  const int64_t wide = config.heads * head_dim, narrow = config.kv_heads * head_dim;
+  q_proj = register_module("q_proj", linear(config, config.hidden, wide));
+  k_proj = register_module("k_proj", linear(config, config.hidden, narrow));
+  v_proj = register_module("v_proj", linear(config, config.hidden, narrow));
+  o_proj = register_module("o_proj", linear(config, wide, config.hidden));
 }
 
 Tensor AttentionImpl::forward(const Tensor& x, const Rotary& rotary) {
   const int64_t rows = x.size(0), tokens = x.size(1);
-  // (rows, tokens, heads * head_dim) -> (rows, heads, tokens, head_dim)
-  const auto heads = [&](const Tensor& t) { return t.view({rows, tokens, -1, head_dim}).transpose(1, 2); };
+  // (rows, tokens, heads * head_dim) -> (rows, heads, tokens, head_dim), in fp32: many CPUs are slow at the products of
+  // bf16, and these tensors are small.
+  const auto heads = [&](const Tensor& t) {
+    return t.to(at::kFloat).view({rows, tokens, -1, head_dim}).transpose(1, 2);
+  };
   const Tensor q = rotate(heads(q_proj(x)), rotary), k = rotate(heads(k_proj(x)), rotary), v = heads(v_proj(x));
   const Tensor out = at::scaled_dot_product_attention(q, k, v, {}, 0.0, /*is_causal=*/true, std::nullopt, grouped);
-  return o_proj(out.transpose(1, 2).reshape({rows, tokens, -1}));
+  return o_proj(out.transpose(1, 2).reshape({rows, tokens, -1}).to(x.scalar_type()));
 }
 
 MlpImpl::MlpImpl(const LlamaConfig& config) {
-  gate_proj = register_module("gate_proj", linear(config.hidden, config.intermediate()));
-  up_proj = register_module("up_proj", linear(config.hidden, config.intermediate()));
-  down_proj = register_module("down_proj", linear(config.intermediate(), config.hidden));
+  gate_proj = register_module("gate_proj", linear(config, config.hidden, config.intermediate));
+  up_proj = register_module("up_proj", linear(config, config.hidden, config.intermediate));
+  down_proj = register_module("down_proj", linear(config, config.intermediate, config.hidden));
 }
 
 Tensor MlpImpl::forward(const Tensor& x) { return down_proj(at::silu(gate_proj(x)) * up_proj(x)); }
@@ -72,8 +87,8 @@ Tensor MlpImpl::forward(const Tensor& x) { return down_proj(at::silu(gate_proj(x
 DecoderLayerImpl::DecoderLayerImpl(const LlamaConfig& config) {
   self_attn = register_module("self_attn", Attention(config));
   mlp = register_module("mlp", Mlp(config));
-  input_layernorm = register_module("input_layernorm", RMSNorm(config.hidden, config.rms_norm_eps));
-  post_attention_layernorm = register_module("post_attention_layernorm", RMSNorm(config.hidden, config.rms_norm_eps));
+  input_layernorm = register_module("input_layernorm", RMSNorm(config));
+  post_attention_layernorm = register_module("post_attention_layernorm", RMSNorm(config));
 }
 
 Tensor DecoderLayerImpl::forward(const Tensor& x, const Rotary& rotary) {
@@ -82,36 +97,43 @@ Tensor DecoderLayerImpl::forward(const Tensor& x, const Rotary& rotary) {
 }
 
 DecoderImpl::DecoderImpl(const LlamaConfig& config) : config(config) {
-  embed_tokens = register_module("embed_tokens", torch::nn::Embedding(config.vocab_size, config.hidden));
-  torch::nn::init::normal_(embed_tokens->weight, 0, kInitStd);
+  const auto options = torch::nn::EmbeddingOptions(config.vocab_size, config.hidden)._weight(vocabulary(config));
+  embed_tokens = register_module("embed_tokens", torch::nn::Embedding(options));
   torch::nn::ModuleList list;
   for (int64_t i = 0; i < config.layers; ++i) {
     layers.emplace_back(config);
     list->push_back(layers.back());
   }
   register_module("layers", list);
-  norm = register_module("norm", RMSNorm(config.hidden, config.rms_norm_eps));
+  norm = register_module("norm", RMSNorm(config));
 }
 
 Tensor DecoderImpl::forward(const Tensor& tokens) {
   const Rotary angles = rotary(config, tokens.size(1));
   Tensor x = embed_tokens(tokens);
-  for (auto& layer : layers) x = layer(x, angles);
+  for (auto& layer : layers) {
+    auto run = [angles, layer](const Tensor& input) mutable { return layer(input, angles); };
+    x = recompute_layers ? recompute(run, x) : run(x);
+  }
   return norm(x);
 }
 
+HeadImpl::HeadImpl(const LlamaConfig& config) : weight(register_parameter("weight", vocabulary(config))) {}
+
 LlamaForCausalLMImpl::LlamaForCausalLMImpl(const LlamaConfig& config)
-    : config(config), model(register_module("model", Decoder(config))) {}
+    : config(config), model(register_module("model", Decoder(config))) {
+  if (!config.tied) lm_head = register_module("lm_head", Head(config));
+}
 
 Tensor LlamaForCausalLMImpl::forward(const Tensor& tokens) { return model(tokens); }
 
 std::string LlamaConfig::json() const {
   return c10::str("{\n  \"architectures\": [\"LlamaForCausalLM\"],\n  \"model_type\": \"llama\",\n  \"vocab_size\": ",
-                  vocab_size, ",\n  \"hidden_size\": ", hidden, ",\n  \"intermediate_size\": ", intermediate(),
+                  vocab_size, ",\n  \"hidden_size\": ", hidden, ",\n  \"intermediate_size\": ", intermediate,
                   ",\n  \"num_hidden_layers\": ", layers, ",\n  \"num_attention_heads\": ", heads,
-                  ",\n  \"num_key_value_heads\": ", kv_heads, ",\n  \"head_dim\": ", head_dim(),
+                  ",\n  \"num_key_value_heads\": ", kv_heads, ",\n  \"head_dim\": ", head_dim,
                   ",\n  \"max_position_embeddings\": ", max_tokens, ",\n  \"rms_norm_eps\": ", rms_norm_eps,
                   ",\n  \"rope_theta\": ", rope_theta,
-                  ",\n  \"hidden_act\": \"silu\",\n  \"tie_word_embeddings\": true,\n  \"bos_token_id\": null,\n  "
+                  ",\n  \"hidden_act\": \"silu\",\n  \"tie_word_embeddings\": ", tied ? "true" : "false", ",\n  \"bos_token_id\": null,\n  "
                   "\"eos_token_id\": null,\n  \"dtype\": \"float32\"\n}\n");
 }

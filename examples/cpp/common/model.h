@@ -1,20 +1,21 @@
 #pragma once
 
+#include <shoestring/nn.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/embedding.h>
-#include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
 
 #include <string>
 #include <vector>
 
 struct LlamaConfig {
-  int64_t vocab_size, hidden, layers, heads, kv_heads, max_tokens;
+  int64_t vocab_size, hidden, intermediate, layers, heads, kv_heads, head_dim, max_tokens;
   double rms_norm_eps = 1e-6, rope_theta = 10000;
+  bool tied = true;  // the output matrix is the embedding
+  /// The weights take no memory, and have no values, until shoestring::load_model brings them.
+  bool placeholders = false;
 
-  int64_t head_dim() const { return hidden / heads; }
-  int64_t intermediate() const { return 3 * hidden; }
   /// Hugging Face's config.json for these weights.
   std::string json() const;
 };
@@ -25,7 +26,7 @@ struct Rotary {
 };
 
 struct RMSNormImpl : torch::nn::Module {
-  RMSNormImpl(int64_t size, double eps);
+  explicit RMSNormImpl(const LlamaConfig& config);
   at::Tensor forward(const at::Tensor& x);
 
   at::Tensor weight;
@@ -39,7 +40,7 @@ struct AttentionImpl : torch::nn::Module {
 
   int64_t head_dim;
   bool grouped;
-  torch::nn::Linear q_proj = nullptr, k_proj = nullptr, v_proj = nullptr, o_proj = nullptr;
+  shoestring::nn::Linear q_proj = nullptr, k_proj = nullptr, v_proj = nullptr, o_proj = nullptr;
 };
 TORCH_MODULE(Attention);
 
@@ -47,7 +48,7 @@ struct MlpImpl : torch::nn::Module {
   explicit MlpImpl(const LlamaConfig& config);
   at::Tensor forward(const at::Tensor& x);
 
-  torch::nn::Linear gate_proj = nullptr, up_proj = nullptr, down_proj = nullptr;
+  shoestring::nn::Linear gate_proj = nullptr, up_proj = nullptr, down_proj = nullptr;
 };
 TORCH_MODULE(Mlp);
 
@@ -68,19 +69,29 @@ struct DecoderImpl : torch::nn::Module {
   LlamaConfig config;
   torch::nn::Embedding embed_tokens = nullptr;
   std::vector<DecoderLayer> layers;
+  bool recompute_layers = false;  // backward keeps a layer's input alone: see recompute.h
   RMSNorm norm = nullptr;
 };
 TORCH_MODULE(Decoder);
 
-/// A Llama-style decoder whose parameters have the names of Hugging Face's LlamaForCausalLM; the output matrix is the
-/// embedding. Its numbers come from PyTorch's generator, so seed that first.
+/// The matrix that makes logits of hidden states, where it is not the embedding.
+struct HeadImpl : torch::nn::Module {
+  explicit HeadImpl(const LlamaConfig& config);
+
+  at::Tensor weight;
+};
+TORCH_MODULE(Head);
+
+/// A Llama-style decoder whose parameters have the names of Hugging Face's LlamaForCausalLM. Its numbers come from
+/// PyTorch's generator, so seed that first.
 struct LlamaForCausalLMImpl : torch::nn::Module {
   explicit LlamaForCausalLMImpl(const LlamaConfig& config);
   /// tokens (rows, tokens) int64 -> hidden states (rows, tokens, hidden), from which `output_weight` makes logits.
   at::Tensor forward(const at::Tensor& tokens);
-  const at::Tensor& output_weight() const { return model->embed_tokens->weight; }
+  const at::Tensor& output_weight() const { return config.tied ? model->embed_tokens->weight : lm_head->weight; }
 
   LlamaConfig config;
   Decoder model = nullptr;
+  Head lm_head = nullptr;  // none where tied
 };
 TORCH_MODULE(LlamaForCausalLM);

@@ -17,7 +17,7 @@
 #include <memory>
 #include <vector>
 
-#include "options.h"
+#include "flags.h"
 
 // std::filesystem is not used: LibTorch exports an older library's copy of it, which crashes where it is called.
 

@@ -18,14 +18,14 @@
 #include <cstdio>
 #include <cstring>
 #include <exception>
-#include <fstream>
-#include <numbers>
 #include <string>
 
 #include "checkpoint.h"
 #include "data.h"
+#include "flags.h"
 #include "model.h"
 #include "options.h"
+#include "training.h"
 
 using at::Tensor;
 
@@ -60,51 +60,6 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(LlamaForCausalLM& model,
   return make.operator()<shoestring::optim::AdamW, shoestring::optim::AdamWOptions>();  // shoestring: 8-bit state
 }
 
-// Linear warm-up, then a cosine down to 0 (Loshchilov & Hutter 2017): a pure function of the step.
-double learning_rate(int64_t step, const Options& o) {
-  if (step < o.warmup) return o.lr * static_cast<double>(step + 1) / static_cast<double>(o.warmup);
-  const double progress =
-      static_cast<double>(step - o.warmup) / static_cast<double>(std::max<int64_t>(1, o.steps - o.warmup));
-  return o.lr * 0.5 * (1 + std::cos(std::numbers::pi * progress));
-}
-
-// High-water mark of the process's memory, in MiB.
-int64_t peak_memory() {
-  std::ifstream status("/proc/self/status");
-  for (std::string line; std::getline(status, line);) {
-    if (line.rfind("VmHWM:", 0) == 0) return std::stoll(line.substr(6)) / 1024;
-  }
-  return 0;
-}
-
-class Progress {
- public:
-  explicit Progress(const Options& options) : options_(options), terminal_(::isatty(STDOUT_FILENO)) {}
-
-  // A line that is rewritten on a terminal; elsewhere about twenty lines a run.
-  void show(int64_t step, double loss, double seconds) {
-    const int64_t tokens = options_.batch_size * options_.seq_len * options_.accumulate;
-    if (steps_++ > 0) timed_ += seconds;  // the first step also allocates
-    const bool last = step == options_.steps;
-    if (!terminal_ && !last && step % std::max<int64_t>(1, options_.steps / 20) != 0) return;
-    std::printf("%sstep %lld/%lld  loss %.4f  %.0f tokens/s  peak %lld MiB%s", terminal_ ? "\r\033[K" : "",
-                static_cast<long long>(step), static_cast<long long>(options_.steps), loss,
-                static_cast<double>(tokens) / seconds, static_cast<long long>(peak_memory()),
-                terminal_ && !last ? "" : "\n");
-    std::fflush(stdout);
-  }
-  double tokens_per_second() const {
-    const int64_t tokens = options_.batch_size * options_.seq_len * options_.accumulate;
-    return timed_ > 0 ? static_cast<double>(tokens * (steps_ - 1)) / timed_ : 0;
-  }
-
- private:
-  const Options& options_;
-  bool terminal_;
-  int64_t steps_ = 0;
-  double timed_ = 0;
-};
-
 double validate(LlamaForCausalLM& model, const Blocks& blocks, const Options& options) {
   torch::NoGradGuard no_grad;
   const int64_t count = std::min(blocks.count, kValidationBatches * options.batch_size);
@@ -137,8 +92,14 @@ void train(const Options& options) {
   fingerprint["data"] = file.fingerprint();
 
   torch::manual_seed(static_cast<uint64_t>(options.seed));
-  const LlamaConfig config{file.vocab_size(), options.hidden,   options.layers,
-                           options.heads,     options.kv_heads, std::max<int64_t>(options.seq_len, 2048)};
+  const LlamaConfig config{.vocab_size = file.vocab_size(),
+                           .hidden = options.hidden,
+                           .intermediate = 3 * options.hidden,
+                           .layers = options.layers,
+                           .heads = options.heads,
+                           .kv_heads = options.kv_heads,
+                           .head_dim = options.hidden / options.heads,
+                           .max_tokens = std::max<int64_t>(options.seq_len, 2048)};
   LlamaForCausalLM model(config);
   const auto optimizer = make_optimizer(model, options);
   int64_t parameters = 0;
@@ -151,10 +112,10 @@ void train(const Options& options) {
               at::get_num_threads(), start > 0 ? (", from step " + std::to_string(start)).c_str() : "");
 
   BatchOrder order(blocks.count, options.batch_size, options.seed);
-  Progress progress(options);
+  Progress progress(options.steps, options.batch_size * options.seq_len * options.accumulate);
   for (int64_t step = start; step < options.steps; ++step) {
     const auto began = std::chrono::steady_clock::now();
-    for (auto& group : optimizer->param_groups()) group.options().set_lr(learning_rate(step, options));
+    for (auto& group : optimizer->param_groups()) group.options().set_lr(learning_rate(step, options.steps, options.warmup, options.lr));
     double loss = 0;
     for (int64_t i = 0; i < options.accumulate; ++i) {
       const Tensor rows = blocks.rows(order.batch(step * options.accumulate + i));
@@ -176,8 +137,8 @@ void train(const Options& options) {
   const double validation = validate(model, held_out, options);
   save_model(options.out, *model, config.json());
   std::printf("validation loss %.6f, %.0f tokens/s, peak %lld MiB, of which %lld MiB are LibTorch itself\nsaved %s\n",
-              validation, progress.tokens_per_second(), static_cast<long long>(peak_memory()),
-              static_cast<long long>(libtorch), (options.out + "/model.safetensors").c_str());
+              validation, progress.tokens_per_second(), static_cast<long long>(peak_memory() >> 20),
+              static_cast<long long>(libtorch >> 20), (options.out + "/model.safetensors").c_str());
 }
 
 int report(const std::string& message) {

@@ -2,13 +2,7 @@
 
 #include <cstdint>
 #include <map>
-#include <stdexcept>
 #include <string>
-
-/// What the person who runs the program can mend: printed as one line, exit code 2.
-struct InputError : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
 
 struct Options {
   std::string data, out;

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+struct Options {
+  std::string model, data, out, json;
+  std::string quantize = "nf4", dtype = "bf16";
+  int64_t block_size = 64;
+  bool no_nested = false;
+  int64_t rank = 16;
+  double alpha = 32;
+  std::string targets;
+  int64_t steps = 100, batch_size = 1, seq_len = 512, accumulate = 1;
+  double lr = 2e-4;
+  int64_t warmup = 10;
+  double weight_decay = 0, clip = 1.0;
+  int64_t seed = 0, threads = 0, workspace_mb = 16;
+  bool no_recompute = false;
+
+  bool nested() const { return !no_nested && (quantize == "nf4" || quantize == "fp4"); }
+  /// Of the layers with an adapter; none: all linear ones.
+  std::vector<std::string> target_modules() const;
+};
+
+/// The command line, checked. Raises InputError; `--help` prints the options and ends the program.
+Options parse_options(int argc, char** argv);

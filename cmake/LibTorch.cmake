@@ -1,5 +1,6 @@
-# Finds LibTorch and defines the imported targets shoestring::torch and, where the library has it,
-# shoestring::torch_cuda. Used by the build and, installed next to the package config, by consumers.
+# Finds LibTorch and defines the imported targets shoestring::torch_cpu, shoestring::torch and, where the library has it,
+# shoestring::torch_cuda. Used by the build and, installed next to the package config, by consumers. libtorch.so itself
+# holds nothing; it loads the CUDA libraries where LibTorch has them, which takes 200 MB of a process that may not use them.
 #
 # find_package(Torch) is not used: with the CUDA build that PyPI carries it stops with a fatal error where there is
 # no CUDA toolkit, so nobody with only a CPU could build or link.
@@ -80,20 +81,22 @@ if(EXISTS "${LibTorch_DIR}/share/cmake/Torch/TorchConfig.cmake")
 endif()
 
 if(NOT TARGET shoestring::torch)
-  add_library(shoestring::torch INTERFACE IMPORTED)
-  set_target_properties(shoestring::torch PROPERTIES
+  add_library(shoestring::torch_cpu INTERFACE IMPORTED)
+  set_target_properties(shoestring::torch_cpu PROPERTIES
     INTERFACE_INCLUDE_DIRECTORIES
       "${LibTorch_DIR}/include;${LibTorch_DIR}/include/torch/csrc/api/include"
     INTERFACE_COMPILE_DEFINITIONS "_GLIBCXX_USE_CXX11_ABI=${_abi}"
     INTERFACE_COMPILE_FEATURES cxx_std_20)
-  set(_libraries)
   foreach(_name torch torch_cpu c10)
     add_library(shoestring::lib${_name} SHARED IMPORTED)
     set_target_properties(shoestring::lib${_name} PROPERTIES
       IMPORTED_LOCATION "${LibTorch_DIR}/lib/lib${_name}.so")
-    list(APPEND _libraries shoestring::lib${_name})
   endforeach()
-  set_target_properties(shoestring::torch PROPERTIES INTERFACE_LINK_LIBRARIES "${_libraries}")
+  set_target_properties(shoestring::torch_cpu PROPERTIES
+    INTERFACE_LINK_LIBRARIES "shoestring::libtorch_cpu;shoestring::libc10")
+  add_library(shoestring::torch INTERFACE IMPORTED)
+  set_target_properties(shoestring::torch PROPERTIES
+    INTERFACE_LINK_LIBRARIES "shoestring::libtorch;shoestring::torch_cpu")
 
   if(LibTorch_CUDA)
     add_library(shoestring::torch_cuda INTERFACE IMPORTED)

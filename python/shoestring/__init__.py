@@ -27,6 +27,7 @@ from shoestring.ops import (  # noqa: E402
     vocab_parallel_linear_cross_entropy,
 )
 from shoestring.patching import PatchReport, patch  # noqa: E402
+from shoestring.pretrained import load_quantized, save_quantized  # noqa: E402
 from shoestring.quantized_tensor import QuantizedTensor  # noqa: E402
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "linear_cross_entropy_shard",
     "linear_cross_entropy_with_stats",
     "linear_distillation",
+    "load_quantized",
     "lora",
     "lora_linear",
     "lora_linear_group",
@@ -52,6 +54,7 @@ __all__ = [
     "quantize_4bit",
     "quantize_int8",
     "quantized_linear",
+    "save_quantized",
     "seeded_dropout",
     "swiglu",
     "vocab_parallel_linear_cross_entropy",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,33 @@ def test_int8_learns_as_full_weights_do(
             assert part["measured"] == pytest.approx(part["expected"], rel=0.001)
     line = refuse(capsys, *command(model, data["text"], tmp_path / "plain", "--quantize", "int8", "--plain"))
     assert "quantize" in line and "nf4 | none with --plain" in line
+
+
+def test_quantised_weights_are_codes_from_the_beginning(
+    model: Path, data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    import shoestring
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("the whole model is loaded")
+
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", refused)
+    succeed(*command(model, data["text"], tmp_path / "run"))
+    # A checkpoint that is quantised already: the same codes, so the same losses.
+    saved = shoestring.load_quantized(model, quant_type="nf4", dtype=torch.float32)
+    shoestring.save_quantized(saved, tmp_path / "model")
+    for file in model.glob("*token*"):
+        shutil.copy(file, tmp_path / "model")
+    for quantize in ("nf4", "none"):
+        succeed(*command(tmp_path / "model", data["text"], tmp_path / quantize, "--quantize", quantize))
+        assert losses(tmp_path / quantize) == losses(tmp_path / "run")
+    for option in ("--full", "--plain", "--merge"):
+        line = refuse(capsys, *command(tmp_path / "model", data["text"], tmp_path / "no", option))
+        assert "quantised already: expected no --full, --plain or --merge" in line
+    line = refuse(capsys, *command(tmp_path / "model", data["text"], tmp_path / "no", "--quantize", "int8"))
+    assert "its weights are nf4 or fp4 already" in line
 
 
 def test_full_finetuning_changes_every_weight(model: Path, data: dict[str, Path], tmp_path: Path) -> None:
@@ -164,8 +192,6 @@ def test_a_chat_answers(model: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_resume_with_another_model_names_it(
     model: Path, data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import shutil
-
     from safetensors.torch import save_file
 
     copy = tmp_path / "model"

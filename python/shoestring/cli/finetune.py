@@ -23,6 +23,7 @@ from shoestring.training.config import FinetuneConfig, Fingerprint
 from shoestring.training.models import (
     check_model_directory,
     fused_loss,
+    is_quantized,
     load_model,
     locate_model,
     plain_loss,
@@ -41,6 +42,8 @@ def finetune(
         raise InputError("--merge: there is no adapter to merge with --full, which saves the whole model anyway")
     folder = locate_model(config.model)
     check_model_directory(folder)
+    if is_quantized(folder) and (config.full or config.plain or merge):
+        raise InputError(f"--model {folder}: its weights are quantised already: expected no --full, --plain or --merge")
     tokenizer = load_tokenizer(folder)
     files = find_files(data, pattern)
     kind = kind_of(files)
@@ -56,7 +59,7 @@ def finetune(
         memory.import_models()
         baseline = memory.resident_bytes()
         torch.manual_seed(config.seed)
-        model = load_model(folder, base_dtype)
+        model = load_model(folder, base_dtype, None if config.plain else config.quantize)
         if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
             raise InputError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model's embedding fewer")
         fused = None if config.plain else fused_loss(model, config.workspace_mb)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoestring.ops.quantize_4bit import code_values, quantize_4bit
+from shoestring.ops.quantize_4bit import BLOCK_SIZES, CODES, code_values, quantize_4bit
 from shoestring.ops.quantize_int8 import quantize_int8
 from shoestring.ops.quantized_linear import quantized_linear
 from shoestring.quantized_tensor import QuantizedTensor
@@ -143,60 +143,94 @@ def load_quantized(module: nn.Linear, state_dict: dict[str, Any], prefix: str) -
     Raises:
         ValueError: parts that are missing or do not fit the layer.
     """
+    own = module.weight
+    q = read_quantized(state_dict, prefix, (module.out_features, module.in_features), own.dtype)
+    if q is None:
+        return
+    # nn.Module copies q into the layer's own parts, where they have its form; else q becomes the parameter.
+    if not (isinstance(own, QuantizedTensor) and own.__tensor_flatten__() == q.__tensor_flatten__()):
+        module.weight = frozen(q.to(own.device))  # type: ignore[assignment]
+    state_dict[prefix + "weight"] = q
+
+
+def read_quantized(
+    state_dict: dict[str, Any], prefix: str, shape: tuple[int, int], dtype: torch.dtype
+) -> QuantizedTensor | None:
+    """The weight that bitsandbytes' keys describe; all but ``weight`` are taken out of ``state_dict``. None: no such keys.
+
+    Args:
+        shape: what the weight must have: (out_features, in_features).
+        dtype: of an int8 weight; that of 4 bits is among the keys.
+
+    Raises:
+        ValueError: parts that are missing or do not fit.
+    """
     key = prefix + "weight"
     found = [name for name in state_dict if name.startswith(key + ".quant_state.bitsandbytes__")]
-    if prefix + "SCB" in state_dict:
-        _replace(module, state_dict, key, _int8_of(module, state_dict, prefix))
-    elif found:
-        _replace(module, state_dict, key, _4bit_of(module, state_dict, key, found[0]))
+    try:
+        if prefix + "SCB" in state_dict:
+            return _int8_of(state_dict, prefix, shape, dtype)
+        return _4bit_of(state_dict, key, found[0], shape) if found else None
+    except KeyError as error:
+        raise ValueError(f"QuantizedLinear: {key}: expected bitsandbytes' parts, but {error} is missing") from None
 
 
-def _replace(module: nn.Linear, state_dict: dict[str, Any], key: str, q: QuantizedTensor) -> None:
-    """Has nn.Module copy q into the layer's own parts, where they have its form; else q becomes the parameter."""
-    own = module.weight
-    same = isinstance(own, QuantizedTensor) and own.__tensor_flatten__() == q.__tensor_flatten__()
-    if not same:
-        module.weight = frozen(q.to(own.device))  # type: ignore[assignment]
-    state_dict[key] = q
-
-
-def _int8_of(module: nn.Linear, state_dict: dict[str, Any], prefix: str) -> QuantizedTensor:
+def _int8_of(state_dict: dict[str, Any], prefix: str, shape: tuple[int, int], dtype: torch.dtype) -> QuantizedTensor:
     packed, absmax = state_dict[prefix + "weight"], state_dict.pop(prefix + "SCB")
     order = int(state_dict.pop(prefix + "weight_format", 0))
     if order != 0:
         raise ValueError(f"QuantizedLinear: {prefix}weight_format: expected 0, rows as they are, received {order}")
-    shape = (module.out_features, module.in_features)
     if packed.dtype != torch.int8 or packed.shape != shape or absmax.shape != shape[:1]:
         raise ValueError(
             f"QuantizedLinear: {prefix}weight and SCB: expected int8 {shape} and {shape[:1]}, received {packed.dtype} "
             f"{tuple(packed.shape)} and {tuple(absmax.shape)}"
         )
-    options = {"shape": shape, "dtype": module.weight.dtype, "quant_type": "int8", "block_size": module.in_features}
-    return QuantizedTensor(packed, absmax.float(), None, **options)
+    return QuantizedTensor(
+        packed, absmax.float(), None, shape=shape, dtype=dtype, quant_type="int8", block_size=shape[1]
+    )
 
 
-def _4bit_of(module: nn.Linear, state_dict: dict[str, Any], key: str, state_key: str) -> QuantizedTensor:
-    state = json.loads(bytes(state_dict.pop(state_key).tolist()))
-    packed, absmax = state_dict[key], state_dict.pop(key + ".absmax")
-    values = state_dict.pop(key + ".quant_map")
-    if not torch.equal(values.cpu(), code_values(state["quant_type"])):
-        raise ValueError(f"QuantizedLinear: {key}.quant_map: expected the {state['quant_type']} values, received others")
-    if tuple(state["shape"]) != (module.out_features, module.in_features):
-        expected = (module.out_features, module.in_features)
-        raise ValueError(f"QuantizedLinear: {key}: expected shape {expected}, received {tuple(state['shape'])}")
+def _4bit_of(state_dict: dict[str, Any], key: str, state_key: str, shape: tuple[int, int]) -> QuantizedTensor:
+    try:
+        state = json.loads(bytes(state_dict.pop(state_key).tolist()))
+    except ValueError as error:
+        raise ValueError(f"QuantizedLinear: {state_key}: expected bitsandbytes' JSON, received {error}") from None
+    quant_type, block_size = state["quant_type"], state["blocksize"]
+    if quant_type not in CODES or block_size not in BLOCK_SIZES:
+        raise ValueError(
+            f"QuantizedLinear: {state_key}: expected {' or '.join(CODES)} in blocks of {BLOCK_SIZES}, received "
+            f"{quant_type!r} in blocks of {block_size!r}"
+        )
+    packed, absmax = state_dict[key].view(torch.uint8).flatten(), state_dict.pop(key + ".absmax").flatten()
+    if not torch.equal(state_dict.pop(key + ".quant_map").cpu(), code_values(quant_type)):
+        raise ValueError(f"QuantizedLinear: {key}.quant_map: expected the {quant_type} values, received others")
+    if tuple(state["shape"]) != shape:
+        raise ValueError(f"QuantizedLinear: {key}: expected shape {shape}, received {tuple(state['shape'])}")
+    count = shape[0] * shape[1]
+    blocks = -(-count // block_size)
+    if packed.numel() < (count + 1) // 2 or absmax.numel() != blocks:
+        raise ValueError(
+            f"QuantizedLinear: {key}: expected {(count + 1) // 2} bytes and {blocks} scales, received {packed.numel()} and "
+            f"{absmax.numel()}"
+        )
     nested = None
     if "nested_offset" in state:
         if state["nested_blocksize"] != 256:
             received = state["nested_blocksize"]
             raise ValueError(f"QuantizedLinear: {key}: nested_blocksize: expected 256, received {received}")
         scales, map_ = state_dict.pop(key + ".nested_absmax"), state_dict.pop(key + ".nested_quant_map")
+        if scales.shape != (-(-blocks // 256),) or map_.shape != (256,):
+            raise ValueError(
+                f"QuantizedLinear: {key}: nested_absmax and nested_quant_map: expected {-(-blocks // 256)} and 256 values, "
+                f"received {tuple(scales.shape)} and {tuple(map_.shape)}"
+            )
         nested = torch.cat([scales.new_tensor([state["nested_offset"]]), map_.float(), scales.float()])
     return QuantizedTensor(
-        packed.view(torch.uint8).flatten(),
-        absmax.flatten(),
+        packed[: (count + 1) // 2],
+        absmax,
         nested,
-        shape=state["shape"],
+        shape=shape,
         dtype=getattr(torch, state["dtype"]),
-        quant_type=state["quant_type"],
-        block_size=state["blocksize"],
+        quant_type=quant_type,
+        block_size=block_size,
     )

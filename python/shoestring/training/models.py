@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,8 @@ from torch.nn import functional as F
 
 from shoestring.data.batches import IGNORE
 from shoestring.data.errors import InputError
+from shoestring.pretrained.load import OtherTensorsError, load_quantized
+from shoestring.pretrained.reader import read_config, stored_tensors
 from shoestring.training.config import Preset
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (inputs, labels) -> sum of the losses of all labelled positions
@@ -79,50 +80,34 @@ def check_model_directory(folder: Path) -> dict[str, tuple[int, ...]]:
 
     The safetensors reader checks header size, offsets, overlaps and the file's length; its errors become one line.
     """
-    config = folder / "config.json"
-    if not config.is_file():
-        raise InputError(f"--model {folder}: no config.json there; expected a Hugging Face model directory")
     try:
-        json.loads(config.read_text("utf-8"))
+        read_config(folder)
+        return {name: tensor.shape for name, tensor in stored_tensors(folder).items()}
     except ValueError as error:
-        raise InputError(f"{config}: not valid JSON ({error})") from None
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = _sharded(folder, index)
-    elif (folder / "model.safetensors").is_file():
-        files = [folder / "model.safetensors"]
-    else:
-        raise InputError(
-            f"--model {folder}: no weights there (model.safetensors or its sharded index); only safetensors are read"
-        )
-    from safetensors import safe_open
-
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        try:
-            with safe_open(file, "pt") as opened:
-                for key in opened.keys():
-                    shapes[key] = tuple(opened.get_slice(key).get_shape())
-        except Exception as error:  # SafetensorError is not exported everywhere; OSError for unreadable files
-            raise InputError(f"{file}: not a sound safetensors file ({error})") from None
-    return shapes
+        raise InputError(f"--model {error}") from None
 
 
-def _sharded(folder: Path, index: Path) -> list[Path]:
-    try:
-        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise InputError(f"{index}: not a valid index of sharded weights ({type(error).__name__}: {error})") from None
-    for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
-            raise InputError(f"{index}: names the weight file {name!r}, which is not in the directory")
-    return [folder / name for name in names]
+def is_quantized(folder: Path) -> bool:
+    """True for a checkpoint whose weights are quantised already."""
+    return read_config(folder).get("quantization_config") is not None
 
 
-def load_model(folder: Path, dtype: torch.dtype) -> nn.Module:
-    """Load a causal language model from a local directory; every weight must be there and fit the configuration."""
+def load_model(folder: Path, dtype: torch.dtype, quantize: str | None = None) -> nn.Module:
+    """Load a causal language model from a local directory; every weight must be there and fit the configuration.
+
+    With ``quantize``, and of a checkpoint that is quantised already, linear weights are codes from the moment they are
+    read; but where the files name them as transformers alone knows, the whole model is loaded first and left dense.
+    """
     stored = check_model_directory(folder)
     quiet_transformers()
+    if quantize is not None or is_quantized(folder):
+        try:
+            return load_quantized(folder, quant_type=quantize, dtype=dtype)
+        except OtherTensorsError as error:
+            if is_quantized(folder):
+                raise InputError(error) from None
+        except ValueError as error:
+            raise InputError(error) from None
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 aten = torch.ops.aten
@@ -17,13 +17,13 @@ class QuantizedTensor(Tensor):
     4 bits: the bytes are always bitsandbytes' flat order, blocks of ``block_size`` along the flattened elements, the even
     element in a byte's upper four bits. Where a weight's rows are whole blocks (K divisible by ``block_size``) the same
     bytes are held as (N, K / 2) and the scales as (N, K / block_size), so that a slice of rows is itself a quantised
-    tensor; otherwise both are flat. int8: a code an element and a scale a row, so that rows can always be sliced. That is
-    what FSDP2 needs to shard by rows: its hooks (``fsdp_pre_all_gather``
-    returns ``packed`` and ``absmax``, ``fsdp_post_all_gather`` puts a QuantizedTensor around what was gathered) attach
-    here, and apply to the row-shaped form without ``nested``, whose groups of 256 blocks do not end with a row.
+    tensor; otherwise both are flat. int8: a code an element and a scale a row, so that rows can always be sliced.
 
-    It can be a frozen ``nn.Parameter``. detach, clone, copy_ (from a quantised or a dense tensor), ``to`` a device, a
-    deep copy and pickling work; ``to`` a dtype changes what dequantising gives and leaves the codes alone. Other
+    So FSDP2's ``fully_shard`` splits it by rows, evenly, and its hooks here gather the codes, never the dense weight. With
+    ``nested``, a process' rows must be whole groups of 256 blocks (8 rows of 2048 elements in blocks of 64).
+
+    It can be a frozen ``nn.Parameter``. detach, clone, copy_ (from a quantised or a dense tensor), ``to`` a device, slices
+    and splits of rows, a deep copy and pickling work; ``to`` a dtype changes what dequantising gives and leaves the codes alone. Other
     operators are refused: dequantise first.
 
     Attributes:
@@ -81,7 +81,8 @@ class QuantizedTensor(Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The dense tensor, by default in the tensor's own dtype."""
         if self.quant_type == "int8":
-            return torch.ops.shoestring.dequantize_int8(self.packed, self.absmax, dtype=dtype or self.dtype)
+            dense = torch.ops.shoestring.dequantize_int8(self.packed, self.absmax, dtype=dtype or self.dtype)
+            return dense.view(self.shape)
         return torch.ops.shoestring.dequantize_4bit(
             self.packed,
             self.absmax,
@@ -127,15 +128,48 @@ class QuantizedTensor(Tensor):
         )
 
     def _like(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "QuantizedTensor":
-        return QuantizedTensor(
-            change(self.packed),
-            change(self.absmax),
-            None if self.nested is None else change(self.nested),
-            shape=self.shape,
-            dtype=dtype or self.dtype,
-            quant_type=self.quant_type,
-            block_size=self.block_size,
-        )
+        nested = None if self.nested is None else change(self.nested)
+        return self._of(change(self.packed), change(self.absmax), nested, self.shape, dtype)
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Sequence[int], module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """FSDP2's hook: what each process gives to the others."""
+        if outer_size[0] % mesh.size():
+            raise ValueError(
+                f"QuantizedTensor: fully_shard: expected rows divisible by the {mesh.size()} processes, received "
+                f"{outer_size[0]} of {type(module).__name__}; keep that layer out with ignored_params"
+            )
+        if self.nested is None:
+            return (self.packed, self.absmax), (outer_size, None)
+        return (self.packed, self.absmax, self.nested[257:].contiguous()), (outer_size, self.nested[:257])
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """FSDP2's hook: a QuantizedTensor around what came; ``out`` is an earlier one, over the same memory."""
+        shape, head = metadata
+        if out is not None:
+            if head is not None:
+                # As FSDP2 does for what it gathers: backward reads the values that it saved in forward.
+                with torch.autograd._unsafe_preserve_version_counter(out.nested):
+                    torch.cat([head, gathered[2]], out=out.nested)
+            return None
+        nested = None if head is None else torch.cat([head, gathered[2]])
+        whole = self._of(gathered[0], gathered[1], nested, shape, param_dtype)
+        return whole, (*gathered[:2], *(() if nested is None else (nested,)))
+
+    def _of(
+        self,
+        packed: Tensor,
+        absmax: Tensor,
+        nested: Tensor | None,
+        shape: Sequence[int],
+        dtype: torch.dtype | None = None,
+    ) -> "QuantizedTensor":
+        """A tensor of the same kind, of other parts."""
+        kind = {"quant_type": self.quant_type, "block_size": self.block_size}
+        return QuantizedTensor(packed, absmax, nested, shape=shape, dtype=dtype or self.dtype, **kind)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -156,6 +190,8 @@ class QuantizedTensor(Tensor):
             return args[0]._like(lambda part: func(part, **where), dtype)
         if func is aten.copy_.default:
             return _copy(*args[:2])
+        if func in _SHARDING:
+            return _SHARDING[func](*args, **kwargs)
         raise NotImplementedError(
             f"QuantizedTensor: {func}: not defined on codes; dequantise first, with q.dequantize()"
         )
@@ -176,6 +212,75 @@ def _copy(to: Tensor, source: Tensor) -> Tensor:
     for part, new in zip(to.parts(), source.parts(), strict=True):
         part.copy_(new)
     return to
+
+
+def _slice(
+    q: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> QuantizedTensor:
+    """Rows of q, over the same memory but for nested scales, whose header is copied."""
+    begin, stop, _ = slice(start, end).indices(q.shape[0])
+    if (begin, stop) == (0, q.shape[0]) and step == 1:
+        return q._of(q.packed, q.absmax, q.nested, q.shape)
+    _check_rows(q, dim, step)
+    nested = q.nested
+    if nested is not None:
+        blocks = q.absmax.shape[1]
+        if begin * blocks % 256 or (stop * blocks % 256 and stop < q.shape[0]):
+            raise ValueError(
+                f"QuantizedTensor: rows {begin} to {stop}: expected whole groups of 256 blocks, with {blocks} blocks a row, "
+                "of nested scales; quantise with nested=False"
+            )
+        nested = torch.cat([nested[:257], nested[257 + begin * blocks // 256 : 257 + -(-stop * blocks // 256)]])
+    return q._of(q.packed[begin:stop], q.absmax[begin:stop], nested, (max(stop - begin, 0), *q.shape[1:]))
+
+
+def _check_rows(q: QuantizedTensor, dim: int, step: int = 1) -> None:
+    if dim % q.dim() or step != 1 or q.packed.dim() != q.dim():
+        form = "flat" if q.packed.dim() != q.dim() else "row-packed"
+        raise ValueError(
+            f"QuantizedTensor: slice: expected consecutive rows of a tensor whose rows are whole blocks, received dimension "
+            f"{dim}, step {step}, {form} blocks of {q.block_size}, shape {tuple(q.shape)}"
+        )
+
+
+def _split(q: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
+    _check_rows(q, dim)
+    return [_slice(q, 0, begin, begin + size) for begin in range(0, q.shape[0], size)]
+
+
+def _new_zeros(q: QuantizedTensor, size: Sequence[int], **options: Any) -> QuantizedTensor:
+    """Codes and scales that are zero, of other rows."""
+    if tuple(size[1:]) != q.shape[1:] or any(options.get(key) is not None for key in ("dtype", "device", "layout")):
+        raise ValueError(f"QuantizedTensor: new_zeros: expected rows as those of {q!r}, received {tuple(size)}, {options}")
+    _check_rows(q, 0)
+    packed, absmax = (part.new_zeros(size[0], *part.shape[1:]) for part in (q.packed, q.absmax))
+    nested = None if q.nested is None else q.nested.new_zeros(257 + -(-absmax.numel() // 256))
+    return q._of(packed, absmax, nested, size)
+
+
+def _view(q: QuantizedTensor, size: Sequence[int], *_: Any) -> QuantizedTensor:
+    """The same parts under the same or the flat shape, which is what FSDP2 asks for."""
+    if list(size) not in ([-1], [q.numel()], list(q.shape)):
+        raise ValueError(f"QuantizedTensor: view: expected {list(q.shape)} or [-1], received {list(size)}")
+    return q._of(q.packed, q.absmax, q.nested, q.shape if list(size) == list(q.shape) else (q.numel(),))
+
+
+def _as_strided(
+    q: QuantizedTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> QuantizedTensor:
+    if tuple(size) != q.shape or tuple(stride) != q.stride() or storage_offset:
+        raise ValueError(f"QuantizedTensor: as_strided: expected {tuple(q.shape)}, {q.stride()}, received {size}, {stride}")
+    return _view(q, size)
+
+
+# What ``fully_shard`` does to a parameter.
+_SHARDING: dict[Any, Callable[..., Any]] = {
+    aten.slice.Tensor: _slice,
+    aten.split.Tensor: _split,
+    aten.new_zeros.default: _new_zeros,
+    aten.view.default: _view,
+    aten.as_strided.default: _as_strided,
+}
 
 
 def quantize_parts(x: Tensor, quant_type: str, block_size: int, nested: bool) -> QuantizedTensor:

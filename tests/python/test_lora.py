@@ -4,36 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import shoestring
+from lora_models import llama, logits, randomise
 from shoestring.lora import LoraLinear
 from shoestring.nn import QuantizedLinear
-
-
-
-def llama(tied: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=tied,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).to(dtype).eval()
-
-
-def randomise(model: nn.Module) -> nn.Module:
-    """Gives lora_B values other than zero, so that the adapters do something."""
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.1)
-    return model
-
-
-def logits(model: nn.Module, seed: int = 3) -> Tensor:
-    ids = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(seed))
-    with torch.no_grad():
-        return model(ids).logits
 
 
 @pytest.mark.parametrize("options", [{}, {"init": "gaussian"}, {"rslora": True}], ids=str)
@@ -122,7 +98,7 @@ def test_merge_is_exact_and_unmerge_restores_every_byte(quantize: str | None, dt
     for _ in range(3):
         weight = layer.weight.dequantize(torch.float32) if quantize else layer.weight
         A, B = layer.lora_A["default"], layer.lora_B["default"]
-        exact = weight.double() + layer.scaling * B.double() @ A.double()
+        exact = weight.double() + layer.adapters["default"].scaling * B.double() @ A.double()
         shoestring.lora.merge(model)
         assert type(layer) is nn.Linear and layer.weight.dtype == dtype
         assert not any("lora" in key or "absmax" in key for key in model.state_dict())
@@ -223,7 +199,7 @@ def test_errors(tmp_path: Path) -> None:
         ({"quantize": "int8", "block_size": 64}, "block_size and nested: expected None and False with quantize 'int8'"),
         ({"quantize": "int8", "nested": True}, "block_size and nested: expected None and False with quantize 'int8'"),
         ({"quantize": "nf4", "block_size": 48}, "block_size: expected one of .* received 48"),
-        ({"init": "pissa"}, "init: expected 'default' or 'gaussian', received 'pissa'"),
+        ({"init": "lora"}, "init: expected 'default', .* or 'pissa_niter_N', received 'lora'"),
         ({"dropout": 1.0}, r"dropout: expected a probability in \[0, 1\), received 1.0"),
         ({"target_modules": ["qkv"]}, r"received \['qkv'\], which matches nothing; this model has down_proj, gate"),
         ({"target_modules": ["mlp"]}, "expected linear layers .* received model.layers.0.mlp, a LlamaMLP"),
@@ -233,7 +209,7 @@ def test_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="quantize: expected fp32, bf16 or fp16 weights, received torch.float64 in 0"):
         apply(nn.Sequential(nn.Linear(64, 4)).double(), quantize="nf4")
     model = apply(llama(), rank=2, target_modules=["q_proj"])
-    with pytest.raises(ValueError, match="expected one without adapters, but model.layers.0.self_attn.q_proj has one"):
+    with pytest.raises(ValueError, match="adapter_name: expected a new one, but the model has an adapter 'default'"):
         apply(model)
     for function in (shoestring.lora.merge, lambda m: shoestring.lora.save_adapter(m, tmp_path / "no")):
         with pytest.raises(ValueError, match="expected one with adapters, received one without"):
@@ -243,19 +219,19 @@ def test_errors(tmp_path: Path) -> None:
     shoestring.lora.save_adapter(model, tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     weights = (tmp_path / "adapter_model.safetensors").read_bytes()
-    with pytest.raises(ValueError, match="expected a linear layer in the model, found none of that name"):
+    with pytest.raises(ValueError, match="expected a layer of the model that can have the adapter, found none of that name"):
         load(nn.Sequential(nn.Linear(4, 4)), tmp_path)
     small = llama()
     small.model.layers[1].self_attn.q_proj = nn.Linear(64, 32)
-    with pytest.raises(ValueError, match=r"expected lora_A and lora_B of shapes \(\(2, 64\), \(32, 2\)\)"):
+    with pytest.raises(ValueError, match=r"expected lora_A \(2, 64\), lora_B \(32, 2\), received"):
         load(small, tmp_path)
     assert not any(isinstance(m, LoraLinear) for m in small.modules())  # nothing half-done
     with pytest.raises(ValueError, match="expected values for model.layers.0.self_attn.v_proj"):
         load(apply(llama(), target_modules=["q_proj", "v_proj"]), tmp_path)
     for change, message in [
-        ({"use_dora": True}, "use_dora: expected False, since nothing else is supported here, received True"),
-        ({"bias": "all"}, "bias: expected 'none'"),
-        ({"peft_type": "IA3"}, "peft_type: expected 'LORA', received 'IA3'"),
+        ({"use_qalora": True}, "use_qalora: expected False, since nothing else is supported here, received True"),
+        ({"bias": "some"}, "bias: expected 'none', 'all' or 'lora_only'"),
+        ({"peft_type": "BOFT"}, "peft_type: expected one of 'LORA'.*, received 'BOFT'"),
     ]:
         (tmp_path / "adapter_config.json").write_text(json.dumps(config | change))
         with pytest.raises(ValueError, match=message):

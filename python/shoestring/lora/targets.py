@@ -1,11 +1,24 @@
-"""Which linear layers an adapter goes to: PEFT's rules."""
+"""Which modules an adapter goes to: PEFT's rules."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch import nn
 
-from shoestring.lora.layer import LoraLinear, is_plain
+from shoestring.lora.adapted import AdaptedLayer
+from shoestring.lora.options import Names, Options
+from shoestring.nn.quantized_linear import QuantizedLinear
+
+
+def former_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, or what it was before it took on adapters."""
+    return module.base_class if isinstance(module, AdaptedLayer) else type(module)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """True for nn.Linear and QuantizedLinear, but not what derives from them, with adapters or without."""
+    return former_class(module) in (nn.Linear, QuantizedLinear)
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
@@ -17,42 +30,75 @@ def output_head(model: nn.Module) -> nn.Module | None:
 def all_linear(model: nn.Module) -> dict[str, nn.Linear]:
     """Every linear layer by its name, in the order of modules, but for the output head."""
     head = output_head(model)
-    return {n: m for n, m in model.named_modules() if (is_plain(m) or isinstance(m, LoraLinear)) and m is not head}
+    return {n: m for n, m in model.named_modules() if is_linear(m) and m is not head}  # type: ignore[misc]
 
 
-def matches(name: str, target_modules: str | Sequence[str]) -> bool:
+def matches(name: str, names: Names | None) -> bool:
     """A list names modules, or what their names end with after a dot; a string is a pattern for the whole name."""
-    if isinstance(target_modules, str):
-        return re.fullmatch(target_modules, name) is not None
-    return any(name == t or name.endswith("." + t) for t in target_modules)
+    if isinstance(names, str):
+        return re.fullmatch(names, name) is not None
+    return any(name == t or name.endswith("." + t) for t in names or ())
 
 
-def find_targets(model: nn.Module, target_modules: str | Sequence[str]) -> dict[str, nn.Linear]:
-    """The layers that ``target_modules`` names.
+def find_targets(model: nn.Module, options: Options, supported: Callable[[nn.Module], Any]) -> dict[str, nn.Module]:
+    """The modules that ``options`` name.
 
     Raises:
-        ValueError: nothing matches, or what matches is not a linear layer.
+        ValueError: nothing matches, or what matches is not supported.
     """
-    if target_modules == "all-linear":
-        found = all_linear(model)
-    else:
-        found = {}
-        for name, module in model.named_modules():
-            if not name or not matches(name, target_modules):
-                continue
-            if not (is_plain(module) or isinstance(module, LoraLinear)):
-                raise ValueError(
-                    "lora.apply: target_modules: expected linear layers (nn.Linear or QuantizedLinear), received "
-                    f"{name}, a {type(module).__name__}; name only linear layers"
-                )
-            found[name] = module
-    if not found:
-        names = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if is_plain(m)})
+    targets = options.target_modules
+    if targets is None:
+        return {}
+    linear = all_linear(model) if targets == "all-linear" else None
+    found = {}
+    for name, module in model.named_modules():
+        chosen = name in linear if linear is not None else matches(name, targets)
+        if not name or not chosen or _left_out(name, options) or not _layer_chosen(name, options):
+            continue
+        if not supported(module):
+            raise ValueError(
+                "lora.apply: target_modules: expected linear layers (nn.Linear or QuantizedLinear), or for LoRA also "
+                f"nn.Embedding and nn.Conv1d, 2d, 3d, received {name}, a {former_class(module).__name__}; name only these"
+            )
+        found[name] = module
+    if not found and targets:
+        names = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if is_linear(m)})
         raise ValueError(
-            f"lora.apply: target_modules: expected names of linear layers, received {target_modules!r}, which matches "
+            f"lora.apply: target_modules: expected names of linear layers, received {targets!r}, which matches "
             f"nothing; this model has {', '.join(names) or 'none'}"
         )
     return found
+
+
+def _left_out(name: str, options: Options) -> bool:
+    return matches(name, options.exclude_modules) or any(is_inside(name, module) for module in options.modules_to_save)
+
+
+def is_inside(name: str, module: str) -> bool:
+    """True for a module named ``module`` (a regular expression, as in PEFT), or one in it."""
+    return re.match(rf"(^|.*\.){module}($|\..*)", name) is not None
+
+
+def _layer_chosen(name: str, options: Options) -> bool:
+    numbers, targets = options.layers_to_transform, options.target_modules
+    if numbers is None or numbers == [] or isinstance(targets, str) or name in (targets or ()):
+        return True
+    patterns = options.layers_pattern or [r"[^.]*"]
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        # The first number: a later one may count experts. Without a pattern, PEFT wants two names before it.
+        before = r".*?\." if not options.layers_pattern else r"(?:^|.*?\.)"
+        found = re.match(rf"{before}{pattern}\.(\d+)\.", name)
+        if found:
+            return int(found[1]) in ([numbers] if isinstance(numbers, int) else numbers)
+    return False
+
+
+def by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+    """PEFT's rule: the first pattern that matches the name, or what it ends with after a dot."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return value
+    return default
 
 
 def shortest_names(model: nn.Module, chosen: Iterable[str]) -> list[str]:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoestring.lora.layer import ADAPTER, LoraLinear
+from shoestring.lora.linear import LoraLinear, concatenated
+from shoestring.lora.trained_copy import TrainedCopy
 from shoestring.nn.quantized_linear import QuantizedLinear
 
 Weights = tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]  # hidden, weight, bias, a LoRA'd head's options
@@ -21,13 +22,12 @@ def weights(head: nn.Module, hidden: Tensor) -> Weights:
     """
     if "forward" in head.__dict__ or head._forward_hooks or head._forward_pre_hooks:
         raise refused("hooks, or a forward of its own", "take them off")
+    if isinstance(head, TrainedCopy):
+        return weights(head.in_use(), hidden)
     if _is_peft(head):
         base, lora = _peft(head)
     elif isinstance(head, LoraLinear):
-        base, lora = head, {}
-        if head.dropout > 0 and head.training:
-            raise refused(f"dropout {head.dropout} on its adapter", "set its dropout to 0")
-        lora = {"lora_A": head.lora_A[ADAPTER], "lora_B": head.lora_B[ADAPTER], "scaling": head.scaling}
+        base, lora = head, _adapters(head)
     else:
         base, lora = head, {}
     if type(base) not in (nn.Linear, QuantizedLinear, LoraLinear):
@@ -36,6 +36,18 @@ def weights(head: nn.Module, hidden: Tensor) -> Weights:
     if hasattr(weight, "device_mesh"):
         raise refused("a sharded weight (DTensor)", "shard the model with the head in the root group")
     return hidden.to(getattr(base, "compute_dtype", None) or hidden.dtype), weight, bias, lora
+
+
+def _adapters(head: LoraLinear) -> dict[str, Any]:
+    """The adapters in use, as one."""
+    names = head.current()
+    own = [head.adapters[name] for name in names]
+    if any(o.dropout > 0 for o in own) and head.training:
+        raise refused(f"dropout {max(o.dropout for o in own)} on its adapter", "set its dropout to 0")
+    if head.rows is not None or any(o.dora or o.lora_bias for o in own):
+        raise refused("DoRA, a bias on its adapter or adapters by row", "expected plain LoRA adapters")
+    lora_A, lora_B, scaling = concatenated(head.parts(names))
+    return {} if lora_A is None else {"lora_A": lora_A, "lora_B": lora_B, "scaling": scaling}
 
 
 def _is_peft(head: nn.Module) -> bool:

@@ -98,5 +98,5 @@ def merge_adapter(base: nn.Module, adapter: Path, plain: bool) -> nn.Module:
     from shoestring import lora
 
     lora.load_adapter(base, adapter)
-    merged = lora.merge(base)
-    return base if merged is None else merged
+    lora.merge(base, reversible=False)
+    return base

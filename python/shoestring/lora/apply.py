@@ -1,0 +1,151 @@
+"""Adapters onto a model."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoestring.lora.adapted import DEFAULT, AdaptedLayer, attach
+from shoestring.lora.linear import LoraLinear
+from shoestring.lora.options import LoraOptions, Options, check_name
+from shoestring.lora.peft_config import from_peft
+from shoestring.lora.switch import adapter_names, members, set_adapter
+from shoestring.lora.targets import all_linear, by_pattern, find_targets, is_linear, matches
+from shoestring.lora.trained_copy import wrap
+from shoestring.nn.quantized_linear import QuantizedLinear, quantize_weight
+from shoestring.ops.quantize_4bit import BLOCK_SIZES, CODES
+
+
+def layer_class(module: nn.Module, options: Options) -> type[AdaptedLayer] | None:
+    """The class that a module takes on with an adapter of these options; None where it cannot."""
+    return LoraLinear if is_linear(module) else None
+
+
+def apply(
+    model: nn.Module,
+    config: Any = None,
+    *,
+    adapter_name: str = DEFAULT,
+    quantize: str | None = None,
+    nested: bool = False,
+    block_size: int | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Freezes a model and gives its layers trainable adapters, in place; a second call adds another adapter.
+
+    Args:
+        model: any module.
+        config: options as :class:`LoraOptions`, or a PEFT configuration object (``LoraConfig``): what is not supported is
+            refused by name. None: LoRA with ``options``.
+        adapter_name: the new adapter is the one in use, alone; :func:`set_adapter` changes that.
+        quantize: None, or "nf4", "fp4" or "int8": every linear layer but the output head, with an adapter or without,
+            gets a weight of 4 bits (QLoRA, arXiv 2305.14314) or int8, one layer after the other.
+        nested: 8-bit scales for the 4-bit weights (double quantisation). Not with "int8".
+        block_size: 4-bit weights that share a scale: a power of two from 32 to 4096; None is 64. Not with "int8", whose
+            rows have a scale each.
+        options: those of :class:`LoraOptions`, in place of ``config``: rank, alpha, target_modules, dora, ...
+
+    Returns:
+        The model. Adapters are fp32 (fp64 where the weight is), whatever the base. Random numbers, and their order, are
+        PEFT's: one torch seed gives both the same start.
+
+    Raises:
+        ValueError: an option outside its range, targets that match nothing or cannot have such an adapter, or an adapter
+            of that name.
+    """
+    if config is not None and options:
+        raise ValueError(f"lora.apply: {next(iter(options))}: expected it in config, which is given; received it beside")
+    if config is None:
+        config = LoraOptions(**options)
+    chosen = config if isinstance(config, Options) else from_peft(config)
+    check_name(adapter_name)
+    if adapter_name in adapter_names(model):
+        raise ValueError(
+            f"lora.apply: adapter_name: expected a new one, but the model has an adapter {adapter_name!r}; merge or delete "
+            "it first"
+        )
+    plan = _plan(model, chosen)
+    saved = saved_modules(model, chosen)
+    _check_quantize(model, quantize, block_size, nested)
+
+    model.requires_grad_(False)
+    if quantize is not None:
+        for layer in all_linear(model).values():
+            if type(layer) is nn.Linear:
+                quantize_weight(layer, quantize, block_size, nested)
+                layer.__class__ = QuantizedLinear
+                layer.compute_dtype = None  # type: ignore[assignment]
+    for layer, kind, own in plan.values():
+        adapted = attach(layer, kind)
+        adapted.add(adapter_name, own, adapted.start(own))
+    for name in saved:
+        wrap(model, name).add(adapter_name, chosen)
+    set_adapter(model, adapter_name)
+    return model
+
+
+def own_options(options: Options, name: str) -> Options:
+    """The options of one layer: rank and alpha by the patterns."""
+    if not isinstance(options, LoraOptions):
+        return options
+    return replace(
+        options,
+        rank=by_pattern(options.rank_pattern, name, options.rank),
+        alpha=by_pattern(options.alpha_pattern, name, options.alpha),
+    )
+
+
+def saved_modules(model: nn.Module, options: Options) -> list[str]:
+    """The modules that ``modules_to_save`` names.
+
+    Raises:
+        ValueError: a name that no module has.
+    """
+    names = [name for name, _ in model.named_modules() if ".original_module" not in name and ".modules_to_save" not in name]
+    found = [name for name in names if matches(name, options.modules_to_save)]
+    for wanted in options.modules_to_save:
+        if not any(matches(name, [wanted]) for name in names):
+            raise ValueError(
+                f"lora.apply: modules_to_save: expected names of modules, received {wanted!r}, which matches nothing"
+            )
+    return found
+
+
+def _plan(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module, type[AdaptedLayer], Options]]:
+    """Which layers take on which class, with which options of their own; refuses what does not go together."""
+    plan = {}
+    for name, module in find_targets(model, options, lambda m: layer_class(m, options)).items():
+        kind = layer_class(module, options)
+        if isinstance(module, AdaptedLayer) and type(module) is not kind:
+            raise ValueError(
+                f"lora.apply: config: expected adapters of the kind that {name} has, {type(module).__name__}; received "
+                f"{type(options).__name__}"
+            )
+        plan[name] = (module, kind, own_options(options, name))
+    biases = next((m.adapters for m in members(model).values() if any(o.bias != "none" for o in m.adapters.values())), None)
+    if biases and options.bias != "none":
+        raise ValueError(
+            f"lora.apply: bias: expected 'none', since the adapter {next(iter(biases))!r} trains the base's biases, received "
+            f"{options.bias!r}"
+        )
+    return plan
+
+
+def _check_quantize(model: nn.Module, quantize: str | None, block_size: int | None, nested: bool) -> None:
+    if quantize is None:
+        return
+    if quantize not in (*CODES, "int8"):
+        raise ValueError(f"lora.apply: quantize: expected None, 'nf4', 'fp4' or 'int8', received {quantize!r}")
+    if quantize == "int8" and (block_size is not None or nested):
+        raise ValueError(
+            "lora.apply: block_size and nested: expected None and False with quantize 'int8', whose rows have one fp32 "
+            f"scale each, received {block_size!r} and {nested!r}"
+        )
+    if block_size is not None and block_size not in BLOCK_SIZES:
+        raise ValueError(f"lora.apply: block_size: expected one of {BLOCK_SIZES}, received {block_size!r}")
+    for name, layer in all_linear(model).items():
+        if layer.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"lora.apply: quantize: expected fp32, bf16 or fp16 weights, received {layer.weight.dtype} in {name}"
+            )

@@ -1,0 +1,130 @@
+"""Adapters on disk, in PEFT's format: adapter_config.json and adapter_model.safetensors."""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as parse_safetensors
+from safetensors.torch import save as to_safetensors
+from torch import Tensor, nn
+
+from shoestring.data.files import atomic_file
+from shoestring.lora.adapted import DEFAULT, AdaptedLayer
+from shoestring.lora.linear import LoraLinear
+from shoestring.lora.options import LoraOptions, Options
+from shoestring.lora.peft_config import to_file
+from shoestring.lora.switch import adapter_names as names_of
+from shoestring.lora.switch import base_biases, check_known, members
+from shoestring.lora.targets import shortest_names
+from shoestring.lora.trained_copy import TrainedCopy
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+
+def save_adapter(
+    model: nn.Module, directory: str | os.PathLike[str], adapter_names: Sequence[str] | None = None
+) -> None:
+    """Writes the model's adapters as PEFT does: "default" into ``directory``, others into a folder of their name in it.
+
+    Each of an adapter's two files replaces a former one only once it is complete and on disk. An adapter that changed the
+    base ("pissa", "olora", "loftq") is written as what it adds to the base as it was, with twice the rank, so that it
+    loads onto the original; over a quantised base that leaves out what quantising the rest rounded away.
+
+    Args:
+        adapter_names: which to write; None is all.
+
+    Raises:
+        ValueError: no layer has an adapter, or a name that no adapter has.
+        OSError: the directory cannot be written.
+    """
+    names = names_of(model) if adapter_names is None else check_known("save_adapter", model, adapter_names)
+    if not names:
+        raise ValueError("lora.save_adapter: model: expected one with adapters, received one without")
+    for name in names:
+        folder = Path(directory) if name == DEFAULT else Path(directory, name)
+        tensors, config = _describe(model, name)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {key: value.detach().contiguous().cpu() for key, value in tensors.items()}
+        _replace(folder / WEIGHTS, to_safetensors(tensors, metadata={"format": "pt"}))
+        text = json.dumps(config, indent=2, sort_keys=True)
+        _replace(folder / CONFIG, (text + "\n").encode())
+
+
+def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """An adapter's tensors and its configuration."""
+    holders = {n: m for n, m in members(model).items() if adapter_name in m.adapters}
+    layers = {n: m for n, m in holders.items() if isinstance(m, AdaptedLayer)}
+    options: dict[str, Options] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, layer in layers.items():
+        held, options[name] = _plain(layer, adapter_name)
+        tensors |= {f"{PREFIX}{name}.{layer.PARAMETERS[attribute]}": value for attribute, value in held.items()}
+    for name, member in holders.items():
+        if isinstance(member, TrainedCopy):
+            state = member.modules_to_save[adapter_name].state_dict()
+            tensors |= {f"{PREFIX}{name}.{key}": value for key, value in state.items()}
+    first = next(iter(options.values()))
+    for name, bias in base_biases(model, first.bias).items():
+        parent = name.removesuffix("bias").rstrip(".")
+        tensors[f"{PREFIX}{parent}.base_layer.bias" if parent in layers else PREFIX + name] = bias
+    targets = shortest_names(model, layers)
+    saved = [name for name, member in holders.items() if isinstance(member, TrainedCopy)]
+    first = replace(
+        first, target_modules=targets, exclude_modules=None, layers_to_transform=None, layers_pattern=None,
+        modules_to_save=saved,
+    )  # fmt: skip
+    if isinstance(first, LoraOptions):
+        # Layers that differ from the first are named one by one, each by a pattern that matches nothing else.
+        ranks = {f"^{n}": o.rank for n, o in options.items() if o.rank != first.rank}
+        alphas = {f"^{n}": o.alpha for n, o in options.items() if o.alpha != first.alpha}
+        first = replace(first, rank_pattern=ranks, alpha_pattern=alphas)
+    base = getattr(getattr(model, "config", None), "_name_or_path", None)
+    task = "CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None
+    return tensors, to_file(first) | {"base_model_name_or_path": base or None, "task_type": task}
+
+
+def _plain(layer: AdaptedLayer, name: str) -> tuple[dict[str, Tensor], Any]:
+    """An adapter's tensors and options; of one that changed the base those of what it adds to the base as it was."""
+    held, own = dict(layer.tensors(name)), layer.adapters[name]
+    if not isinstance(layer, LoraLinear) or name not in getattr(layer, "initial_A", {}):
+        return held, own
+    changed = {
+        "lora_A": torch.cat([held["lora_A"], layer.initial_A[name]]),
+        "lora_B": torch.cat([held["lora_B"], -layer.initial_B[name]], 1),
+    }
+    rank = 2 * own.rank
+    alpha = own.scaling * (math.sqrt(rank) if own.rslora else rank)
+    return held | changed, replace(own, rank=rank, alpha=alpha, init="default")
+
+
+def _replace(path: Path, data: bytes) -> None:
+    with atomic_file(path) as file:
+        file.write(data)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What adapter_config.json holds."""
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"lora.load_adapter: {path}: expected JSON, received something else: {error}") from None
+    return config if isinstance(config, dict) else {}
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """What adapter_model.safetensors holds, by keys without PEFT's prefix."""
+    try:
+        tensors = parse_safetensors(path.read_bytes())
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # the parser's own class is not exported
+        raise ValueError(
+            f"lora.load_adapter: {path}: expected a safetensors file, received a damaged one: {error}"
+        ) from None
+    return {key.removeprefix(PREFIX): value for key, value in tensors.items()}

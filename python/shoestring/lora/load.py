@@ -1,0 +1,149 @@
+"""Adapters from disk onto a model."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoestring.lora.adapted import DEFAULT, AdaptedLayer, attach
+from shoestring.lora.apply import layer_class, own_options, saved_modules
+from shoestring.lora.files import CONFIG, WEIGHTS, read_config, read_weights
+from shoestring.lora.options import Options, check_name
+from shoestring.lora.peft_config import from_file
+from shoestring.lora.switch import base_biases, members, set_adapter
+from shoestring.lora.trained_copy import TrainedCopy, wrap
+from shoestring.quantized_tensor import QuantizedTensor
+
+
+@dataclass
+class Content:
+    """A file's tensors, sorted by what they are for."""
+
+    layers: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by module and attribute
+    copies: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by module and key
+    biases: dict[str, Tensor] = field(default_factory=dict)
+
+
+def load_adapter(
+    model: nn.Module, directory: str | os.PathLike[str], adapter_name: str = DEFAULT
+) -> nn.Module:
+    """Puts an adapter that PEFT or :func:`save_adapter` wrote onto a model, in place, and uses it.
+
+    Layers without an adapter of that name take one on; layers that have one get the file's values, rank and scaling, in
+    the tensors that they have where the shape is the same. As after :func:`shoestring.lora.apply`, the adapter is
+    trainable and everything else is frozen. Nothing is changed unless all of the file fits.
+
+    Args:
+        directory: with the two files; or with a folder named as the adapter, which has them.
+
+    Raises:
+        FileNotFoundError: one of the two files is missing.
+        ValueError: a file that is damaged, that needs what is not supported here, or that does not fit the model.
+    """
+    check_name(adapter_name)
+    folder = Path(directory)
+    if adapter_name != DEFAULT and (folder / adapter_name / CONFIG).exists():
+        folder = folder / adapter_name
+    options = from_file(read_config(folder / CONFIG), f"lora.load_adapter: {folder / CONFIG}")
+    place = f"lora.load_adapter: {folder / WEIGHTS}"
+    content = _sort(model, read_weights(folder / WEIGHTS), options, place)
+    plan = _plan(model, content, options, place)
+    absent = [n for n, m in members(model).items() if adapter_name in m.adapters and n not in (*plan, *content.copies)]
+    if absent:
+        raise ValueError(
+            f"lora.load_adapter: {folder}: expected values for {absent[0]}, which has an adapter {adapter_name!r}; found "
+            "none"
+        )
+
+    model.requires_grad_(False)
+    for name, (kind, own) in plan.items():
+        attach(model.get_submodule(name), kind).add(adapter_name, own, content.layers[name])
+    for name, state in content.copies.items():
+        wrapper = wrap(model, name)
+        if adapter_name not in wrapper.adapters:
+            wrapper.add(adapter_name, options)
+        wrapper.modules_to_save[adapter_name].load_state_dict(state)
+    biases = base_biases(model, "all")
+    for name, bias in content.biases.items():
+        biases[name].detach().copy_(bias)
+    set_adapter(model, adapter_name)
+    return model
+
+
+def _sort(model: nn.Module, tensors: dict[str, Tensor], options: Options, place: str) -> Content:
+    """What each key is for."""
+    content = Content()
+    modules = dict(model.named_modules())
+    saved = saved_modules(model, options)
+    biases = base_biases(model, "all") if options.bias != "none" else {}
+    for key, value in tensors.items():
+        holder = next((name for name in saved if key.startswith(name + ".")), None)
+        plain = key.replace(".base_layer.", ".")
+        if holder is not None:
+            content.copies.setdefault(holder, {})[key.removeprefix(holder + ".")] = value
+        elif plain in biases:
+            if value.shape != biases[plain].shape:
+                raise ValueError(
+                    f"{place}: {key}: expected shape {tuple(biases[plain].shape)}, received {tuple(value.shape)}"
+                )
+            content.biases[plain] = value
+        elif key.endswith(".base_layer.weight"):
+            _check_base(modules.get(key.removesuffix(".base_layer.weight")), key, value, place)
+        else:
+            _sort_layer(content, modules, key, value, options, place)
+    return content
+
+
+def _check_base(module: nn.Module | None, key: str, value: Tensor, place: str) -> None:
+    """PEFT writes the base weight of embeddings and output layers that have an adapter: nothing to load where it is ours."""
+    own = getattr(module, "weight", None)
+    if isinstance(own, Tensor) and own.shape == value.shape:
+        if isinstance(own, QuantizedTensor) or torch.equal(own.detach().cpu(), value.to(own.dtype)):
+            return
+    raise ValueError(f"{place}: {key}: expected the model's own weight, received another; was its vocabulary resized?")
+
+
+def _sort_layer(
+    content: Content, modules: dict[str, nn.Module], key: str, value: Tensor, options: Options, place: str
+) -> None:
+    kinds = {kind for module in modules.values() if (kind := layer_class(module, options)) is not None}
+    suffixes = {suffix: attribute for kind in kinds for attribute, suffix in kind.PARAMETERS.items()}
+    ending = next((suffix for suffix in suffixes if key.endswith("." + suffix)), None)
+    if ending is None:
+        raise ValueError(f"{place}: expected keys {_expected(options)}, received {key}")
+    name = key.removesuffix("." + ending)
+    content.layers.setdefault(name, {})[suffixes[ending]] = value
+
+
+def _expected(options: Options) -> str:
+    return f"of {type(options).__name__.removesuffix('Options')} adapters, of modules_to_save and of biases"
+
+
+def _plan(
+    model: nn.Module, content: Content, options: Options, place: str
+) -> dict[str, tuple[type[AdaptedLayer], Any]]:
+    """The class and the options of each layer that the file has values for; refuses what does not fit."""
+    modules = dict(model.named_modules())
+    plan = {}
+    for name, tensors in content.layers.items():
+        module = modules.get(name)
+        kind = None if module is None else layer_class(module, options)
+        if module is None or kind is None:
+            found = "none of that name" if module is None else f"a {type(module).__name__}"
+            raise ValueError(f"{place}: {name}: expected a layer of the model that can have the adapter, found {found}")
+        own = own_options(options, name)
+        expected = kind.shapes(module, own)  # type: ignore[arg-type]
+        received = {attribute: tuple(tensor.shape) for attribute, tensor in tensors.items()}
+        if expected != received:
+            texts = (", ".join(f"{a} {s}" for a, s in sorted(shapes.items())) for shapes in (expected, received))
+            raise ValueError("{}: {}: expected {}, received {}".format(place, name, *texts))
+        plan[name] = (kind, own)
+    for name, state in content.copies.items():
+        module = modules[name].original_module if isinstance(modules[name], TrainedCopy) else modules[name]
+        expected_state = {key: tuple(value.shape) for key, value in module.state_dict().items()}
+        if expected_state != {key: tuple(value.shape) for key, value in state.items()}:
+            raise ValueError(f"{place}: {name}: expected the keys and shapes of its state_dict, received others")
+    return plan

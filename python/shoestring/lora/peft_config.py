@@ -1,0 +1,145 @@
+"""PEFT's configurations, objects and adapter_config.json alike, as our options, and the reverse."""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from shoestring.lora.options import LoraOptions, Options
+
+# What says nothing about the computation.
+DESCRIPTIONS = {
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "megatron_core", "qalora_group_size",
+}  # fmt: skip
+# What says only how training begins: of no account in a file, whose values are there.
+BEGINNING = {"init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"}
+SHARED = {
+    "target_modules": "target_modules",
+    "exclude_modules": "exclude_modules",
+    "layers_to_transform": "layers_to_transform",
+    "layers_pattern": "layers_pattern",
+    "modules_to_save": "modules_to_save",
+}
+FIELDS: dict[str, tuple[type[Options], dict[str, str]]] = {
+    "LORA": (
+        LoraOptions,
+        SHARED
+        | {
+            "r": "rank",
+            "lora_alpha": "alpha",
+            "rank_pattern": "rank_pattern",
+            "alpha_pattern": "alpha_pattern",
+            "use_rslora": "rslora",
+            "use_dora": "dora",
+            "lora_dropout": "dropout",
+            "lora_bias": "lora_bias",
+            "bias": "bias",
+            "target_parameters": "target_parameters",
+        },
+    ),
+}
+# PEFT's defaults, where a file or an object says nothing and ours are others.
+DEFAULTS: dict[str, dict[str, Any]] = {"LORA": {"rank": 8, "alpha": 8}}
+# Options that change what is computed and that there is nothing for here.
+REFUSED = (
+    "fan_in_fan_out", "layer_replication", "trainable_token_indices", "use_qalora", "use_bdlora", "alora_invocation_tokens",
+    "arrow_config", "kasa_config", "megatron_config", "monteclora_config", "velora_config", "ensure_weight_tying",
+)  # fmt: skip
+
+
+def from_peft(config: Any) -> Options:
+    """Our options of a PEFT configuration object, recognised by its ``peft_type``.
+
+    Raises:
+        ValueError: a method or an option that is not supported, by name.
+    """
+    method = _method(getattr(config, "peft_type", None), "lora.apply: config: peft_type")
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    defaults = {
+        f.name: f.default if f.default is not MISSING else f.default_factory() if f.default_factory is not MISSING else None
+        for f in fields(config)
+    }
+    options = _translate(method, values, "lora.apply: config")
+    options |= _beginning(values, defaults)
+    known = DESCRIPTIONS | BEGINNING | set(FIELDS[method][1]) | set(REFUSED)
+    for name, value in values.items():
+        if name not in known and value != defaults[name]:
+            _refuse("lora.apply: config", name, defaults[name], value)
+    return FIELDS[method][0](**options)
+
+
+def from_file(values: Mapping[str, Any], place: str) -> Options:
+    """Our options of what adapter_config.json holds. Unknown keys are passed over, as PEFT does.
+
+    Raises:
+        ValueError: a method or an option that is not supported, by name.
+    """
+    method = _method(values.get("peft_type"), f"{place}: peft_type")
+    options = _translate(method, values, place)
+    if not any(options.get(name) for name in ("target_modules", "target_parameters")):
+        options["target_modules"] = ()  # a file's keys name the modules
+    return FIELDS[method][0](**options)
+
+
+def _method(kind: Any, place: str) -> str:
+    method = getattr(kind, "value", kind)
+    if method not in FIELDS:
+        known = ", ".join(repr(name) for name in FIELDS)
+        raise ValueError(f"{place}: expected one of {known}, received {method!r}")
+    return method
+
+
+def _translate(method: str, values: Mapping[str, Any], place: str) -> dict[str, Any]:
+    for name in REFUSED:
+        if values.get(name):
+            _refuse(place, name, False, values[name])
+    options = dict(DEFAULTS.get(method, {}))
+    for theirs, ours in FIELDS[method][1].items():
+        if values.get(theirs) is not None:
+            options[ours] = values[theirs]
+    return options
+
+
+def _beginning(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """How training begins, of an object."""
+    options: dict[str, Any] = {}
+    if "init_lora_weights" in values:
+        init = values["init_lora_weights"]
+        if init is False:
+            _refuse("lora.apply: config", "init_lora_weights", True, init)
+        options["init"] = "default" if init is True else init
+    if values.get("target_modules") is None and not values.get("target_parameters"):
+        raise ValueError(
+            "lora.apply: config: target_modules: expected names, received None, for which PEFT has a list by architecture; "
+            "name them, or give 'all-linear'"
+        )
+    if values.get("target_modules") is None:
+        options["target_modules"] = None
+    for name in ("corda_config", "lora_ga_config"):
+        if values.get(name):
+            _refuse("lora.apply: config", name, None, values[name])
+    loftq = values.get("loftq_config") or {}
+    if loftq.get("loftq_bits", 4) != 4:
+        _refuse("lora.apply: config", "loftq_bits", "4, or quantize as an argument of lora.apply", loftq["loftq_bits"])
+    options |= {"loftq_iterations": loftq["loftq_iter"]} if "loftq_iter" in loftq else {}
+    eva = values.get("eva_config")
+    if eva is not None and eva != type(eva)():
+        _refuse("lora.apply: config", "eva_config", "its defaults; lora.initialize_eva takes rho", eva)
+    return options
+
+
+def _refuse(place: str, name: str, expected: Any, received: Any) -> None:
+    raise ValueError(
+        f"{place}: {name}: expected {expected!r}, since nothing else is supported here, received {received!r}"
+    )
+
+
+def to_file(options: Options) -> dict[str, Any]:
+    """What adapter_config.json says of an adapter; PEFT's defaults hold for what is not there."""
+    method, (_, names) = next((m, f) for m, f in FIELDS.items() if f[0] is type(options))
+    values = {theirs: getattr(options, ours) for theirs, ours in names.items()}
+    values = {key: dict(v) if isinstance(v, Mapping) else v for key, v in values.items()}
+    nothing = {"modules_to_save": None, "target_parameters": None}
+    values |= {key: None for key in nothing if key in values and not values[key]}
+    begin = {"init_lora_weights": True, "fan_in_fan_out": False} if method == "LORA" else {}
+    return values | begin | {"peft_type": method, "inference_mode": True}

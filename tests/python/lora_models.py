@@ -1,0 +1,46 @@
+"""What the tests of adapters share: a tiny Llama, adapters that do something, and the comparison with PEFT."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoestring
+
+
+def llama(tied: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).to(dtype).eval()
+
+
+def randomise(model: nn.Module, adapter: str = "default") -> nn.Module:
+    """Moves an adapter's parameters away from their first values, so that it does something."""
+    for name, parameter in model.named_parameters():
+        if adapter in name.split(".") and ("lora_" in name or "ia3_" in name or "vera_lambda" in name or "modules_to_save" in name):
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def logits(model: nn.Module, seed: int = 3) -> Tensor:
+    ids = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def assert_files_agree(ours: nn.Module, folder: Path, base: object = llama) -> None:
+    """PEFT loads what we save, and we what PEFT saves and what we saved: the logits are the same to 1e-6."""
+    peft = pytest.importorskip("peft")
+    expected = logits(ours.eval())
+    shoestring.lora.save_adapter(ours, folder / "ours")
+    theirs = peft.PeftModel.from_pretrained(base(), str(folder / "ours")).eval()
+    assert (logits(theirs) - expected).abs().max() <= 1e-6
+    theirs.save_pretrained(str(folder / "theirs"))
+    for adapter in ("ours", "theirs"):
+        loaded = shoestring.lora.load_adapter(base(), folder / adapter).eval()
+        assert (logits(loaded) - expected).abs().max() <= 1e-6

@@ -1,5 +1,7 @@
 """What the tests of adapters share: a tiny Llama, adapters that do something, and the comparison with PEFT."""
 
+import copy
+import functools
 from pathlib import Path
 
 import pytest
@@ -9,14 +11,25 @@ from torch import Tensor, nn
 import shoestring
 
 
-def llama(tied: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
+@functools.cache
+def _llama(tied: bool, dtype: torch.dtype, biased: bool) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=tied,
+        num_key_value_heads=2, tie_word_embeddings=tied, attention_bias=biased, mlp_bias=biased,
     )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).to(dtype).eval()
+    model = transformers.LlamaForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.1)
+    return model.to(dtype).eval()
+
+
+def llama(tied: bool = False, dtype: torch.dtype = torch.float32, biased: bool = False) -> nn.Module:
+    """A Llama of two layers, always the same; with biases in attention and MLP on request."""
+    torch.manual_seed(0)
+    return copy.deepcopy(_llama(tied, dtype, biased))
 
 
 def randomise(model: nn.Module, adapter: str = "default") -> nn.Module:

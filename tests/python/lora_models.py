@@ -28,8 +28,9 @@ def _llama(tied: bool, dtype: torch.dtype, biased: bool) -> nn.Module:
 
 def llama(tied: bool = False, dtype: torch.dtype = torch.float32, biased: bool = False) -> nn.Module:
     """A Llama of two layers, always the same; with biases in attention and MLP on request."""
-    torch.manual_seed(0)
-    return copy.deepcopy(_llama(tied, dtype, biased))
+    model = copy.deepcopy(_llama(tied, dtype, biased))
+    torch.manual_seed(0)  # whether it had to be made or not
+    return model
 
 
 def randomise(model: nn.Module, adapter: str = "default") -> nn.Module:

@@ -7,6 +7,7 @@
 
 from shoestring.lora.apply import apply
 from shoestring.lora.files import save_adapter
+from shoestring.lora.initialize import initialize_eva
 from shoestring.lora.linear import LoraLinear
 from shoestring.lora.load import load_adapter
 from shoestring.lora.merge import MergeReport, merge, unmerge
@@ -22,6 +23,7 @@ __all__ = [
     "apply",
     "delete_adapter",
     "disable_adapter",
+    "initialize_eva",
     "load_adapter",
     "merge",
     "save_adapter",

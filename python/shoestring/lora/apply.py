@@ -1,20 +1,23 @@
 """Adapters onto a model."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoestring.lora.adapted import DEFAULT, AdaptedLayer, attach
+from shoestring.lora.initialize import take_out
 from shoestring.lora.linear import LoraLinear
 from shoestring.lora.options import LoraOptions, Options, check_name
 from shoestring.lora.peft_config import from_peft
 from shoestring.lora.switch import adapter_names, members, set_adapter
-from shoestring.lora.targets import all_linear, by_pattern, find_targets, is_linear, matches
+from shoestring.lora.targets import all_linear, by_pattern, find_targets, is_linear, matches, output_head
 from shoestring.lora.trained_copy import wrap
 from shoestring.nn.quantized_linear import QuantizedLinear, quantize_weight
 from shoestring.ops.quantize_4bit import BLOCK_SIZES, CODES
+from shoestring.quantized_tensor import QuantizedTensor, quantize_parts
 
 
 def layer_class(module: nn.Module, options: Options) -> type[AdaptedLayer] | None:
@@ -70,15 +73,25 @@ def apply(
     _check_quantize(model, quantize, block_size, nested)
 
     model.requires_grad_(False)
-    if quantize is not None:
-        for layer in all_linear(model).values():
-            if type(layer) is nn.Linear:
-                quantize_weight(layer, quantize, block_size, nested)
-                layer.__class__ = QuantizedLinear
-                layer.compute_dtype = None  # type: ignore[assignment]
-    for layer, kind, own in plan.values():
+
+    def quantized(layer: nn.Module) -> None:
+        if quantize is not None and type(layer) is nn.Linear and layer is not output_head(model):
+            quantize_weight(layer, quantize, block_size, nested)
+            layer.__class__ = QuantizedLinear
+            layer.compute_dtype = None  # type: ignore[assignment]
+
+    taken = {}
+    for name, (layer, _, own) in plan.items():
+        if isinstance(own, LoraOptions) and own.changes_base:  # before the weight is quantised: what is left is
+            taken[name] = take_out(layer, own, _quantizer(layer, quantize, block_size, nested))  # type: ignore[arg-type]
+            quantized(layer)
+    for layer in all_linear(model).values():
+        quantized(layer)
+    for name, (layer, kind, own) in plan.items():
         adapted = attach(layer, kind)
-        adapted.add(adapter_name, own, adapted.start(own))
+        adapted.add(adapter_name, own, adapted.start(own) | taken.get(name, {}))
+        if name in taken:
+            adapted.keep_initial(adapter_name)  # type: ignore[operator]
     for name in saved:
         wrap(model, name).add(adapter_name, chosen)
     set_adapter(model, adapter_name)
@@ -122,7 +135,9 @@ def _plan(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module, type
                 f"lora.apply: config: expected adapters of the kind that {name} has, {type(module).__name__}; received "
                 f"{type(options).__name__}"
             )
-        plan[name] = (module, kind, own_options(options, name))
+        own = own_options(options, name)
+        _check_together(module, own, name)
+        plan[name] = (module, kind, own)
     biases = next((m.adapters for m in members(model).values() if any(o.bias != "none" for o in m.adapters.values())), None)
     if biases and options.bias != "none":
         raise ValueError(
@@ -130,6 +145,38 @@ def _plan(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module, type
             f"{options.bias!r}"
         )
     return plan
+
+
+def _check_together(module: nn.Module, own: Options, name: str) -> None:
+    """DoRA's norms are those of the base: it cannot share a layer with what changes that."""
+    if not isinstance(own, LoraOptions):
+        return
+    others = [o for o in getattr(module, "adapters", {}).values() if isinstance(o, LoraOptions)]
+    if (own.dora and any(o.changes_base for o in others)) or (own.changes_base and any(o.dora for o in others)):
+        raise ValueError(
+            f"lora.apply: dora: expected layers whose base no adapter changes, received {name} for both DoRA and "
+            "'pissa', 'olora' or 'loftq'"
+        )
+    if own.changes_base and not is_linear(module):
+        raise ValueError(f"lora.apply: init: expected linear layers for {own.init!r}, received {name}, a {type(module).__name__}")
+    if own.changes_base and own.rank > min(module.weight.shape):
+        raise ValueError(
+            f"lora.apply: rank: expected at most {min(module.weight.shape)} for {own.init!r}, the smaller side of {name}; "
+            f"received {own.rank}"
+        )
+
+
+def _quantizer(
+    layer: nn.Module, quantize: str | None, block_size: int | None, nested: bool
+) -> Callable[[Tensor], QuantizedTensor] | None:
+    """What a layer's weight will be quantised by; one that is quantised already keeps its form."""
+    own = layer.weight
+    if isinstance(own, QuantizedTensor):
+        return lambda x: quantize_parts(x, own.quant_type, own.block_size, own.nested is not None)
+    if quantize is None:
+        return None
+    size = own.shape[1] if quantize == "int8" else block_size or 64
+    return lambda x: quantize_parts(x, quantize, size, nested)
 
 
 def _check_quantize(model: nn.Module, quantize: str | None, block_size: int | None, nested: bool) -> None:

@@ -90,6 +90,13 @@ class LoraLinear(AdaptedLinear):
             tensors["lora_magnitude_vector"] = self.dense_weight().norm(dim=1)
         return tensors
 
+    def keep_initial(self, name: str) -> None:
+        """Remembers the values that an adapter has now as what was taken out of the base."""
+        for attribute, held in (("initial_A", self.lora_A), ("initial_B", self.lora_B)):
+            if not hasattr(self, attribute):
+                setattr(self, attribute, nn.ParameterDict())
+            getattr(self, attribute)[name] = nn.Parameter(held[name].detach().clone(), requires_grad=False)
+
     def part(self, name: str) -> Part:
         """An adapter's two matrices."""
         return Part(self.lora_A[name], self.lora_B[name], self.adapters[name].scaling, None)

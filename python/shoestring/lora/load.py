@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shoestring.lora.adapted import DEFAULT, AdaptedLayer, attach
 from shoestring.lora.apply import layer_class, own_options, saved_modules
 from shoestring.lora.files import CONFIG, WEIGHTS, read_config, read_weights
+from shoestring.lora.linear import LoraLinear
 from shoestring.lora.options import Options, check_name
 from shoestring.lora.peft_config import from_file
 from shoestring.lora.switch import base_biases, members, set_adapter
@@ -60,7 +61,10 @@ def load_adapter(
 
     model.requires_grad_(False)
     for name, (kind, own) in plan.items():
-        attach(model.get_submodule(name), kind).add(adapter_name, own, content.layers[name])
+        layer = model.get_submodule(name)
+        if isinstance(layer, LoraLinear) and adapter_name in getattr(layer, "initial_A", {}):
+            layer.remove(adapter_name)  # what it took out of the base goes back: the file is for that
+        attach(layer, kind).add(adapter_name, own, content.layers[name])
     for name, state in content.copies.items():
         wrapper = wrap(model, name)
         if adapter_name not in wrapper.adapters:

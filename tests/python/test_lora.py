@@ -230,7 +230,7 @@ def test_errors(tmp_path: Path) -> None:
         load(apply(llama(), target_modules=["q_proj", "v_proj"]), tmp_path)
     for change, message in [
         ({"use_qalora": True}, "use_qalora: expected False, since nothing else is supported here, received True"),
-        ({"bias": "some"}, "bias: expected 'none', 'all' or 'lora_only'"),
+        ({"bias": "some"}, "bias: expected 'none' or 'all' or 'lora_only'"),
         ({"peft_type": "BOFT"}, "peft_type: expected one of 'LORA'.*, received 'BOFT'"),
     ]:
         (tmp_path / "adapter_config.json").write_text(json.dumps(config | change))

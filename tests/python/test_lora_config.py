@@ -99,7 +99,7 @@ def test_every_field_of_peft_is_known() -> None:
         ({"init_lora_weights": "orthogonal"}, "init: expected 'default', .*, received 'orthogonal'"),
         ({"target_modules": None}, "target_modules: expected names, received None, for which PEFT has a list"),
         ({"modules_to_save": ["score"]}, "modules_to_save: expected names of modules, received 'score'"),
-        ({"bias": "vera_only"}, "bias: expected 'none', 'all' or 'lora_only', received 'vera_only'"),
+        ({"bias": "vera_only"}, "bias: expected 'none' or 'all' or 'lora_only', received 'vera_only'"),
     ],
     ids=str,
 )

@@ -33,6 +33,7 @@ class AdaptedLayer(nn.Module):
     """
 
     PARAMETERS: ClassVar[dict[str, str]]  # attribute of parameters by name -> what their keys in PEFT's files end with
+    MODULES: ClassVar[tuple[str, ...]] = ()  # other attributes that hold tensors of adapters
     CAN_MIX_ROWS: ClassVar[bool] = False  # each row of the batch can have an adapter of its own
     adapters: dict[str, Any]
     active: tuple[str, ...]
@@ -96,7 +97,7 @@ class AdaptedLayer(nn.Module):
 
     def detach(self) -> dict[str, Any]:
         """Gives the layer its former class, and returns what made it an adapted one."""
-        modules = {a: self._modules.pop(a) for a in self.PARAMETERS if a in self._modules}
+        modules = {a: self._modules.pop(a) for a in (*self.PARAMETERS, *self.MODULES) if a in self._modules}
         held = {a: self.__dict__.pop(a) for a in ("adapters", "active", "enabled", "rows", "base_class")}
         kept = {"modules": modules, "held": held, "class": type(self)}
         self.__class__ = held["base_class"]

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.lora.adapted import DEFAULT, AdaptedLayer, attach
+from shoestring.lora.ia3 import IA3Linear
 from shoestring.lora.initialize import take_out
 from shoestring.lora.linear import LoraLinear
-from shoestring.lora.options import LoraOptions, Options, check_name
+from shoestring.lora.options import IA3Options, LoraOptions, Options, VeraOptions, check_name
 from shoestring.lora.peft_config import from_peft
 from shoestring.lora.switch import adapter_names, members, set_adapter
 from shoestring.lora.targets import all_linear, by_pattern, find_targets, is_linear, matches, output_head
 from shoestring.lora.trained_copy import wrap
+from shoestring.lora.vera import VeraLinear, share
 from shoestring.nn.quantized_linear import QuantizedLinear, quantize_weight
 from shoestring.ops.quantize_4bit import BLOCK_SIZES, CODES
 from shoestring.quantized_tensor import QuantizedTensor, quantize_parts
@@ -22,7 +24,9 @@ from shoestring.quantized_tensor import QuantizedTensor, quantize_parts
 
 def layer_class(module: nn.Module, options: Options) -> type[AdaptedLayer] | None:
     """The class that a module takes on with an adapter of these options; None where it cannot."""
-    return LoraLinear if is_linear(module) else None
+    if is_linear(module):
+        return {LoraOptions: LoraLinear, VeraOptions: VeraLinear, IA3Options: IA3Linear}[type(options)]
+    return None
 
 
 def apply(
@@ -39,8 +43,9 @@ def apply(
 
     Args:
         model: any module.
-        config: options as :class:`LoraOptions`, or a PEFT configuration object (``LoraConfig``): what is not supported is
-            refused by name. None: LoRA with ``options``.
+        config: :class:`LoraOptions`, :class:`VeraOptions` or :class:`IA3Options`; or a PEFT configuration object
+            (``LoraConfig``, ``VeraConfig``, ``IA3Config``): what is not supported is refused by name. None: LoRA with
+            ``options``.
         adapter_name: the new adapter is the one in use, alone; :func:`set_adapter` changes that.
         quantize: None, or "nf4", "fp4" or "int8": every linear layer but the output head, with an adapter or without,
             gets a weight of 4 bits (QLoRA, arXiv 2305.14314) or int8, one layer after the other.
@@ -92,6 +97,8 @@ def apply(
         adapted.add(adapter_name, own, adapted.start(own) | taken.get(name, {}))
         if name in taken:
             adapted.keep_initial(adapter_name)  # type: ignore[operator]
+    if isinstance(chosen, VeraOptions):
+        share([layer for layer, _, _ in plan.values()], adapter_name, chosen, None)  # type: ignore[misc]
     for name in saved:
         wrap(model, name).add(adapter_name, chosen)
     set_adapter(model, adapter_name)
@@ -100,6 +107,8 @@ def apply(
 
 def own_options(options: Options, name: str) -> Options:
     """The options of one layer: rank and alpha by the patterns."""
+    if isinstance(options, IA3Options):
+        return replace(options, feedforward=matches(name, options.feedforward_modules))
     if not isinstance(options, LoraOptions):
         return options
     return replace(

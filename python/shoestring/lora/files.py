@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shoestring.data.files import atomic_file
 from shoestring.lora.adapted import DEFAULT, AdaptedLayer
 from shoestring.lora.linear import LoraLinear
-from shoestring.lora.options import LoraOptions, Options
+from shoestring.lora.options import IA3Options, LoraOptions, Options, VeraOptions
 from shoestring.lora.peft_config import to_file
 from shoestring.lora.switch import adapter_names as names_of
 from shoestring.lora.switch import base_biases, check_known, members
@@ -70,6 +70,9 @@ def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], d
             state = member.modules_to_save[adapter_name].state_dict()
             tensors |= {f"{PREFIX}{name}.{key}": value for key, value in state.items()}
     first = next(iter(options.values()))
+    if isinstance(first, VeraOptions) and first.save_projection:
+        shared = next(iter(layers.values())).vera[adapter_name]
+        tensors |= {f"base_model.{key}": value for key, value in shared.state_dict().items()}
     for name, bias in base_biases(model, first.bias).items():
         parent = name.removesuffix("bias").rstrip(".")
         tensors[f"{PREFIX}{parent}.base_layer.bias" if parent in layers else PREFIX + name] = bias
@@ -84,6 +87,12 @@ def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], d
         ranks = {f"^{n}": o.rank for n, o in options.items() if o.rank != first.rank}
         alphas = {f"^{n}": o.alpha for n, o in options.items() if o.alpha != first.alpha}
         first = replace(first, rank_pattern=ranks, alpha_pattern=alphas)
+    if isinstance(first, IA3Options):
+        chosen = [name for name, own in options.items() if own.feedforward]
+        feedforward = shortest_names(model, chosen)
+        if not set(feedforward) <= set(targets):  # PEFT wants the same names in both
+            first, feedforward = replace(first, target_modules=sorted(layers)), sorted(chosen)
+        first = replace(first, feedforward_modules=feedforward)
     base = getattr(getattr(model, "config", None), "_name_or_path", None)
     task = "CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None
     return tensors, to_file(first) | {"base_model_name_or_path": base or None, "task_type": task}

@@ -70,6 +70,7 @@ class LoraLinear(AdaptedLinear):
         "lora_bias": "lora_B.bias",
         "lora_magnitude_vector": "lora_magnitude_vector",
     }
+    MODULES = ("initial_A", "initial_B")
     CAN_MIX_ROWS = True
 
     def shapes(self, options: LoraOptions) -> dict[str, tuple[int, ...]]:
@@ -201,9 +202,7 @@ class LoraLinear(AdaptedLinear):
 
     def detach(self) -> dict[str, Any]:
         self.__dict__.pop("_norms", None)
-        kept = super().detach()
-        kept["modules"] |= {a: self._modules.pop(a) for a in ("initial_A", "initial_B") if a in self._modules}
-        return kept
+        return super().detach()
 
     def set_weight(self, dense: Tensor) -> None:
         """Replaces the base's values, in the base's own form."""

@@ -1,6 +1,7 @@
 """Adapters from disk onto a model."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,15 @@ from shoestring.lora.adapted import DEFAULT, AdaptedLayer, attach
 from shoestring.lora.apply import layer_class, own_options, saved_modules
 from shoestring.lora.files import CONFIG, WEIGHTS, read_config, read_weights
 from shoestring.lora.linear import LoraLinear
-from shoestring.lora.options import Options, check_name
+from shoestring.lora.options import Options, VeraOptions, check_name
 from shoestring.lora.peft_config import from_file
 from shoestring.lora.switch import base_biases, members, set_adapter
 from shoestring.lora.trained_copy import TrainedCopy, wrap
+from shoestring.lora.vera import Projection, share
 from shoestring.quantized_tensor import QuantizedTensor
+
+
+VERA = ("base_model.vera_A", "base_model.vera_B")
 
 
 @dataclass
@@ -26,6 +31,7 @@ class Content:
     layers: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by module and attribute
     copies: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by module and key
     biases: dict[str, Tensor] = field(default_factory=dict)
+    projection: dict[str, Tensor] = field(default_factory=dict)  # VeRA's two shared matrices
 
 
 def load_adapter(
@@ -65,6 +71,9 @@ def load_adapter(
         if isinstance(layer, LoraLinear) and adapter_name in getattr(layer, "initial_A", {}):
             layer.remove(adapter_name)  # what it took out of the base goes back: the file is for that
         attach(layer, kind).add(adapter_name, own, content.layers[name])
+    if isinstance(options, VeraOptions):
+        shared = Projection(**content.projection) if content.projection else None
+        share([model.get_submodule(name) for name in plan], adapter_name, options, shared)  # type: ignore[misc]
     for name, state in content.copies.items():
         wrapper = wrap(model, name)
         if adapter_name not in wrapper.adapters:
@@ -86,7 +95,9 @@ def _sort(model: nn.Module, tensors: dict[str, Tensor], options: Options, place:
     for key, value in tensors.items():
         holder = next((name for name in saved if key.startswith(name + ".")), None)
         plain = key.replace(".base_layer.", ".")
-        if holder is not None:
+        if isinstance(options, VeraOptions) and key in VERA:
+            content.projection[key.removeprefix("base_model.")] = value
+        elif holder is not None:
             content.copies.setdefault(holder, {})[key.removeprefix(holder + ".")] = value
         elif plain in biases:
             if value.shape != biases[plain].shape:
@@ -145,9 +156,26 @@ def _plan(
             texts = (", ".join(f"{a} {s}" for a, s in sorted(shapes.items())) for shapes in (expected, received))
             raise ValueError("{}: {}: expected {}, received {}".format(place, name, *texts))
         plan[name] = (kind, own)
+    if isinstance(options, VeraOptions) and plan:
+        _check_projection(content.projection, options, [modules[name] for name in plan], place)
     for name, state in content.copies.items():
         module = modules[name].original_module if isinstance(modules[name], TrainedCopy) else modules[name]
         expected_state = {key: tuple(value.shape) for key, value in module.state_dict().items()}
         if expected_state != {key: tuple(value.shape) for key, value in state.items()}:
             raise ValueError(f"{place}: {name}: expected the keys and shapes of its state_dict, received others")
     return plan
+
+
+def _check_projection(
+    matrices: dict[str, Tensor], options: VeraOptions, layers: Sequence[nn.Module], place: str
+) -> None:
+    if not matrices and not options.save_projection:
+        return
+    shapes = {name: tuple(tensor.shape) for name, tensor in matrices.items()}
+    width, height = max(m.in_features for m in layers), max(m.out_features for m in layers)  # type: ignore[type-var]
+    vera_A, vera_B = shapes.get("vera_A", (0, 0)), shapes.get("vera_B", (0, 0))
+    if vera_A[0] != options.rank or vera_A[1] < width or vera_B[0] < height or vera_B[1] != options.rank:
+        raise ValueError(
+            f"{place}: expected base_model.vera_A ({options.rank}, {width}) and base_model.vera_B ({height}, "
+            f"{options.rank}), or larger, received {shapes}"
+        )

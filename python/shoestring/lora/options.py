@@ -4,12 +4,11 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
 Names = str | Sequence[str]
-BIASES = ("none", "all", "lora_only")
 # The base becomes what these leave of it, so that adapter and base together are what the base was.
 CHANGES_BASE = ("pissa", "olora", "loftq")
 
@@ -35,13 +34,14 @@ class Options:
     layers_pattern: Names | None = None
     modules_to_save: Sequence[str] = ()
     bias: str = "none"
+    BIASES: ClassVar[tuple[str, ...]] = ("none", "all", "lora_only")
 
     def __post_init__(self) -> None:
         for name in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
             value = getattr(self, name)
             if isinstance(value, (set, frozenset)):
                 object.__setattr__(self, name, sorted(value))
-        _expect(self.bias in BIASES, "bias", "'none', 'all' or 'lora_only'", self.bias)
+        _expect(self.bias in self.BIASES, "bias", " or ".join(repr(name) for name in self.BIASES), self.bias)
         if self.layers_to_transform is not None and isinstance(self.target_modules, str):
             raise ValueError(
                 "lora.apply: layers_to_transform: expected None unless target_modules is a list of names, received "
@@ -109,6 +109,54 @@ class LoraOptions(Options):
     def changes_base(self) -> bool:
         """True where the initialisation takes the adapter's part out of the base weight."""
         return self.init.split("_")[0] in CHANGES_BASE
+
+
+@dataclass(frozen=True, kw_only=True)
+class VeraOptions(Options):
+    """VeRA (arXiv 2310.11454).
+
+    Args:
+        rank: rows of the shared vera_A.
+        dropout: probability of dropping an element of what vera_A reads, in training.
+        d_initial: what lambda_d starts with.
+        seed: of the shared matrices.
+        save_projection: write these into files too.
+    """
+
+    rank: int = 256
+    dropout: float = 0.0
+    d_initial: float = 0.1
+    seed: int = 0
+    save_projection: bool = True
+    BIASES: ClassVar[tuple[str, ...]] = ("none", "all", "vera_only")
+    # What of LoRA's options it never has.
+    dora: ClassVar[bool] = False
+    lora_bias: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _expect(isinstance(self.rank, int) and self.rank > 0, "rank", "an integer of at least 1", self.rank)
+        _expect(0 <= self.dropout < 1, "dropout", "a probability in [0, 1)", self.dropout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IA3Options(Options):
+    """IA3 (arXiv 2205.05638).
+
+    Args:
+        feedforward_modules: which of target_modules have their input multiplied, not their output; as target_modules names
+            modules.
+        feedforward: of a layer's own options: that it is one of these.
+    """
+
+    feedforward_modules: Names = ()
+    feedforward: bool = False
+    BIASES: ClassVar[tuple[str, ...]] = ("none",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.feedforward_modules, (set, frozenset)):
+            object.__setattr__(self, "feedforward_modules", sorted(self.feedforward_modules))
 
 
 def _expect(fits: bool, argument: str, expected: str, received: Any) -> None:

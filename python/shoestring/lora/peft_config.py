@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from shoestring.lora.options import LoraOptions, Options
+from shoestring.lora.options import IA3Options, LoraOptions, Options, VeraOptions
 
 # What says nothing about the computation.
 DESCRIPTIONS = {
@@ -12,7 +12,7 @@ DESCRIPTIONS = {
     "megatron_core", "qalora_group_size",
 }  # fmt: skip
 # What says only how training begins: of no account in a file, whose values are there.
-BEGINNING = {"init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"}
+BEGINNING = {"init_lora_weights", "init_weights", "init_ia3_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"}
 SHARED = {
     "target_modules": "target_modules",
     "exclude_modules": "exclude_modules",
@@ -36,6 +36,22 @@ FIELDS: dict[str, tuple[type[Options], dict[str, str]]] = {
             "bias": "bias",
             "target_parameters": "target_parameters",
         },
+    ),
+    "VERA": (
+        VeraOptions,
+        {k: v for k, v in SHARED.items() if k != "exclude_modules"}
+        | {
+            "r": "rank",
+            "vera_dropout": "dropout",
+            "d_initial": "d_initial",
+            "projection_prng_key": "seed",
+            "save_projection": "save_projection",
+            "bias": "bias",
+        },
+    ),
+    "IA3": (
+        IA3Options,
+        {k: v for k, v in SHARED.items() if not k.startswith("layers_")} | {"feedforward_modules": "feedforward_modules"},
     ),
 }
 # PEFT's defaults, where a file or an object says nothing and ours are others.
@@ -103,6 +119,9 @@ def _translate(method: str, values: Mapping[str, Any], place: str) -> dict[str, 
 def _beginning(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """How training begins, of an object."""
     options: dict[str, Any] = {}
+    for name in ("init_weights", "init_ia3_weights"):
+        if values.get(name) is False:
+            _refuse("lora.apply: config", name, True, False)
     if "init_lora_weights" in values:
         init = values["init_lora_weights"]
         if init is False:
@@ -141,5 +160,5 @@ def to_file(options: Options) -> dict[str, Any]:
     values = {key: dict(v) if isinstance(v, Mapping) else v for key, v in values.items()}
     nothing = {"modules_to_save": None, "target_parameters": None}
     values |= {key: None for key in nothing if key in values and not values[key]}
-    begin = {"init_lora_weights": True, "fan_in_fan_out": False} if method == "LORA" else {}
-    return values | begin | {"peft_type": method, "inference_mode": True}
+    begin = {"init_lora_weights": True} if method == "LORA" else {}
+    return values | begin | {"fan_in_fan_out": False, "peft_type": method, "inference_mode": True}

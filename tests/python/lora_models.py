@@ -37,7 +37,7 @@ def randomise(model: nn.Module, adapter: str = "default") -> nn.Module:
     """Moves an adapter's parameters away from their first values, so that it does something."""
     for name, parameter in model.named_parameters():
         if adapter in name.split(".") and ("lora_" in name or "ia3_" in name or "vera_lambda" in name or "modules_to_save" in name):
-            parameter.data += 0.1 * torch.randn_like(parameter)
+            parameter.data += 0.05 * torch.randn_like(parameter)
     return model
 
 

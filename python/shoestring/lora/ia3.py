@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shoestring.lora.linear import AdaptedLinear
 from shoestring.lora.options import IA3Options
-from shoestring.lora.product import lora_linear
+from shoestring.ops.lora_linear import lora_linear
 
 
 class IA3Linear(AdaptedLinear):

@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 from shoestring.lora.adapted import AdaptedLayer, wide
 from shoestring.lora.options import LoraOptions
-from shoestring.lora.product import lora_linear, lora_weight_norm
 from shoestring.nn.quantized_linear import load_quantized, save_quantized
+from shoestring.ops.lora_linear import lora_linear, lora_weight_norm
+from shoestring.ops.seeded_dropout import seeded_dropout
 from shoestring.quantized_tensor import QuantizedTensor
 
 
@@ -118,7 +119,7 @@ class LoraLinear(AdaptedLinear):
         names = self.current()
         parts = self.parts(names, x)
         lora_A, lora_B, scaling = concatenated(parts)
-        options: dict[str, Any] = {"scaling": scaling} | self._dropout(names, x)
+        options = {"scaling": scaling, "dropout": self._dropout(names)}
         gains = {name: self.gain(name) for name in names if self.adapters[name].dora}
         biases = {n: self.adapters[n].scaling * self.lora_bias[n] for n in names if self.adapters[n].lora_bias}
         if self.rows is not None and self.enabled:
@@ -135,7 +136,7 @@ class LoraLinear(AdaptedLinear):
         scaled = [part._replace(lora_B=part.lora_B * gains[n][:, None]) if n in gains else part
                   for n, part in zip(names, parts, strict=True)]  # fmt: skip
         lora_A, lora_B, scaling = concatenated(scaled)
-        dropped = F.dropout(x, options.get("dropout", 0.0)).to(lora_A.dtype)
+        dropped = seeded_dropout(x, options["dropout"]).to(lora_A.dtype)
         return y + (scaling * F.linear(F.linear(dropped, lora_A), lora_B)).to(y.dtype)
 
     def _row_by_row(self, y: Tensor, x: Tensor, gains: dict[str, Tensor], biases: dict[str, Tensor]) -> Tensor:
@@ -152,16 +153,13 @@ class LoraLinear(AdaptedLinear):
     def _uses(self, name: str, x: Tensor | None) -> Tensor | None:
         return None if self.rows is None or not self.enabled or x is None else self.uses(name, x)
 
-    def _dropout(self, names: Sequence[str], x: Tensor) -> dict[str, Any]:
+    def _dropout(self, names: Sequence[str]) -> float:
         chosen = {self.adapters[name].dropout for name in names} if self.training else set()
         if len(chosen) > 1:
             raise ValueError(
                 f"lora.LoraLinear: dropout: expected the same of all active adapters in training, received {sorted(chosen)}"
             )
-        probability = chosen.pop() if chosen else 0.0
-        if probability == 0:
-            return {}
-        return {"dropout": probability, "seed": torch.randint(2**63 - 1, (1,), device=x.device)}
+        return chosen.pop() if chosen else 0.0
 
     def gain(self, name: str) -> Tensor:
         """DoRA's magnitude over the norm of the adapted weight's rows, the norm being no part of the gradient."""

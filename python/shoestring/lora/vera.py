@@ -27,16 +27,16 @@ class VeraLinear(LoraLinear):
     ``vera_lambda_d.<name>`` is (rank), ``vera_lambda_b.<name>`` (out_features), zero at the start.
     """
 
-    PARAMETERS = {"vera_lambda_d": "vera_lambda_d", "vera_lambda_b": "vera_lambda_b"}
+    PARAMETERS = {"vera_lambda_b": "vera_lambda_b", "vera_lambda_d": "vera_lambda_d"}
     MODULES = (*LoraLinear.MODULES, "vera")
 
     def shapes(self, options: VeraOptions) -> dict[str, tuple[int, ...]]:  # type: ignore[override]
-        return {"vera_lambda_d": (options.rank,), "vera_lambda_b": (self.out_features,)}
+        return {"vera_lambda_b": (self.out_features,), "vera_lambda_d": (options.rank,)}
 
     def start(self, options: VeraOptions) -> dict[str, Tensor]:  # type: ignore[override]
         return {
-            "vera_lambda_d": torch.full((options.rank,), options.d_initial),
             "vera_lambda_b": torch.zeros(self.out_features),
+            "vera_lambda_d": torch.full((options.rank,), options.d_initial),
         }
 
     def part(self, name: str) -> Part:

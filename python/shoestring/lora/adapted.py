@@ -49,7 +49,8 @@ class AdaptedLayer(nn.Module):
             return list(self.rows.names)
         return [name for name in self.active if name in self.adapters]
 
-    def shapes(self, options: Any) -> dict[str, tuple[int, ...]]:
+    @classmethod
+    def shapes(cls, layer: nn.Module, options: Any) -> dict[str, tuple[int, ...]]:
         """The shape of each parameter that an adapter with these options has here, by attribute."""
         raise NotImplementedError
 

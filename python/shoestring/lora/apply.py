@@ -8,25 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.lora.adapted import DEFAULT, AdaptedLayer, attach
-from shoestring.lora.ia3 import IA3Linear
+from shoestring.lora.experts import LoraExperts
 from shoestring.lora.initialize import take_out
-from shoestring.lora.linear import LoraLinear
+from shoestring.lora.kinds import expert_classes, layer_class, refusal
 from shoestring.lora.options import IA3Options, LoraOptions, Options, VeraOptions, check_name
 from shoestring.lora.peft_config import from_peft
 from shoestring.lora.switch import adapter_names, members, set_adapter
-from shoestring.lora.targets import all_linear, by_pattern, find_targets, is_linear, matches, output_head
+from shoestring.lora.targets import all_linear, by_pattern, find_targets, former_class, matches, output_head
 from shoestring.lora.trained_copy import wrap
-from shoestring.lora.vera import VeraLinear, share
+from shoestring.lora.vera import share
 from shoestring.nn.quantized_linear import QuantizedLinear, quantize_weight
 from shoestring.ops.quantize_4bit import BLOCK_SIZES, CODES
 from shoestring.quantized_tensor import QuantizedTensor, quantize_parts
-
-
-def layer_class(module: nn.Module, options: Options) -> type[AdaptedLayer] | None:
-    """The class that a module takes on with an adapter of these options; None where it cannot."""
-    if is_linear(module):
-        return {LoraOptions: LoraLinear, VeraOptions: VeraLinear, IA3Options: IA3Linear}[type(options)]
-    return None
 
 
 def apply(
@@ -105,17 +98,25 @@ def apply(
     return model
 
 
-def own_options(options: Options, name: str) -> Options:
-    """The options of one layer: rank and alpha by the patterns."""
+def own_options(options: Options, name: str, kind: type[AdaptedLayer]) -> Options:
+    """The options of one layer: rank and alpha by the patterns, which for experts match the parameters' names.
+
+    Raises:
+        ValueError: different ranks or alphas for the parameters of one module.
+    """
     if isinstance(options, IA3Options):
         return replace(options, feedforward=matches(name, options.feedforward_modules))
     if not isinstance(options, LoraOptions):
         return options
-    return replace(
-        options,
-        rank=by_pattern(options.rank_pattern, name, options.rank),
-        alpha=by_pattern(options.alpha_pattern, name, options.alpha),
-    )
+    names = [f"{name}.{target}" for target in kind.TARGETS] if issubclass(kind, LoraExperts) else [name]
+    ranks = {by_pattern(options.rank_pattern, n, options.rank) for n in names}
+    alphas = {by_pattern(options.alpha_pattern, n, options.alpha) for n in names}
+    if len(ranks) > 1 or len(alphas) > 1:
+        raise ValueError(
+            f"lora.apply: rank_pattern and alpha_pattern: expected one rank and alpha for all parameters of {name}, received "
+            f"{sorted(ranks)} and {sorted(alphas)}"
+        )
+    return replace(options, rank=ranks.pop(), alpha=alphas.pop())
 
 
 def saved_modules(model: nn.Module, options: Options) -> list[str]:
@@ -137,14 +138,14 @@ def saved_modules(model: nn.Module, options: Options) -> list[str]:
 def _plan(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module, type[AdaptedLayer], Options]]:
     """Which layers take on which class, with which options of their own; refuses what does not go together."""
     plan = {}
-    for name, module in find_targets(model, options, lambda m: layer_class(m, options)).items():
-        kind = layer_class(module, options)
-        if isinstance(module, AdaptedLayer) and type(module) is not kind:
-            raise ValueError(
-                f"lora.apply: config: expected adapters of the kind that {name} has, {type(module).__name__}; received "
-                f"{type(options).__name__}"
-            )
-        own = own_options(options, name)
+    kinds: dict[str, type[AdaptedLayer]] = {
+        name: layer_class(module, options)  # type: ignore[misc]
+        for name, module in find_targets(model, options, lambda m: layer_class(m, options)).items()
+    }
+    kinds |= expert_classes(model, options)
+    for name, kind in kinds.items():
+        module, own = model.get_submodule(name), own_options(options, name, kind)
+        check_fits(name, module, kind, own)
         _check_together(module, own, name)
         plan[name] = (module, kind, own)
     biases = next((m.adapters for m in members(model).values() if any(o.bias != "none" for o in m.adapters.values())), None)
@@ -154,6 +155,18 @@ def _plan(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module, type
             f"{options.bias!r}"
         )
     return plan
+
+
+def check_fits(name: str, module: nn.Module, kind: type[AdaptedLayer], own: Options) -> None:
+    """Refuses a layer that cannot have an adapter of these options."""
+    if isinstance(module, AdaptedLayer) and type(module) is not kind:
+        raise ValueError(
+            f"lora.apply: config: expected adapters of the kind that {name} has, {type(module).__name__}; received "
+            f"{type(own).__name__} for {kind.__name__}"
+        )
+    expected = refusal(module, kind, own)
+    if expected is not None:
+        raise ValueError(f"lora.apply: config: expected {expected}, received {name}, a {former_class(module).__name__}")
 
 
 def _check_together(module: nn.Module, own: Options, name: str) -> None:
@@ -166,8 +179,6 @@ def _check_together(module: nn.Module, own: Options, name: str) -> None:
             f"lora.apply: dora: expected layers whose base no adapter changes, received {name} for both DoRA and "
             "'pissa', 'olora' or 'loftq'"
         )
-    if own.changes_base and not is_linear(module):
-        raise ValueError(f"lora.apply: init: expected linear layers for {own.init!r}, received {name}, a {type(module).__name__}")
     if own.changes_base and own.rank > min(module.weight.shape):
         raise ValueError(
             f"lora.apply: rank: expected at most {min(module.weight.shape)} for {own.init!r}, the smaller side of {name}; "

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shoestring.data.files import atomic_file
 from shoestring.lora.adapted import DEFAULT, AdaptedLayer
+from shoestring.lora.experts import LoraExperts
 from shoestring.lora.linear import LoraLinear
 from shoestring.lora.options import IA3Options, LoraOptions, Options, VeraOptions
 from shoestring.lora.peft_config import to_file
@@ -76,7 +77,8 @@ def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], d
     for name, bias in base_biases(model, first.bias).items():
         parent = name.removesuffix("bias").rstrip(".")
         tensors[f"{PREFIX}{parent}.base_layer.bias" if parent in layers else PREFIX + name] = bias
-    targets = shortest_names(model, layers)
+    experts = {name: layer for name, layer in layers.items() if isinstance(layer, LoraExperts)}
+    targets = shortest_names(model, layers.keys() - experts.keys())
     saved = [name for name, member in holders.items() if isinstance(member, TrainedCopy)]
     first = replace(
         first, target_modules=targets, exclude_modules=None, layers_to_transform=None, layers_pattern=None,
@@ -84,9 +86,11 @@ def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], d
     )  # fmt: skip
     if isinstance(first, LoraOptions):
         # Layers that differ from the first are named one by one, each by a pattern that matches nothing else.
-        ranks = {f"^{n}": o.rank for n, o in options.items() if o.rank != first.rank}
-        alphas = {f"^{n}": o.alpha for n, o in options.items() if o.alpha != first.alpha}
-        first = replace(first, rank_pattern=ranks, alpha_pattern=alphas)
+        keys = {n: [f"{n}.{t}" for t in experts[n].TARGETS] if n in experts else [n] for n in options}
+        ranks = {f"^{key}": o.rank for n, o in options.items() if o.rank != first.rank for key in keys[n]}
+        alphas = {f"^{key}": o.alpha for n, o in options.items() if o.alpha != first.alpha for key in keys[n]}
+        parameters = [key for name in experts for key in keys[name]]
+        first = replace(first, rank_pattern=ranks, alpha_pattern=alphas, target_parameters=parameters)
     if isinstance(first, IA3Options):
         chosen = [name for name, own in options.items() if own.feedforward]
         feedforward = shortest_names(model, chosen)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoestring.lora.linear import AdaptedLinear
 from shoestring.lora.options import IA3Options
@@ -18,11 +18,12 @@ class IA3Linear(AdaptedLinear):
 
     PARAMETERS = {"ia3_l": "ia3_l"}
 
-    def shapes(self, options: IA3Options) -> dict[str, tuple[int, ...]]:
-        return {"ia3_l": (1, self.in_features) if options.feedforward else (self.out_features, 1)}
+    @classmethod
+    def shapes(cls, layer: nn.Linear, options: IA3Options) -> dict[str, tuple[int, ...]]:
+        return {"ia3_l": (1, layer.in_features) if options.feedforward else (layer.out_features, 1)}
 
     def start(self, options: IA3Options) -> dict[str, Tensor]:
-        return {"ia3_l": torch.ones(self.shapes(options)["ia3_l"])}
+        return {"ia3_l": torch.ones(self.shapes(self, options)["ia3_l"])}
 
     def _gains(self, names: Sequence[str]) -> tuple[Tensor | None, Tensor | None]:
         """What the input and what the output is multiplied by."""

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.lora.adapted import DEFAULT, AdaptedLayer, attach
-from shoestring.lora.apply import layer_class, own_options, saved_modules
+from shoestring.lora.apply import check_fits, own_options, saved_modules
 from shoestring.lora.files import CONFIG, WEIGHTS, read_config, read_weights
+from shoestring.lora.kinds import expert_classes, layer_class
 from shoestring.lora.linear import LoraLinear
 from shoestring.lora.options import Options, VeraOptions, check_name
 from shoestring.lora.peft_config import from_file
@@ -28,7 +29,7 @@ VERA = ("base_model.vera_A", "base_model.vera_B")
 class Content:
     """A file's tensors, sorted by what they are for."""
 
-    layers: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by module and attribute
+    layers: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by module and what the key ends with
     copies: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by module and key
     biases: dict[str, Tensor] = field(default_factory=dict)
     projection: dict[str, Tensor] = field(default_factory=dict)  # VeRA's two shared matrices
@@ -89,7 +90,7 @@ def load_adapter(
 def _sort(model: nn.Module, tensors: dict[str, Tensor], options: Options, place: str) -> Content:
     """What each key is for."""
     content = Content()
-    modules = dict(model.named_modules())
+    modules, kinds = dict(model.named_modules()), _kinds(model, options)
     saved = saved_modules(model, options)
     biases = base_biases(model, "all") if options.bias != "none" else {}
     for key, value in tensors.items():
@@ -108,7 +109,7 @@ def _sort(model: nn.Module, tensors: dict[str, Tensor], options: Options, place:
         elif key.endswith(".base_layer.weight"):
             _check_base(modules.get(key.removesuffix(".base_layer.weight")), key, value, place)
         else:
-            _sort_layer(content, modules, key, value, options, place)
+            _sort_layer(content, kinds, key, value, options, place)
     return content
 
 
@@ -121,16 +122,22 @@ def _check_base(module: nn.Module | None, key: str, value: Tensor, place: str) -
     raise ValueError(f"{place}: {key}: expected the model's own weight, received another; was its vocabulary resized?")
 
 
+def _kinds(model: nn.Module, options: Options) -> dict[str, type[AdaptedLayer]]:
+    """The class that each module would take on, by name."""
+    kinds = {name: layer_class(module, options) for name, module in model.named_modules()}
+    return {name: kind for name, kind in kinds.items() if kind is not None} | expert_classes(model, options)
+
+
 def _sort_layer(
-    content: Content, modules: dict[str, nn.Module], key: str, value: Tensor, options: Options, place: str
+    content: Content, kinds: dict[str, type[AdaptedLayer]], key: str, value: Tensor, options: Options, place: str
 ) -> None:
-    kinds = {kind for module in modules.values() if (kind := layer_class(module, options)) is not None}
-    suffixes = {suffix: attribute for kind in kinds for attribute, suffix in kind.PARAMETERS.items()}
-    ending = next((suffix for suffix in suffixes if key.endswith("." + suffix)), None)
-    if ending is None:
+    endings = sorted({suffix for kind in kinds.values() for suffix in kind.PARAMETERS.values()}, key=len)
+    fitting = [ending for ending in endings if key.endswith("." + ending)]
+    if not fitting:
         raise ValueError(f"{place}: expected keys {_expected(options)}, received {key}")
-    name = key.removesuffix("." + ending)
-    content.layers.setdefault(name, {})[suffixes[ending]] = value
+    named = [ending for ending in fitting if key.removesuffix("." + ending) in kinds]
+    ending = (named or fitting)[0]
+    content.layers.setdefault(key.removesuffix("." + ending), {})[ending] = value
 
 
 def _expected(options: Options) -> str:
@@ -141,16 +148,19 @@ def _plan(
     model: nn.Module, content: Content, options: Options, place: str
 ) -> dict[str, tuple[type[AdaptedLayer], Any]]:
     """The class and the options of each layer that the file has values for; refuses what does not fit."""
-    modules = dict(model.named_modules())
+    modules, kinds = dict(model.named_modules()), _kinds(model, options)
     plan = {}
     for name, tensors in content.layers.items():
         module = modules.get(name)
-        kind = None if module is None else layer_class(module, options)
+        kind = kinds.get(name)
         if module is None or kind is None:
             found = "none of that name" if module is None else f"a {type(module).__name__}"
             raise ValueError(f"{place}: {name}: expected a layer of the model that can have the adapter, found {found}")
-        own = own_options(options, name)
-        expected = kind.shapes(module, own)  # type: ignore[arg-type]
+        own = own_options(options, name, kind)
+        check_fits(name, module, kind, own)
+        attributes = {suffix: attribute for attribute, suffix in kind.PARAMETERS.items()}
+        content.layers[name] = tensors = {attributes[suffix]: tensor for suffix, tensor in tensors.items()}
+        expected = kind.shapes(module, own)
         received = {attribute: tuple(tensor.shape) for attribute, tensor in tensors.items()}
         if expected != received:
             texts = (", ".join(f"{a} {s}" for a, s in sorted(shapes.items())) for shapes in (expected, received))

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.lora.adapted import wide
-from shoestring.lora.linear import LoraLinear, Part
+from shoestring.lora.linear import LoraLinear
+from shoestring.lora.low_rank import Part
 from shoestring.lora.options import VeraOptions
 
 
@@ -30,8 +31,9 @@ class VeraLinear(LoraLinear):
     PARAMETERS = {"vera_lambda_b": "vera_lambda_b", "vera_lambda_d": "vera_lambda_d"}
     MODULES = (*LoraLinear.MODULES, "vera")
 
-    def shapes(self, options: VeraOptions) -> dict[str, tuple[int, ...]]:  # type: ignore[override]
-        return {"vera_lambda_b": (self.out_features,), "vera_lambda_d": (options.rank,)}
+    @classmethod
+    def shapes(cls, layer: nn.Linear, options: VeraOptions) -> dict[str, tuple[int, ...]]:  # type: ignore[override]
+        return {"vera_lambda_b": (layer.out_features,), "vera_lambda_d": (options.rank,)}
 
     def start(self, options: VeraOptions) -> dict[str, Tensor]:  # type: ignore[override]
         return {

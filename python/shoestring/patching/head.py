@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoestring.lora.linear import LoraLinear, concatenated
+from shoestring.lora.linear import LoraLinear
+from shoestring.lora.low_rank import concatenated
 from shoestring.lora.trained_copy import TrainedCopy
 from shoestring.nn.quantized_linear import QuantizedLinear
 

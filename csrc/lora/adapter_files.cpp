@@ -22,7 +22,7 @@ using nn::LinearImpl;
 constexpr const char* kConfig = "adapter_config.json";
 constexpr const char* kWeights = "adapter_model.safetensors";
 const std::string kPrefix = "base_model.model.";
-const std::string kA = ".lora_A.weight", kB = ".lora_B.weight";
+const std::string kA = ".lora_A.weight", kB = ".lora_B.weight", kMagnitude = ".lora_magnitude_vector";
 
 std::string last_part(const std::string& name) { return name.substr(name.rfind('.') + 1); }
 
@@ -43,6 +43,8 @@ Json describe(const torch::nn::Module& module, const std::vector<std::pair<std::
   Json ranks = Json::object(), alphas = Json::object();
   for (const auto& [name, linear] : layers) {
     names.insert(name);
+    TORCH_CHECK_VALUE(linear->adapter->dora() == first.dora(), "lora::save_adapter: module: expected DoRA in all layers or "
+                      "in none, since a file has one word for all, received ", name, " unlike the first");
     if (linear->adapter->rank() != first.rank()) ranks["^" + name] = linear->adapter->rank();
     if (linear->adapter->alpha() != first.alpha()) alphas["^" + name] = linear->adapter->alpha();
   }
@@ -56,7 +58,7 @@ Json describe(const torch::nn::Module& module, const std::vector<std::pair<std::
           {"rank_pattern", ranks},
           {"alpha_pattern", alphas},
           {"use_rslora", first.rslora()},
-          {"use_dora", false},
+          {"use_dora", first.dora()},
           {"bias", "none"},
           {"fan_in_fan_out", false},
           {"lora_bias", false},
@@ -66,11 +68,10 @@ Json describe(const torch::nn::Module& module, const std::vector<std::pair<std::
 }
 
 // Options of PEFT's that change what an adapter computes; where they are on, the adapter is refused.
-const char* const kUnsupported[] = {"use_dora",          "fan_in_fan_out",          "lora_bias",
-                                    "modules_to_save",   "layer_replication",       "target_parameters",
-                                    "use_qalora",        "trainable_token_indices", "use_bdlora",
-                                    "arrow_config",      "alora_invocation_tokens", "kasa_config",
-                                    "megatron_config",   "monteclora_config",       "velora_config"};
+const char* const kUnsupported[] = {"fan_in_fan_out",          "lora_bias",    "modules_to_save", "layer_replication",
+                                    "target_parameters",       "use_qalora",   "use_bdlora",      "arrow_config",
+                                    "trainable_token_indices", "kasa_config",  "velora_config",   "megatron_config",
+                                    "alora_invocation_tokens", "monteclora_config"};
 
 bool is_off(const Json& value) {
   return value.is_null() || value == false || ((value.is_array() || value.is_object()) && value.empty());
@@ -125,6 +126,7 @@ void save_adapter(const torch::nn::Module& module, const std::string& directory)
   for (const auto& [name, linear] : layers) {
     tensors.insert(kPrefix + name + kA, linear->lora_A.detach());
     tensors.insert(kPrefix + name + kB, linear->lora_B.detach());
+    if (linear->adapter->dora()) tensors.insert(kPrefix + name + kMagnitude, linear->lora_magnitude_vector.detach());
   }
   make_folders("lora::save_adapter", directory);
   save_safetensors(directory + "/" + kWeights, tensors, {{"format", "pt"}});
@@ -138,19 +140,28 @@ void load_adapter(torch::nn::Module& module, const std::string& directory) {
   const Json config = read_config(directory + "/" + kConfig);
   const std::string path = directory + "/" + kWeights;
   const SafetensorsFile file(path);
+  const bool dora = config.value("use_dora", Json()) == true;
   std::set<std::string> names;
   for (const auto& entry : file.entries()) {
     std::string name = entry.name;
-    const bool known = name.starts_with(kPrefix) && (name.ends_with(kA) || name.ends_with(kB));
-    if (known) name = name.substr(kPrefix.size(), name.size() - kPrefix.size() - kA.size());
-    TORCH_CHECK_VALUE(known && file.contains(kPrefix + name + kA) && file.contains(kPrefix + name + kB),
-                      "lora::load_adapter: ", path, ": expected pairs ", kPrefix, "<module>", kA, " and ", kB,
-                      ", received ", entry.name);
+    bool known = false;
+    for (const auto& part : {kA, kB, kMagnitude}) {
+      if (known || !name.starts_with(kPrefix) || !name.ends_with(part) || (part == kMagnitude && !dora)) continue;
+      name = name.substr(kPrefix.size(), name.size() - kPrefix.size() - part.size());
+      known = true;
+    }
+    TORCH_CHECK_VALUE(known && file.contains(kPrefix + name + kA) && file.contains(kPrefix + name + kB) &&
+                          file.contains(kPrefix + name + kMagnitude) == dora,
+                      "lora::load_adapter: ", path, ": expected ", kPrefix, "<module>", kA, " and ", kB,
+                      dora ? " and " + kMagnitude : "", ", together, received ", entry.name);
     names.insert(name);
   }
   std::map<std::string, LinearImpl*> layers;
   for (const auto& [name, linear] : linears(module)) layers[name] = linear;
-  std::map<std::string, std::pair<Tensor, Tensor>> values;
+  struct Values {
+    Tensor A, B, magnitude;
+  };
+  std::map<std::string, Values> values;
   for (const auto& name : names) {
     TORCH_CHECK_VALUE(layers.count(name) > 0, "lora::load_adapter: ", path, ": ", name,
                       ": expected a shoestring::nn::Linear in the module, found none of that name");
@@ -162,7 +173,12 @@ void load_adapter(torch::nn::Module& module, const std::string& directory) {
                       "lora::load_adapter: ", path, ": ", name, ": expected lora_A and lora_B of shapes (rank, ",
                       options.in_features(), ") and (", options.out_features(), ", rank), received ", A.sizes(), " and ",
                       B.sizes());
-    values[name] = {A, B};
+    const Tensor magnitude = dora ? file.load(kPrefix + name + kMagnitude) : Tensor();
+    TORCH_CHECK_VALUE(!dora || (magnitude.dim() == 1 && magnitude.size(0) == options.out_features() &&
+                                at::isFloatingType(magnitude.scalar_type())),
+                      "lora::load_adapter: ", path, ": ", name, kMagnitude, ": expected shape (", options.out_features(),
+                      "), received ", magnitude.sizes());
+    values[name] = {A, B, magnitude};
   }
   for (const auto& [name, linear] : layers) {
     TORCH_CHECK_VALUE(!linear->has_adapter() || values.count(name) > 0, "lora::load_adapter: ", path,
@@ -170,13 +186,14 @@ void load_adapter(torch::nn::Module& module, const std::string& directory) {
   }
 
   for (auto& parameter : module.parameters()) parameter.requires_grad_(false);
-  for (const auto& [name, pair] : values) {
+  for (const auto& [name, own] : values) {
     const auto options = nn::AdapterOptions()
-                             .rank(pair.first.size(0))
+                             .rank(own.A.size(0))
+                             .dora(dora)
                              .alpha(by_pattern(config.value("alpha_pattern", Json()), name, config.value("lora_alpha", 8.0)))
                              .rslora(config.value("use_rslora", Json()) == true)
                              .dropout(config.value("lora_dropout", 0.0));
-    layers[name]->load_adapter(options, pair.first, pair.second);
+    layers[name]->load_adapter(options, own.A, own.B, own.magnitude);
   }
 }
 

@@ -83,13 +83,25 @@ void LinearImpl::set_base(const QuantizedLinear& quantized) {
   base = register_module("base", quantized);
 }
 
-void LinearImpl::set_adapter(const AdapterOptions& adapter_options, const Tensor& A, const Tensor& B) {
+void LinearImpl::set_adapter(const AdapterOptions& adapter_options, const Tensor& A, const Tensor& B,
+                             const Tensor& magnitude) {
   if (weight.defined()) weight.requires_grad_(false);
   if (bias.defined()) bias.requires_grad_(false);
   former_.reset();  // there is no way back past a new adapter
   adapter = adapter_options;
   lora_A = register_parameter("lora_A", A);
   lora_B = register_parameter("lora_B", B);
+  if (!adapter->dora()) return;
+  const Tensor norm = magnitude.defined() ? magnitude : lora_weight_norm(adapted());
+  lora_magnitude_vector = register_parameter("lora_magnitude_vector", norm);
+}
+
+void LinearImpl::drop_adapter() {
+  for (const char* name : {"lora_A", "lora_B", "lora_magnitude_vector"}) {
+    if (parameters_.contains(name)) parameters_.erase(name);
+  }
+  lora_A = lora_B = lora_magnitude_vector = Tensor();
+  adapter.reset();
 }
 
 void LinearImpl::add_adapter(const AdapterOptions& adapter_options) {
@@ -102,16 +114,17 @@ void LinearImpl::add_adapter(const AdapterOptions& adapter_options) {
   torch::nn::init::kaiming_uniform_(torch::empty({options.out_features(), adapter_options.rank()}), std::sqrt(5));
   torch::nn::init::kaiming_uniform_(A, std::sqrt(5));
   if (!is_quantized()) A = A.to(weight.scalar_type());
-  set_adapter(adapter_options, A.to(type), torch::zeros({options.out_features(), adapter_options.rank()}, type));
+  set_adapter(adapter_options, A.to(type), torch::zeros({options.out_features(), adapter_options.rank()}, type), Tensor());
 }
 
-void LinearImpl::load_adapter(const AdapterOptions& adapter_options, const Tensor& A, const Tensor& B) {
+void LinearImpl::load_adapter(const AdapterOptions& adapter_options, const Tensor& A, const Tensor& B,
+                              const Tensor& magnitude) {
+  TORCH_CHECK(magnitude.defined() == adapter_options.dora(), "nn::Linear: load_adapter: magnitude: expected one with dora, "
+              "and none without it, received ", magnitude.defined() ? "one" : "none");
   const auto type = adapter_type();
-  if (has_adapter()) {
-    parameters_.erase("lora_A");
-    parameters_.erase("lora_B");
-  }
-  set_adapter(adapter_options, A.detach().to(type).clone(), B.detach().to(type).clone());
+  const auto own = [&](const Tensor& t) { return t.defined() ? t.detach().to(type).clone() : t; };
+  drop_adapter();
+  set_adapter(adapter_options, own(A), own(B), own(magnitude));
 }
 
 at::TensorOptions LinearImpl::adapter_type() const {
@@ -135,7 +148,9 @@ Tensor LinearImpl::forward(const Tensor& x) {
     const auto number = at::TensorOptions(at::kLong).device(x.device());
     input.dropout(adapter->dropout()).seed(at::randint(std::numeric_limits<int64_t>::max(), {1}, number));
   }
-  return lora_linear(x, adapted(), input);
+  LoraWeight layer = adapted();
+  if (adapter->dora()) layer.gain(lora_magnitude_vector / lora_weight_norm(layer));
+  return lora_linear(x, layer, input);
 }
 
 LoraWeight LinearImpl::adapted() const {
@@ -151,19 +166,18 @@ void LinearImpl::merge(bool reversible) {
   const auto dtype = is_quantized() ? base->dtype : weight.scalar_type();
   const auto exact = dtype == at::kDouble ? at::kDouble : at::kFloat;
   Tensor dense = is_quantized() ? base->dequantize(at::kFloat) : weight.to(exact);
-  Tensor merged = at::addmm(dense, lora_B.to(exact), lora_A.to(exact), 1, scaling()).to(dtype);
+  Tensor merged = at::addmm(dense, lora_B.to(exact), lora_A.to(exact), 1, scaling());
+  if (adapter->dora()) merged.mul_((lora_magnitude_vector / lora_weight_norm(adapted())).to(exact).unsqueeze(1));
+  merged = merged.to(dtype);
   former_.reset();
-  if (reversible) former_ = Former{weight, lora_A, lora_B, base, adapter};
+  if (reversible) former_ = Former{weight, lora_A, lora_B, lora_magnitude_vector, base, adapter};
   if (is_quantized()) {
     unregister_module("base");
     base = nullptr;
   } else {
     parameters_.erase("weight");
   }
-  parameters_.erase("lora_A");
-  parameters_.erase("lora_B");
-  lora_A = lora_B = Tensor();
-  adapter.reset();
+  drop_adapter();
   weight = register_parameter("weight", merged, /*requires_grad=*/false);
 }
 
@@ -178,14 +192,15 @@ void LinearImpl::unmerge() {
   } else {
     base = register_module("base", former.base);
   }
-  set_adapter(*former.adapter, former.lora_A.detach(), former.lora_B.detach());
+  set_adapter(*former.adapter, former.lora_A.detach(), former.lora_B.detach(),
+              former.magnitude.defined() ? former.magnitude.detach() : Tensor());
 }
 
 void LinearImpl::pretty_print(std::ostream& stream) const {
   stream << "shoestring::nn::Linear(in_features=" << options.in_features()
          << ", out_features=" << options.out_features() << ", bias=" << (options.bias() ? "true" : "false");
   if (is_quantized()) stream << ", " << base->options.quantize().quant_type();
-  if (has_adapter()) stream << ", rank=" << adapter->rank() << ", alpha=" << adapter->alpha();
+  if (has_adapter()) stream << ", rank=" << adapter->rank() << ", alpha=" << adapter->alpha() << (adapter->dora() ? ", dora" : "");
   stream << ")";
 }
 

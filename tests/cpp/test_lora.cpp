@@ -42,12 +42,13 @@ Net make(const LoraOptions& options) {
   torch::NoGradGuard no_grad;
   for (auto& layer : {net->up, net->down}) {
     if (layer->has_adapter()) layer->lora_B.normal_(0, 0.1);
+    if (layer->lora_magnitude_vector.defined()) layer->lora_magnitude_vector.mul_(1.5);
   }
   return net;
 }
 
-LoraOptions options(const char* quantize, bool nested = false) {
-  return LoraOptions().quantize(quantize).nested(nested).adapter(AdapterOptions().rank(4).alpha(8));
+LoraOptions options(const char* quantize, bool nested = false, bool dora = false) {
+  return LoraOptions().quantize(quantize).nested(nested).adapter(AdapterOptions().rank(4).alpha(8).dora(dora));
 }
 
 }  // namespace
@@ -97,11 +98,46 @@ TEST_CASE("an adapted layer agrees with fp64", "[lora]") {
   }
 }
 
+TEST_CASE("DoRA agrees with autograd in fp64, its norm taken for a constant", "[lora]") {
+  for (const char* quantize : {"none", "nf4", "int8"}) {
+    Net net = make(options(quantize, false, /*dora=*/true));
+    auto& layer = net->up;
+    const auto wide = [](const Tensor& t) { return t.detach().to(at::kDouble).requires_grad_(); };
+    Tensor base = layer->is_quantized() ? layer->base->dequantize(at::kFloat) : layer->weight;
+    Tensor A = wide(layer->lora_A), B = wide(layer->lora_B), m = wide(layer->lora_magnitude_vector);
+    Tensor x = torch::randn({7, 64}).requires_grad_(), X = wide(x);
+    Tensor dense = base.detach().to(at::kDouble) + layer->scaling() * at::matmul(B, A);
+    Tensor exact = at::linear(X, dense) * (m / dense.detach().norm(2, 1)) + layer->bias.detach().to(at::kDouble);
+    Tensor y = layer->forward(x), upstream = torch::randn_like(y);
+    CHECK((y.detach() - exact.detach()).norm().item<double>() < 1e-6 * exact.norm().item<double>());
+    auto gradients = torch::autograd::grad({y}, {x, layer->lora_A, layer->lora_B, layer->lora_magnitude_vector}, {upstream});
+    auto expected = torch::autograd::grad({exact}, {X, A, B, m}, {upstream.to(at::kDouble)});
+    for (int i = 0; i < 4; ++i) {
+      CHECK((gradients[i] - expected[i]).norm().item<double>() < 2e-6 * expected[i].norm().item<double>());
+    }
+  }
+}
+
+TEST_CASE("dropout reaches the adapter alone, and only in training", "[lora]") {
+  Net net = make(options("nf4"));
+  auto& layer = net->up;
+  Tensor x = torch::randn({64, 64}), y = layer->forward(x);
+  layer->adapter->dropout(0.5);
+  layer->eval();
+  CHECK(at::equal(layer->forward(x), y));
+  layer->train();
+  torch::manual_seed(3);
+  Tensor dropped = layer->forward(x);
+  CHECK_FALSE(at::allclose(dropped, y, 1e-3, 1e-3));
+  torch::manual_seed(3);
+  CHECK(at::equal(layer->forward(x), dropped));
+}
+
 TEST_CASE("merge adds the adapter; unmerge restores every byte", "[lora]") {
   for (const char* quantize : {"none", "nf4", "int8"}) {
     for (bool nested : {false, true}) {
       if (nested && std::string(quantize) == "int8") continue;
-      Net net = make(options(quantize, nested));
+      Net net = make(options(quantize, nested, /*dora=*/nested || std::string(quantize) == "none"));
       Tensor x = torch::randn({7, 64}), y = net->forward(x);
       auto& layer = net->up;
       Tensor bytes = (layer->is_quantized() ? layer->base->packed : layer->weight).clone();
@@ -129,7 +165,7 @@ TEST_CASE("merging leaves layers without an adapter alone", "[lora]") {
 }
 
 TEST_CASE("adapted modules clone and serialise", "[lora]") {
-  Net net = make(options("nf4", true));
+  Net net = make(options("nf4", true, /*dora=*/true));
   Tensor x = torch::randn({3, 64}), y = net->forward(x);
   auto copy = std::dynamic_pointer_cast<shoestring::nn::LinearImpl>(net->up->clone());
   CHECK(at::equal(copy->forward(x), net->up->forward(x)));
@@ -137,7 +173,7 @@ TEST_CASE("adapted modules clone and serialise", "[lora]") {
   torch::save(net, stream);
   torch::manual_seed(8);
   Net other;
-  shoestring::lora::apply(*other, options("nf4", true));
+  shoestring::lora::apply(*other, options("nf4", true, true));
   torch::load(other, stream);
   CHECK(at::equal(other->forward(x), y));
 }
@@ -165,7 +201,15 @@ TEST_CASE("adapters are written and read in PEFT's format", "[lora]") {
                     Contains("expected values for down_proj, which has an adapter; found none"));
   CHECK_THROWS_WITH(shoestring::lora::load_adapter(*bare, directory / "none"), Contains("adapter_config.json"));
   std::ofstream(directory / "adapter_config.json") << R"({"peft_type": "LORA", "use_dora": true})";
-  CHECK_THROWS_WITH(shoestring::lora::load_adapter(*bare, directory.path), Contains("use_dora: expected none"));
+  CHECK_THROWS_WITH(shoestring::lora::load_adapter(*bare, directory.path), Contains("and .lora_magnitude_vector, together"));
+  std::ofstream(directory / "adapter_config.json") << R"({"peft_type": "LORA", "use_qalora": true})";
+  CHECK_THROWS_WITH(shoestring::lora::load_adapter(*bare, directory.path), Contains("use_qalora: expected none"));
+
+  Net dora = make(options("none", false, /*dora=*/true).target_modules({"up_proj"}));
+  y = dora->forward(x);
+  shoestring::lora::save_adapter(*dora, directory.path);
+  shoestring::lora::load_adapter(*bare, directory.path);
+  CHECK(at::equal(bare->forward(x), y));
 }
 
 TEST_CASE("lora::apply refuses what it cannot do, and then changes nothing", "[lora]") {

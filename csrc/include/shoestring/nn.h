@@ -81,6 +81,9 @@ struct AdapterOptions {
   TORCH_ARG(bool, rslora) = false;
   /// Probability of dropping an element of what lora_A reads, in training.
   TORCH_ARG(double, dropout) = 0;
+  /// DoRA (arXiv 2402.09353): the rows of the adapted weight have trained norms. Dropout does not reach the weight itself,
+  /// which PEFT multiplies a second, dropped input with.
+  TORCH_ARG(bool, dora) = false;
 };
 
 /// torch::nn::Linear (the same parameters under the same names) that can be quantised and can take on a LoRA adapter
@@ -103,8 +106,9 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl> {
                      const QuantizeOptions& options, at::ScalarType dtype);
   /// Freezes weight and bias and adds lora_A (kaiming uniform) and lora_B (zero): fp32, fp64 over an fp64 weight.
   void add_adapter(const AdapterOptions& options = {});
-  /// Takes on an adapter with given values, in place of one that it may have.
-  void load_adapter(const AdapterOptions& options, const at::Tensor& lora_A, const at::Tensor& lora_B);
+  /// Takes on an adapter with given values, in place of one that it may have. magnitude (out_features): of DoRA alone.
+  void load_adapter(const AdapterOptions& options, const at::Tensor& lora_A, const at::Tensor& lora_B,
+                    const at::Tensor& magnitude = {});
   /// Adds the adapter to the weight, which becomes dense, in the base's dtype. reversible: keeps what unmerge() needs.
   void merge(bool reversible = true);
   /// Undoes merge(): the former weight, bit for bit, and its adapter.
@@ -119,16 +123,19 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl> {
   at::Tensor weight;            // undefined where quantised
   at::Tensor bias;              // undefined without bias
   at::Tensor lora_A, lora_B;    // (rank, in_features), (out_features, rank); undefined without an adapter
+  at::Tensor lora_magnitude_vector;  // (out_features); undefined without DoRA
   QuantizedLinear base{nullptr};
   std::optional<AdapterOptions> adapter;
 
  private:
   struct Former {
-    at::Tensor weight, lora_A, lora_B;
+    at::Tensor weight, lora_A, lora_B, magnitude;
     QuantizedLinear base{nullptr};
     std::optional<AdapterOptions> adapter;
   };
-  void set_adapter(const AdapterOptions& adapter_options, const at::Tensor& A, const at::Tensor& B);
+  void set_adapter(const AdapterOptions& adapter_options, const at::Tensor& A, const at::Tensor& B,
+                   const at::Tensor& magnitude);
+  void drop_adapter();
   at::TensorOptions adapter_type() const;
   LoraWeight adapted() const;
   void set_base(const QuantizedLinear& quantized);

@@ -11,7 +11,7 @@ from shoestring.lora.adapted import AdaptedLayer, wide
 from shoestring.lora.low_rank import LowRankLayer, Part, add, concatenated, draw, low_rank_sum, row_scale
 from shoestring.lora.options import LoraOptions
 from shoestring.nn.quantized_linear import load_quantized, save_quantized
-from shoestring.ops.lora_linear import lora_linear
+from shoestring.ops.lora_linear import LoraWeight, lora_linear
 from shoestring.ops.seeded_dropout import seeded_dropout
 from shoestring.quantized_tensor import QuantizedTensor
 
@@ -105,7 +105,24 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
                 found.append(took._replace(uses=1 - self.uses(name, x)))
         return found
 
+    def lora_weight(self) -> tuple[LoraWeight, float] | None:
+        """The layer, as it is now, as one weight with one adapter, and its dropout; None where it is more than that."""
+        names = self.current()
+        gained = [name for name in names if self.adapters[name].dora]
+        if (self.rows is not None and self.enabled) or (gained and len(names) > 1):
+            return None
+        lora_A, lora_B, scaling = concatenated(self.parts(names))
+        gain = self.gain(gained[0]) if gained else None
+        bias = add(self.bias, *(self.adapters[n].scaling * self.lora_bias[n] for n in names if self.adapters[n].lora_bias))
+        return LoraWeight(self.weight, lora_A, lora_B, bias, scaling, gain), self.dropout_of(names)
+
     def product(self, x: Tensor) -> Tensor:
+        one = self.lora_weight()
+        if one is not None:
+            w, dropout = one
+            return lora_linear(
+                x, w.weight, w.lora_A, w.lora_B, w.bias, scaling=w.scaling, gain=w.gain, dropout=dropout
+            )
         names = self.current()
         parts = self.parts(names, x)
         lora_A, lora_B, scaling = concatenated(parts)
@@ -116,10 +133,6 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
             y = lora_linear(x, self.weight, lora_A, lora_B, low_scale=row_scale(parts, x), **options)
             return self._row_by_row(y, x, gains, biases)
         bias = add(self.bias, *biases.values())
-        if len(gains) == len(names) == 1:
-            return lora_linear(x, self.weight, lora_A, lora_B, bias, gain=gains[names[0]], **options)
-        if not gains:
-            return lora_linear(x, self.weight, lora_A, lora_B, bias, **options)
         # Each adapter's own gain on its own product; on the base's, all of what they change.
         change = 1 + torch.stack([gain - 1 for gain in gains.values()]).sum(0)
         y = lora_linear(x, self.weight, None, None, bias, gain=change)

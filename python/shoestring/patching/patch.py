@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shoestring.patching.head import has_meta, weights
 from shoestring.patching.logits import Logits
+from shoestring.patching.projections import fuse
 
 RECORDING = "_shoestring_recording"  # an attribute of a patched model, true while its forward makes no logits
 
@@ -46,8 +47,10 @@ class PatchReport:
         return "\n".join(f"{change.where}: {change.what}" for change in self.changes) or "nothing is patched"
 
 
-def patch(model: nn.Module, *, logits: bool = False, workspace_mb: int = 0) -> PatchReport:
-    """Makes a Hugging Face causal language model compute its loss without logits.
+def patch(
+    model: nn.Module, *, logits: bool = False, projections: bool = True, workspace_mb: int = 0
+) -> PatchReport:
+    """Makes a Hugging Face causal language model compute its loss without logits, and its projections together.
 
     With ``labels``, its forward then goes as ever, but from the output layer on: the loss is
     ``shoestring.linear_cross_entropy`` of the hidden states, and ``logits`` of what it returns is None. Without labels,
@@ -56,6 +59,11 @@ def patch(model: nn.Module, *, logits: bool = False, workspace_mb: int = 0) -> P
     ``shift_labels``, ``num_items_in_batch`` and ``logits_to_keep``; what cannot be done without logits is refused. A
     head with LoRA (ours or PEFT's), or quantised, is honoured, and so is one that gets there later.
 
+    Query, key and value of an attention module are one operator where their weights are frozen, with adapters or
+    quantised (``lora_linear_group``: what they share is done once, and the dropout of their adapters has one mask), and
+    MLPs of Llama's form with a low-rank adapter on ``down_proj`` keep neither ``silu(gate)`` nor its product with ``up``
+    for backward. That goes by what the layers are when they are called: adapters may come later.
+
     Only this instance changes: it gets a class of its own, derived from its class and with that one's name. A deep copy
     of it, and what is unpickled, is the plain model. Undo, or not, before ``save_pretrained``: the files are the same.
     Two threads must not be in its forward at a time (in replicas, ``DataParallel``'s for one, they may).
@@ -63,6 +71,7 @@ def patch(model: nn.Module, *, logits: bool = False, workspace_mb: int = 0) -> P
     Args:
         model: the model itself, or a ``PeftModel`` around it; patch before ``torch.compile``, DDP and the like.
         logits: whether the output has logits with labels too, as ``compute_metrics`` wants them. They then exist whole.
+        projections: False leaves attention modules and MLPs alone.
         workspace_mb: as for ``linear_cross_entropy``.
 
     Returns:
@@ -102,6 +111,8 @@ def patch(model: nn.Module, *, logits: bool = False, workspace_mb: int = 0) -> P
     target.__dict__[RECORDING] = False
     target.__class__ = patched
     report = PatchReport([Change(name, f"loss without logits, from {head_name}", undo)])
+    if projections:
+        report.changes += [Change(*change) for change in fuse(target)]
     try:
         ours = _loss_of_few(target)
     except (TypeError, AttributeError) as error:

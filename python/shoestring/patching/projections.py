@@ -1,0 +1,157 @@
+"""Projections that read one input, together: query, key and value; and an adapted SwiGLU without its products in memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoestring.lora.linear import LoraLinear
+from shoestring.nn.quantized_linear import QuantizedLinear
+from shoestring.ops.lora_linear import LoraWeight, lora_linear, lora_linear_group
+from shoestring.ops.swiglu import swiglu
+
+OUTPUTS = "_shoestring_projections"  # an attribute of an attention module while its forward runs
+ATTENTION = ("q_proj", "k_proj", "v_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def fuse(model: nn.Module) -> list[tuple[str, str, Callable[[], None]]]:
+    """Gives attention modules and MLPs of Llama's form a class whose forward takes their projections together.
+
+    A module that looks like such an MLP but computes something else, on a token that is tried, is left alone.
+
+    Returns:
+        Where, what, and how to take it back, of each.
+    """
+    changes = []
+    as_written: dict[type, bool] = {}
+    for name, module in list(model.named_modules()):
+        original = type(module)
+        if "forward" in module.__dict__:  # another library's
+            continue
+        if _has_linears(module, ATTENTION):
+            body, what = _attention(original), "query, key and value together"
+        elif _has_linears(module, MLP):
+            if not as_written.setdefault(original, _is_swiglu(module)):
+                continue
+            body, what = _mlp(original), "SwiGLU without its products in memory"
+        else:
+            continue
+        names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+        body |= names | {"__reduce_ex__": functools.partialmethod(_reduce, original)}
+        module.__class__ = type(original.__name__, (original,), body)
+        changes.append((name, what, functools.partial(_take_back, module, original)))
+    return changes
+
+
+def _take_back(module: nn.Module, original: type) -> None:
+    module.__class__ = original
+    module.__dict__.pop(OUTPUTS, None)
+
+
+def _reduce(self: Any, original: type, protocol: Any) -> Any:
+    """As the plain module, so that copies and files know nothing of this class."""
+    state = object.__reduce_ex__(self, 2)[2]
+    return object.__new__, (original,), {key: value for key, value in state.items() if key != OUTPUTS}
+
+
+def _has_linears(module: nn.Module, names: Sequence[str]) -> bool:
+    return all(isinstance(module._modules.get(name), nn.Linear) for name in names)
+
+
+def weight_of(layer: nn.Module) -> tuple[LoraWeight, float] | None:
+    """A frozen layer as the operator takes it, and its dropout; None where calling it is more, or it is trained."""
+    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or "forward" in layer.__dict__:
+        return None
+    if getattr(layer, "compute_dtype", None) is not None:
+        return None
+    if type(layer) is LoraLinear:
+        return layer.lora_weight()
+    if type(layer) not in (nn.Linear, QuantizedLinear) or layer.weight.requires_grad:
+        return None
+    return LoraWeight(layer.weight, bias=layer.bias), 0.0
+
+
+def together(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor] | None:
+    """The layers' outputs from one call; None where that cannot be."""
+    found = [weight_of(layer) for layer in layers]
+    if any(f is None for f in found):
+        return None
+    weights = [f[0] for f in found if f is not None]
+    dropouts = {f[1] for f in found if f is not None and f[0].lora_A is not None}
+    if len(dropouts) > 1 or all(w.lora_A is None and type(w.weight) in (Tensor, nn.Parameter) for w in weights):
+        return None
+    return lora_linear_group(x, weights, dropout=dropouts.pop() if dropouts else 0.0)
+
+
+def _mlp(original: type) -> dict[str, Any]:
+    @functools.wraps(original.forward)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        down = weight_of(self.down_proj)
+        if down is None or down[0].lora_A is None:  # it would keep the product for a gradient of its weight
+            return original.forward(self, x)
+        gate, up = together([self.gate_proj, self.up_proj], x) or (self.gate_proj(x), self.up_proj(x))
+        w, dropout = down
+        return lora_linear(
+            up, w.weight, w.lora_A, w.lora_B, w.bias, scaling=w.scaling, gain=w.gain, gate=gate, dropout=dropout
+        )
+
+    return {"forward": forward}
+
+
+def _is_swiglu(module: Any) -> bool:
+    """Whether the module is SwiGLU's MLP, by random tokens that tell one activation from another."""
+    weight = module.gate_proj.weight
+    tokens = torch.randn(8, module.gate_proj.in_features, generator=torch.Generator().manual_seed(0))
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            x = tokens.to(weight.device, weight.dtype)
+            x = x * (2 / module.gate_proj(x).float().std()).to(x.dtype)
+            expected, ours = module(x), module.down_proj(swiglu(module.gate_proj(x), module.up_proj(x)))
+        return bool((ours - expected).norm() <= 0.02 * expected.norm())
+    except Exception:  # another signature
+        return False
+    finally:
+        module.train(training)
+
+
+class Member:
+    """One of an attention module's projections while its forward runs; the first that is called computes all."""
+
+    def __init__(self, module: Any, name: str) -> None:
+        self.module = module
+        self.name = name
+
+    def __call__(self, x: Tensor) -> Tensor:
+        module, state = self.module, getattr(self.module, OUTPUTS)
+        if state.get("x") is not x or self.name not in state:
+            outputs = together([module._modules[name] for name in ATTENTION], x)
+            if outputs is None:
+                return module._modules[self.name](x)
+            state.clear()
+            state.update(zip(ATTENTION, outputs, strict=True), x=x)
+        return state.pop(self.name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module._modules[self.name], name)
+
+
+def _attention(original: type) -> dict[str, Any]:
+    @functools.wraps(original.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        setattr(self, OUTPUTS, {})
+        try:
+            return original.forward(self, *args, **kwargs)
+        finally:
+            setattr(self, OUTPUTS, None)
+
+    def member(name: str) -> property:
+        return property(lambda self: self._modules[name] if getattr(self, OUTPUTS) is None else Member(self, name))
+
+    return {"forward": forward, OUTPUTS: None, **{name: member(name) for name in ATTENTION}}

@@ -4,7 +4,8 @@ On a GPU the copy moves as many bytes as the operator: its time over ours is the
 where a write costs more than a read, it reads as many dense bytes as quantising and writes as many as dequantising.
 """
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
@@ -24,11 +25,22 @@ def nf4_readers(bnb: ModuleType | None) -> dict[str, Maker]:
         packed, state = bnb.quantize_4bit(x, quant_type="nf4", compress_statistics=nested)
         return lambda: bnb.dequantize_4bit(packed, state)
 
+    def given(x: torch.Tensor) -> Callable[[], object]:
+        q, out = shoestring.quantize_4bit(x), torch.empty_like(x)
+        return lambda: torch.ops.shoestring.dequantize_(out, q.packed, q.absmax)
+
+    def kernel(x: torch.Tensor) -> Callable[[], object]:
+        packed, state = bnb.quantize_4bit(x, quant_type="nf4")
+        run = torch.ops.bitsandbytes.dequantize_4bit
+        return lambda: run(packed, state.absmax, 64, "nf4", x.shape, x.dtype)
+
     found: dict[str, Maker] = {
+        "shoestring into a given tensor": given,
         "shoestring": lambda x: shoestring.quantize_4bit(x).dequantize,
         "shoestring, nested": lambda x: shoestring.quantize_4bit(x, nested=True).dequantize,
     }
-    if bnb is not None:
+    if bnb is not None:  # its operator, without what is around it in Python
+        found |= {"bitsandbytes' operator": kernel}
         found |= {"bitsandbytes": lambda x: theirs(x, False), "bitsandbytes, nested": lambda x: theirs(x, True)}
     return found
 
@@ -71,10 +83,9 @@ def int8_writers(bnb: ModuleType | None) -> dict[str, Maker]:
     return found
 
 
-def main() -> None:
-    options = arguments(__doc__.splitlines()[0], devices=("cpu", "cuda"))
+def weights(report: Report, options: argparse.Namespace, kinds: Sequence[str] = ("NF4", "int8")) -> None:
+    """The tables of the kinds of weights."""
     device = options.device
-    report = Report("quantize", options)
     try:
         from bitsandbytes import functional as bnb
     except ImportError:
@@ -86,12 +97,12 @@ def main() -> None:
         counts = (4096 * 4096, 4096 * 14336)  # weights of an 8 B model
     else:
         counts = (1 << 20, 1 << 25)  # one that stays in cache, and one that does not
-    kinds = {
+    found = {
         "NF4": (nf4_readers(bnb), nf4_writers(bnb), lambda count: count // 2 + count // 64 * 4),
         "int8": (int8_readers(bnb), int8_writers(bnb), lambda count: count + count // COLUMNS * 4),
     }
     for count, dtype, kind in ((c, d, k) for c in counts for d in (torch.float32, torch.bfloat16) for k in kinds):
-        readers, writers, size = kinds[kind]
+        readers, writers, size = found[kind]
         dense, held = count * dtype.itemsize, size(count)
 
         def timed(makers: dict[str, Maker], size: int, limits: Candidates) -> dict[str, list[float]]:
@@ -113,6 +124,12 @@ def main() -> None:
         name = f"{kind}, {count / 2**20:.4g} Mi elements, {str(dtype)[6:]}"
         report.table(f"dequantise {name}", timed(readers, held, read), work, unit)
         report.table(f"quantise {name}", timed(writers, dense, write), work, unit)
+
+
+def main() -> None:
+    options = arguments(__doc__.splitlines()[0], devices=("cpu", "cuda"))
+    report = Report("quantize", options)
+    weights(report, options)
     report.finish()
 
 

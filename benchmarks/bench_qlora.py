@@ -1,19 +1,22 @@
-"""A linear layer with LoRA or QLoRA, forward and backward: ours, PEFT (with bitsandbytes), and the frozen dense layer.
+"""A linear layer with LoRA, QLoRA or DoRA, forward and backward: ours, PEFT (with bitsandbytes), and the frozen dense
+layer; NF4 weights quantised and dequantised; and one token.
 
 The limit is the frozen dense layer alone: its two products, forward and by x; in fp32 on a CPU, in the inputs' type on
 a GPU.
 """
 
+import argparse
 from collections.abc import Callable
 
 import torch
+from bench_quantize import weights
 from common import Candidates, Report, arguments, interleave
 from torch import Tensor, nn
 
 import shoestring
 
 
-def peft_layer(linear: nn.Linear, rank: int, quantize: bool) -> nn.Module | None:
+def peft_layer(linear: nn.Linear, rank: int, quantize: bool, dora: bool) -> nn.Module | None:
     """PEFT's layer over a dense or a bitsandbytes 4-bit base; None where a package is missing."""
     try:
         import peft
@@ -29,7 +32,7 @@ def peft_layer(linear: nn.Linear, rank: int, quantize: bool) -> nn.Module | None
         base.weight = bnb.nn.Params4bit(linear.weight.detach().clone(), requires_grad=False, quant_type="nf4",
                                         compress_statistics=False).to(linear.weight.device)  # fmt: skip
         linear = base
-    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["0"])
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["0"], use_dora=dora)
     return peft.get_peft_model(nn.Sequential(linear), config)
 
 
@@ -48,11 +51,18 @@ def clone(linear: nn.Linear) -> nn.Linear:
     return twin
 
 
-def main() -> None:
-    options = arguments(__doc__.splitlines()[0], devices=("cpu", "cuda"))
+KINDS = {"LoRA": (None, False), "QLoRA": ("nf4", False), "DoRA": (None, True), "QDoRA": ("nf4", True)}
+
+
+def ours(linear: nn.Linear, rank: int, quantize: str | None, dora: bool) -> nn.Module:
+    model = nn.Sequential(clone(linear))
+    return shoestring.lora.apply(
+        model, rank=rank, alpha=2 * rank, target_modules=["0"], quantize=quantize, dora=dora
+    )
+
+
+def training(report: Report, options: argparse.Namespace) -> None:
     on_cpu = options.device == "cpu"
-    torch.set_default_device(options.device)
-    report = Report("lora", options)
     shapes = [(512, 2048, 2048, 16), (2048, 1024, 4096, 16)] if on_cpu else [(512, 4096, 14336, 16), (4096, 4096, 14336, 16)]
     dtypes = (torch.float32, torch.bfloat16) if on_cpu else (torch.bfloat16,)
     for tokens, columns, rows, rank in [(64, 256, 256, 8)] if options.quick else shapes:
@@ -61,11 +71,9 @@ def main() -> None:
             x = torch.randn(tokens, columns).to(dtype).requires_grad_()
             upstream = torch.randn(tokens, rows).to(dtype)
             candidates: Candidates = {}
-            for name, quantize in (("LoRA", None), ("QLoRA", "nf4")):
-                model = nn.Sequential(clone(linear))
-                shoestring.lora.apply(model, rank=rank, alpha=2 * rank, target_modules=["0"], quantize=quantize)
-                candidates[f"shoestring {name}"] = step(model, x, upstream)
-                peer = peft_layer(clone(linear), rank, quantize is not None)
+            for name, (quantize, dora) in KINDS.items():
+                candidates[f"shoestring {name}"] = step(ours(linear, rank, quantize, dora), x, upstream)
+                peer = peft_layer(clone(linear), rank, quantize is not None, dora)
                 if peer is None:
                     print(f"PEFT or bitsandbytes is not installed: no peer for {name}")
                 else:
@@ -80,13 +88,36 @@ def main() -> None:
                 4 * tokens * columns * rows / 1e9,
                 "GFLOP/s",
             )
-    # One token, as in generation.
+
+
+def without_bf16_units(report: Report, options: argparse.Namespace) -> None:
+    """bf16 on a CPU that has no units for it, beside fp32 there: the AVX2 kernels never use them."""
+    switch, now = torch.ops.shoestring.set_cpu_capability, torch.ops.shoestring.cpu_capability()
+    if not switch("avx2"):
+        return
+    tokens, columns, rows, rank = (64, 256, 256, 8) if options.quick else (512, 2048, 2048, 16)
+    candidates: Candidates = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        linear = nn.Linear(columns, rows, bias=False).to(dtype)
+        x, upstream = torch.randn(tokens, columns).to(dtype).requires_grad_(), torch.randn(tokens, rows).to(dtype)
+        candidates[f"shoestring QLoRA, {str(dtype)[6:]}"] = step(ours(linear, rank, "nf4", False), x, upstream)
+    report.table(
+        f"AVX2 kernels, no bf16 units: {tokens} tokens x {columns} -> {rows}, rank {rank}, forward + backward",
+        interleave(candidates, options.repeats, options.device),
+        4 * tokens * columns * rows / 1e9,
+        "GFLOP/s",
+    )
+    switch(now)
+
+
+def one_token(report: Report, options: argparse.Namespace) -> None:
+    """As in generation."""
     columns = rows = 256 if options.quick else 4096
-    for dtype in dtypes:
+    for dtype in (torch.float32, torch.bfloat16) if options.device == "cpu" else (torch.bfloat16,):
         linear = nn.Linear(columns, rows, bias=False).to(dtype).requires_grad_(False)
         x = torch.randn(1, columns).to(dtype)
         layer = shoestring.nn.QuantizedLinear.from_linear(linear)
-        candidates = {"shoestring QuantizedLinear": lambda layer=layer, x=x: layer(x)}
+        candidates: Candidates = {"shoestring QuantizedLinear": lambda layer=layer, x=x: layer(x)}
         try:
             import bitsandbytes as bnb
 
@@ -98,6 +129,17 @@ def main() -> None:
         with torch.no_grad():
             times = interleave(candidates, options.repeats, options.device)
         report.table(f"one token, {columns} x {rows}, {str(dtype)[6:]}", times, columns * rows / 1e6, "M weights/s")
+
+
+def main() -> None:
+    options = arguments(__doc__.splitlines()[0], devices=("cpu", "cuda"))
+    torch.set_default_device(options.device)
+    report = Report("qlora", options)
+    training(report, options)
+    if options.device == "cpu":
+        without_bf16_units(report, options)
+    one_token(report, options)
+    weights(report, options, kinds=("NF4",))
     report.finish()
 
 

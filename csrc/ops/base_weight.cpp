@@ -119,7 +119,7 @@ Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Adaptation&
   Tensor out = in_huge_pages(at::empty({tokens, weight.rows()}, x.options().dtype(dtype)));
   // On a CPU with bf16 units the sum of both products is in fp32.
   const bool separate = low.defined() && products.weight != products.other;
-  const auto type = separate ? products.other : x.scalar_type();
+  const auto type = separate ? products.other : products.weight;
   weight.for_each_panel([&](int64_t begin, const Tensor& panel) {
     const int64_t size = panel.size(0);
     const auto part = [&](const Tensor& t) { return t.defined() ? t.narrow(0, begin, size) : t; };

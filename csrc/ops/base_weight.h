@@ -90,7 +90,7 @@ struct Adaptation {
 };
 
 /// out (tokens, rows) of `dtype` = gain * (x (tokens, columns) weight^T + scaling * low up^T) + bias. x is of type
-/// products.weight, the others products.other.
+/// products.weight, or of one that gemm widens to it, the others of products.other.
 at::Tensor apply_weight(const BaseWeight& weight, const at::Tensor& x, const Adaptation& adaptation, at::ScalarType dtype,
                         const Products& products);
 

@@ -8,6 +8,7 @@
 #include <ATen/Parallel.h>
 
 #include "kernels/gemm.h"
+#include "kernels/skinny_gemm.h"
 #include "ops/base_weight.h"
 #include "ops/gemm.h"
 #include "ops/huge_pages.h"
@@ -23,6 +24,7 @@ constexpr int64_t kDepth = 192;
 constexpr int64_t kBlockBytes = int64_t{256} << 10;   // of panels that a thread packs for itself
 constexpr int64_t kResultBytes = int64_t{768} << 10;  // of the result, which each piece of the depth is added to
 constexpr int64_t kSharedBytes = int64_t{8} << 20;    // of panels for all
+constexpr int64_t kSkinny = 48;  // columns; more, and packing is repaid
 constexpr int64_t kFewLines = 8;                      // fewer, and the product is no faster than packing
 
 int64_t parts_of(int64_t total, int64_t size) { return (total + size - 1) / size; }
@@ -124,6 +126,30 @@ void multiply(const kernels::GemmProduct& product, float* c, int64_t stride, con
   }
 }
 
+// c (m, n) = beta c + alpha a b for few columns n, and rows of a that lie along the depth.
+bool is_skinny(const Tensor& a, const Tensor& b) {
+  return b.size(1) <= kSkinny && a.size(0) >= 4 * b.size(1) && (a.stride(1) == 1 || a.size(1) == 1);
+}
+
+void multiply_skinny(const Tensor& c, const Tensor& a, const Tensor& b, float alpha, float beta) {
+  const auto& kernels = cpu::skinny_gemm();
+  const Tensor vectors = b.t().to(at::kFloat).contiguous();
+  const int64_t n = b.size(1), k = a.size(1), stride = a.stride(0), stride_c = c.stride(0);
+  const float* from = vectors.const_data_ptr<float>();
+  float* to = c.mutable_data_ptr<float>();
+  at::parallel_for(0, a.size(0), std::max<int64_t>(4, (int64_t{1} << 16) / (k * n + 1)), [&](int64_t first, int64_t last) {
+    const auto run = [&](auto multiply, const auto* rows) {
+      multiply(rows + first * stride, stride, last - first, from, n, k, to + first * stride_c, stride_c, alpha, beta);
+    };
+    const void* rows = a.const_data_ptr();
+    switch (a.scalar_type()) {
+      case at::kFloat: return run(kernels.multiply_float, static_cast<const float*>(rows));
+      case at::kBFloat16: return run(kernels.multiply_bf16, static_cast<const uint16_t*>(rows));
+      default: return run(kernels.multiply_fp16, static_cast<const uint16_t*>(rows));
+    }
+  });
+}
+
 // Whether the CPU's units for bf16 may multiply them.
 bool by_bf16_units(const Tensor& a, const Tensor& b) {
   return a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16 && multiplies_bf16();
@@ -152,6 +178,8 @@ void gemm_cpu(const Tensor& out, const Tensor& a, const Tensor& b, double beta, 
   const bool widen = a.scalar_type() != wide || b.scalar_type() != wide;
   if (!gemm_widens(wide) || (few && !widen) || a.size(1) == 0) {
     at::addmm_out(c, c, a.to(wide), b.to(wide), beta, alpha);
+  } else if (is_skinny(a, b)) {
+    multiply_skinny(c, a, b, static_cast<float>(alpha), static_cast<float>(beta));
   } else {
     const auto& kernels = cpu::gemm();
     const auto& product = by_bf16_units(a, b) ? kernels.bf16 : kernels.fp32;

@@ -11,6 +11,7 @@
 
 #include "ops/base_weight.h"
 #include "ops/call.h"
+#include "ops/gemm.h"
 #include "ops/lora_layers.h"
 #include "ops/seeded_dropout.h"
 #include "ops/swiglu.h"
@@ -121,7 +122,9 @@ std::tuple<std::vector<Tensor>, Tensor> forward(const Tensor& x, const LoraParts
   const Products products(backend, x);
   const auto other = products.other;
   const int64_t columns = x.size(-1);
-  Tensor flat = as_matrix(gate.has_value() ? swiglu_forward(backend, *gate, x) : x), wide = flat.to(other);
+  Tensor flat = as_matrix(gate.has_value() ? swiglu_forward(backend, *gate, x) : x);
+  // Products widen 16 bits themselves, where they can; what is dropped is not rounded to them.
+  const Tensor wide = gemm_widens(other) && !seed.has_value() ? flat : flat.to(other);
   const Tensor A = all_down(layers, other);
   Tensor low = at::empty({flat.size(0), 0}, x.options().dtype(compute_type(x)));
   if (A.defined()) {
@@ -200,7 +203,7 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
       if (wants(2)) result_of(2) = at::zeros_like(*layer.gain);
       continue;
     }
-    Tensor flat = as_matrix(*upstream), grad = flat.to(other);
+    Tensor flat = as_matrix(*upstream), grad = gemm_widens(other) ? flat : flat.to(other);
     if (wants(2)) {
       const Tensor gain = layer.gain->to(wide);
       const Tensor sums = column_products(flat, as_matrix(*outputs.get(i)), to_type(layer.bias, wide), backend);
@@ -238,7 +241,8 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
   }
   if (!any_A) return result;
   if (!branch.defined()) branch = gate.has_value() ? swiglu_forward(backend, *gate, x) : x;
-  branch = as_matrix(branch).to(other);
+  branch = as_matrix(branch);
+  if (!gemm_widens(other) || seed.has_value()) branch = branch.to(other);
   if (seed.has_value()) branch = drop(backend, branch, *seed, dropout);
   const Tensor grad_A = multiply(products, grad_low.t(), branch, wide);
   first = 0;

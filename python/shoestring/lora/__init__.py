@@ -13,7 +13,7 @@ from shoestring.lora.initialize import initialize_eva
 from shoestring.lora.linear import LoraLinear
 from shoestring.lora.load import load_adapter
 from shoestring.lora.merge import MergeReport, merge, unmerge
-from shoestring.lora.options import IA3Options, LoraOptions, VeraOptions
+from shoestring.lora.options import IA3Options, LoraOptions, PrefixOptions, PromptOptions, VeraOptions
 from shoestring.lora.switch import adapter_names, adapters_per_row, delete_adapter, disable_adapter, set_adapter
 from shoestring.lora.vera import VeraLinear
 
@@ -23,6 +23,8 @@ __all__ = [
     "LoraLinear",
     "LoraOptions",
     "MergeReport",
+    "PrefixOptions",
+    "PromptOptions",
     "VeraLinear",
     "VeraOptions",
     "adapter_names",

@@ -11,12 +11,13 @@ from shoestring.lora.adapted import DEFAULT, AdaptedLayer, attach
 from shoestring.lora.experts import LoraExperts
 from shoestring.lora.initialize import take_out
 from shoestring.lora.kinds import expert_classes, layer_class, refusal
-from shoestring.lora.options import IA3Options, LoraOptions, Options, VeraOptions, check_name
+from shoestring.lora.options import IA3Options, LoraOptions, Options, VeraOptions, VirtualOptions, check_name
 from shoestring.lora.peft_config import from_peft
 from shoestring.lora.switch import adapter_names, members, set_adapter
 from shoestring.lora.targets import all_linear, by_pattern, find_targets, former_class, matches, output_head
 from shoestring.lora.trained_copy import wrap
 from shoestring.lora.vera import share
+from shoestring.lora.virtual_tokens import attach_tokens, start
 from shoestring.nn.quantized_linear import QuantizedLinear, quantize_weight
 from shoestring.ops.quantize_4bit import BLOCK_SIZES, CODES
 from shoestring.quantized_tensor import QuantizedTensor, quantize_parts
@@ -36,9 +37,9 @@ def apply(
 
     Args:
         model: any module.
-        config: :class:`LoraOptions`, :class:`VeraOptions` or :class:`IA3Options`; or a PEFT configuration object
-            (``LoraConfig``, ``VeraConfig``, ``IA3Config``): what is not supported is refused by name. None: LoRA with
-            ``options``.
+        config: :class:`LoraOptions`, :class:`VeraOptions`, :class:`IA3Options`, :class:`PrefixOptions` or
+            :class:`PromptOptions`; or a PEFT configuration object for one of these methods: what is not supported is
+            refused by name. None: LoRA with ``options``.
         adapter_name: the new adapter is the one in use, alone; :func:`set_adapter` changes that.
         quantize: None, or "nf4", "fp4" or "int8": every linear layer but the output head, with an adapter or without,
             gets a weight of 4 bits (QLoRA, arXiv 2305.14314) or int8, one layer after the other.
@@ -68,6 +69,7 @@ def apply(
         )
     plan = _plan(model, chosen)
     saved = saved_modules(model, chosen)
+    tokens = start(model, chosen) if isinstance(chosen, VirtualOptions) else None
     _check_quantize(model, quantize, block_size, nested)
 
     model.requires_grad_(False)
@@ -92,6 +94,8 @@ def apply(
             adapted.keep_initial(adapter_name)  # type: ignore[operator]
     if isinstance(chosen, VeraOptions):
         share([layer for layer, _, _ in plan.values()], adapter_name, chosen, None)  # type: ignore[misc]
+    if tokens is not None:
+        attach_tokens(model, adapter_name, chosen, *tokens)  # type: ignore[arg-type]
     for name in saved:
         wrap(model, name).add(adapter_name, chosen)
     set_adapter(model, adapter_name)

@@ -17,12 +17,13 @@ from shoestring.data.files import atomic_file
 from shoestring.lora.adapted import DEFAULT, AdaptedLayer
 from shoestring.lora.experts import LoraExperts
 from shoestring.lora.linear import LoraLinear
-from shoestring.lora.options import IA3Options, LoraOptions, Options, VeraOptions
+from shoestring.lora.options import IA3Options, LoraOptions, Options, PrefixOptions, VeraOptions, VirtualOptions
 from shoestring.lora.peft_config import to_file
 from shoestring.lora.switch import adapter_names as names_of
 from shoestring.lora.switch import base_biases, check_known, members
 from shoestring.lora.targets import shortest_names
 from shoestring.lora.trained_copy import TrainedCopy
+from shoestring.lora.virtual_tokens import VirtualTokens, cache_sizes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -61,6 +62,9 @@ def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], d
     """An adapter's tensors and its configuration."""
     holders = {n: m for n, m in members(model).items() if adapter_name in m.adapters}
     layers = {n: m for n, m in holders.items() if isinstance(m, AdaptedLayer)}
+    tokens = [m for m in holders.values() if isinstance(m, VirtualTokens)]
+    if tokens:
+        return {"prompt_embeddings": tokens[0].values(adapter_name)}, _describe_tokens(model, tokens[0].adapters[adapter_name])
     options: dict[str, Options] = {}
     tensors: dict[str, Tensor] = {}
     for name, layer in layers.items():
@@ -97,9 +101,25 @@ def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], d
         if not set(feedforward) <= set(targets):  # PEFT wants the same names in both
             first, feedforward = replace(first, target_modules=sorted(layers)), sorted(chosen)
         first = replace(first, feedforward_modules=feedforward)
+    return tensors, to_file(first) | _describe_model(model)
+
+
+def _describe_model(model: nn.Module) -> dict[str, Any]:
     base = getattr(getattr(model, "config", None), "_name_or_path", None)
     task = "CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None
-    return tensors, to_file(first) | {"base_model_name_or_path": base or None, "task_type": task}
+    return {"base_model_name_or_path": base or None, "task_type": task}
+
+
+def _describe_tokens(model: nn.Module, options: VirtualOptions) -> dict[str, Any]:
+    layers, heads, features = cache_sizes(model)
+    prefix = isinstance(options, PrefixOptions)
+    sizes = {
+        "num_layers": layers,
+        "num_attention_heads": heads,
+        "token_dim": heads * features if prefix else model.config.hidden_size,
+        "num_transformer_submodules": 1,
+    }
+    return to_file(options) | sizes | _describe_model(model) | {"task_type": "CAUSAL_LM"}
 
 
 def _plain(layer: AdaptedLayer, name: str) -> tuple[dict[str, Tensor], Any]:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ from shoestring.lora.apply import check_fits, own_options, saved_modules
 from shoestring.lora.files import CONFIG, WEIGHTS, read_config, read_weights
 from shoestring.lora.kinds import expert_classes, layer_class
 from shoestring.lora.linear import LoraLinear
-from shoestring.lora.options import Options, VeraOptions, check_name
+from shoestring.lora.options import Options, PrefixOptions, VeraOptions, VirtualOptions, check_name
 from shoestring.lora.peft_config import from_file
 from shoestring.lora.switch import base_biases, members, set_adapter
 from shoestring.lora.trained_copy import TrainedCopy, wrap
 from shoestring.lora.vera import Projection, share
+from shoestring.lora.virtual_tokens import VirtualTokens, attach_tokens, width
 from shoestring.quantized_tensor import QuantizedTensor
 
 
@@ -57,6 +58,9 @@ def load_adapter(
         folder = folder / adapter_name
     options = from_file(read_config(folder / CONFIG), f"lora.load_adapter: {folder / CONFIG}")
     place = f"lora.load_adapter: {folder / WEIGHTS}"
+    if isinstance(options, VirtualOptions):
+        _load_tokens(model, read_weights(folder / WEIGHTS), options, adapter_name, place)
+        return model
     content = _sort(model, read_weights(folder / WEIGHTS), options, place)
     plan = _plan(model, content, options, place)
     absent = [n for n, m in members(model).items() if adapter_name in m.adapters and n not in (*plan, *content.copies)]
@@ -85,6 +89,22 @@ def load_adapter(
         biases[name].detach().copy_(bias)
     set_adapter(model, adapter_name)
     return model
+
+
+def _load_tokens(
+    model: nn.Module, tensors: dict[str, Tensor], options: VirtualOptions, adapter_name: str, place: str
+) -> None:
+    expected = {"prompt_embeddings": (options.tokens, width(model, options))}
+    received = {key: tuple(value.shape) for key, value in tensors.items()}
+    if received != expected:
+        raise ValueError(f"{place}: expected {expected}, received {received}")
+    if any(adapter_name in m.adapters for m in members(model).values() if not isinstance(m, VirtualTokens)):
+        raise ValueError(f"{place}: expected virtual tokens under a new name, but layers have an adapter {adapter_name!r}")
+    if isinstance(options, PrefixOptions):
+        options = replace(options, projection=False)  # the file has its result
+    model.requires_grad_(False)
+    attach_tokens(model, adapter_name, options, tensors["prompt_embeddings"], None)
+    set_adapter(model, adapter_name)
 
 
 def _sort(model: nn.Module, tensors: dict[str, Tensor], options: Options, place: str) -> Content:

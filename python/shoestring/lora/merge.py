@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from shoestring.lora.adapted import AdaptedLayer, reattach
 from shoestring.lora.switch import check_known, members, set_adapter
 from shoestring.lora.trained_copy import TrainedCopy, replace_module, unwrap
+from shoestring.lora.virtual_tokens import VirtualTokens
 from shoestring.nn.quantized_linear import QuantizedLinear, frozen
 from shoestring.quantized_tensor import QuantizedTensor, quantize_parts
 
@@ -64,7 +65,7 @@ def merge(
         The error, by layer.
 
     Raises:
-        ValueError: no layer has an adapter, or a name that no adapter has.
+        ValueError: no layer has an adapter, a name that no adapter has, or virtual tokens.
     """
     found = members(model)
     if not found:
@@ -72,6 +73,8 @@ def merge(
     names = list(next(iter(found.values())).active) if adapter_names is None else list(adapter_names)
     check_known("merge", model, names)
     set_adapter(model, names)  # checks that they go together
+    if any(isinstance(member, VirtualTokens) for member in found.values()):
+        raise ValueError("lora.merge: model: expected adapters of layers, received virtual tokens, which are in no weight")
     errors, totals = {}, torch.zeros(2, dtype=torch.float64)
     for place, member in found.items():
         if isinstance(member, TrainedCopy):
@@ -79,6 +82,7 @@ def merge(
             if reversible:
                 merged.unmerged = UnmergedCopy(member)  # type: ignore[assignment]
             continue
+        assert isinstance(member, AdaptedLayer)
         error = _merge_layer(member, [n for n in names if n in member.adapters], reversible, requantize)
         totals += error
         errors[place] = _ratio(error)

@@ -159,6 +159,58 @@ class IA3Options(Options):
             object.__setattr__(self, "feedforward_modules", sorted(self.feedforward_modules))
 
 
+@dataclass(frozen=True, kw_only=True)
+class VirtualOptions(Options):
+    """Trained tokens before a causal language model's input. What concerns modules is of no use to it."""
+
+    target_modules: None = None
+    tokens: int = 20
+    BIASES: ClassVar[tuple[str, ...]] = ("none",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _expect(isinstance(self.tokens, int) and self.tokens > 0, "tokens", "an integer of at least 1", self.tokens)
+        for name in ("target_modules", "exclude_modules", "modules_to_save"):
+            _expect(not getattr(self, name), name, "nothing with virtual tokens", getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixOptions(VirtualOptions):
+    """Prefix tuning (arXiv 2101.00190): keys and values of every layer.
+
+    Args:
+        tokens: length of the prefix.
+        projection: made by two linear layers from tokens of one layer's size, in training; files have the result.
+        hidden_size: between the two; None: as the tokens.
+        init: "default" (normal) or "zero".
+    """
+
+    projection: bool = False
+    hidden_size: int | None = None
+    init: str = "default"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _expect(self.init in ("default", "zero"), "init", "'default' or 'zero'", self.init)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions(VirtualOptions):
+    """Prompt tuning (arXiv 2104.08691): embeddings before those of the input.
+
+    Args:
+        tokens: length of the prompt.
+        init: "random" (normal), "vocabulary" (embeddings of tokens drawn from it), or token ids, repeated to the length.
+    """
+
+    init: str | Sequence[int] = "random"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fits = self.init in ("random", "vocabulary") if isinstance(self.init, str) else len(self.init) > 0
+        _expect(fits, "init", "'random', 'vocabulary' or token ids", self.init)
+
+
 def _expect(fits: bool, argument: str, expected: str, received: Any) -> None:
     if not fits:
         raise ValueError(f"lora.apply: {argument}: expected {expected}, received {received!r}")

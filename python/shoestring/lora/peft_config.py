@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from shoestring.lora.options import IA3Options, LoraOptions, Options, VeraOptions
+from shoestring.lora.options import IA3Options, LoraOptions, Options, PrefixOptions, PromptOptions, VeraOptions, VirtualOptions
 
 # What says nothing about the computation.
 DESCRIPTIONS = {
@@ -12,7 +12,8 @@ DESCRIPTIONS = {
     "megatron_core", "qalora_group_size",
 }  # fmt: skip
 # What says only how training begins: of no account in a file, whose values are there.
-BEGINNING = {"init_lora_weights", "init_weights", "init_ia3_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"}
+BEGINNING = {"init_lora_weights", "init_weights", "init_ia3_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+             "prompt_tuning_init"}  # fmt: skip
 SHARED = {
     "target_modules": "target_modules",
     "exclude_modules": "exclude_modules",
@@ -53,6 +54,11 @@ FIELDS: dict[str, tuple[type[Options], dict[str, str]]] = {
         IA3Options,
         {k: v for k, v in SHARED.items() if not k.startswith("layers_")} | {"feedforward_modules": "feedforward_modules"},
     ),
+    "PREFIX_TUNING": (
+        PrefixOptions,
+        {"num_virtual_tokens": "tokens", "prefix_projection": "projection", "encoder_hidden_size": "hidden_size"},
+    ),
+    "PROMPT_TUNING": (PromptOptions, {"num_virtual_tokens": "tokens"}),
 }
 # PEFT's defaults, where a file or an object says nothing and ours are others.
 DEFAULTS: dict[str, dict[str, Any]] = {"LORA": {"rank": 8, "alpha": 8}}
@@ -92,7 +98,8 @@ def from_file(values: Mapping[str, Any], place: str) -> Options:
     """
     method = _method(values.get("peft_type"), f"{place}: peft_type")
     options = _translate(method, values, place)
-    if not any(options.get(name) for name in ("target_modules", "target_parameters")):
+    virtual = issubclass(FIELDS[method][0], VirtualOptions)
+    if not virtual and not any(options.get(name) for name in ("target_modules", "target_parameters")):
         options["target_modules"] = ()  # a file's keys name the modules
     return FIELDS[method][0](**options)
 
@@ -127,6 +134,12 @@ def _beginning(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
         if init is False:
             _refuse("lora.apply: config", "init_lora_weights", True, init)
         options["init"] = "default" if init is True else init
+    if "prompt_tuning_init" in values:
+        options["init"] = _prompt_init(values["prompt_tuning_init"])
+    if "prefix_projection" in values and values.get("init_weights") is not None:
+        options["init"] = values["init_weights"]
+    if "target_modules" not in values:
+        return options
     if values.get("target_modules") is None and not values.get("target_parameters"):
         raise ValueError(
             "lora.apply: config: target_modules: expected names, received None, for which PEFT has a list by architecture; "
@@ -147,6 +160,14 @@ def _beginning(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
     return options
 
 
+def _prompt_init(kind: Any) -> str:
+    name = getattr(kind, "value", kind)
+    if name not in ("RANDOM", "SAMPLE_VOCAB"):
+        expected = "RANDOM or SAMPLE_VOCAB; of a text give PromptOptions(init=...) its token ids"
+        _refuse("lora.apply: config", "prompt_tuning_init", expected, name)
+    return "random" if name == "RANDOM" else "vocabulary"
+
+
 def _refuse(place: str, name: str, expected: Any, received: Any) -> None:
     raise ValueError(
         f"{place}: {name}: expected {expected!r}, since nothing else is supported here, received {received!r}"
@@ -161,4 +182,6 @@ def to_file(options: Options) -> dict[str, Any]:
     nothing = {"modules_to_save": None, "target_parameters": None}
     values |= {key: None for key in nothing if key in values and not values[key]}
     begin = {"init_lora_weights": True} if method == "LORA" else {}
-    return values | begin | {"fan_in_fan_out": False, "peft_type": method, "inference_mode": True}
+    if not isinstance(options, VirtualOptions):
+        begin["fan_in_fan_out"] = False
+    return values | begin | {"peft_type": method, "inference_mode": True}

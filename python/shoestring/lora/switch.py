@@ -8,11 +8,15 @@ from torch import nn
 
 from shoestring.lora.adapted import AdaptedLayer, Rows, adapted_layers
 from shoestring.lora.trained_copy import TrainedCopy, unwrap
+from shoestring.lora.virtual_tokens import VirtualTokens, detach_tokens
 
 
-def members(model: nn.Module) -> dict[str, AdaptedLayer | TrainedCopy]:
+Member = AdaptedLayer | TrainedCopy | VirtualTokens
+
+
+def members(model: nn.Module) -> dict[str, Member]:
     """Every module that has adapters, by name."""
-    return {n: m for n, m in model.named_modules() if isinstance(m, (AdaptedLayer, TrainedCopy))}
+    return {n: m for n, m in model.named_modules() if isinstance(m, Member)}
 
 
 def adapter_names(model: nn.Module) -> list[str]:
@@ -40,15 +44,16 @@ def set_adapter(model: nn.Module, adapter_names: str | Sequence[str]) -> None:
     """Uses the named adapter, or the sum of several, from now on; they alone require gradients.
 
     Raises:
-        ValueError: a name that no adapter has, or two adapters with a trained copy of the same module.
+        ValueError: a name that no adapter has, or two adapters with a trained copy of the same module, or virtual tokens.
     """
     names = check_known("set_adapter", model, [adapter_names] if isinstance(adapter_names, str) else adapter_names)
     found = members(model)
     for place, member in found.items():
         copies = [name for name in names if name in member.adapters]
-        if isinstance(member, TrainedCopy) and len(copies) > 1:
+        if not isinstance(member, AdaptedLayer) and len(copies) > 1:
+            what = f"a trained copy of {place}" if isinstance(member, TrainedCopy) else "virtual tokens"
             raise ValueError(
-                f"lora.set_adapter: adapter_names: expected one with a trained copy of {place}, received {', '.join(copies)}"
+                f"lora.set_adapter: adapter_names: expected one with {what}, received {', '.join(copies)}"
             )
     biases = "none"
     for member in found.values():
@@ -66,7 +71,7 @@ def base_biases(model: nn.Module, which: str) -> dict[str, nn.Parameter]:
     if which == "none":
         return {}
     adapted = adapted_layers(model)
-    inside = tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, TrainedCopy))
+    inside = tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, (TrainedCopy, VirtualTokens)))
     return {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -137,3 +142,5 @@ def delete_adapter(model: nn.Module, adapter_name: str) -> None:
             member.remove(adapter_name)
             if isinstance(member, TrainedCopy) and not member.adapters:
                 unwrap(model, place)
+            if isinstance(member, VirtualTokens) and not member.adapters:
+                detach_tokens(model)

@@ -35,8 +35,9 @@ def llama(tied: bool = False, dtype: torch.dtype = torch.float32, biased: bool =
 
 def randomise(model: nn.Module, adapter: str = "default") -> nn.Module:
     """Moves an adapter's parameters away from their first values, so that it does something."""
+    kinds = ("lora_", "ia3_", "vera_lambda", "modules_to_save")
     for name, parameter in model.named_parameters():
-        if adapter in name.split(".") and ("lora_" in name or "ia3_" in name or "vera_lambda" in name or "modules_to_save" in name):
+        if adapter in name.split(".") and any(kind in name for kind in kinds):
             parameter.data += 0.05 * torch.randn_like(parameter)
     return model
 

@@ -32,7 +32,8 @@ def test_numbers_and_gradients_are_pefts() -> None:
     config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["0"], use_dora=True)
     theirs = peft.get_peft_model(nn.Sequential(nn.Linear(64, 12)).double(), config)
     values = dict(zip(["0.base_layer.weight", "0.base_layer.bias"], (ours[0].weight, ours[0].bias), strict=True))
-    values |= {f"0.{a}.default.weight": getattr(ours[0], a)["default"] for a in ("lora_A", "lora_B", "lora_magnitude_vector")}
+    for attribute in ("lora_A", "lora_B", "lora_magnitude_vector"):
+        values[f"0.{attribute}.default.weight"] = getattr(ours[0], attribute)["default"]
     theirs = theirs.double()  # it keeps adapters in fp32
     theirs.base_model.model.load_state_dict(values)
     x = torch.randn(5, 64, dtype=torch.float64, requires_grad=True)

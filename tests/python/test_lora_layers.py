@@ -250,7 +250,7 @@ def test_errors() -> None:
     for options, message in [
         ({"target_parameters": ["experts.nothing"]}, "target_parameters: expected names of parameters, received 'experts.n"),
         ({"target_parameters": ["norm.weight"]}, r"expected dense weights of 2 or 3 dimensions, received model.norm.weight"),
-        ({"target_parameters": BOTH, "rank_pattern": {"down_proj": 1}}, r"one rank and alpha for all .* received \[1, 2\] and"),
+        ({"target_parameters": BOTH, "rank_pattern": {"down_proj": 1}}, r"one rank and alpha for all .* received \[1, 2\]"),
         ({"target_parameters": BOTH, "dropout": 0.1}, "expected no dropout, dora and lora_bias with target_parameters"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -117,7 +117,9 @@ def test_learning_rates_are_pefts() -> None:
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], bias="all", use_dora=True)
     ours, theirs = lora.apply(biased(), config), peft.get_peft_model(biased(), config)
     groups = lora.parameter_groups(ours, 1e-3, lr_ratio=16, weight_decay=0.1)
-    optimizer = create_loraplus_optimizer(theirs, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16, loraplus_weight_decay=0.1)
+    optimizer = create_loraplus_optimizer(
+        theirs, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16, loraplus_weight_decay=0.1
+    )
 
     def rates(groups: list[dict], model: nn.Module) -> dict[str, float]:
         by_id = {id(p): group["lr"] for group in groups for p in group["params"]}
@@ -151,7 +153,7 @@ def test_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="bias: expected 'none', received 'all'"):
         lora.IA3Options(bias="all")
     model = lora.apply(llama(), IA3)
-    with pytest.raises(ValueError, match="config: expected adapters of the kind that model.*_proj has, IA3Linear; rec.*Vera"):
+    with pytest.raises(ValueError, match="config: expected adapters of the kind that model.* has, IA3Linear; rec.*Vera"):
         lora.apply(model, VERA, adapter_name="b")
     with pytest.raises(ValueError, match="received 'default', which has a IA3Linear at model"):
         lora.adapters_per_row(model, ["default"]).__enter__()

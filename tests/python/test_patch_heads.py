@@ -54,6 +54,32 @@ def test_our_adapter_on_the_head_and_4_bits() -> None:
         dropped.train()(**batch())
 
 
+def test_several_adapters_or_a_trained_copy_on_the_head() -> None:
+    lora = shoestring.lora
+    model = lora.apply(build(tie_word_embeddings=False), rank=4, target_modules=["lm_head"])
+    lora.apply(model, rank=2, target_modules=["lm_head"], adapter_name="b", init="pissa")
+    lora.apply(model, rank=2, target_modules=["lm_head"], adapter_name="c", lora_bias=True)
+    for name in ("default", "b"):
+        adapted(model.lm_head.lora_B[name])
+    lora.set_adapter(model, "default")
+    plain = copy.deepcopy(model)
+    shoestring.patch(model)
+    for names in ("default", ["default", "b"]):
+        for each in (model, plain):
+            lora.set_adapter(each, names)
+        assert model(**batch()).logits is None
+        assert_same(model, plain, batch())
+    lora.set_adapter(model, "c")
+    with pytest.raises(TypeError, match="output layer: DoRA, a bias on its adapter or adapters by row"):
+        model(**batch())
+    model = lora.apply(build(tie_word_embeddings=False), rank=2, modules_to_save=["lm_head"])
+    plain = copy.deepcopy(model)
+    shoestring.patch(model)
+    assert model(**batch()).logits is None
+    assert_same(model, plain, batch())
+    assert model.lm_head.modules_to_save["default"].weight.grad is not None
+
+
 def test_peft_adapter_on_the_head() -> None:
     """TRL refuses, others leave the adapter out: its gradient is here."""
     peft = pytest.importorskip("peft")

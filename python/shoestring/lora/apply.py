@@ -117,8 +117,8 @@ def own_options(options: Options, name: str, kind: type[AdaptedLayer]) -> Option
     alphas = {by_pattern(options.alpha_pattern, n, options.alpha) for n in names}
     if len(ranks) > 1 or len(alphas) > 1:
         raise ValueError(
-            f"lora.apply: rank_pattern and alpha_pattern: expected one rank and alpha for all parameters of {name}, received "
-            f"{sorted(ranks)} and {sorted(alphas)}"
+            f"lora.apply: rank_pattern and alpha_pattern: expected one rank and alpha for all parameters of {name}, "
+            f"received {sorted(ranks)} and {sorted(alphas)}"
         )
     return replace(options, rank=ranks.pop(), alpha=alphas.pop())
 
@@ -155,8 +155,8 @@ def _plan(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module, type
     biases = next((m.adapters for m in members(model).values() if any(o.bias != "none" for o in m.adapters.values())), None)
     if biases and options.bias != "none":
         raise ValueError(
-            f"lora.apply: bias: expected 'none', since the adapter {next(iter(biases))!r} trains the base's biases, received "
-            f"{options.bias!r}"
+            f"lora.apply: bias: expected 'none', since the adapter {next(iter(biases))!r} trains the base's biases, "
+            f"received {options.bias!r}"
         )
     return plan
 

@@ -64,7 +64,8 @@ def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], d
     layers = {n: m for n, m in holders.items() if isinstance(m, AdaptedLayer)}
     tokens = [m for m in holders.values() if isinstance(m, VirtualTokens)]
     if tokens:
-        return {"prompt_embeddings": tokens[0].values(adapter_name)}, _describe_tokens(model, tokens[0].adapters[adapter_name])
+        values = {"prompt_embeddings": tokens[0].values(adapter_name)}
+        return values, _describe_tokens(model, tokens[0].adapters[adapter_name])
     options: dict[str, Options] = {}
     tensors: dict[str, Tensor] = {}
     for name, layer in layers.items():

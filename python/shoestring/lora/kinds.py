@@ -68,4 +68,6 @@ def refusal(module: nn.Module, kind: type[AdaptedLayer], own: Options) -> str | 
     if issubclass(kind, LoraExperts):
         plain = own.dropout == 0 and not own.dora and not own.lora_bias
         return None if plain else "no dropout, dora and lora_bias with target_parameters"
-    return embedding_refusal(module, own) if issubclass(kind, LoraEmbedding) else conv_refusal(module)  # type: ignore[arg-type]
+    if issubclass(kind, LoraEmbedding):
+        return embedding_refusal(module, own)  # type: ignore[arg-type]
+    return conv_refusal(module)

@@ -87,7 +87,7 @@ class LowRankLayer(AdaptedLayer):
         return self.lora_magnitude_vector[name] / self.norm(name).to(self.lora_magnitude_vector[name].dtype)
 
     def norm(self, name: str) -> Tensor:
-        """The norms of the rows of the adapted weight as a matrix, (out_features); in evaluation kept until a part changes."""
+        """The norms of the rows of the adapted weight, (out_features); in evaluation kept until one of its parts changes."""
         tensors = self.factors(name)
         scaling = self.adapters[name].scaling
         # Not in training: an optimizer may write behind a tensor's version, through .data or a pointer. Not in a compiled

@@ -136,7 +136,8 @@ def unmerge(model: nn.Module) -> nn.Module:
             continue
         device = next(iter(layer._parameters.values())).device  # type: ignore[union-attr]
         for key, parameter in kept.parameters.items():
-            layer._parameters[key] = None if parameter is None else frozen(parameter.detach().to(device))  # type: ignore[arg-type]
+            old = None if parameter is None else frozen(parameter.detach().to(device))  # type: ignore[arg-type]
+            layer._parameters[key] = old
         reattach(layer, kept.kept, device)
     set_adapter(model, next(iter(members(model).values())).active)
     return model

@@ -65,8 +65,8 @@ class LoraOptions(Options):
         lora_bias: a bias with the low-rank product, multiplied by the scaling as that is.
         init: of lora_A, lora_B being zero: "default" (kaiming uniform, a = sqrt 5), "gaussian" (standard deviation
             1 / rank) or "eva" (as "default" until :func:`shoestring.lora.initialize_eva`). Of both, the base keeping the
-            rest: "pissa" (arXiv 2404.02948; "pissa_niter_4": by a randomised SVD of 4 iterations), "olora" (arXiv 2406.01775),
-            "loftq" (arXiv 2310.08659; with ``quantize``).
+            rest: "pissa" (arXiv 2404.02948; "pissa_niter_4": by a randomised SVD of 4 iterations), "olora" (arXiv
+            2406.01775), "loftq" (arXiv 2310.08659; with ``quantize``).
         loftq_iterations: of quantising and decomposing in turn.
         target_parameters: names of parameters, as target_modules names modules: the stacked weights (experts, out, in) of
             mixtures of experts, or (experts, in, out) in a module with ``is_transposed``.

@@ -4,7 +4,15 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from shoestring.lora.options import IA3Options, LoraOptions, Options, PrefixOptions, PromptOptions, VeraOptions, VirtualOptions
+from shoestring.lora.options import (
+    IA3Options,
+    LoraOptions,
+    Options,
+    PrefixOptions,
+    PromptOptions,
+    VeraOptions,
+    VirtualOptions,
+)
 
 # What says nothing about the computation.
 DESCRIPTIONS = {
@@ -12,8 +20,10 @@ DESCRIPTIONS = {
     "megatron_core", "qalora_group_size",
 }  # fmt: skip
 # What says only how training begins: of no account in a file, whose values are there.
-BEGINNING = {"init_lora_weights", "init_weights", "init_ia3_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
-             "prompt_tuning_init"}  # fmt: skip
+BEGINNING = {
+    "init_lora_weights", "init_weights", "init_ia3_weights", "prompt_tuning_init", "loftq_config", "eva_config",
+    "corda_config", "lora_ga_config",
+}  # fmt: skip
 SHARED = {
     "target_modules": "target_modules",
     "exclude_modules": "exclude_modules",

@@ -67,7 +67,7 @@ def set_adapter(model: nn.Module, adapter_names: str | Sequence[str]) -> None:
 
 
 def base_biases(model: nn.Module, which: str) -> dict[str, nn.Parameter]:
-    """The base's own biases by name: "all", or "lora_only", "vera_only" those of layers with adapters; PEFT's rule, but for copies."""
+    """The base's own biases by name, PEFT's rule: "all"; "lora_only" and "vera_only" those of layers with adapters."""
     if which == "none":
         return {}
     adapted = adapted_layers(model)

@@ -120,7 +120,8 @@ def cache_sizes(model: Any) -> tuple[int, int, int]:
     config = getattr(model, "config", None)
     if not hasattr(config, "num_hidden_layers") or not hasattr(model, "get_input_embeddings"):
         raise ValueError(
-            f"lora.apply: model: expected a transformers causal language model for virtual tokens, received {type(model).__name__}"
+            "lora.apply: model: expected a transformers causal language model for virtual tokens, received "
+            f"{type(model).__name__}"
         )
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     features = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

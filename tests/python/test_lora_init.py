@@ -142,7 +142,7 @@ def test_incremental_directions_are_those_of_peft() -> None:
 
 
 @pytest.mark.parametrize("rho", [1.0, 2.0])
-def test_eva_follows_what_the_layers_read(rho: float, tmp_path: Path) -> None:
+def test_eva_follows_what_the_layers_read(rho: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = lora.apply(llama(), rank=3, alpha=6, init="eva", lora_bias=True)
     before = logits(model)
     ids = torch.randint(97, (4, 2, 32))
@@ -152,8 +152,18 @@ def test_eva_follows_what_the_layers_read(rho: float, tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj"
     handle = model.get_submodule(name).register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     batches = [{"input_ids": i, "attention_mask": m} for i, m in zip(ids, mask, strict=True)]
+    for batch, m in zip(batches, mask, strict=True):
+        batch["labels"] = batch["input_ids"].clone()
+        batch["labels"][:, :5] = -100  # these do not count either
+        m[:, :5] = 0
+        batch["attention_mask"] = m.clone()
+        batch["attention_mask"][:, :5] = 1
+    reads = lora.initialize.Directions.update
+    rows: list[int] = []
+    monkeypatch.setattr(lora.initialize.Directions, "update", lambda d, x: rows.append(x.shape[0]) or reads(d, x))
     ranks = lora.initialize_eva(model, batches, rho=rho)
     handle.remove()
+    assert set(rows) == {32 - 5 + 20 - 5}
     assert sum(ranks.values()) == 3 * 14 and max(ranks.values()) <= 3 * rho
     assert set(ranks.values()) == {3} if rho == 1 else len(set(ranks.values())) > 1
     assert (logits(model) - before).abs().max() <= 1e-6  # lora_B is zero

@@ -135,6 +135,11 @@ def test_learning_rates_are_pefts() -> None:
     assert rates(groups, ours) == rates(optimizer.param_groups, theirs)
     assert all(g["weight_decay"] == 0 for g in groups if any(p.dim() == 1 for p in g["params"]))
     torch.optim.AdamW(groups)
+    model = lora.apply(llama(), rank=2, target_modules=["embed_tokens", "q_proj"])
+    groups = lora.parameter_groups(model, 1e-3, lr_ratio=4, embedding_lr=1e-5)
+    found = rates(groups, model)
+    assert {rate for name, rate in found.items() if "embedding" in name} == {1e-5}
+    assert {rate for name, rate in found.items() if "q_proj" in name} == {1e-3, 4e-3}
     with pytest.raises(ValueError, match="lr_ratio: expected at least 1, received 0.5"):
         lora.parameter_groups(ours, 1e-3, lr_ratio=0.5)
     with pytest.raises(ValueError, match="expected parameters that require a gradient, received none"):

@@ -87,21 +87,22 @@ class LowRankLayer(AdaptedLayer):
         return self.lora_magnitude_vector[name] / self.norm(name).to(self.lora_magnitude_vector[name].dtype)
 
     def norm(self, name: str) -> Tensor:
-        """The norms of the rows of the adapted weight, (out_features); in evaluation kept until one of its parts changes."""
+        """The norms of the rows of the adapted weight, (out_features); kept, in evaluation, until one of its parts changes."""
         tensors = self.factors(name)
         scaling = self.adapters[name].scaling
-        # Not in training: an optimizer may write behind a tensor's version, through .data or a pointer. Not in a compiled
-        # graph, nor where processes share the weights (FSDP), whose tensors are filled anew behind their version.
+        # Not in a compiled graph, nor where processes share the weights (FSDP): tensors are filled anew behind their version.
         keep = not (
-            self.training
-            or torch.compiler.is_compiling()
+            torch.compiler.is_compiling()
             or (torch.distributed.is_available() and torch.distributed.is_initialized())
             or any(t.is_inference() for t in tensors)
         )
         if keep:
             state = (scaling, [(t._version, t.device, t.dtype, t.data_ptr() if i else None) for i, t in enumerate(tensors)])
             former = self.__dict__.setdefault("_norms", {}).get(name)
-            if former and former[1] == state and all(a is b for a, b in zip(former[0], tensors, strict=True)):
+            # In training an optimizer may have written through .data or a pointer, which no version counts, but for where
+            # backward computes a checkpoint again.
+            trusted = not self.training or torch._C._current_graph_task_id() != -1
+            if trusted and former and former[1] == state and all(a is b for a, b in zip(former[0], tensors, strict=True)):
                 return former[2]
         with torch.no_grad():
             norm = lora_weight_norm(*self.matrices(*tensors), scaling=scaling)

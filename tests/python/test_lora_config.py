@@ -152,6 +152,23 @@ def test_a_trained_copy_stands_beside_the_original() -> None:
     assert model.lm_head is head.original_module and not any(isinstance(m, LoraLinear) for m in model.modules())
 
 
+def test_trained_copies_are_left_alone_by_later_adapters() -> None:
+    model = lora.apply(llama(), rank=2, target_modules=ATTENTION, modules_to_save=["lm_head", "mlp"], quantize="nf4")
+    copied = model.model.layers[0].mlp.modules_to_save["default"].up_proj
+    assert type(copied) is nn.Linear and copied.weight.requires_grad  # what is trained is not quantised
+    assert type(model.model.layers[0].self_attn.k_proj).__name__ == "QuantizedLinear"
+    lora.apply(model, rank=2, adapter_name="b")  # "all-linear"
+    chosen = [n for n, m in model.named_modules() if isinstance(m, LoraLinear) and "b" in m.adapters]
+    assert len(chosen) == 8 and not any("modules_to_save" in n or "original_module" in n for n in chosen)
+    with pytest.raises(ValueError, match="modules_to_save: expected modules without adapters .* has a LoraLinear"):
+        lora.apply(model, rank=2, target_modules=["k_proj"], modules_to_save=["q_proj"], adapter_name="c")
+    with pytest.raises(ValueError, match="target_modules: expected linear layers .* received lm_head, a TrainedCopy"):
+        lora.apply(model, rank=2, target_modules=["lm_head"], adapter_name="c")
+    quantised = lora.apply(llama(), rank=2, target_modules=ATTENTION, quantize="nf4")
+    with pytest.raises(ValueError, match="modules_to_save: .* received model.layers.0.mlp, which has a QuantizedLinear"):
+        lora.apply(quantised, rank=2, target_modules=ATTENTION, modules_to_save=["mlp"], adapter_name="b")
+
+
 def test_trained_biases_and_lora_bias_merge() -> None:
     model = lora.apply(biased(), rank=2, alpha=8, target_modules=ATTENTION, bias="all", lora_bias=True)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)

@@ -14,8 +14,8 @@ from shoestring.lora.kinds import expert_classes, layer_class, refusal
 from shoestring.lora.options import IA3Options, LoraOptions, Options, VeraOptions, VirtualOptions, check_name
 from shoestring.lora.peft_config import from_peft
 from shoestring.lora.switch import adapter_names, members, set_adapter
-from shoestring.lora.targets import all_linear, by_pattern, find_targets, former_class, matches, output_head
-from shoestring.lora.trained_copy import wrap
+from shoestring.lora.targets import all_linear, by_pattern, find_targets, former_class, matches, output_head, own_modules
+from shoestring.lora.trained_copy import TrainedCopy, wrap
 from shoestring.lora.vera import share
 from shoestring.lora.virtual_tokens import attach_tokens, start
 from shoestring.nn.quantized_linear import QuantizedLinear, quantize_weight
@@ -41,8 +41,8 @@ def apply(
             :class:`PromptOptions`; or a PEFT configuration object for one of these methods: what is not supported is
             refused by name. None: LoRA with ``options``.
         adapter_name: the new adapter is the one in use, alone; :func:`set_adapter` changes that.
-        quantize: None, or "nf4", "fp4" or "int8": every linear layer but the output head, with an adapter or without,
-            gets a weight of 4 bits (QLoRA, arXiv 2305.14314) or int8, one layer after the other.
+        quantize: None, or "nf4", "fp4" or "int8": every linear layer but the output head and modules_to_save, with an
+            adapter or without, gets a weight of 4 bits (QLoRA, arXiv 2305.14314) or int8, one layer after the other.
         nested: 8-bit scales for the 4-bit weights (double quantisation). Not with "int8".
         block_size: 4-bit weights that share a scale: a power of two from 32 to 4096; None is 64. Not with "int8", whose
             rows have a scale each.
@@ -85,8 +85,9 @@ def apply(
         if isinstance(own, LoraOptions) and own.changes_base:  # before the weight is quantised: what is left is
             taken[name] = take_out(layer, own, _quantizer(layer, quantize, block_size, nested))  # type: ignore[arg-type]
             quantized(layer)
-    for layer in all_linear(model).values():
-        quantized(layer)
+    for name, layer in all_linear(model).items():
+        if not any(name == whole or name.startswith(whole + ".") for whole in saved):  # these are trained
+            quantized(layer)
     for name, (layer, kind, own) in plan.items():
         adapted = attach(layer, kind)
         adapted.add(adapter_name, own, adapted.start(own) | taken.get(name, {}))
@@ -127,16 +128,23 @@ def saved_modules(model: nn.Module, options: Options) -> list[str]:
     """The modules that ``modules_to_save`` names.
 
     Raises:
-        ValueError: a name that no module has.
+        ValueError: a name that no module has, or a module with adapters or quantised weights in it.
     """
-    names = [name for name, _ in model.named_modules() if ".original_module" not in name and ".modules_to_save" not in name]
-    found = [name for name in names if matches(name, options.modules_to_save)]
+    modules = own_modules(model)
+    found = {name: module for name, module in modules.items() if name and matches(name, options.modules_to_save)}
     for wanted in options.modules_to_save:
-        if not any(matches(name, [wanted]) for name in names):
+        if not any(matches(name, [wanted]) for name in found):
             raise ValueError(
                 f"lora.apply: modules_to_save: expected names of modules, received {wanted!r}, which matches nothing"
             )
-    return found
+    for name, module in found.items():
+        inside = [m for m in module.modules() if isinstance(m, (AdaptedLayer, QuantizedLinear))]
+        if inside and not isinstance(module, TrainedCopy):
+            raise ValueError(
+                "lora.apply: modules_to_save: expected modules without adapters and quantised weights, received "
+                f"{name}, which has a {type(inside[0]).__name__}"
+            )
+    return list(found)
 
 
 def _plan(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module, type[AdaptedLayer], Options]]:

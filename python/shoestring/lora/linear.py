@@ -50,7 +50,7 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
 
     ``lora_A.<name>`` is (rank, in_features), ``lora_B.<name>`` (out_features, rank), with lora_bias ``lora_bias.<name>``
     and with DoRA ``lora_magnitude_vector.<name>`` (out_features). An adapter that changed the base keeps its first values
-    in ``initial_A`` and ``initial_B``, so that the base as it was is at hand whenever the adapter is not in use.
+    in ``initial_A`` and ``initial_B``, of its own size, so that the base as it was is there whenever it is not in use.
 
     Several active adapters are one product: concatenated along the rank, their scaling in lora_B. Several of DoRA add
     what each of them alone adds to the base.

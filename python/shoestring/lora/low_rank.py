@@ -87,10 +87,11 @@ class LowRankLayer(AdaptedLayer):
         return self.lora_magnitude_vector[name] / self.norm(name).to(self.lora_magnitude_vector[name].dtype)
 
     def norm(self, name: str) -> Tensor:
-        """The norms of the rows of the adapted weight, (out_features); kept, in evaluation, until one of its parts changes."""
+        """The norms of the rows of the adapted weight, (out_features); kept in evaluation until one of its parts changes."""
         tensors = self.factors(name)
         scaling = self.adapters[name].scaling
-        # Not in a compiled graph, nor where processes share the weights (FSDP): tensors are filled anew behind their version.
+        # Not in a compiled graph, nor where processes share the weights (FSDP), whose tensors are filled anew behind their
+        # version.
         keep = not (
             torch.compiler.is_compiling()
             or (torch.distributed.is_available() and torch.distributed.is_initialized())

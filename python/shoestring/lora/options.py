@@ -60,7 +60,8 @@ class LoraOptions(Options):
         alpha: the low-rank product is multiplied by alpha / rank.
         rank_pattern, alpha_pattern: other values for the modules whose names end with what these regular expressions match.
         rslora: alpha / sqrt(rank) instead (arXiv 2312.03732).
-        dora: a trained magnitude for each output (DoRA, arXiv 2402.09353).
+        dora: a trained magnitude for each output (DoRA, arXiv 2402.09353). With dropout only what lora_A reads is dropped;
+            PEFT runs the base on the dropped input, too: the same expectation for twice the products.
         dropout: probability of dropping an element of what lora_A reads, in training. Not for embeddings and experts.
         lora_bias: a bias with the low-rank product, multiplied by the scaling as that is.
         init: of lora_A, lora_B being zero: "default" (kaiming uniform, a = sqrt 5), "gaussian" (standard deviation

@@ -62,8 +62,9 @@ def set_adapter(model: nn.Module, adapter_names: str | Sequence[str]) -> None:
             for parameter in member.tensors(name).values():
                 parameter.requires_grad_(name in names)
             biases = options.bias if name in names and options.bias != "none" else biases
+    trained = base_biases(model, biases)
     for name, parameter in base_biases(model, "all").items():
-        parameter.requires_grad_(name in base_biases(model, biases))
+        parameter.requires_grad_(name in trained)
 
 
 def base_biases(model: nn.Module, which: str) -> dict[str, nn.Parameter]:

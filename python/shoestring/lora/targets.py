@@ -8,6 +8,7 @@ from torch import nn
 
 from shoestring.lora.adapted import AdaptedLayer
 from shoestring.lora.options import Names, Options
+from shoestring.lora.trained_copy import TrainedCopy
 from shoestring.nn.quantized_linear import QuantizedLinear
 
 
@@ -30,7 +31,14 @@ def output_head(model: nn.Module) -> nn.Module | None:
 def all_linear(model: nn.Module) -> dict[str, nn.Linear]:
     """Every linear layer by its name, in the order of modules, but for the output head."""
     head = output_head(model)
-    return {n: m for n, m in model.named_modules() if is_linear(m) and m is not head}  # type: ignore[misc]
+    return {n: m for n, m in own_modules(model).items() if is_linear(m) and m is not head}  # type: ignore[misc]
+
+
+def own_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module by its name, but for what trained copies hold."""
+    modules = dict(model.named_modules())
+    copied = tuple(f"{name}." for name, module in modules.items() if isinstance(module, TrainedCopy))
+    return {name: module for name, module in modules.items() if not name.startswith(copied)}
 
 
 def matches(name: str, names: Names | None) -> bool:
@@ -51,7 +59,7 @@ def find_targets(model: nn.Module, options: Options, supported: Callable[[nn.Mod
         return {}
     linear = all_linear(model) if targets == "all-linear" else None
     found = {}
-    for name, module in model.named_modules():
+    for name, module in own_modules(model).items():
         chosen = name in linear if linear is not None else matches(name, targets)
         if not name or not chosen or _left_out(name, options) or not _layer_chosen(name, options):
             continue

@@ -64,6 +64,7 @@ def test_files_go_to_peft_and_back(tmp_path: Path) -> None:
     assert_files_agree(randomise(lora.apply(llama(), rank=4, alpha=12, dora=True, rslora=True)), tmp_path)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
 def test_over_quantised_bases(quantize: str) -> None:
     model = layer(torch.float32, quantize=quantize)
@@ -76,6 +77,7 @@ def test_over_quantised_bases(quantize: str) -> None:
     assert torch.equal(model(x), expected)
 
 
+@pytest.mark.device
 def test_merged_weight() -> None:
     model = layer()
     x = torch.randn(3, 64, dtype=torch.float64)
@@ -144,6 +146,7 @@ def test_compiles_whole(quantize: str | None) -> None:
             trained[0].add_(0.1)  # a kept norm would be a wrong one
 
 
+@pytest.mark.device
 def test_several_and_by_row() -> None:
     model = layer()
     lora.apply(model, rank=2, alpha=2, target_modules=["0"], adapter_name="b", dora=True)
@@ -170,6 +173,7 @@ def test_several_and_by_row() -> None:
     torch.testing.assert_close(model(x), total, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.device
 def test_dropout_drops_what_lora_A_reads_alone() -> None:
     """The base keeps the whole input: the mean over masks is the result without dropout."""
     model = layer(dropout=0.5).train()

@@ -51,6 +51,7 @@ def test_files_are_for_the_original_base(init: str, tmp_path: Path) -> None:
     assert torch.equal(logits(twin), logits(model))
 
 
+@pytest.mark.device
 def test_the_base_is_what_it_was_when_the_adapter_is_not_in_use() -> None:
     base = linear()
     x = torch.randn(4, 3, 64)

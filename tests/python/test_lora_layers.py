@@ -70,6 +70,7 @@ def test_starts_as_peft_and_files_agree(kind: str, dora: bool, tmp_path: Path) -
     torch.testing.assert_close(lora.load_adapter(net(kind), tmp_path / "theirs")(x), y, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("kind", LAYERS)
 def test_merged_by_row_and_copied(kind: str) -> None:
     options = {} if kind == "embedding" else {"lora_bias": True}
@@ -99,6 +100,7 @@ def test_merged_by_row_and_copied(kind: str) -> None:
     torch.testing.assert_close(model(x), total, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.device
 def test_dilated_convolution_is_its_merged_weight() -> None:
     """PEFT leaves the dilation out of lora_A's convolution."""
     torch.manual_seed(4)
@@ -190,6 +192,7 @@ def test_experts_in_files_merged_and_switched(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(model), both, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.device
 def test_a_stack_of_sums_is_its_dense_sum() -> None:
     base, left, right = torch.randn(4, 6, 5), torch.randn(4, 6, 2), torch.randn(4, 2, 5)
     stack, dense = LowRankSum(base, left, right), base + left @ right

@@ -56,6 +56,7 @@ def test_switched_and_added_as_peft_does(tmp_path: Path) -> None:
     assert torch.equal(logits(again), logits(model))
 
 
+@pytest.mark.device
 def test_gradients_of_several_are_those_of_plain_autograd() -> None:
     model = lora.apply(nn.Sequential(nn.Linear(7, 5)).double(), rank=3, alpha=5, target_modules=["0"], lora_bias=True)
     lora.apply(model, rank=2, alpha=1, target_modules=["0"], adapter_name="b")

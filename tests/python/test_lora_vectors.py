@@ -60,6 +60,7 @@ def test_merges_copies_and_resumes(options: lora.IA3Options | lora.VeraOptions, 
     assert type(model.model.layers[0].mlp.down_proj) is (QuantizedLinear if quantize else nn.Linear)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("feedforward", [False, True], ids=["output", "input"])
 def test_ia3_gradients_and_several(feedforward: bool) -> None:
     options = lora.IA3Options(target_modules=["0"], feedforward_modules=["0"] if feedforward else [])
@@ -74,6 +75,7 @@ def test_ia3_gradients_and_several(feedforward: bool) -> None:
     _compare(model, x, exact)
 
 
+@pytest.mark.device
 def test_vera_gradients_and_rows() -> None:
     options = lora.VeraOptions(rank=3, target_modules=["0", "1"])
     model = lora.apply(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 9)).double(), options)

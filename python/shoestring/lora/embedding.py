@@ -34,9 +34,9 @@ class LoraEmbedding(LowRankLayer, nn.Embedding):
 
     def start(self, options: LoraOptions) -> dict[str, Tensor]:
         shapes = self.shapes(self, options)
-        torch.randn(shapes["lora_embedding_A"])  # PEFT draws before it initialises
-        torch.randn(shapes["lora_embedding_B"])
-        up = torch.randn(shapes["lora_embedding_B"]).to(self.weight.dtype)
+        torch.randn(shapes["lora_embedding_A"], device="cpu")  # PEFT draws before it initialises
+        torch.randn(shapes["lora_embedding_B"], device="cpu")
+        up = torch.randn(shapes["lora_embedding_B"], device="cpu").to(self.weight.dtype)
         tensors = {"lora_embedding_A": torch.zeros(shapes["lora_embedding_A"]), "lora_embedding_B": up}
         return tensors | ({"lora_magnitude_vector": self.dense_weight().norm(dim=1)} if options.dora else {})
 

@@ -145,11 +145,11 @@ def draw(
 
     PEFT builds two layers, which draw for themselves, before it initialises: ours draw along.
     """
-    lora_A = torch.empty(shape_A)
+    lora_A = torch.empty(shape_A, device="cpu")
     nn.init.kaiming_uniform_(lora_A, a=math.sqrt(5))
-    nn.init.kaiming_uniform_(torch.empty(shape_B), a=math.sqrt(5))
+    nn.init.kaiming_uniform_(torch.empty(shape_B, device="cpu"), a=math.sqrt(5))
     if options.lora_bias:
-        torch.empty(shape_B[0]).uniform_()
+        torch.empty(shape_B[0], device="cpu").uniform_()
     if options.init == "gaussian":
         nn.init.normal_(lora_A, std=1 / options.rank)
     else:

@@ -56,12 +56,12 @@ class VeraLinear(LoraLinear):
 
 def drawn(layers: Sequence[nn.Linear], options: VeraOptions) -> Projection:
     """PEFT's matrices of a seed, kaiming uniform, as wide as the widest of the layers."""
-    generator = torch.Generator().manual_seed(options.seed)
+    generator = torch.Generator("cpu").manual_seed(options.seed)
     columns, rows = max(m.in_features for m in layers), max(m.out_features for m in layers)
     matrices = []
     for shape in ((options.rank, columns), (rows, options.rank)):
         bound = math.sqrt(6 / shape[1])
-        matrices.append(torch.empty(shape).uniform_(-bound, bound, generator=generator))
+        matrices.append(torch.empty(shape, device="cpu").uniform_(-bound, bound, generator=generator))
     return Projection(*matrices)
 
 

@@ -142,23 +142,24 @@ def start(model: Any, options: VirtualOptions) -> tuple[Tensor, nn.Module | None
     if options.projection:
         _, heads, features = cache_sizes(model)
         hidden = options.hidden_size or heads * features
-        found = nn.Embedding(options.tokens, heads * features).weight.data
-        transform = nn.Sequential(nn.Linear(heads * features, hidden), nn.Tanh(), nn.Linear(hidden, full))
+        found = nn.Embedding(options.tokens, heads * features, device="cpu").weight.data
+        first = nn.Linear(heads * features, hidden, device="cpu")
+        transform = nn.Sequential(first, nn.Tanh(), nn.Linear(hidden, full, device="cpu"))
         if options.init == "zero":
             nn.init.zeros_(transform[-1].weight)
             nn.init.zeros_(transform[-1].bias)
         return found, transform
-    found = nn.Embedding(options.tokens, full).weight.data
+    found = nn.Embedding(options.tokens, full, device="cpu").weight.data
     return (torch.zeros_like(found) if options.init == "zero" else found), None
 
 
 def _prompt(model: Any, options: PromptOptions) -> Tensor:
-    found = nn.Embedding(options.tokens, model.config.hidden_size).weight.data
+    found = nn.Embedding(options.tokens, model.config.hidden_size, device="cpu").weight.data
     if options.init == "random":
         return found
     embedding = model.get_input_embeddings()
     if options.init == "vocabulary":
-        ids = torch.randint(0, embedding.num_embeddings, (options.tokens,))
+        ids = torch.randint(0, embedding.num_embeddings, (options.tokens,), device="cpu")
     else:
         ids = torch.tensor(options.init).repeat(-(-options.tokens // len(options.init)))[: options.tokens]
     with torch.no_grad():

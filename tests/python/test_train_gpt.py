@@ -3,9 +3,7 @@
 import math
 import os
 import resource
-import shutil
 import signal
-import struct
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,47 +11,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cpp_examples import ENVIRONMENT, build_example, learnable_tokens, token_file
 from safetensors.torch import load_file
 
-import shoestring
-
-REPOSITORY = Path(__file__).parents[2]
 VOCAB, TOKENS, SEQ_LEN, HELD_OUT = 512, 20_000, 32, 0.02
 SMALL = ["--layers", "2", "--hidden", "32", "--heads", "4", "--kv-heads", "2", "--batch-size", "8", "--threads", "2",
          "--seq-len", str(SEQ_LEN), "--steps", "30", "--lr", "1e-2", "--warmup", "2", "--checkpoint-every", "5"]  # fmt: skip
 
-ENVIRONMENT = os.environ | {"OMP_WAIT_POLICY": "passive"}  # threads that spin are slow on a busy machine
-
 
 @pytest.fixture(scope="module")
 def program() -> Path:
-    """Configures and builds the example; the folder is kept, so that a second run only relinks what changed."""
-    build = REPOSITORY / "build" / "train_gpt"
-    configure = ["cmake", "-S", REPOSITORY / "examples/cpp/train_gpt", "-B", build, "-DCMAKE_BUILD_TYPE=Release",
-                 "-DCMAKE_CXX_FLAGS_RELEASE=-O0",  # the work is in the libraries
-                 f"-DCMAKE_PREFIX_PATH={shoestring.cmake_prefix_path}", f"-DTorch_ROOT={Path(torch.__file__).parent}"]  # fmt: skip
-    if shutil.which("ccache"):
-        configure.append("-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
-    for command in (configure, ["cmake", "--build", build, "--parallel", "2"]):
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        assert done.returncode == 0, done.stdout
-    return build / "train_gpt"
-
-
-def token_file(path: Path, tokens: np.ndarray, **header: int | bytes) -> Path:
-    fields = {"magic": b"shoetok\x01", "vocab": VOCAB, "width": 2, "count": len(tokens)} | header
-    path.write_bytes(struct.pack("<8sIIQ40x", *fields.values()) + tokens.astype("<u2").tobytes())
-    return path
+    return build_example("train_gpt")
 
 
 @pytest.fixture(scope="module")
 def tokens() -> np.ndarray:
-    """Every other token follows from the one before it: something to learn within 30 steps."""
-    generator = np.random.default_rng(0)
-    tokens, follower = generator.integers(0, VOCAB, TOKENS), generator.permutation(VOCAB)
-    tokens[1::2] = follower[tokens[0::2] % 32]
-    tokens[0::2] %= 32
-    return tokens
+    return learnable_tokens(TOKENS, VOCAB)
 
 
 @pytest.fixture(scope="module")

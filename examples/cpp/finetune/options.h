@@ -5,7 +5,7 @@
 #include <vector>
 
 struct Options {
-  std::string model, data, out, json;
+  std::string model, data, out, json, logits;
   std::string quantize = "nf4", dtype = "bf16";
   int64_t block_size = 64;
   bool no_nested = false;

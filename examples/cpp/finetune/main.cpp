@@ -3,6 +3,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/zeros_like.h>
 #include <shoestring/lora.h>
 #include <shoestring/model_files.h>
 #include <shoestring/ops.h>
@@ -88,8 +89,12 @@ void require_finite(const char* what, double value, int64_t step) {
 void train(LlamaForCausalLM& model, const Blocks& blocks, const Options& options, Result& result) {
   std::vector<Tensor> trained;
   for (const Tensor& p : model->parameters()) {
-    if (p.requires_grad()) trained.push_back(p);
+    if (!p.requires_grad()) continue;
+    trained.push_back(p);
+    if (options.keep_memory) p.mutable_grad() = at::zeros_like(p);  // no holes in the heap of temporaries, below
   }
+  // New pages take the system about as long as what is computed in them: --keep-memory is for speed.
+  if (options.keep_memory) ::mallopt(M_MMAP_THRESHOLD, 32 << 20);
   shoestring::optim::AdamW optimizer(trained,
                                      shoestring::optim::AdamWOptions(options.lr).weight_decay(options.weight_decay));
   const double limit = options.clip > 0 ? options.clip : std::numeric_limits<double>::infinity();
@@ -108,7 +113,7 @@ void train(LlamaForCausalLM& model, const Blocks& blocks, const Options& options
     }
     require_finite("gradient norm", torch::nn::utils::clip_grad_norm_(trained, limit), step);
     optimizer.step();
-    optimizer.zero_grad();
+    optimizer.zero_grad(/*set_to_none=*/!options.keep_memory);
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - began;
     progress.show(step + 1, loss, seconds.count());
     result.losses.push_back(loss);
@@ -180,7 +185,7 @@ int report(const std::string& message) {
 
 int main(int argc, char** argv) {
   // glibc raises this threshold with what is freed, up to 32 MiB: temporaries then lie between tensors that stay, and their
-  // memory never goes back to the system. Left where it begins: without this the peak is a third higher.
+  // memory never goes back to the system. Left where it begins, they have pages of their own.
   ::mallopt(M_MMAP_THRESHOLD, 128 << 10);
   try {
     run(parse_options(argc, argv));

@@ -29,6 +29,7 @@ const Flag<Options> kFlags[] = {
     {"threads", &Options::threads, 0, false, "0: as many as PyTorch chooses; bits can depend on the number"},
     {"workspace-mb", &Options::workspace_mb, 1, false, "of the loss: bound on the logits that exist at a time"},
     {"no-recompute", &Options::no_recompute, 0, false, "keep all activations: faster, and more memory"},
+    {"keep-memory", &Options::keep_memory, 0, false, "keep what is freed for the next step: faster, and more memory"},
     {"json", &Options::json, 0, false, "also write losses, speed and memory to this file"},
     {"logits", &Options::logits, 0, false, "also write the logits of the first held-out sequence to this safetensors file"},
 };

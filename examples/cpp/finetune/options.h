@@ -17,7 +17,7 @@ struct Options {
   int64_t warmup = 10;
   double weight_decay = 0, clip = 1.0;
   int64_t seed = 0, threads = 0, workspace_mb = 16;
-  bool no_recompute = false;
+  bool no_recompute = false, keep_memory = false;
 
   bool nested() const { return !no_nested && (quantize == "nf4" || quantize == "fp4"); }
   /// Of the layers with an adapter; none: all linear ones.

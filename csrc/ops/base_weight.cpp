@@ -120,11 +120,13 @@ Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Adaptation&
   // On a CPU with bf16 units the sum of both products is in fp32.
   const bool separate = low.defined() && products.weight != products.other;
   const auto type = separate ? products.other : products.weight;
+  Tensor room;  // of the first panel's result, which no other exceeds
   weight.for_each_panel([&](int64_t begin, const Tensor& panel) {
     const int64_t size = panel.size(0);
+    if (type != dtype && !room.defined()) room = at::empty({tokens * size}, x.options().dtype(type));
     const auto part = [&](const Tensor& t) { return t.defined() ? t.narrow(0, begin, size) : t; };
     Tensor columns = out.narrow(1, begin, size);
-    Tensor to = type == dtype ? columns : at::empty({tokens, size}, x.options().dtype(type));
+    Tensor to = type == dtype ? columns : room.narrow(0, 0, tokens * size).view({tokens, size});
     const Tensor offset = gain.defined() ? Tensor() : part(bias);
     if (separate) {
       gemm_rounded(to, x, panel.t());

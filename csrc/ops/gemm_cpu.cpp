@@ -67,6 +67,18 @@ struct Side {
   int64_t line_stride, depth_stride;
 };
 
+// `count` floats, in `kept` if they are few enough to stay there. BLAS libraries keep this memory, too: of a small product
+// the page faults of fresh memory take longer than the packing, and an allocator that reuses it is left in pieces.
+Tensor scratch(Tensor& kept, int64_t count) {
+  const auto floats = at::TensorOptions(at::kFloat);
+  if (count * static_cast<int64_t>(sizeof(float)) > kSharedBytes) return in_huge_pages(at::empty({count}, floats));
+  if (!kept.defined() || kept.numel() < count) {
+    kept = Tensor();
+    kept = in_huge_pages(at::empty({count}, floats));
+  }
+  return kept;
+}
+
 void multiply(const kernels::GemmProduct& product, float* c, int64_t stride, const Side& a, const Side& b, int64_t depth,
               float alpha, float beta) {
   const bool share_a = a.lines <= b.lines;
@@ -86,9 +98,10 @@ void multiply(const kernels::GemmProduct& product, float* c, int64_t stride, con
   const int64_t blocks = parts_of(own.panels, block), parts = parts_of(threads, blocks);
   const int64_t part = parts_of(shared.panels, parts);
 
-  const auto floats = at::TensorOptions(at::kFloat);
-  const Tensor for_all = in_huge_pages(at::empty({round / piece, shared.panels * shared.packed(piece)}, floats));
-  const Tensor for_one = at::empty({threads, block * own.packed(piece)}, floats);
+  thread_local Tensor kept_for_all, kept_for_one;
+  const int64_t piece_size = shared.panels * shared.packed(piece), own_size = block * own.packed(piece);
+  const Tensor for_all = scratch(kept_for_all, round / piece * piece_size);
+  const Tensor for_one = scratch(kept_for_one, threads * own_size);
   float *all = for_all.mutable_data_ptr<float>(), *one = for_one.mutable_data_ptr<float>();
 
   for (int64_t begin = 0; begin < depth; begin += round) {
@@ -96,7 +109,7 @@ void multiply(const kernels::GemmProduct& product, float* c, int64_t stride, con
     // Calls body(d, count, panels) for the pieces of this round; `panels` is where the shared ones of a piece are.
     const auto for_each_piece = [&](auto body) {
       for (int64_t d = begin; d < end; d += piece) {
-        body(d, std::min(piece, end - d), all + (d - begin) / piece * for_all.size(1));
+        body(d, std::min(piece, end - d), all + (d - begin) / piece * piece_size);
       }
     };
     at::parallel_for(0, shared.panels, 1, [&](int64_t first, int64_t last) {
@@ -105,7 +118,7 @@ void multiply(const kernels::GemmProduct& product, float* c, int64_t stride, con
       });
     });
     at::parallel_for(0, blocks * parts, 1, [&](int64_t first_task, int64_t last_task) {
-      float* mine = one + at::get_thread_num() * for_one.size(1);
+      float* mine = one + at::get_thread_num() * own_size;
       for (int64_t task = first_task; task < last_task; ++task) {
         const int64_t first = task / parts * block, last = std::min(first + block, own.panels);
         const int64_t from = std::min(task % parts * part, shared.panels), to = std::min(from + part, shared.panels);

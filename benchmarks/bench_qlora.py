@@ -2,12 +2,13 @@
 layer; NF4 weights quantised and dequantised; and one token.
 
 The limit is the frozen dense layer alone: its two products, forward and by x; in fp32 on a CPU, in the inputs' type on
-a GPU.
+a GPU. With --memory, instead: the memory of a whole model's training (qlora_memory.py).
 """
 
 import argparse
 from collections.abc import Callable
 
+import qlora_memory
 import torch
 from bench_quantize import weights
 from common import Candidates, Report, arguments, interleave
@@ -132,9 +133,13 @@ def one_token(report: Report, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    options = arguments(__doc__.splitlines()[0], devices=("cpu", "cuda"))
-    torch.set_default_device(options.device)
+    options = arguments(__doc__.splitlines()[0], devices=("cpu", "cuda"), more=qlora_memory.add_options)
     report = Report("qlora", options)
+    if options.memory or options.memory_cpp is not None:
+        report.data["memory"] = qlora_memory.memory(options)
+        report.finish()
+        return
+    torch.set_default_device(options.device)
     training(report, options)
     if options.device == "cpu":
         without_bf16_units(report, options)

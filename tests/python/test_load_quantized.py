@@ -180,3 +180,18 @@ def test_memory_is_the_quantised_model_and_one_weight(tmp_path: Path) -> None:
     used, weights = json.loads(output.stdout.splitlines()[-1])
     assert stored > 50e6 and weights < 0.3 * stored
     assert used < weights + 4 * 2**20 + 16e6  # 16 MB: modules, the interpreter, allocators' rounding
+
+
+def test_files_with_other_names_are_refused_here_and_loaded_dense_by_the_command(tmp_path: Path) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    from shoestring.training.models import load_model
+
+    shape = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=90, num_local_experts=2, **shape))
+    model.save_pretrained(tmp_path)  # each expert by itself; the model has them in one tensor
+    with pytest.raises(ValueError, match=r"weight\(s\) of the architecture are missing"):
+        shoestring.load_quantized(tmp_path)
+    found = load_model(tmp_path, torch.float32, "nf4").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(found(TOKENS).logits, model.eval()(TOKENS).logits)

@@ -92,7 +92,7 @@ void LinearImpl::set_adapter(const AdapterOptions& adapter_options, const Tensor
   lora_A = register_parameter("lora_A", A);
   lora_B = register_parameter("lora_B", B);
   if (!adapter->dora()) return;
-  const Tensor norm = magnitude.defined() ? magnitude : lora_weight_norm(adapted());
+  const Tensor norm = magnitude.defined() ? magnitude : lora_weight_norm(*lora_weight());
   lora_magnitude_vector = register_parameter("lora_magnitude_vector", norm);
 }
 
@@ -137,27 +137,57 @@ double LinearImpl::scaling() const {
   return adapter->alpha() / (adapter->rslora() ? std::sqrt(rank) : rank);
 }
 
-Tensor LinearImpl::forward(const Tensor& x) {
-  if (!has_adapter()) {
-    if (!is_quantized()) return at::linear(x, weight, bias);
-    return quantized_linear(x, base->packed, base->absmax, options.out_features(), optional(bias), optional(base->nested),
-                       base->options.quantize());
-  }
-  LoraInput input;
-  if (is_training() && adapter->dropout() > 0) {
-    const auto number = at::TensorOptions(at::kLong).device(x.device());
-    input.dropout(adapter->dropout()).seed(at::randint(std::numeric_limits<int64_t>::max(), {1}, number));
-  }
-  LoraWeight layer = adapted();
-  if (adapter->dora()) layer.gain(lora_magnitude_vector / lora_weight_norm(layer));
-  return lora_linear(x, layer, input);
+std::optional<LoraWeight> LinearImpl::lora_weight() const {
+  if (!is_quantized() && weight.requires_grad()) return std::nullopt;
+  LoraWeight layer(is_quantized() ? base->packed : weight);
+  layer.bias(optional(bias));
+  if (is_quantized()) layer.absmax(base->absmax).nested(optional(base->nested)).quantize(base->options.quantize());
+  if (!has_adapter()) return layer;
+  layer.lora_A(lora_A).lora_B(lora_B).scaling(scaling());
+  if (adapter->dora() && lora_magnitude_vector.defined()) layer.gain(lora_magnitude_vector / lora_weight_norm(layer));
+  return layer;
 }
 
-LoraWeight LinearImpl::adapted() const {
-  LoraWeight layer(is_quantized() ? base->packed : weight);
-  layer.lora_A(lora_A).lora_B(lora_B).scaling(scaling()).bias(optional(bias));
-  if (is_quantized()) layer.absmax(base->absmax).nested(optional(base->nested)).quantize(base->options.quantize());
-  return layer;
+namespace {
+
+LoraInput input_with(double dropout, const Tensor& x) {
+  LoraInput input;
+  if (dropout == 0) return input;
+  const auto number = at::TensorOptions(at::kLong).device(x.device());
+  return input.dropout(dropout).seed(at::randint(std::numeric_limits<int64_t>::max(), {1}, number));
+}
+
+}  // namespace
+
+Tensor LinearImpl::forward(const Tensor& x) {
+  if (has_adapter()) return lora_linear(x, *lora_weight(), input_with(dropout(), x));
+  if (!is_quantized()) return at::linear(x, weight, bias);
+  return quantized_linear(x, base->packed, base->absmax, options.out_features(), optional(bias), optional(base->nested),
+                          base->options.quantize());
+}
+
+std::vector<Tensor> forward_together(const Tensor& x, const std::vector<Linear>& layers) {
+  std::vector<LoraWeight> weights;
+  std::optional<double> dropout;
+  bool together = true;
+  for (const Linear& layer : layers) {
+    const auto weight = layer->lora_weight();
+    together = together && weight.has_value() && (!layer->has_adapter() || dropout.value_or(layer->dropout()) == layer->dropout());
+    if (!together) break;
+    weights.push_back(*weight);
+    if (layer->has_adapter()) dropout = layer->dropout();
+  }
+  if (together) return lora_linear_group(x, weights, input_with(dropout.value_or(0), x));
+  std::vector<Tensor> outputs;
+  for (Linear layer : layers) outputs.push_back(layer(x));
+  return outputs;
+}
+
+Tensor swiglu_mlp(const Tensor& x, const Linear& gate, const Linear& up, const Linear& down) {
+  const auto outputs = forward_together(x, {gate, up});
+  const auto weight = down->lora_weight();
+  if (!weight.has_value()) return Linear(down)(swiglu(outputs[0], outputs[1]));
+  return lora_linear(outputs[1], *weight, input_with(down->dropout(), x).gate(outputs[0]));
 }
 
 void LinearImpl::merge(bool reversible) {
@@ -167,7 +197,7 @@ void LinearImpl::merge(bool reversible) {
   const auto exact = dtype == at::kDouble ? at::kDouble : at::kFloat;
   Tensor dense = is_quantized() ? base->dequantize(at::kFloat) : weight.to(exact);
   Tensor merged = at::addmm(dense, lora_B.to(exact), lora_A.to(exact), 1, scaling());
-  if (adapter->dora()) merged.mul_((lora_magnitude_vector / lora_weight_norm(adapted())).to(exact).unsqueeze(1));
+  if (adapter->dora()) merged.mul_((lora_magnitude_vector / lora_weight_norm(*lora_weight())).to(exact).unsqueeze(1));
   merged = merged.to(dtype);
   former_.reset();
   if (reversible) former_ = Former{weight, lora_A, lora_B, lora_magnitude_vector, base, adapter};

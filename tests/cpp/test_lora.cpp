@@ -118,6 +118,38 @@ TEST_CASE("DoRA agrees with autograd in fp64, its norm taken for a constant", "[
   }
 }
 
+TEST_CASE("layers together give what they give alone", "[lora]") {
+  for (const bool adapted : {true, false}) {
+    for (const char* quantize : {"none", "nf4"}) {
+      CAPTURE(adapted, quantize);
+      torch::manual_seed(2);
+      std::vector<Linear> layers{Linear(64, 96), Linear(64, 96), Linear(96, 64)};
+      std::vector<Tensor> trained;
+      for (auto& layer : layers) {
+        if (!adapted) break;
+        if (std::string(quantize) != "none") layer->quantize();
+        layer->add_adapter(AdapterOptions().rank(4).dora(layer.ptr() == layers[1].ptr()));
+        torch::NoGradGuard no_grad;
+        layer->lora_B.normal_(0, 0.1);
+      }
+      for (auto& layer : layers) {
+        for (auto& parameter : layer->parameters()) {
+          if (parameter.requires_grad()) trained.push_back(parameter);
+        }
+      }
+      Tensor x = torch::randn({5, 64}).requires_grad_();
+      trained.push_back(x);
+      Tensor alone = layers[2](at::silu(layers[0](x)) * layers[1](x));
+      Tensor together = shoestring::nn::swiglu_mlp(x, layers[0], layers[1], layers[2]);
+      CHECK(at::allclose(together, alone, 1e-5, 1e-5));
+      const Tensor upstream = torch::randn_like(alone);
+      const auto expected = torch::autograd::grad({alone}, trained, {upstream});
+      const auto gradients = torch::autograd::grad({together}, trained, {upstream});
+      for (size_t i = 0; i < trained.size(); ++i) CHECK(at::allclose(gradients[i], expected[i], 1e-4, 1e-5));
+    }
+  }
+}
+
 TEST_CASE("dropout reaches the adapter alone, and only in training", "[lora]") {
   Net net = make(options("nf4"));
   auto& layer = net->up;

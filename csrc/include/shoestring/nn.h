@@ -4,6 +4,7 @@
 #include <optional>
 #include <ostream>
 #include <string>
+#include <vector>
 
 #include <torch/nn/cloneable.h>
 #include <torch/nn/pimpl.h>
@@ -118,6 +119,10 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl> {
   bool has_adapter() const { return adapter.has_value(); }
   bool can_unmerge() const { return former_.has_value(); }
   double scaling() const;
+  /// The layer as lora_linear takes it, DoRA's gain included; nothing where its weight is trained.
+  std::optional<LoraWeight> lora_weight() const;
+  /// Of what lora_A reads now: 0 out of training.
+  double dropout() const { return has_adapter() && is_training() ? adapter->dropout() : 0; }
 
   LinearOptions options;
   at::Tensor weight;            // undefined where quantised
@@ -137,11 +142,17 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl> {
                    const at::Tensor& magnitude);
   void drop_adapter();
   at::TensorOptions adapter_type() const;
-  LoraWeight adapted() const;
   void set_base(const QuantizedLinear& quantized);
 
   std::optional<Former> former_;
 };
 TORCH_MODULE(Linear);
+
+/// The outputs of layers that read one input, such as the projections of query, key and value. Where their weights are
+/// frozen, one lora_linear_group, in which the adapters share their dropout's mask; else one layer after the other.
+SHOESTRING_API std::vector<at::Tensor> forward_together(const at::Tensor& x, const std::vector<Linear>& layers);
+
+/// down(silu(gate(x)) * up(x)), Llama's MLP. Where down's weight is frozen, neither silu nor the product is kept for backward.
+SHOESTRING_API at::Tensor swiglu_mlp(const at::Tensor& x, const Linear& gate, const Linear& up, const Linear& down);
 
 }  // namespace shoestring::nn

@@ -8,7 +8,6 @@
 #include <ATen/ops/pow.h>
 #include <ATen/ops/rms_norm.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
-#include <ATen/ops/silu.h>
 #include <c10/util/StringUtil.h>
 #include <shoestring/model_files.h>
 #include <torch/csrc/autograd/generated/variable_factories.h>
@@ -71,7 +70,8 @@ Tensor AttentionImpl::forward(const Tensor& x, const Rotary& rotary) {
   const auto heads = [&](const Tensor& t) {
     return t.to(at::kFloat).view({rows, tokens, -1, head_dim}).transpose(1, 2);
   };
-  const Tensor q = rotate(heads(q_proj(x)), rotary), k = rotate(heads(k_proj(x)), rotary), v = heads(v_proj(x));
+  const auto projected = shoestring::nn::forward_together(x, {q_proj, k_proj, v_proj});
+  const Tensor q = rotate(heads(projected[0]), rotary), k = rotate(heads(projected[1]), rotary), v = heads(projected[2]);
   const Tensor out = at::scaled_dot_product_attention(q, k, v, {}, 0.0, /*is_causal=*/true, std::nullopt, grouped);
   return o_proj(out.transpose(1, 2).reshape({rows, tokens, -1}).to(x.scalar_type()));
 }
@@ -82,7 +82,7 @@ MlpImpl::MlpImpl(const LlamaConfig& config) {
   down_proj = register_module("down_proj", linear(config, config.intermediate, config.hidden));
 }
 
-Tensor MlpImpl::forward(const Tensor& x) { return down_proj(at::silu(gate_proj(x)) * up_proj(x)); }
+Tensor MlpImpl::forward(const Tensor& x) { return shoestring::nn::swiglu_mlp(x, gate_proj, up_proj, down_proj); }
 
 DecoderLayerImpl::DecoderLayerImpl(const LlamaConfig& config) {
   self_attn = register_module("self_attn", Attention(config));

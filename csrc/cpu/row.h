@@ -10,8 +10,8 @@ namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 
 constexpr float kLow = -__builtin_inff();
 
-// fp32 partial sums are folded into a double every so many elements: the error stays that of short sums.
-constexpr int64_t kFold = 4096;
+// fp32 partial sums are folded into a double when each lane has added 256: the error stays that of short sums.
+constexpr int64_t kFold = 256 * kLanes;
 
 // Calls body(offset, count) for whole registers, then once for what is left.
 template <int64_t kStep = kLanes, class Body>

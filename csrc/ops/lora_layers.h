@@ -31,20 +31,17 @@ enum LoraPart { kWeight, kAbsmax, kNested, kBias, kLoraA, kLoraB, kGain, kLowSca
 
 using LoraParts = c10::List<std::optional<at::Tensor>>;
 
-inline std::vector<LoraLayer> lora_layers(const char* op, const LoraParts& parts, at::ArrayRef<double> scaling,
-                                          const c10::List<std::string>& quant_type, at::IntArrayRef block_size) {
-  const size_t count = scaling.size();
-  TORCH_CHECK(count > 0 && parts.size() == count * kLoraParts && quant_type.size() == count && block_size.size() == count,
-              op, ": layers: expected ", kLoraParts, " tensors, a scaling, a quant_type and a block_size for each layer, "
-              "received ", parts.size(), ", ", count, ", ", quant_type.size(), " and ", block_size.size());
-  std::vector<LoraLayer> layers;
-  for (size_t i = 0; i < count; ++i) {
-    const auto part = [&](LoraPart p) -> std::optional<at::Tensor> { return parts.get(i * kLoraParts + p); };
-    TORCH_CHECK(part(kWeight).has_value(), op, ": weight: expected a tensor, received none");
-    layers.push_back({*part(kWeight), part(kAbsmax), part(kNested), part(kBias), part(kLoraA), part(kLoraB), part(kGain),
-                      part(kLowScale), scaling[i], quant_type.get(i), block_size[i]});
-  }
-  return layers;
-}
+constexpr const char* kLoraLinear = "lora_linear";  // the operator in error messages
+
+std::vector<LoraLayer> lora_layers(const LoraParts& parts, at::ArrayRef<double> scaling,
+                                   const c10::List<std::string>& quant_type, at::IntArrayRef block_size);
+
+/// The same, refusing what does not fit x and the other arguments.
+std::vector<LoraLayer> checked_layers(const at::Tensor& x, const LoraParts& parts, const std::optional<at::Tensor>& gate,
+                                      const std::optional<at::Tensor>& seed, double dropout, at::ArrayRef<double> scaling,
+                                      const c10::List<std::string>& quant_type, at::IntArrayRef block_size);
+
+/// The product of all sizes of x but the last.
+c10::SymInt tokens_of(const at::Tensor& x);
 
 }  // namespace shoestring

@@ -156,9 +156,11 @@ Tensor times_weight(const std::vector<GradAndWeight>& terms, int64_t tokens, int
     first = false;
   };
   if (low.defined()) add(low, down);
-  for (const auto& [grad, weight] : terms) {
-    weight.for_each_panel([&](int64_t begin, const Tensor& panel) {
-      add(grad.narrow(1, begin, panel.size(0)).to(products.weight), panel);
+  for (const auto& [grad, gain, weight] : terms) {
+    weight.for_each_panel([&, &grad = grad, &gain = gain](int64_t begin, const Tensor& panel) {
+      Tensor part = grad.narrow(1, begin, panel.size(0));
+      if (gain.defined()) part = part.mul(gain.narrow(0, begin, panel.size(0)));
+      add(part.to(products.weight), panel);
     });
   }
   return first ? out.zero_() : out;

@@ -94,11 +94,12 @@ struct Adaptation {
 at::Tensor apply_weight(const BaseWeight& weight, const at::Tensor& x, const Adaptation& adaptation, at::ScalarType dtype,
                         const Products& products);
 
-/// The sum over the weights of grad (tokens, rows) weight, and of low (tokens, rank) down, of a type that holds it: (tokens,
+/// The sum over the weights of (gain * grad) (tokens, rows) weight, and of low (tokens, rank) down, of a type that holds it: (tokens,
 /// columns). Each grad, of any dtype, is converted to products.weight a panel's columns at a time; low and down are of type
 /// products.other, and undefined together.
 struct GradAndWeight {
   at::Tensor grad;
+  at::Tensor gain;  // (rows), fp32 or fp64; may be undefined
   BaseWeight weight;
 };
 at::Tensor times_weight(const std::vector<GradAndWeight>& terms, int64_t tokens, int64_t columns, at::TensorOptions like,

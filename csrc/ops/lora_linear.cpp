@@ -4,11 +4,13 @@
 #include <tuple>
 
 #include <ATen/Functions.h>
+#include <ATen/Parallel.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include <shoestring/ops.h>
 
+#include "kernels/column_dots.h"
 #include "ops/base_weight.h"
 #include "ops/call.h"
 #include "ops/gemm.h"
@@ -85,10 +87,33 @@ std::tuple<std::vector<Tensor>, Tensor> forward(const Tensor& x, const LoraParts
 
 Tensor none(const Tensor& like) { return at::empty({0}, like.options()); }
 
-// Sums over the tokens of a (b - offset), in fp32 (fp64), a few rows of them at a time.
+Tensor column_products_cpu(const Tensor& a, const Tensor& b, const Tensor& offset) {
+  Tensor sums = at::empty({a.size(1)}, a.options().dtype(at::kFloat));
+  const Tensor x = a.contiguous(), y = b.contiguous(), shift = offset.defined() ? offset.contiguous() : offset;
+  const float* away = shift.defined() ? shift.const_data_ptr<float>() : nullptr;
+  const auto& kernels = cpu::column_dots();
+  at::parallel_for(0, a.size(1), 256, [&](int64_t begin, int64_t end) {
+    const auto run = [&](auto dots, auto* type) {
+      using T = std::remove_pointer_t<decltype(type)>;
+      dots(static_cast<const T*>(x.const_data_ptr()), static_cast<const T*>(y.const_data_ptr()), away, x.size(0), x.size(1),
+           begin, end, sums.mutable_data_ptr<float>());
+    };
+    switch (x.scalar_type()) {
+      case at::kFloat: return run(kernels.dots_float, static_cast<float*>(nullptr));
+      case at::kBFloat16: return run(kernels.dots_bf16, static_cast<uint16_t*>(nullptr));
+      default: return run(kernels.dots_fp16, static_cast<uint16_t*>(nullptr));
+    }
+  });
+  return sums;
+}
+
+// Sums over the tokens of a (b - offset), in fp32 (fp64).
 Tensor column_products(const Tensor& a, const Tensor& b, const Tensor& offset, Backend backend) {
   const auto type = compute_type(a);
-  const int64_t tokens = a.size(0), step = backend == Backend::kCuda ? 4096 : 128;
+  if (backend == Backend::kCpu && type == at::kFloat && a.scalar_type() == b.scalar_type()) {
+    return column_products_cpu(a, b, offset);
+  }
+  const int64_t tokens = a.size(0), step = 4096;
   Tensor sum = at::zeros({a.size(1)}, a.options().dtype(type));
   for (int64_t i = 0; i < tokens; i += step) {
     const int64_t n = std::min(step, tokens - i);
@@ -141,18 +166,20 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
       const Tensor sums = column_products(flat, as_matrix(*outputs.get(i)), to_type(layer.bias, wide), backend);
       result_of(2) = sums.div(gain).masked_fill_(gain.eq(0), 0).to(layer.gain->scalar_type());
     }
-    if (layer.gain.has_value()) grad = flat = grad.mul(*layer.gain).to(other);
+    // The gain goes to the smaller side of each product: G B is the gradient times gain * B, and so on.
+    const Tensor gain = to_type(layer.gain, compute_type(x));
+    const auto gained = [&](const Tensor& rows) { return gain.defined() ? rows.mul(gain.unsqueeze(1)) : rows; };
     if (rank > 0 && (by_input || wants(0))) {
-      Tensor own = multiply(products, grad, layer.lora_B->to(other), other, layer.scaling);
+      Tensor own = multiply(products, grad, gained(layer.lora_B->to(compute_type(x))).to(other), other, layer.scaling);
       if (layer.low_scale.has_value()) own.mul_(*layer.low_scale);
       grad_low.narrow(1, begin, rank).copy_(own);
     }
     if (wants(1)) {
-      result_of(1) = multiply(products, grad.t(), low.narrow(1, begin, rank).to(other), layer.lora_B->scalar_type(),
-                              layer.scaling);
+      result_of(1) = gained(multiply(products, grad.t(), low.narrow(1, begin, rank).to(other), compute_type(x), layer.scaling))
+                         .to(layer.lora_B->scalar_type());
     }
     if (by_input) {
-      terms.push_back({products.weight == other ? grad : flat, base(products, layer, columns, x.options())});
+      terms.push_back({products.weight == other ? grad : flat, gain, base(products, layer, columns, x.options())});
     }
   }
 

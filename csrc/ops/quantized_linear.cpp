@@ -61,7 +61,7 @@ Tensor backward(const Tensor& grad_output, const Tensor& packed, const Tensor& a
   auto weight = BaseWeight::quantized(PackedReader(backend, kOp, packed, absmax, nested, quant_type, block_size), rows,
                                       columns, grad_output.options().dtype(products.weight));
   const Tensor grad = as_matrix(grad_output);
-  return times_weight({{grad, weight}}, grad.size(0), columns, grad.options(), Tensor(), Tensor(), products)
+  return times_weight({{grad, Tensor(), weight}}, grad.size(0), columns, grad.options(), Tensor(), Tensor(), products)
       .to(grad_output.scalar_type())
       .view_symint(with_last(grad_output, in_features));
 }

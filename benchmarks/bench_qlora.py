@@ -13,6 +13,7 @@ import torch
 from bench_quantize import weights
 from common import Candidates, Report, arguments, interleave
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import shoestring
 
@@ -111,6 +112,33 @@ def without_bf16_units(report: Report, options: argparse.Namespace) -> None:
     switch(now)
 
 
+def around(report: Report, options: argparse.Namespace) -> None:
+    """What stands beside the products: SwiGLU and dropout, forward and backward."""
+    shape = (64, 256) if options.quick else (512, 5632) if options.device == "cpu" else (4096, 14336)
+    dtypes = (torch.float32, torch.bfloat16) if options.device == "cpu" else (torch.bfloat16,)
+    for dtype in dtypes:
+        gate, up = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(2))
+        upstream, seed = torch.randn(shape).to(dtype), torch.randint(1 << 62, (1,))
+
+        def run(operator: Callable[[], Tensor], *inputs: Tensor, upstream: Tensor = upstream) -> Callable[[], object]:
+            return lambda: torch.autograd.grad(operator(), inputs, upstream)
+
+        tables: dict[str, Candidates] = {
+            "SwiGLU": {
+                "shoestring swiglu": run(lambda gate=gate, up=up: shoestring.swiglu(gate, up), gate, up),
+                "PyTorch": run(lambda gate=gate, up=up: F.silu(gate) * up, gate, up),
+            },
+            "dropout": {
+                "shoestring seeded_dropout": run(lambda up=up, seed=seed: shoestring.seeded_dropout(up, 0.1, seed=seed), up),
+                "PyTorch, with a mask": run(lambda up=up: F.dropout(up, 0.1), up),
+            },
+        }
+        for name, candidates in tables.items():
+            title = f"{name}, {shape[0]} x {shape[1]}, {str(dtype)[6:]}, forward + backward"
+            times = interleave(candidates, options.repeats, options.device)
+            report.table(title, times, shape[0] * shape[1] / 1e6, "M elements/s")
+
+
 def one_token(report: Report, options: argparse.Namespace) -> None:
     """As in generation."""
     columns = rows = 256 if options.quick else 4096
@@ -143,6 +171,7 @@ def main() -> None:
     training(report, options)
     if options.device == "cpu":
         without_bf16_units(report, options)
+    around(report, options)
     one_token(report, options)
     weights(report, options, kinds=("NF4",))
     report.finish()

@@ -13,14 +13,6 @@ constexpr int64_t kLine = kWide * kLanes;
 constexpr int64_t kRows = 128;
 
 template <class E>
-SHOESTRING_INLINE F32 load_some(const typename E::Type* p, int64_t n) {
-  if (n >= kLanes) return E::load(p);
-  typename E::Type some[kLanes] = {};
-  if (n > 0) __builtin_memcpy(some, p, n * sizeof some[0]);
-  return E::load(some);
-}
-
-template <class E>
 void dots(const typename E::Type* a, const typename E::Type* b, const float* offset, int64_t rows, int64_t stride,
           int64_t begin, int64_t end, float* sums) {
   for (int64_t c = begin; c < end; c += kLine) {

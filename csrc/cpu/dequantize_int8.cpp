@@ -6,6 +6,7 @@
 
 #include "kernels/quantize_int8.h"
 
+#include "cpu/packed.h"
 #include "cpu/vec.h"
 
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
@@ -14,17 +15,6 @@ namespace {
 using kernels::PackedInt8;
 
 constexpr int kStep = 2 * kLanes;
-
-SHOESTRING_INLINE F32 to_float(const int8_t* codes) {
-#if defined(__AVX512F__)
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))));
-#elif defined(__AVX2__)
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes))));
-#else
-  typedef int8_t S8 __attribute__((vector_size(kLanes)));
-  return __builtin_convertvector(load_as<S8>(codes), F32);
-#endif
-}
 
 // Two roundings, as in bitsandbytes.
 SHOESTRING_INLINE F32 decode(const int8_t* codes, F32 scale) { return to_float(codes) * scale * kernels::kInverse127; }

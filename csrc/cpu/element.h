@@ -30,4 +30,13 @@ struct Half {
   }
 };
 
+// The first n elements, which may be more than a register's or none; what is missing is zero.
+template <class E>
+SHOESTRING_INLINE F32 load_some(const typename E::Type* p, int64_t n) {
+  if (n >= kLanes) return E::load(p);
+  typename E::Type some[kLanes] = {};
+  if (n > 0) __builtin_memcpy(some, p, n * sizeof some[0]);
+  return E::load(some);
+}
+
 }  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

@@ -22,26 +22,18 @@ constexpr int kColumns = kWide * kLanes;
 // A step of a panel is whole registers, or less than one: what that has too much, the next step overwrites.
 static_assert(kRows < kLanes && kLanes - kRows <= kernels::kGemmSlack);
 
-template <class Element>
-SHOESTRING_INLINE F32 read(const typename Element::Type* p, int64_t n) {
-  if (n >= kLanes) return Element::load(p);
-  typename Element::Type some[kLanes] = {};
-  if (n > 0) __builtin_memcpy(some, p, n * sizeof some[0]);
-  return Element::load(some);
-}
-
 // What a packed panel's elements are: an fp32, or two steps of the depth in bf16, the first in the lower half.
 struct One {
   static constexpr int kSteps = 1;
   // Lines that lie side by side, `n` of them, `count` steps from p on.
   template <class Element>
   static SHOESTRING_METHOD F32 across(const typename Element::Type* p, int64_t n, int64_t, int64_t) {
-    return read<Element>(p, n);
+    return load_some<Element>(p, n);
   }
   // kLanes elements along the depth, of which n steps are there.
   template <class Element>
   static SHOESTRING_METHOD F32 along(const typename Element::Type* p, int64_t n) {
-    return read<Element>(p, n);
+    return load_some<Element>(p, n);
   }
 };
 struct Two {
@@ -49,14 +41,14 @@ struct Two {
   template <class Element>
   static SHOESTRING_METHOD F32 across(const typename Element::Type* p, int64_t n, int64_t count, int64_t stride) {
     const auto bits = [](F32 x) { return __is_same(Element, BFloat16) ? as_bits(x) : rounded_bf16(x); };
-    const U32 low = bits(read<Element>(p, n)), high = count > 1 ? bits(read<Element>(p + stride, n)) : U32{};
+    const U32 low = bits(load_some<Element>(p, n)), high = count > 1 ? bits(load_some<Element>(p + stride, n)) : U32{};
     return as_float((low >> 16) | (high & 0xffff0000u));
   }
   template <class Element>
   static SHOESTRING_METHOD F32 along(const typename Element::Type* p, int64_t n) {
     if (__is_same(Element, BFloat16) && n >= 2 * kLanes) return load_as<F32>(p);  // as they lie
     uint16_t both[2 * kLanes];
-    store_upper_halves(both, rounded_bf16(read<Element>(p, n)), rounded_bf16(read<Element>(p + kLanes, n - kLanes)));
+    store_upper_halves(both, rounded_bf16(load_some<Element>(p, n)), rounded_bf16(load_some<Element>(p + kLanes, n - kLanes)));
     return load_as<F32>(both);
   }
 };

@@ -77,17 +77,6 @@ void multiply_4bit(const Packed& p, int64_t first, int64_t last, int64_t columns
   }
 }
 
-SHOESTRING_INLINE F32 to_float(const int8_t* codes) {
-#if defined(__AVX512F__)
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))));
-#elif defined(__AVX2__)
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes))));
-#else
-  typedef int8_t S8 __attribute__((vector_size(kLanes)));
-  return __builtin_convertvector(load_as<S8>(codes), F32);
-#endif
-}
-
 template <int kTokens>
 void multiply_int8(const PackedInt8& p, int64_t first, int64_t last, int64_t columns, const float* x, float* y,
                    int64_t stride) {

@@ -14,13 +14,6 @@ constexpr int kRows = 4, kVectors = 4;  // 16 of 32 registers hold sums
 constexpr int kRows = 2, kVectors = 4;  // 8 of 16
 #endif
 
-template <class E>
-SHOESTRING_INLINE F32 load_some(const typename E::Type* p, int64_t n) {
-  typename E::Type some[kLanes] = {};
-  __builtin_memcpy(some, p, n * sizeof some[0]);
-  return E::load(some);
-}
-
 template <class E, int rows, int vectors>
 void tile(const typename E::Type* a, int64_t stride_a, const float* b, int64_t k, float* c,
                             int64_t stride_c, float alpha, float beta) {

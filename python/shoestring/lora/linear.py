@@ -1,7 +1,6 @@
 """Linear layers that have taken on low-rank adapters."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +9,13 @@ from torch.nn import functional as F
 from shoestring.lora.adapted import AdaptedLayer, wide
 from shoestring.lora.low_rank import LowRankLayer, Part, add, concatenated, draw, low_rank_sum, row_scale
 from shoestring.lora.options import LoraOptions
-from shoestring.nn.quantized_linear import load_quantized, save_quantized
+from shoestring.nn.quantized_linear import KeyedLinear
 from shoestring.ops.lora_linear import LoraWeight, lora_linear
 from shoestring.ops.seeded_dropout import seeded_dropout
 from shoestring.quantized_tensor import QuantizedTensor
 
 
-class AdaptedLinear(AdaptedLayer, nn.Linear):
+class AdaptedLinear(AdaptedLayer, KeyedLinear):
     """``nn.Linear`` or ``QuantizedLinear`` with adapters over a frozen weight."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,14 +34,6 @@ class AdaptedLinear(AdaptedLayer, nn.Linear):
     def extra_repr(self) -> str:
         kind = f", {self.weight.quant_type}" if isinstance(self.weight, QuantizedTensor) else ""
         return f"{super().extra_repr()}{kind}, adapters: {', '.join(self.adapters)}"
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        save_quantized(self, destination, prefix)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        load_quantized(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class LoraLinear(AdaptedLinear, LowRankLayer):

@@ -12,7 +12,19 @@ from shoestring.ops.quantized_linear import quantized_linear
 from shoestring.quantized_tensor import QuantizedTensor
 
 
-class QuantizedLinear(nn.Linear):
+class KeyedLinear(nn.Linear):
+    """``nn.Linear`` whose ``state_dict`` has bitsandbytes' keys of a weight that is quantised."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        save_quantized(self, destination, prefix)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        load_quantized(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class QuantizedLinear(KeyedLinear):
     """``nn.Linear`` over a frozen weight of 4 bits (QLoRA, arXiv 2305.14314) or int8; the bias stays as it is.
 
     A new layer is initialised as ``nn.Linear`` is and then quantised. ``state_dict`` has bitsandbytes' keys, and both
@@ -78,14 +90,6 @@ class QuantizedLinear(nn.Linear):
     def extra_repr(self) -> str:
         w = self.weight
         return f"{super().extra_repr()}, {w.quant_type}, block_size={w.block_size}, nested={w.nested is not None}"
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        save_quantized(self, destination, prefix)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        load_quantized(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def frozen(q: QuantizedTensor) -> nn.Parameter:

@@ -201,6 +201,23 @@ TORCH_LIBRARY(shoestring, m) {
   m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
   m.def("swiglu_backward(Tensor grad_output, Tensor gate, Tensor up) -> (Tensor, Tensor)");
 
+  // softmax(softcap tanh(scale q k^T / softcap) + bias - alibi_slopes |i - j|) v, a block at a time. q (batch, heads, tokens,
+  // head_dim), k and v (batch, kv heads, keys, features); or packed (tokens, heads, features), with the offsets of the
+  // sequences, int32 (sequences + 1). causal and window (left, right; -1: all) are aligned at the last query and key.
+  // bias (batch, heads, queries, keys), any of them 1; packed (heads, queries of all, keys of a sequence); bool: true where
+  // a key is seen. sinks (heads): scores of a key without a value. Where a query sees nothing, out is 0. Gradients by q, k,
+  // v, bias, sinks, and of lse.
+  const std::string attended =
+      "Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? sinks=None, *, bool causal=False, int[2] window=[-1, -1], "
+      "float softcap=0., float? scale=None, Tensor? alibi_slopes=None, Tensor? cu_seqlens_q=None, "
+      "Tensor? cu_seqlens_k=None, float dropout_p=0., Tensor? seed=None";
+  m.def(("attention(" + attended + ") -> Tensor").c_str());
+  // lse: log-sum-exp of the scores (and the sink), fp32: (batch, heads, queries), packed (heads, queries).
+  m.def(("attention_with_lse(" + attended + ") -> (Tensor out, Tensor lse)").c_str());
+  // Those that output_mask asks for, the others empty.
+  m.def(("attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool[5] output_mask, " + attended +
+         ") -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks)").c_str());
+
   // gain * (x W^T + scaling * low B^T) + bias with low = low_scale * dropped(x) A^T. W is frozen: dense (out_features,
   // in_features) in x's dtype, or, where absmax is given, the codes of a quantised weight. lora_A (rank, in_features), lora_B
   // (out_features, rank), bias and gain (out_features), low_scale (tokens, rank), of any floating-point dtype. dropped:

@@ -8,7 +8,6 @@
 
 #include <shoestring/ops.h>
 
-#include "kernels/seeded_dropout.h"
 #include "ops/call.h"
 #include "ops/cuda.h"
 
@@ -19,12 +18,6 @@ using at::Tensor;
 namespace {
 
 constexpr const char* kOp = "seeded_dropout";
-
-// The probability as 16 bits have it; what is kept is scaled for that one.
-kernels::Dropout rule_of(double p) {
-  const double threshold = std::min(std::round(p * 65536), 65535.0);
-  return {static_cast<uint32_t>(threshold), static_cast<float>(65536 / (65536 - threshold))};
-}
 
 uint16_t* bits(const Tensor& t) { return static_cast<uint16_t*>(t.mutable_data_ptr()); }
 
@@ -89,8 +82,13 @@ void check_dropout(const char* op, double p, const std::optional<Tensor>& seed, 
               " on ", seed->device());
 }
 
+kernels::Dropout dropout_rule(double p) {
+  const double threshold = std::min(std::round(p * 65536), 65535.0);
+  return {static_cast<uint32_t>(threshold), static_cast<float>(65536 / (65536 - threshold))};
+}
+
 Tensor drop(Backend backend, const Tensor& x, const Tensor& seed, double p) {
-  const auto rule = rule_of(p);
+  const auto rule = dropout_rule(p);
   const auto run = backend == Backend::kCuda ? drop_cuda : drop_cpu;
   if (x.scalar_type() == at::kDouble) {  // for checks of gradients: the mask in fp32
     Tensor mask = at::ones(x.sizes(), x.options().dtype(at::kFloat));

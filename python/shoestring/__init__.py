@@ -8,6 +8,7 @@ cmake_prefix_path = str(_load.PACKAGE / "share" / "cmake")
 
 from shoestring import lora, nn, optim  # noqa: E402
 from shoestring.ops import (  # noqa: E402
+    attention,
     cross_entropy,
     cross_entropy_with_stats,
     dequantize_4bit,
@@ -33,6 +34,7 @@ from shoestring.quantized_tensor import QuantizedTensor  # noqa: E402
 __all__ = [
     "PatchReport",
     "QuantizedTensor",
+    "attention",
     "build",
     "cmake_prefix_path",
     "cross_entropy",

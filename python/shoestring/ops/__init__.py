@@ -5,6 +5,7 @@ from shoestring.ops.adamw import adamw_, adamw_reference
 from shoestring.ops.addmm import addmm_, addmm_reference
 from shoestring.ops.ademamix import ademamix_, ademamix_reference
 from shoestring.ops.apply import apply_, apply_reference
+from shoestring.ops.attention import AttentionResult, attention, attention_reference
 from shoestring.ops.came import came_, came_reference
 from shoestring.ops.cross_entropy import (
     CrossEntropyOptions,
@@ -65,6 +66,7 @@ from shoestring.ops.swiglu import swiglu, swiglu_reference
 from shoestring.ops.vocab_parallel import linear_cross_entropy_shard, vocab_parallel_linear_cross_entropy
 
 __all__ = [
+    "AttentionResult",
     "CrossEntropyOptions",
     "CrossEntropyStats",
     "LinearCrossEntropyOptions",
@@ -80,6 +82,8 @@ __all__ = [
     "ademamix_reference",
     "apply_",
     "apply_reference",
+    "attention",
+    "attention_reference",
     "came_",
     "came_reference",
     "cross_entropy",

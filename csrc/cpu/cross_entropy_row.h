@@ -15,18 +15,6 @@ using kernels::CrossEntropyResult;
 using kernels::CrossEntropyRule;
 using kernels::CrossEntropyUpstream;
 
-SHOESTRING_INLINE F32 tanh(F32 x) {
-  F32 square = x * x;
-  F32 p = splat(-5.70498872745e-3f);
-  p = p * square + 2.06390887954e-2f;
-  p = p * square - 5.37397155531e-2f;
-  p = p * square + 1.33314422036e-1f;
-  p = p * square - 3.33332819422e-1f;
-  F32 near_zero = x + x * square * p;
-  F32 elsewhere = 1.f - 2.f / (exp(2.f * x) + 1.f);
-  return abs(x) < 0.625f ? near_zero : elsewhere;
-}
-
 // The first n elements as fp32; the others are `fill`.
 template <class Element>
 SHOESTRING_INLINE F32 get_as(const typename Element::Type* p, int64_t n, float fill) {

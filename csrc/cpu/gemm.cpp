@@ -8,19 +8,20 @@
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 extern const kernels::GemmTable gemm;
 
-#if defined(__AVX2__)
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kRows = 14;  // 28 of 32 registers hold sums
+constexpr int kRows = 14, kLeastRows = 8;  // 28 of 32 registers hold sums; 16 hide the latency of an addition
+#elif defined(__AVX2__)
+constexpr int kRows = 6, kLeastRows = 6;  // 12 of 16
 #else
-constexpr int kRows = 6;  // 12 of 16
+constexpr int kRows = 4, kLeastRows = 4;
 #endif
 constexpr int kWide = 2;  // registers
 constexpr int kColumns = kWide * kLanes;
 
 // A step of a panel is whole registers, or less than one: what that has too much, the next step overwrites.
-static_assert(kRows < kLanes && kLanes - kRows <= kernels::kGemmSlack);
+static_assert(kRows <= kLanes && kLanes <= kernels::kGemmSlack);
 
 // What a packed panel's elements are: an fp32, or two steps of the depth in bf16, the first in the lower half.
 struct One {
@@ -128,11 +129,12 @@ SHOESTRING_INLINE void prefetch_tile(const float* c, int64_t stride, int64_t m) 
   }
 }
 
-SHOESTRING_INLINE void store_tile(const F32 (&sum)[kRows][kWide], float* __restrict c, int64_t stride, int64_t m, int64_t n,
+template <int kTile>
+SHOESTRING_INLINE void store_tile(const F32 (&sum)[kTile][kWide], float* __restrict c, int64_t stride, int64_t m, int64_t n,
                                   float alpha, float beta) {
-  if (m == kRows && n == kColumns) {
+  if (m == kTile && n == kColumns) {
 #pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < kTile; ++i) {
       for (int j = 0; j < kWide; ++j) {
         float* to = c + i * stride + j * kLanes;
         store(to, combine(to, alpha * sum[i][j], beta));
@@ -140,9 +142,9 @@ SHOESTRING_INLINE void store_tile(const F32 (&sum)[kRows][kWide], float* __restr
     }
     return;
   }
-  float whole[kRows][kColumns];
+  float whole[kTile][kColumns];
 #pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i) {
+  for (int i = 0; i < kTile; ++i) {
     for (int j = 0; j < kWide; ++j) store(whole[i] + j * kLanes, alpha * sum[i][j]);
   }
   for (int64_t i = 0; i < m; ++i) {
@@ -153,16 +155,17 @@ SHOESTRING_INLINE void store_tile(const F32 (&sum)[kRows][kWide], float* __restr
   }
 }
 
+template <int kTile>
 void tile_fp32(const float* __restrict a, const float* __restrict b, int64_t m, int64_t n, int64_t size,
                float* __restrict c, int64_t stride, float alpha, float beta) {
   prefetch_tile(c, stride, m);
-  F32 sum[kRows][kWide] = {};
+  F32 sum[kTile][kWide] = {};
 #pragma GCC unroll 2
-  for (int64_t d = 0; d < size; ++d, a += kRows, b += kColumns) {
+  for (int64_t d = 0; d < size; ++d, a += kTile, b += kColumns) {
     F32 column[kWide];
     for (int j = 0; j < kWide; ++j) column[j] = load(b + j * kLanes);
 #pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < kTile; ++i) {
       const F32 row = splat(a[i]);
       for (int j = 0; j < kWide; ++j) sum[i][j] = fma(row, column[j], sum[i][j]);
     }
@@ -173,16 +176,17 @@ void tile_fp32(const float* __restrict a, const float* __restrict b, int64_t m, 
 #if defined(__AVX512F__)
 #pragma GCC push_options
 #pragma GCC target("avx512bf16")
+template <int kTile>
 void tile_bf16(const float* __restrict a, const float* __restrict b, int64_t m, int64_t n, int64_t size,
                float* __restrict c, int64_t stride, float alpha, float beta) {
   prefetch_tile(c, stride, m);
-  F32 sum[kRows][kWide] = {};
+  F32 sum[kTile][kWide] = {};
 #pragma GCC unroll 2
-  for (int64_t d = 0; d < size; ++d, a += kRows, b += kColumns) {
+  for (int64_t d = 0; d < size; ++d, a += kTile, b += kColumns) {
     __m512bh column[kWide];
     for (int j = 0; j < kWide; ++j) column[j] = (__m512bh)load(b + j * kLanes);
 #pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < kTile; ++i) {
       const __m512bh row = (__m512bh)_mm512_set1_ps(a[i]);
       for (int j = 0; j < kWide; ++j) sum[i][j] = (F32)_mm512_dpbf16_ps((__m512)sum[i][j], row, column[j]);
     }
@@ -215,19 +219,51 @@ void multiply(const float* a, const float* b, int64_t m, int64_t n, int64_t dept
   }
 }
 
+template <Tile tile, int kTile>
+void strip_of(const float* a, int64_t a_stride, int64_t panels, const float* b, int64_t size, float* c, float alpha,
+              float beta) {
+  for (int64_t i = 0; i < panels; ++i, a += a_stride, c += kTile * kColumns) {
+    tile(a, b, kTile, kColumns, size, c, kColumns, alpha, beta);
+  }
+}
+
+#if defined(__AVX512F__)
+#define SHOESTRING_STRIP(TILE)                                                                               \
+  [](const float* a, int64_t a_stride, int64_t width, int64_t panels, const float* b, int64_t size, float* c, \
+     float alpha, float beta) {                                                                              \
+    switch (width) {                                                                                         \
+      case 8: return strip_of<TILE<8>, 8>(a, a_stride, panels, b, size, c, alpha, beta);                     \
+      case 9: return strip_of<TILE<9>, 9>(a, a_stride, panels, b, size, c, alpha, beta);                     \
+      case 10: return strip_of<TILE<10>, 10>(a, a_stride, panels, b, size, c, alpha, beta);                  \
+      case 11: return strip_of<TILE<11>, 11>(a, a_stride, panels, b, size, c, alpha, beta);                  \
+      case 12: return strip_of<TILE<12>, 12>(a, a_stride, panels, b, size, c, alpha, beta);                  \
+      case 13: return strip_of<TILE<13>, 13>(a, a_stride, panels, b, size, c, alpha, beta);                  \
+      default: return strip_of<TILE<14>, 14>(a, a_stride, panels, b, size, c, alpha, beta);                  \
+    }                                                                                                        \
+  }
+#else
+#define SHOESTRING_STRIP(TILE)                                                                              \
+  [](const float* a, int64_t a_stride, int64_t, int64_t panels, const float* b, int64_t size, float* c,     \
+     float alpha, float beta) { strip_of<TILE<kRows>, kRows>(a, a_stride, panels, b, size, c, alpha, beta); }
+#endif
+
 template <class Packed, Tile tile>
-constexpr kernels::GemmProduct product{pack<Packed, Float>, pack<Packed, BFloat16>, pack<Packed, Half>,
-                                       multiply<Packed, tile>, Packed::kSteps};
+constexpr kernels::GemmProduct product(kernels::GemmProduct::Strip strip) {
+  return {pack<Packed, Float>, pack<Packed, BFloat16>, pack<Packed, Half>, multiply<Packed, tile>, strip, Packed::kSteps};
+}
 
 }  // namespace
 
 #if defined(__AVX512F__)
-const kernels::GemmTable gemm{kRows, kColumns, product<One, tile_fp32>, product<Two, tile_bf16>};
+const kernels::GemmTable gemm{kRows, kLeastRows, kColumns, true, product<One, tile_fp32<kRows>>(SHOESTRING_STRIP(tile_fp32)),
+                              product<Two, tile_bf16<kRows>>(SHOESTRING_STRIP(tile_bf16))};
+#elif defined(__AVX2__)
+const kernels::GemmTable gemm{kRows, kLeastRows, kColumns, true, product<One, tile_fp32<kRows>>(SHOESTRING_STRIP(tile_fp32)),
+                              {}};
 #else
-const kernels::GemmTable gemm{kRows, kColumns, product<One, tile_fp32>, {}};
+const kernels::GemmTable gemm{kRows, kLeastRows, kColumns, false, product<One, tile_fp32<kRows>>(SHOESTRING_STRIP(tile_fp32)),
+                              {}};
 #endif
-#else
-const kernels::GemmTable gemm{};
-#endif
+#undef SHOESTRING_STRIP
 
 }  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

@@ -41,6 +41,18 @@ SHOESTRING_INLINE void put(float* p, F32 v, int64_t n) {
   }
 }
 
+SHOESTRING_INLINE F32 tanh(F32 x) {
+  F32 square = x * x;
+  F32 p = splat(-5.70498872745e-3f);
+  p = p * square + 2.06390887954e-2f;
+  p = p * square - 5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square - 3.33332819422e-1f;
+  F32 near_zero = x + x * square * p;
+  F32 elsewhere = 1.f - 2.f / (exp(2.f * x) + 1.f);
+  return abs(x) < 0.625f ? near_zero : elsewhere;
+}
+
 // 1 - e^-x for x >= 0, also where that is small; NaN stays NaN.
 SHOESTRING_INLINE F32 one_less_exp(F32 x) {
   F32 p = splat(-1.f / 40320);

@@ -70,6 +70,36 @@ struct AttentionGradients {
   float* bias;  // contiguous, in the bias' own shape, zeros before
 };
 
+/// Scores of a panel of queries, those side by side: (keys, columns), with as many columns as a panel of gemm.h's b.
+struct AttentionPanel {
+  int64_t position;  // the first query's, among the keys
+  int64_t left, right;
+  float softcap, slope;
+};
+
+/// Between the products. A mask, (keys, columns), is what probabilities are multiplied by, or null.
+struct AttentionTable {
+  // The cap; plus `added` (keys, columns) or null; minus ALiBi's; and -inf where `edge` and a query does not see a key. With
+  // cap_slope (keys, columns), the cap's derivative.
+  void (*adjust)(const AttentionPanel& panel, int64_t first_key, int64_t keys, const float* added, bool edge, float* scores,
+                 float* cap_slope);
+  // scores become masked e^(scores - highest), whose maxima and sums are brought up to date, and out (lines, columns) with them.
+  void (*soften)(float* scores, int64_t keys, const float* mask, float* highest, float* sums, float* out, int64_t lines);
+  // out (lines, columns) / sums, and lse (columns).
+  void (*finish)(const float* highest, const float* sums, float* out, int64_t lines, float* lse);
+  // scores become masked probabilities, by_p their gradients: p (mask by_p - delta).
+  void (*differentiate)(float* scores, float* by_p, int64_t keys, const float* mask, const float* lse, const float* delta);
+  void (*multiply)(float* to, const float* factors, int64_t count);  // whole panels
+  // (keys, columns): 0, or `kept`; queries are the rows `first_row` on of lse.
+  void (*mask)(uint64_t seed, uint32_t first_row, int64_t first_key, int64_t keys, uint32_t threshold, float kept, float* out);
+  // sum(a b) over the depth of two panels, of `size` steps each, added up in the order in which a product does it.
+  void (*dots)(const float* a, const float* b, int64_t size, float* out);
+  // `count` rows of `size` elements, times scale.
+  void (*store_float)(const float* rows, int64_t stride, int64_t count, int64_t size, float scale, float* to, int64_t to_stride);
+  void (*store_bf16)(const float* rows, int64_t stride, int64_t count, int64_t size, float scale, uint16_t* to, int64_t to_stride);
+  void (*store_fp16)(const float* rows, int64_t stride, int64_t count, int64_t size, float scale, uint16_t* to, int64_t to_stride);
+};
+
 // Pointers are on the device; stream is a cudaStream_t. They return an error's text or null.
 struct AttentionCuda {
   using Forward = const char* (*)(const AttentionProblem& problem, const AttentionTensors& tensors, void* stream);
@@ -80,3 +110,5 @@ struct AttentionCuda {
 };
 
 }  // namespace shoestring::kernels
+
+SHOESTRING_CPU_TABLE(kernels::AttentionTable, attention)

@@ -32,11 +32,18 @@ struct GemmProduct {
   void (*multiply)(const float* a, const float* b, int64_t m, int64_t n, int64_t depth, float* c, int64_t stride,
                    float alpha, float beta, bool b_outside);
 
+  // Of one panel of b: c (panels * width, columns), contiguous, = beta c + alpha a b, for panels of a, `a_stride` apart, of
+  // `width` lines, from least_rows to rows. size: of the depth, in packed elements; the panels may begin amid it.
+  using Strip = void (*)(const float* a, int64_t a_stride, int64_t width, int64_t panels, const float* b, int64_t size,
+                         float* c, float alpha, float beta);
+  Strip strip;
+
   int64_t steps;  // of the depth, that an element of a packed panel holds
 };
 
 struct GemmTable {
-  int64_t rows, columns;  // 0 where this build has no such kernels, and the library's are better
+  int64_t rows, least_rows, columns;
+  bool beats_library;  // else products of whole matrices are the library's
   GemmProduct fp32;
   // Both operands are rounded to bf16, and two of their products at a time are added in fp32. Where the CPU has the units.
   GemmProduct bf16;

@@ -179,7 +179,7 @@ bool has_amx() {
 
 }  // namespace
 
-bool gemm_widens(at::ScalarType type) { return type == at::kFloat && cpu::gemm().rows != 0; }
+bool gemm_widens(at::ScalarType type) { return type == at::kFloat && cpu::gemm().beats_library; }
 
 void gemm_cpu(const Tensor& out, const Tensor& a, const Tensor& b, double beta, double alpha) {
   if (out.numel() == 0) return;

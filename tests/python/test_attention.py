@@ -89,7 +89,7 @@ def compare(dtype: torch.dtype, inputs: list[Tensor], named: dict[str, Any], fac
     exact = run(attention_reference, inputs, named, torch.float64, upstream)
     eager = run(attention_reference, inputs, named, dtype, upstream)
     ours = run(attention, inputs, named, dtype, upstream)
-    floor = {torch.float64: 1e-13, torch.float32: 3e-7, torch.bfloat16: 3e-3, torch.float16: 4e-4}[dtype]
+    floor = {torch.float64: 1e-13, torch.float32: 5e-7, torch.bfloat16: 3e-3, torch.float16: 4e-4}[dtype]
     for name, a, b, c in zip(["out", "lse", "q", "k", "v", "bias/sinks", "sinks"], exact, ours, eager):
         assert a is not None and b is not None and c is not None
         if a.numel() == 0:
@@ -107,7 +107,8 @@ def dtypes(backend: str) -> list[torch.dtype]:
 def test_every_option_in_every_dtype(option: str, capability: str, backend: str) -> None:
     for dtype in dtypes(backend):
         inputs, named = make(dtype, 70, 90, 32, OPTIONS[option])
-        compare(dtype, inputs, named)
+        # One number for all scores has a gradient whose terms cancel: roundings are what is left.
+        compare(dtype, inputs, named, factor=4 if option == "bias_one" else 2)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -8,8 +8,8 @@ namespace shoestring {
 namespace {
 
 using at::Tensor;
-using attention::Mask;
-using attention::OptionalTensor;
+using attend::Mask;
+using attend::OptionalTensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -25,7 +25,7 @@ class Attention : public torch::autograd::Function<Attention> {
     const OptionalTensor inputs[] = {q, k, v, bias, sinks};
     variable_list saved;
     Mask mask{};
-    for (int i = 0; i < attention::kInputs; ++i) {
+    for (int i = 0; i < attend::kInputs; ++i) {
       mask[i] = inputs[i] && inputs[i]->requires_grad();
       saved.push_back(inputs[i].value_or(Tensor()));
     }
@@ -33,9 +33,9 @@ class Attention : public torch::autograd::Function<Attention> {
       const c10::IValue value = value_of(others, name);
       saved.push_back(value.isTensor() ? value.toTensor() : Tensor());
     }
-    for (const char* name : attention::kOptions) ctx->saved_data[name] = value_of(others, name);
+    for (const char* name : attend::kOptions) ctx->saved_data[name] = value_of(others, name);
     ctx->saved_data["mask"] = c10::List<bool>(std::initializer_list<bool>{mask[0], mask[1], mask[2], mask[3], mask[4]});
-    for (int i = 0; i < attention::kInputs; ++i) others.emplace_back(kDifferentiable[i], inputs[i]);
+    for (int i = 0; i < attend::kInputs; ++i) others.emplace_back(kDifferentiable[i], inputs[i]);
     auto stack = call_by_name("shoestring::attention_with_lse", others);
     saved.insert(saved.end(), {stack[0].toTensor(), stack[1].toTensor()});
     ctx->save_for_backward(saved);
@@ -44,9 +44,9 @@ class Attention : public torch::autograd::Function<Attention> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
-    variable_list gradients(attention::kInputs);
+    variable_list gradients(attend::kInputs);
     if (upstream[0].defined() || upstream[1].defined()) gradients = again(ctx, upstream);
-    gradients = once_differentiable(attention::kOp, std::move(gradients));
+    gradients = once_differentiable(attend::kOp, std::move(gradients));
     gradients.push_back(Tensor());
     return gradients;
   }
@@ -67,7 +67,7 @@ class Attention : public torch::autograd::Function<Attention> {
     size_t next = 0;
     for (const char* name : kDifferentiable) arguments.emplace_back(name, optional(saved[next++]));
     for (const char* name : kTensors) arguments.emplace_back(name, optional(saved[next++]));
-    for (const char* name : attention::kOptions) arguments.emplace_back(name, ctx->saved_data[name]);
+    for (const char* name : attend::kOptions) arguments.emplace_back(name, ctx->saved_data[name]);
     const Tensor out = saved[next++], lse = saved[next++];
     arguments.emplace_back("grad_out", upstream[0].defined() ? upstream[0] : at::zeros_like(out));
     arguments.emplace_back("grad_lse", optional(upstream[1]));
@@ -77,7 +77,7 @@ class Attention : public torch::autograd::Function<Attention> {
     const auto results = call_by_name("shoestring::attention_backward", arguments);
     const auto mask = ctx->saved_data["mask"].toBoolList();
     variable_list gradients;
-    for (int i = 0; i < attention::kInputs; ++i) gradients.push_back(mask[i] ? results[i].toTensor() : Tensor());
+    for (int i = 0; i < attend::kInputs; ++i) gradients.push_back(mask[i] ? results[i].toTensor() : Tensor());
     return gradients;
   }
 };
@@ -85,9 +85,9 @@ class Attention : public torch::autograd::Function<Attention> {
 template <bool kLse>
 void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const BoxedArguments arguments(op, *stack);
-  OptionalTensor inputs[attention::kInputs];
+  OptionalTensor inputs[attend::kInputs];
   bool recorded = false;
-  for (int i = 0; i < attention::kInputs; ++i) {
+  for (int i = 0; i < attend::kInputs; ++i) {
     inputs[i] = arguments.optional(kDifferentiable[i]);
     recorded |= inputs[i] && needs_grad(*inputs[i]);
   }
@@ -98,7 +98,7 @@ void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   NamedArguments others;
   for (const char* name : kTensors) others.emplace_back(name, arguments[name]);
-  for (const char* name : attention::kOptions) others.emplace_back(name, arguments[name]);
+  for (const char* name : attend::kOptions) others.emplace_back(name, arguments[name]);
   variable_list out = Attention::apply(*inputs[0], *inputs[1], *inputs[2], inputs[3], inputs[4], std::move(others));
   torch::jit::drop(*stack, op.schema().arguments().size());
   torch::jit::push(*stack, std::move(out[0]));

@@ -7,10 +7,12 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <shoestring/ops.h>
+
 #include "ops/base_weight.h"
 #include "ops/seeded_dropout.h"
 
-namespace shoestring::attention {
+namespace shoestring::attend {
 namespace {
 
 constexpr int64_t kMostSizes = 3;  // of a packed tensor
@@ -276,4 +278,38 @@ TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
 }
 
 }  // namespace
-}  // namespace shoestring::attention
+}  // namespace shoestring::attend
+
+namespace shoestring {
+namespace {
+
+NamedArguments arguments_of(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionOptions& o) {
+  return {{"q", q},
+          {"k", k},
+          {"v", v},
+          {"bias", o.bias()},
+          {"sinks", o.sinks()},
+          {"causal", o.causal()},
+          {"window", std::vector<int64_t>(o.window().begin(), o.window().end())},
+          {"softcap", o.softcap()},
+          {"scale", o.scale()},
+          {"alibi_slopes", o.alibi_slopes()},
+          {"cu_seqlens_q", o.cu_seqlens_q()},
+          {"cu_seqlens_k", o.cu_seqlens_k()},
+          {"dropout_p", o.dropout_p()},
+          {"seed", o.seed()}};
+}
+
+}  // namespace
+
+at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionOptions& options) {
+  return call_by_name("shoestring::attention", arguments_of(q, k, v, options))[0].toTensor();
+}
+
+AttentionResult attention_with_lse(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                   const AttentionOptions& options) {
+  const auto stack = call_by_name("shoestring::attention_with_lse", arguments_of(q, k, v, options));
+  return {stack[0].toTensor(), stack[1].toTensor()};
+}
+
+}  // namespace shoestring

@@ -11,7 +11,7 @@
 #include "kernels/attention.h"
 #include "ops/call.h"
 
-namespace shoestring::attention {
+namespace shoestring::attend {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
@@ -78,4 +78,4 @@ Gradients backward_double(const Call& call, const Upstream& upstream);
 /// The sinks' gradient; delta is sum(grad_out out) - grad_lse of each query, in lse's shape.
 Tensor sinks_gradient(const Call& call, const Tensor& lse, const Tensor& delta);
 
-}  // namespace shoestring::attention
+}  // namespace shoestring::attend

@@ -2,7 +2,7 @@
 
 #include "ops/base_weight.h"
 
-namespace shoestring::attention {
+namespace shoestring::attend {
 
 std::vector<Sequence> sequences_of(const Call& call, const kernels::AttentionProblem& p) {
   std::vector<Sequence> all;
@@ -256,4 +256,4 @@ Result forward_cpu(const Call& call) {
   return r;
 }
 
-}  // namespace shoestring::attention
+}  // namespace shoestring::attend

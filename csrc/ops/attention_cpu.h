@@ -13,7 +13,7 @@
 #include "ops/attention.h"
 #include "ops/huge_pages.h"
 
-namespace shoestring::attention {
+namespace shoestring::attend {
 
 inline int64_t parts_of(int64_t total, int64_t size) { return (total + size - 1) / size; }
 inline int64_t round_up(int64_t x, int64_t to) { return parts_of(x, to) * to; }
@@ -111,4 +111,4 @@ void share_out(int64_t count, Body body) {
   at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1, [&](int64_t, int64_t) { body(next); });
 }
 
-}  // namespace shoestring::attention
+}  // namespace shoestring::attend

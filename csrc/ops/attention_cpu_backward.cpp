@@ -4,7 +4,7 @@
 
 #include "ops/attention_cpu.h"
 
-namespace shoestring::attention {
+namespace shoestring::attend {
 namespace {
 
 constexpr int64_t kQueries = 128;      // of a block: the depth of the products that sum over queries
@@ -382,4 +382,4 @@ Gradients backward_cpu(const Call& call, const Upstream& upstream) {
   return g;
 }
 
-}  // namespace shoestring::attention
+}  // namespace shoestring::attend

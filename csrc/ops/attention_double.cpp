@@ -9,7 +9,7 @@
 #include "ops/attention.h"
 #include "ops/seeded_dropout.h"
 
-namespace shoestring::attention {
+namespace shoestring::attend {
 namespace {
 
 constexpr int64_t kBlock = 64;  // queries
@@ -207,4 +207,4 @@ Gradients backward_double(const Call& call, const Upstream& upstream) {
   return g;
 }
 
-}  // namespace shoestring::attention
+}  // namespace shoestring::attend

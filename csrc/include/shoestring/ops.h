@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -153,6 +154,47 @@ SHOESTRING_API at::Tensor linear_distillation(const at::Tensor& hidden, const at
                                               const std::optional<at::Tensor>& bias = std::nullopt,
                                               const std::optional<at::Tensor>& teacher_bias = std::nullopt,
                                               const LinearDistillationOptions& options = {});
+
+struct AttentionOptions {
+  /// Each query sees keys up to its own; the last query and the last key are the same token.
+  TORCH_ARG(bool, causal) = false;
+  /// How many keys to the left and to the right of its own a query sees, -1 for all. Aligned in the same way.
+  using Window = std::array<int64_t, 2>;
+  TORCH_ARG(Window, window) = {-1, -1};
+  /// If not 0, scores become softcap * tanh(scores / softcap).
+  TORCH_ARG(double, softcap) = 0.0;
+  /// Default 1 / sqrt(head_dim).
+  TORCH_ARG(std::optional<double>, scale) = std::nullopt;
+  /// Added to the scores: (batch, heads, queries, keys), any of them 1, floating-point or bool (true: seen). Packed: (heads,
+  /// queries of all, keys of the longest sequence). Differentiable.
+  TORCH_ARG(std::optional<at::Tensor>, bias) = std::nullopt;
+  /// (heads) or (batch, heads): slope * |i - j| is subtracted from the scores. No gradient.
+  TORCH_ARG(std::optional<at::Tensor>, alibi_slopes) = std::nullopt;
+  /// (heads): the score of one more key, whose value is zero. Differentiable.
+  TORCH_ARG(std::optional<at::Tensor>, sinks) = std::nullopt;
+  /// (sequences + 1) int32 on q's device: q, k and v are packed, (tokens of all, heads, features). The keys' are the
+  /// queries' if not given.
+  TORCH_ARG(std::optional<at::Tensor>, cu_seqlens_q) = std::nullopt;
+  TORCH_ARG(std::optional<at::Tensor>, cu_seqlens_k) = std::nullopt;
+  /// Probability of dropping a probability, and the mask's seed, one int64 on q's device; without dropout there is none.
+  TORCH_ARG(double, dropout_p) = 0;
+  TORCH_ARG(std::optional<at::Tensor>, seed) = std::nullopt;
+};
+
+/// softmax(scale q k^T) v for every head, a block at a time, with memory linear in tokens: q (batch, heads, tokens,
+/// head_dim), k and v (batch, kv heads, keys, features), of one dtype; heads is a multiple of kv heads. Where a query sees
+/// nothing, the result is 0. Differentiable once by q, k, v, bias and sinks.
+SHOESTRING_API at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                    const AttentionOptions& options = {});
+
+struct AttentionResult {
+  at::Tensor out;
+  /// Log-sum-exp of the scores, the sink included: (batch, heads, tokens), packed (heads, tokens); fp32 (fp64).
+  at::Tensor lse;
+};
+/// Both are differentiable.
+SHOESTRING_API AttentionResult attention_with_lse(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                                  const AttentionOptions& options = {});
 
 struct QuantizeOptions {
   /// "nf4" (normal float, QLoRA) or "fp4"; where a weight is read, or a layer quantised, also "int8".

@@ -1,0 +1,136 @@
+"""Attention, forward and backward: ours, PyTorch's scaled_dot_product_attention with each backend, and their products.
+
+The limit is one matrix product of as many flops as the two (backward: five) products of the scores that are seen need. Packed
+batches have the lengths of the functions in Python's standard library, beside a batch that is padded to the longest.
+"""
+
+import argparse
+import ast
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from common import Candidates, Report, arguments, gemm_probe, interleave
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import shoestring
+
+BACKENDS = {
+    "cpu": [SDPBackend.FLASH_ATTENTION],
+    "cuda": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
+}
+# (batch, heads, tokens, head_dim)
+SHAPES = {
+    "cpu": [(1, 8, 1024, 64), (1, 8, 1024, 128), (1, 4, 4096, 64), (1, 2, 4096, 128), (1, 1, 4096, 128)],
+    "cuda": [(32, 32, 512, 64), (8, 32, 2048, 64), (2, 32, 8192, 64), (32, 16, 512, 128), (8, 16, 2048, 128), (2, 16, 8192, 128), (2, 8, 8192, 256)],
+}
+
+
+def sdpa(backend: SDPBackend | None, **options: object) -> Callable[..., Tensor]:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if backend is None:
+            return F.scaled_dot_product_attention(q, k, v, **options)
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, **options)
+
+    return call
+
+
+def backward(call: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], object]:
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    out = call(*leaves)
+    upstream = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, leaves, upstream, retain_graph=True)
+
+
+def works(run: Callable[[], object]) -> bool:
+    try:
+        run()
+    except RuntimeError:
+        return False
+    return True
+
+
+def dense(report: Report, options: argparse.Namespace) -> None:
+    shapes = [(1, 2, 128, 32)] if options.quick else SHAPES[options.device]
+    for dtype in (torch.float32, torch.bfloat16) if options.device == "cpu" else (torch.bfloat16,):
+        for batch, heads, tokens, dim in shapes:
+            for causal in (True, False):
+                inputs = [torch.randn(batch, heads, tokens, dim, device=options.device).to(dtype) for _ in range(3)]
+                calls = {"shoestring": lambda q, k, v, c=causal: shoestring.attention(q, k, v, causal=c)}
+                for backend in BACKENDS[options.device]:
+                    calls[f"PyTorch, {backend.name.split('_')[0].lower()}"] = sdpa(backend, is_causal=causal)
+                if heads * tokens <= 8192 and options.device == "cpu":
+                    calls["PyTorch, math"] = sdpa(SDPBackend.MATH, is_causal=causal)
+                rows = batch * heads * tokens // (2 if causal else 1)
+                for name, products in (("forward", 2), ("backward", 5)):
+                    candidates: Candidates = {}
+                    for label, call in calls.items():
+                        run = (lambda c=call: c(*inputs)) if name == "forward" else backward(call, inputs) if works(lambda: call(*inputs)) else None
+                        if run is not None and works(run):
+                            candidates[label] = run
+                    candidates["limit: its products"] = gemm_probe(rows, tokens, products * dim, dtype, options.device)
+                    times = interleave(candidates, options.repeats, options.device)
+                    title = f"{batch} x {heads} heads, {tokens} tokens, d {dim}, {'causal' if causal else 'full'}, {str(dtype)[6:]}, {name}"
+                    report.table(title, times, 2 * products * rows * tokens * dim / 1e9, "GFLOP/s")
+
+
+def function_lengths(count: int) -> list[int]:
+    """Words of the functions of the standard library, as many as are asked for, the longest 1,024."""
+    lengths: list[int] = []
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        source = path.read_text(errors="ignore")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef):
+                lengths.append(min(1024, max(8, len((ast.get_source_segment(source, node) or "").split()))))
+        if len(lengths) >= count:
+            break
+    return lengths[:count]
+
+
+def packed(report: Report, options: argparse.Namespace) -> None:
+    lengths = function_lengths(8 if options.quick else 64)
+    heads, dim, longest = 8, 64, max(lengths)
+    starts = torch.tensor([0, *lengths], device=options.device).cumsum(0).int()
+    for dtype in (torch.float32, torch.bfloat16):
+        flat = [torch.randn(sum(lengths), heads, dim, device=options.device).to(dtype) for _ in range(3)]
+        padded = [torch.zeros(len(lengths), heads, longest, dim, device=options.device, dtype=dtype) for _ in range(3)]
+        for source, target in zip(flat, padded):
+            for i, (begin, n) in enumerate(zip(starts.tolist(), lengths)):
+                target[i, :, :n] = source[begin : begin + n].transpose(0, 1)
+        seen = torch.arange(longest, device=options.device) < torch.tensor(lengths, device=options.device)[:, None]
+        mask = seen[:, None, None, :] & torch.ones(longest, longest, device=options.device, dtype=torch.bool).tril()
+
+        def run(call: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], object]:
+            leaves = [t.detach().requires_grad_() for t in inputs]
+            upstream = torch.randn_like(call(*leaves).detach())
+            return lambda: torch.autograd.grad(call(*leaves), leaves, upstream)
+
+        candidates: Candidates = {
+            "shoestring, packed": run(lambda q, k, v: shoestring.attention(q, k, v, causal=True, cu_seqlens_q=starts), flat),
+            "shoestring, padded": run(lambda q, k, v: shoestring.attention(q, k, v, causal=True), padded),
+            "PyTorch, padded, no mask": run(sdpa(None, is_causal=True), padded),
+            "PyTorch, padded, mask": run(sdpa(None, attn_mask=mask), padded),
+        }
+        flops = 14 * heads * dim * sum(n * n for n in lengths) / 2
+        times = interleave(candidates, options.repeats, options.device)
+        title = (
+            f"{len(lengths)} sequences of {sum(lengths) / len(lengths):.0f} tokens, the longest {longest}, {heads} heads, d {dim}, "
+            f"causal, {str(dtype)[6:]}, forward + backward"
+        )
+        report.table(title, times, flops / 1e9, "GFLOP/s")
+
+
+def main() -> None:
+    options = arguments(__doc__.splitlines()[0], devices=("cpu", "cuda"))
+    report = Report("attention", options)
+    dense(report, options)
+    packed(report, options)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()

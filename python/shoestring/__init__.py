@@ -27,7 +27,7 @@ from shoestring.ops import (  # noqa: E402
     swiglu,
     vocab_parallel_linear_cross_entropy,
 )
-from shoestring.patching import PatchReport, patch  # noqa: E402
+from shoestring.patching import PatchReport, patch, register_attention  # noqa: E402
 from shoestring.pretrained import load_quantized, save_quantized  # noqa: E402
 from shoestring.quantized_tensor import QuantizedTensor  # noqa: E402
 
@@ -56,6 +56,7 @@ __all__ = [
     "quantize_4bit",
     "quantize_int8",
     "quantized_linear",
+    "register_attention",
     "save_quantized",
     "seeded_dropout",
     "swiglu",

@@ -87,7 +87,7 @@ def test_loss_and_gradients(name: str) -> None:
     assert_same(model, plain, inputs)
     assert_same(model, plain, {**inputs, "num_items_in_batch": torch.tensor(7)})
     assert_same(model, plain, {**inputs, "shift_labels": inputs["labels"].roll(-1, 1)})
-    assert torch.equal(model(inputs["input_ids"]).logits, plain(inputs["input_ids"]).logits)
+    torch.testing.assert_close(model(inputs["input_ids"]).logits, plain(inputs["input_ids"]).logits)  # other attention
 
 
 def test_what_is_kept_and_ignored() -> None:

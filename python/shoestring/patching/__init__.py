@@ -5,6 +5,7 @@
     report.undo()
 """
 
+from shoestring.patching.attention import register_attention
 from shoestring.patching.patch import PatchReport, patch
 
-__all__ = ["PatchReport", "patch"]
+__all__ = ["PatchReport", "patch", "register_attention"]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoestring.patching.attention import use_attention
 from shoestring.patching.head import has_meta, weights
 from shoestring.patching.logits import Logits
 from shoestring.patching.projections import fuse
@@ -48,7 +49,7 @@ class PatchReport:
 
 
 def patch(
-    model: nn.Module, *, logits: bool = False, projections: bool = True, workspace_mb: int = 0
+    model: nn.Module, *, logits: bool = False, projections: bool = True, attention: bool = True, workspace_mb: int = 0
 ) -> PatchReport:
     """Makes a Hugging Face causal language model compute its loss without logits, and its projections together.
 
@@ -64,6 +65,10 @@ def patch(
     MLPs of Llama's form with a low-rank adapter on ``down_proj`` keep neither ``silu(gate)`` nor its product with ``up``
     for backward. That goes by what the layers are when they are called: adapters may come later.
 
+    Attention is ``shoestring.attention`` where the model leaves it to transformers' interface and is set to "eager" or
+    "sdpa" (:func:`shoestring.register_attention`); what needs attention weights has to leave it out. The setting is the
+    configuration's, so copies and pickles have it too, though no file that ``save_pretrained`` writes.
+
     Only this instance changes: it gets a class of its own, derived from its class and with that one's name. A deep copy
     of it, and what is unpickled, is the plain model. Undo, or not, before ``save_pretrained``: the files are the same.
     Two threads must not be in its forward at a time (in replicas, ``DataParallel``'s for one, they may).
@@ -71,7 +76,8 @@ def patch(
     Args:
         model: the model itself, or a ``PeftModel`` around it; patch before ``torch.compile``, DDP and the like.
         logits: whether the output has logits with labels too, as ``compute_metrics`` wants them. They then exist whole.
-        projections: False leaves attention modules and MLPs alone.
+        projections: False leaves the projections of attention modules and MLPs alone.
+        attention: False leaves attention itself alone.
         workspace_mb: as for ``linear_cross_entropy``.
 
     Returns:
@@ -113,6 +119,8 @@ def patch(
     report = PatchReport([Change(name, f"loss without logits, from {head_name}", undo)])
     if projections:
         report.changes += [Change(*change) for change in fuse(target)]
+    if attention:
+        report.changes += [Change(*change) for change in use_attention(target)]
     try:
         ours = _loss_of_few(target)
     except (TypeError, AttributeError) as error:

@@ -1,0 +1,148 @@
+"""Attention of Hugging Face models: ``attn_implementation="shoestring"``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoestring.ops.attention import attention
+
+NAME = "shoestring"
+
+
+def register_attention() -> str:
+    """Makes ``attn_implementation="shoestring"`` known to transformers; returns that name.
+
+    ``from_pretrained(..., attn_implementation=shoestring.register_attention())``, or ``model.set_attn_implementation``.
+    Causal masks, sliding windows and padding are options of :func:`attention` and not tensors of (tokens, tokens); a mask
+    that a model makes of something else, or that a user gives, is a bool bias. Dropout comes from a seed. Packed batches
+    (``cu_seq_lens_q`` and ``cu_seq_lens_k`` in the call) are attended to sequence by sequence, whatever the mask.
+
+    Raises:
+        ImportError: transformers is not installed, or older than 4.56.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, mask)
+    return NAME
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: (batch, heads, tokens, head_dim) to (batch, tokens, heads, value_dim)."""
+    if kwargs.get("cache") is not None:
+        raise TypeError("shoestring's attention: cache: expected no paged cache; set attn_implementation to 'paged|sdpa' to serve")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    packed = cu_seq_lens_q is not None
+    bias = None
+    if attention_mask is not None and not packed:
+        whole = attention_mask.dim() == 4
+        bias = attention_mask if whole else attention_mask[:, None, None, :].bool()
+        if whole:  # it says what causal and the window would
+            bias = bias[..., : key.size(2)]
+            causal, sliding_window = False, None
+    if position_bias is not None:
+        bias = position_bias if bias is None else _sum(position_bias, bias)
+    options: dict[str, Any] = {
+        "causal": causal,
+        "window": (sliding_window - 1, -1) if sliding_window else None,
+        "softcap": softcap or 0.0,
+        "scale": scaling,
+        "bias": bias,
+        "sinks": s_aux,
+    }
+    if dropout > 0:
+        options |= {"dropout_p": dropout, "seed": torch.randint(2**62, (1,), device=query.device)}
+    if packed:
+        flat = [t[0].transpose(0, 1) for t in (query, key, value)]
+        out = attention(*flat, **options, cu_seqlens_q=cu_seq_lens_q.int(), cu_seqlens_k=_ints(cu_seq_lens_k))[None]
+    else:
+        out = attention(query, key, value, **options).transpose(1, 2)
+    return out, None
+
+
+def _ints(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.int()
+
+
+def _sum(bias: Tensor, mask: Tensor) -> Tensor:
+    return bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Tensor] | None = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **kwargs: Any,
+) -> Tensor | None:
+    """transformers' mask function: None, or which keys are padding, (batch, keys), where ``attend`` knows the rest.
+
+    Else, with another mask than a causal one, a sliding window or none, what ``sdpa`` would get.
+    """
+    from transformers import masking_utils
+
+    function = mask_function or masking_utils.causal_mask_function
+    known = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length  # queries are the last tokens
+    if allow_is_bidirectional_skip:
+        known = local_size is None
+    elif not allow_is_causal_skip:
+        known = False
+    elif function is not masking_utils.causal_mask_function:
+        known = known and local_size is not None and _is_sliding(function, local_size)
+    if attention_mask is not None:
+        known = known and attention_mask.shape[-1] >= kv_offset + kv_length
+    if not known:
+        return masking_utils.sdpa_mask(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=function, attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False, **kwargs,
+        )  # fmt: skip
+    if attention_mask is None:
+        return None
+    seen = attention_mask[:, kv_offset : kv_offset + kv_length]
+    return None if seen.all() else seen
+
+
+def _is_sliding(function: Callable[..., Tensor], size: int) -> bool:
+    """Whether a query sees itself and the size - 1 tokens before it, where chunks of that size would say otherwise."""
+    query = torch.tensor(3 * size)
+    keys = {0: True, size - 1: True, size: False, 1 - 2 * size: False, -1: False}
+    zero = torch.tensor(0)
+    return all(bool(function(zero, zero, query, query - back)) == seen for back, seen in keys.items())
+
+
+def use_attention(model: Any) -> list[tuple[str, str, Callable[[], None]]]:
+    """Sets a model's attention implementation; returns where, what, and how to take it back, or nothing where it has none."""
+    before = getattr(model.config, "_attn_implementation", None)
+    if before not in ("eager", "sdpa") or not model._can_set_attn_implementation():
+        return []
+    model.set_attn_implementation(register_attention())
+    if model.config._attn_implementation != NAME:
+        return []
+    return [(type(model).__name__, f"attention of shoestring in place of {before}", lambda: model.set_attn_implementation(before))]

@@ -1,0 +1,135 @@
+"""Hugging Face models with our attention compute what they compute with eager attention: every mask that they make."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from conftest import relative_error
+from test_patch import MODELS, VOCAB, build
+from torch import Tensor
+
+import shoestring
+from shoestring.patching.attention import _is_sliding, mask
+
+transformers = pytest.importorskip("transformers")
+
+# Grouped queries, sliding windows of 5 tokens, a cap, sinks, learned positions, biases, a partial rotation.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 5},
+    "Gemma2": {"head_dim": 16, "sliding_window": 5, "attn_logit_softcapping": 2.0, "num_hidden_layers": 2},
+    "Qwen3": {"head_dim": 16},
+    "GptOss": {"head_dim": 16, "sliding_window": 5, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "GPT2": {},
+    "Phi": {},
+}
+
+
+def pair(name: str) -> tuple[Any, Any]:
+    """A model with eager attention, and the same one with ours."""
+    MODELS.setdefault(name, {})
+    eager = build(name, **OPTIONS[name])
+    eager.set_attn_implementation("eager")
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation(shoestring.register_attention())
+    assert ours.config._attn_implementation == "shoestring"
+    return eager, ours
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    """Two sequences, the first of them padded on the left."""
+    seen = torch.ones(2, 12, dtype=torch.long)
+    seen[0, :3] = 0
+    return torch.randint(0, VOCAB, (2, 12)), seen
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_logits_and_gradients(name: str) -> None:
+    eager, ours = pair(name)
+    ids, seen = tokens()
+    for options in ({}, {"attention_mask": seen}):
+        logits = [model(ids, **options).logits[0, 3:] for model in (eager, ours)]
+        assert relative_error(logits[1], logits[0]) < 2e-6
+        upstream = torch.randn_like(logits[0])
+        for out, model in zip(logits, (eager, ours)):
+            model.zero_grad()
+            out.backward(upstream)
+        gradients = dict(eager.named_parameters())
+        for key, p in ours.named_parameters():
+            if p.grad is not None and gradients[key].grad.norm() > 1e-4:
+                assert relative_error(p.grad, gradients[key].grad) < 2e-5, key
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
+def test_generates_the_same(name: str) -> None:
+    eager, ours = pair(name)
+    ids, seen = tokens()
+    for cache in (None, "static"):
+        options = {"attention_mask": seen, "max_new_tokens": 6, "do_sample": False, "cache_implementation": cache}
+        a, b = (model.generate(ids, **options) for model in (eager, ours))
+        assert torch.equal(a, b)
+
+
+def test_no_mask_of_tokens_by_tokens() -> None:
+    """What the models' masks become: nothing, or (batch, keys)."""
+    from transformers import masking_utils
+
+    assert mask(2, 9, 9) is None
+    assert mask(2, 1, 9, q_offset=8) is None
+    padded = torch.ones(2, 9, dtype=torch.bool)
+    assert mask(2, 9, 9, attention_mask=padded) is None
+    padded[0, 0] = False
+    found = mask(2, 9, 9, attention_mask=padded)
+    assert found is not None and torch.equal(found, padded)
+    sliding = masking_utils.sliding_window_causal_mask_function(4)
+    assert mask(2, 9, 9, mask_function=sliding, local_size=4) is None
+    # Other forms are those of sdpa: chunks, and queries that are not the last tokens.
+    chunks = masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.long))
+    assert _is_sliding(sliding, 4) and not _is_sliding(chunks, 4)
+    assert mask(2, 3, 9).shape == (2, 1, 3, 9)
+
+
+def test_packed_batch() -> None:
+    """Sequences one after the other in one row are what each of them is alone."""
+    _, ours = pair("Llama")
+    lengths = [5, 9, 3]
+    ids = torch.randint(0, VOCAB, (1, sum(lengths)))
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    # A mask of one element keeps transformers from making one of tokens by tokens.
+    anything = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    logits = ours(ids, position_ids=positions, attention_mask=anything, cu_seq_lens_q=starts, cu_seq_lens_k=starts).logits
+    begin = 0
+    for n in lengths:
+        assert relative_error(logits[:, begin : begin + n], ours(ids[:, begin : begin + n]).logits) < 2e-6
+        begin += n
+
+
+def test_dropout_in_training() -> None:
+    _, ours = pair("Llama")
+    ids, _ = tokens()
+    for layer in ours.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    ours.train()
+    torch.manual_seed(3)
+    first = ours(ids).logits
+    torch.manual_seed(3)
+    assert torch.equal(first, ours(ids).logits) and not torch.equal(first, ours(ids).logits)
+
+
+def test_patch_sets_it_and_takes_it_back() -> None:
+    model = build("Llama")
+    before = model.config._attn_implementation
+    report = shoestring.patch(model)
+    assert model.config._attn_implementation == "shoestring" and "attention of shoestring in place of" in str(report)
+    report.undo()
+    assert model.config._attn_implementation == before
+    shoestring.patch(model, attention=False)
+    assert model.config._attn_implementation == before
+
+
+def test_refuses_a_paged_cache() -> None:
+    q = torch.randn(1, 2, 3, 8)
+    with pytest.raises(TypeError, match="cache: expected no paged cache"):
+        shoestring.patching.attention.attend(torch.nn.Module(), q, q, q, None, cache=object())

@@ -218,7 +218,8 @@ def test_generate_copies_and_files(tmp_path: Path) -> None:
     torch.save(model, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    assert type(loaded) is type(plain) and torch.equal(loaded(ids).logits, plain(ids).logits)
+    assert type(loaded) is type(plain)
+    torch.testing.assert_close(loaded(ids).logits, plain(ids).logits)  # other attention
     model.save_pretrained(tmp_path / "ours")
     plain.save_pretrained(tmp_path / "plain")
     for name in ("config.json", "model.safetensors"):

@@ -1,6 +1,7 @@
 """Hugging Face models with our attention compute what they compute with eager attention: every mask that they make."""
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from test_patch import MODELS, VOCAB, build
 from torch import Tensor
 
 import shoestring
-from shoestring.patching.attention import _is_sliding, mask
+from shoestring.patching.attention import _is_sliding
+from shoestring.patching.attention import mask as mask_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -75,6 +77,7 @@ def test_no_mask_of_tokens_by_tokens() -> None:
     """What the models' masks become: nothing, or (batch, keys)."""
     from transformers import masking_utils
 
+    mask = functools.partial(mask_of, masking_utils)
     assert mask(2, 9, 9) is None
     assert mask(2, 1, 9, q_offset=8) is None
     padded = torch.ones(2, 9, dtype=torch.bool)

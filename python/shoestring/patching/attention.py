@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,10 +26,10 @@ def register_attention() -> str:
     Raises:
         ImportError: transformers is not installed, or older than 4.56.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, mask)
+    AttentionMaskInterface.register(NAME, functools.partial(mask, masking_utils))
     return NAME
 
 
@@ -89,6 +91,7 @@ def _sum(bias: Tensor, mask: Tensor) -> Tensor:
 
 
 def mask(
+    masking: ModuleType,
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -103,22 +106,21 @@ def mask(
 ) -> Tensor | None:
     """transformers' mask function: None, or which keys are padding, (batch, keys), where ``attend`` knows the rest.
 
-    Else, with another mask than a causal one, a sliding window or none, what ``sdpa`` would get.
+    Else, with another mask than a causal one, a sliding window or none, what ``sdpa`` would get; and for a sliding window
+    where a compiler traces this, since what the mask function says is then not known.
     """
-    from transformers import masking_utils
-
-    function = mask_function or masking_utils.causal_mask_function
+    function = masking.causal_mask_function if mask_function is None else mask_function
     known = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length  # queries are the last tokens
     if allow_is_bidirectional_skip:
         known = local_size is None
     elif not allow_is_causal_skip:
         known = False
-    elif function is not masking_utils.causal_mask_function:
-        known = known and local_size is not None and _is_sliding(function, local_size)
+    elif function is not masking.causal_mask_function:
+        known = known and local_size is not None and not torch.compiler.is_compiling() and _is_sliding(function, local_size)
     if attention_mask is not None:
         known = known and attention_mask.shape[-1] >= kv_offset + kv_length
     if not known:
-        return masking_utils.sdpa_mask(
+        return masking.sdpa_mask(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
             mask_function=function, attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=False,
             allow_is_bidirectional_skip=False, **kwargs,
@@ -126,7 +128,7 @@ def mask(
     if attention_mask is None:
         return None
     seen = attention_mask[:, kv_offset : kv_offset + kv_length]
-    return None if seen.all() else seen
+    return None if not torch.compiler.is_compiling() and seen.all() else seen
 
 
 def _is_sliding(function: Callable[..., Tensor], size: int) -> bool:

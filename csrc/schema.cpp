@@ -218,6 +218,10 @@ TORCH_LIBRARY(shoestring, m) {
   m.def(("attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool[5] output_mask, " + attended +
          ") -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks)").c_str());
 
+  // The bin, from 0 on, that each sequence is put into, so that none has more than capacity tokens: the longest first, each
+  // into the first bin with room for it. lengths (sequences) int64, on the CPU.
+  m.def("pack_sequences(Tensor lengths, int capacity) -> Tensor");
+
   // gain * (x W^T + scaling * low B^T) + bias with low = low_scale * dropped(x) A^T. W is frozen: dense (out_features,
   // in_features) in x's dtype, or, where absmax is given, the codes of a quantised weight. lora_A (rank, in_features), lora_B
   // (out_features, rank), bias and gain (out_features), low_scale (tokens, rank), of any floating-point dtype. dropped:

@@ -62,3 +62,10 @@ TEST_CASE("attention refuses what does not fit, in words", "[attention]") {
   CHECK_THROWS_WITH(shoestring::attention(q, q, q, AttentionOptions().dropout_p(0.5)),
                     Catch::Matchers::Contains("attention: seed: expected one with dropout"));
 }
+
+TEST_CASE("pack_sequences fills bins with the longest first", "[attention]") {
+  const Tensor bins = shoestring::pack_sequences(torch::tensor({3, 7, 5, 2, 3}, at::kLong), 10);
+  CHECK(at::equal(bins, torch::tensor({0, 0, 1, 1, 1}, at::kLong)));
+  CHECK_THROWS_WITH(shoestring::pack_sequences(torch::tensor({11}, at::kLong), 10),
+                    Catch::Matchers::Contains("pack_sequences: lengths: expected 1 to 10 tokens, received 11"));
+}

@@ -1,5 +1,7 @@
 """What PyTorch expects of an operator, of attention; and what it refuses."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -75,6 +77,27 @@ def test_only_some_gradients(capability: str) -> None:
         alone = {other: t if other == name else t.detach() for other, t in named.items()}
         (grad,) = torch.autograd.grad(attention(**alone).sum(), alone[name])
         assert torch.equal(grad, full[i])
+
+
+MEMORY = """
+import resource, torch
+from shoestring import attention
+torch.set_num_threads(2)
+def run(tokens):
+    q, k, v = (torch.randn(1, 1, tokens, 32, requires_grad=True) for _ in range(3))
+    bias = torch.randn(1, 1, 1, tokens, requires_grad=True)
+    out = attention(q, k, v, causal=True, bias=bias, softcap=5.0, dropout_p=0.1, seed=torch.tensor([1]))
+    out.sum().backward()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+before = run(256)
+print(run(8192) - before)
+"""
+
+
+def test_memory_is_linear_in_tokens() -> None:
+    """8,192 tokens, whose scores would be 256 MiB: ten tensors of 1 MiB, 8 for parts of the gradient by q, and buffers."""
+    result = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    assert float(result.stdout) < 40
 
 
 def refused(message: str, *tensors: Tensor, **options: Any) -> None:

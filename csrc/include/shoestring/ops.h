@@ -196,6 +196,10 @@ struct AttentionResult {
 SHOESTRING_API AttentionResult attention_with_lse(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                   const AttentionOptions& options = {});
 
+/// The bin, from 0 on, of each of `lengths` (sequences, int64 on the CPU), none of which gets more than `capacity` tokens:
+/// first-fit decreasing, in n log n steps. For packed batches.
+SHOESTRING_API at::Tensor pack_sequences(const at::Tensor& lengths, int64_t capacity);
+
 struct QuantizeOptions {
   /// "nf4" (normal float, QLoRA) or "fp4"; where a weight is read, or a layer quantised, also "int8".
   TORCH_ARG(std::string, quant_type) = "nf4";

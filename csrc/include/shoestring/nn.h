@@ -4,6 +4,7 @@
 #include <optional>
 #include <ostream>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include <torch/nn/cloneable.h>
@@ -151,6 +152,58 @@ TORCH_MODULE(Linear);
 /// The outputs of layers that read one input, such as the projections of query, key and value. Where their weights are
 /// frozen, one lora_linear_group, in which the adapters share their dropout's mask; else one layer after the other.
 SHOESTRING_API std::vector<at::Tensor> forward_together(const at::Tensor& x, const std::vector<Linear>& layers);
+
+struct RMSNormOptions {
+  explicit RMSNormOptions(int64_t features) : features_(features) {}
+  TORCH_ARG(int64_t, features);
+  /// Those of shoestring::RmsNormOptions.
+  TORCH_ARG(double, eps) = 1e-6;
+  TORCH_ARG(double, offset) = 0.0;
+  TORCH_ARG(std::string, casting) = "llama";
+};
+
+/// shoestring::rms_norm with a weight, which begins where weight + offset is 1.
+class SHOESTRING_API RMSNormImpl : public torch::nn::Cloneable<RMSNormImpl> {
+ public:
+  explicit RMSNormImpl(int64_t features) : RMSNormImpl(RMSNormOptions(features)) {}
+  explicit RMSNormImpl(const RMSNormOptions& options);
+
+  void reset() override;
+  void pretty_print(std::ostream& stream) const override;
+
+  /// (..., features), in x's dtype.
+  at::Tensor forward(const at::Tensor& x);
+  /// forward(x + residual), and that sum.
+  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x, const at::Tensor& residual);
+
+  RMSNormOptions options;
+  at::Tensor weight;  // (features)
+};
+TORCH_MODULE(RMSNorm);
+
+struct LayerNormOptions {
+  explicit LayerNormOptions(int64_t features) : features_(features) {}
+  TORCH_ARG(int64_t, features);
+  TORCH_ARG(double, eps) = 1e-5;
+  TORCH_ARG(bool, bias) = true;
+};
+
+/// shoestring::layer_norm with a weight of ones and, if asked for, a bias of zeros to begin with.
+class SHOESTRING_API LayerNormImpl : public torch::nn::Cloneable<LayerNormImpl> {
+ public:
+  explicit LayerNormImpl(int64_t features) : LayerNormImpl(LayerNormOptions(features)) {}
+  explicit LayerNormImpl(const LayerNormOptions& options);
+
+  void reset() override;
+  void pretty_print(std::ostream& stream) const override;
+
+  /// (..., features), in x's dtype.
+  at::Tensor forward(const at::Tensor& x);
+
+  LayerNormOptions options;
+  at::Tensor weight, bias;  // (features); bias: undefined without
+};
+TORCH_MODULE(LayerNorm);
 
 /// down(silu(gate(x)) * up(x)), Llama's MLP. Where down's weight is frozen, neither silu nor the product is kept for backward.
 SHOESTRING_API at::Tensor swiglu_mlp(const at::Tensor& x, const Linear& gate, const Linear& up, const Linear& down);

@@ -264,6 +264,55 @@ SHOESTRING_API at::Tensor seeded_dropout(const at::Tensor& x, const at::Tensor& 
 /// silu(gate) * up, computed in fp32 and rounded once. Keeps gate and up alone for backward.
 SHOESTRING_API at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 
+/// gelu(gate) * up, computed in fp32 and rounded once; approximate "tanh" or "none". Keeps gate and up alone for backward.
+SHOESTRING_API at::Tensor geglu(const at::Tensor& gate, const at::Tensor& up, const std::string& approximate = "tanh");
+
+struct RmsNormOptions {
+  explicit RmsNormOptions(double eps) : eps_(eps) {}
+  /// Added to the mean of squares.
+  TORCH_ARG(double, eps);
+  /// Added to the weight: Gemma's is 1.
+  TORCH_ARG(double, offset) = 0.0;
+  /// Of 16-bit input, what is rounded before the weight multiplies it: "llama", the normalised row; "gemma", nothing;
+  /// "none", that row, the reciprocal root that made it, and the weight. Gradients are those of the exact function.
+  TORCH_ARG(std::string, casting) = "llama";
+};
+
+/// x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension, in x's dtype; sums are fp32. weight (features), of
+/// any floating-point dtype. Backward keeps x and a number a row.
+SHOESTRING_API at::Tensor rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight,
+                                   const RmsNormOptions& options);
+/// rms_norm of x + residual, and that sum, in one pass.
+SHOESTRING_API std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::Tensor& residual,
+                                                               const std::optional<at::Tensor>& weight,
+                                                               const RmsNormOptions& options);
+
+/// (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, in x's dtype, computed in fp32. weight and bias
+/// (features), of any floating-point dtype. Backward keeps x and two numbers a row.
+SHOESTRING_API at::Tensor layer_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight,
+                                     const std::optional<at::Tensor>& bias, double eps);
+
+struct RopeOptions {
+  /// How many of a head's elements are turned, the first ones; none: all.
+  TORCH_ARG(std::optional<int64_t>, rotary_dim) = std::nullopt;
+  /// Pairs are neighbours, else rotary_dim / 2 apart.
+  TORCH_ARG(bool, interleaved) = false;
+  /// (tokens) or (1 or batch, tokens) int64: the row of cos and sin (positions, width) for each token.
+  TORCH_ARG(std::optional<at::Tensor>, position_ids) = std::nullopt;
+  /// (head_dim): RMSNorm of each head of q and k before it is turned, times (offset + weight); both or neither.
+  TORCH_ARG(std::optional<at::Tensor>, q_weight) = std::nullopt;
+  TORCH_ARG(std::optional<at::Tensor>, k_weight) = std::nullopt;
+  TORCH_ARG(double, eps) = 1e-6;
+  TORCH_ARG(double, offset) = 0.0;
+};
+
+/// Rotary position embedding: q and k, (batch, heads, tokens, head_dim) or (tokens, heads, head_dim), of any strides, turned
+/// by the angles of each token, computed in fp32 and rounded once. cos and sin (tokens, width) or (1 or batch, tokens, width),
+/// or with position_ids (positions, width); width is rotary_dim / 2, or rotary_dim where each angle is there twice. Gradients
+/// by q, k and the weights; without weights backward keeps neither q nor k.
+SHOESTRING_API std::tuple<at::Tensor, at::Tensor> rope(const at::Tensor& q, const at::Tensor& k, const at::Tensor& cos,
+                                                       const at::Tensor& sin, const RopeOptions& options = {});
+
 /// A frozen weight with an adapter, or without.
 struct LoraWeight {
   LoraWeight(at::Tensor weight) : weight_(std::move(weight)) {}

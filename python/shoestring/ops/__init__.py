@@ -15,7 +15,9 @@ from shoestring.ops.cross_entropy import (
     cross_entropy_with_stats,
 )
 from shoestring.ops.ema import ema_, ema_reference
+from shoestring.ops.geglu import geglu, geglu_reference
 from shoestring.ops.lamb import lamb_, lamb_reference
+from shoestring.ops.layer_norm import layer_norm, layer_norm_reference
 from shoestring.ops.linear_cross_entropy import (
     LinearCrossEntropyOptions,
     LinearCrossEntropyStats,
@@ -59,6 +61,8 @@ from shoestring.ops.quantize_state_4bit import (
     quantize_state_4bit_reference,
 )
 from shoestring.ops.quantized_linear import quantized_linear, quantized_linear_reference
+from shoestring.ops.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
+from shoestring.ops.rope import rope, rope_reference
 from shoestring.ops.schedule_free_adamw import schedule_free_adamw_, schedule_free_adamw_reference
 from shoestring.ops.seeded_dropout import seeded_dropout, seeded_dropout_reference
 from shoestring.ops.sgd import sgd_, sgd_reference
@@ -76,6 +80,7 @@ __all__ = [
     "adafactor_reference",
     "adamw_",
     "adamw_reference",
+    "add_rms_norm",
     "addmm_",
     "addmm_reference",
     "ademamix_",
@@ -99,8 +104,12 @@ __all__ = [
     "dequantize_state_4bit_reference",
     "ema_",
     "ema_reference",
+    "geglu",
+    "geglu_reference",
     "lamb_",
     "lamb_reference",
+    "layer_norm",
+    "layer_norm_reference",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
     "linear_cross_entropy_shard",
@@ -126,6 +135,10 @@ __all__ = [
     "quantize_state_4bit_reference",
     "quantized_linear",
     "quantized_linear_reference",
+    "rms_norm",
+    "rms_norm_reference",
+    "rope",
+    "rope_reference",
     "schedule_free_adamw_",
     "schedule_free_adamw_reference",
     "seeded_dropout",

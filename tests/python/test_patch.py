@@ -87,7 +87,8 @@ def test_loss_and_gradients(name: str) -> None:
     assert_same(model, plain, inputs)
     assert_same(model, plain, {**inputs, "num_items_in_batch": torch.tensor(7)})
     assert_same(model, plain, {**inputs, "shift_labels": inputs["labels"].roll(-1, 1)})
-    torch.testing.assert_close(model(inputs["input_ids"]).logits, plain(inputs["input_ids"]).logits)  # other attention
+    expected = plain(inputs["input_ids"]).logits
+    torch.testing.assert_close(model(inputs["input_ids"]).logits, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
 
 
 def test_what_is_kept_and_ignored() -> None:

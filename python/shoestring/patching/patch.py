@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shoestring.patching.attention import use_attention
 from shoestring.patching.head import has_meta, weights
+from shoestring.patching.layers import fuse_mlps, fuse_norms, fuse_rotations
 from shoestring.patching.logits import Logits
 from shoestring.patching.projections import fuse
 
@@ -30,9 +31,10 @@ class Change:
 
 @dataclass
 class PatchReport:
-    """What ``shoestring.patch`` changed; ``undo`` makes it as it was."""
+    """What ``shoestring.patch`` changed; ``undo`` makes it as it was. ``left``: where it changed nothing, and why."""
 
     changes: list[Change]
+    left: list[tuple[str, str]] = field(default_factory=list)
 
     def undo(self) -> None:
         """Takes every change back, the last first; a second call does nothing.
@@ -45,13 +47,22 @@ class PatchReport:
             self.changes.pop()
 
     def __str__(self) -> str:
-        return "\n".join(f"{change.where}: {change.what}" for change in self.changes) or "nothing is patched"
+        lines = [f"{change.where}: {change.what}" for change in self.changes] or ["nothing is patched"]
+        return "\n".join(lines + [f"{where}: left alone: {why}" for where, why in self.left])
 
 
 def patch(
-    model: nn.Module, *, logits: bool = False, projections: bool = True, attention: bool = True, workspace_mb: int = 0
+    model: nn.Module,
+    *,
+    logits: bool = False,
+    projections: bool = True,
+    attention: bool = True,
+    norms: bool = True,
+    rope: bool = True,
+    mlp: bool = True,
+    workspace_mb: int = 0,
 ) -> PatchReport:
-    """Makes a Hugging Face causal language model compute its loss without logits, and its projections together.
+    """Makes a Hugging Face causal language model compute its loss without logits, and its layers with fused operators.
 
     With ``labels``, its forward then goes as ever, but from the output layer on: the loss is
     ``shoestring.linear_cross_entropy`` of the hidden states, and ``logits`` of what it returns is None. Without labels,
@@ -69,6 +80,10 @@ def patch(
     "sdpa" (:func:`shoestring.register_attention`); what needs attention weights has to leave it out. The setting is the
     configuration's, so copies and pickles have it too, though no file that ``save_pretrained`` writes.
 
+    RMSNorm (in Llama's or Gemma's manner of rounding) and LayerNorm, rotary embeddings and the products of SwiGLU's and
+    GeGLU's MLPs are one operator each, whose results are the model's own within rounding. What a module computes is found
+    out on random numbers; one that computes something else stays as it is, and the report says so.
+
     Only this instance changes: it gets a class of its own, derived from its class and with that one's name. A deep copy
     of it, and what is unpickled, is the plain model. Undo, or not, before ``save_pretrained``: the files are the same.
     Two threads must not be in its forward at a time (in replicas, ``DataParallel``'s for one, they may).
@@ -76,8 +91,9 @@ def patch(
     Args:
         model: the model itself, or a ``PeftModel`` around it; patch before ``torch.compile``, DDP and the like.
         logits: whether the output has logits with labels too, as ``compute_metrics`` wants them. They then exist whole.
-        projections: False leaves the projections of attention modules and MLPs alone.
+        projections: False: query, key and value one after the other, MLPs with adapters as they are.
         attention: False leaves attention itself alone.
+        norms, rope, mlp: False leaves norms, rotary embeddings or the activations of MLPs as they are.
         workspace_mb: as for ``linear_cross_entropy``.
 
     Returns:
@@ -117,6 +133,11 @@ def patch(
     target.__dict__[RECORDING] = False
     target.__class__ = patched
     report = PatchReport([Change(name, f"loss without logits, from {head_name}", undo)])
+    for wanted, fused in ((norms, fuse_norms), (rope, fuse_rotations), (mlp, fuse_mlps)):
+        if wanted:
+            changes, left = fused(target)
+            report.changes += [Change(*change) for change in changes]
+            report.left += left
     if projections:
         report.changes += [Change(*change) for change in fuse(target)]
     if attention:

@@ -13,6 +13,7 @@ from shoestring.lora.linear import LoraLinear
 from shoestring.nn.quantized_linear import QuantizedLinear
 from shoestring.ops.lora_linear import LoraWeight, lora_linear, lora_linear_group
 from shoestring.ops.swiglu import swiglu
+from shoestring.patching.instances import derive
 
 OUTPUTS = "_shoestring_projections"  # an attribute of an attention module while its forward runs
 ATTENTION = ("q_proj", "k_proj", "v_proj")
@@ -41,22 +42,8 @@ def fuse(model: nn.Module) -> list[tuple[str, str, Callable[[], None]]]:
             body, what = _mlp(original), "SwiGLU without its products in memory"
         else:
             continue
-        names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-        body |= names | {"__reduce_ex__": functools.partialmethod(_reduce, original)}
-        module.__class__ = type(original.__name__, (original,), body)
-        changes.append((name, what, functools.partial(_take_back, module, original)))
+        changes.append((name, what, derive(module, body, (OUTPUTS,))))
     return changes
-
-
-def _take_back(module: nn.Module, original: type) -> None:
-    module.__class__ = original
-    module.__dict__.pop(OUTPUTS, None)
-
-
-def _reduce(self: Any, original: type, protocol: Any) -> Any:
-    """As the plain module, so that copies and files know nothing of this class."""
-    state = object.__reduce_ex__(self, 2)[2]
-    return object.__new__, (original,), {key: value for key, value in state.items() if key != OUTPUTS}
 
 
 def _has_linears(module: nn.Module, names: Sequence[str]) -> bool:

@@ -14,7 +14,7 @@ Tensor RMSNormImpl::forward(const Tensor& x) {
   return rms_norm(x, weight, RmsNormOptions(options.eps()).offset(options.offset()).casting(options.casting()));
 }
 
-std::tuple<Tensor, Tensor> RMSNormImpl::forward(const Tensor& x, const Tensor& residual) {
+std::tuple<Tensor, Tensor> RMSNormImpl::forward_with_residual(const Tensor& x, const Tensor& residual) {
   return add_rms_norm(x, residual, weight, RmsNormOptions(options.eps()).offset(options.offset()).casting(options.casting()));
 }
 

@@ -14,7 +14,7 @@ TEST_CASE("RMSNorm begins as a norm alone, normalises sums, and is copied", "[nn
   const Tensor x = torch::randn({3, 24}), residual = torch::randn({3, 24});
   CHECK(at::equal(norm->weight, torch::zeros({24})));
   CHECK(at::allclose(norm(x), x * at::rsqrt(x.square().mean(-1, true) + 1e-5), 1e-5, 1e-6));
-  const auto [y, sum] = norm->forward(x, residual);
+  const auto [y, sum] = norm->forward_with_residual(x, residual);
   CHECK(at::equal(sum, x + residual));
   CHECK(at::equal(y, norm(sum)));
   y.sum().backward();

@@ -174,7 +174,7 @@ class SHOESTRING_API RMSNormImpl : public torch::nn::Cloneable<RMSNormImpl> {
   /// (..., features), in x's dtype.
   at::Tensor forward(const at::Tensor& x);
   /// forward(x + residual), and that sum.
-  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x, const at::Tensor& residual);
+  std::tuple<at::Tensor, at::Tensor> forward_with_residual(const at::Tensor& x, const at::Tensor& residual);
 
   RMSNormOptions options;
   at::Tensor weight;  // (features)

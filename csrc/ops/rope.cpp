@@ -12,6 +12,7 @@
 #include "kernels/rope.h"
 #include "ops/call.h"
 #include "ops/cuda.h"
+#include "ops/huge_pages.h"
 #include "ops/packed.h"
 
 namespace shoestring {
@@ -72,11 +73,11 @@ Problem::Problem(Backend backend, const Call& call, const OptionalTensor* inputs
     if (inputs == nullptr) {
       of.x = keep(given);
       of.x_strides = strides_of(given);
-      outs[side] = rotary::empty_result(given);
+      outs[side] = in_huge_pages(rotary::empty_result(given));
     } else {
       of.grad = keep(given);
       of.grad_strides = strides_of(given);
-      outs[side] = rotary::empty_heads(given);
+      outs[side] = in_huge_pages(rotary::empty_heads(given));
       if (inputs[side].has_value()) {
         const Tensor x = dense_heads(*inputs[side]);
         of.x = keep(x);

@@ -236,9 +236,42 @@ def cross_entropy(device: str) -> Results:
     return found
 
 
+def layers(device: str) -> Results:
+    """Rows of a warp, a block and longer ones, and such that begin anywhere; heads of several lanes, one with a norm."""
+    found: Results = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for rows, features in ((9, 192), (40, 1096), (2, 8208), (5, 77)):
+            x, residual, grad = (uniform(rows, features, seed=s).to(device, dtype) for s in (1, 2, 3))
+            weight, bias = (uniform(features, seed=s).to(device, dtype) for s in (4, 5))
+            leaves = [t.requires_grad_() for t in (x, residual, weight, bias)]
+            results = {
+                "rms": shoestring.add_rms_norm(x, residual, weight, eps=1e-5, casting="gemma"),
+                "layer": (shoestring.layer_norm(x, weight, bias, eps=1e-5),),
+                "geglu": (shoestring.geglu(x, residual), shoestring.geglu(x, residual, "none")),
+            }
+            for name, made in results.items():
+                gradients = torch.autograd.grad(made, leaves, [grad] * len(made), allow_unused=True)
+                for i, t in enumerate((*made, *gradients)):
+                    if t is not None:
+                        found[f"{name} {rows} {features} {str(dtype)[6:]} {i}"] = (t.detach(), 32.0 if dtype == torch.float32 else 1.0)
+        q, k = (uniform(2, 7, n, 64, seed=n).to(device, dtype).transpose(1, 2).requires_grad_() for n in (4, 2))
+        weights = [uniform(64, seed=s).to(device, dtype).requires_grad_() for s in (6, 7)]
+        angles = uniform(7, 24, seed=8, scale=3.0).to(device)
+        for interleaved in (False, True):
+            for norms in ({}, {"q_weight": weights[0], "k_weight": weights[1]}):
+                made = shoestring.rope(q, k, angles.cos().to(dtype), angles.sin().to(dtype), rotary_dim=48,
+                                       interleaved=interleaved, **norms)
+                leaves = [q, k, *norms.values()]
+                gradients = torch.autograd.grad(made, leaves, [uniform(*t.shape, seed=9).to(device, dtype) for t in made])
+                for i, t in enumerate((*made, *gradients)):
+                    name = f"rope {interleaved} {len(norms)} {str(dtype)[6:]} {i}"
+                    found[name] = (t.detach().contiguous(), 32.0 if dtype == torch.float32 else 1.0)
+    return found
+
+
 CASES: tuple[Callable[[str], Results], ...] = (
     quantize_8bit_codes, quantize_state_4bit_codes, quantize_4bit, quantize_absmax, dequantize_4bit, int8, optimizers,
-    linear_cross_entropy, linear_distillation, cross_entropy,
+    linear_cross_entropy, linear_distillation, cross_entropy, layers,
 )
 
 

@@ -1,4 +1,4 @@
-"""NF4 and int8: quantising and dequantising, ours, bitsandbytes' and plain PyTorch's, with a copy as the limit.
+"""NF4, int4 and int8: quantising and dequantising, ours, bitsandbytes' and plain PyTorch's, with a copy as the limit.
 
 On a GPU the copy moves as many bytes as the operator: its time over ours is the share of the copy bandwidth. On a CPU,
 where a write costs more than a read, it reads as many dense bytes as quantising and writes as many as dequantising.
@@ -12,7 +12,7 @@ import torch
 from common import Candidates, Report, arguments, copy_probe, interleave, rotate
 
 import shoestring
-from shoestring.ops import dequantize_int8_reference, quantize_int8_reference
+from shoestring.ops import dequantize_4bit_reference, dequantize_int8_reference, quantize_int8_reference
 
 Maker = Callable[[torch.Tensor], Callable[[], object]]
 COLUMNS = 4096
@@ -53,6 +53,27 @@ def nf4_writers(bnb: ModuleType | None) -> dict[str, Maker]:
     return found
 
 
+def int4_readers(_: ModuleType | None) -> dict[str, Maker]:
+    """bitsandbytes has no such type: NF4 in its place, of as many bits."""
+
+    def plain(x: torch.Tensor) -> Callable[[], object]:
+        q = shoestring.quantize_4bit(x, "int4")
+        return lambda: dequantize_4bit_reference(q.packed, q.absmax, shape=x.shape, dtype=x.dtype, quant_type="int4")
+
+    return {
+        "shoestring": lambda x: shoestring.quantize_4bit(x, "int4").dequantize,
+        "shoestring, NF4": lambda x: shoestring.quantize_4bit(x).dequantize,
+        "plain PyTorch": plain,
+    }
+
+
+def int4_writers(_: ModuleType | None) -> dict[str, Maker]:
+    return {
+        "shoestring": lambda x: lambda: shoestring.quantize_4bit(x, "int4"),
+        "shoestring, NF4": lambda x: lambda: shoestring.quantize_4bit(x),
+    }
+
+
 def int8_readers(bnb: ModuleType | None) -> dict[str, Maker]:
     def plain(x: torch.Tensor) -> Callable[[], object]:
         codes, scales = torch.ops.shoestring.quantize_int8(x)
@@ -83,7 +104,7 @@ def int8_writers(bnb: ModuleType | None) -> dict[str, Maker]:
     return found
 
 
-def weights(report: Report, options: argparse.Namespace, kinds: Sequence[str] = ("NF4", "int8")) -> None:
+def weights(report: Report, options: argparse.Namespace, kinds: Sequence[str] = ("NF4", "int4", "int8")) -> None:
     """The tables of the kinds of weights."""
     device = options.device
     try:
@@ -99,6 +120,7 @@ def weights(report: Report, options: argparse.Namespace, kinds: Sequence[str] = 
         counts = (1 << 20, 1 << 25)  # one that stays in cache, and one that does not
     found = {
         "NF4": (nf4_readers(bnb), nf4_writers(bnb), lambda count: count // 2 + count // 64 * 4),
+        "int4": (int4_readers(bnb), int4_writers(bnb), lambda count: count // 2 + count // 64 * 4),
         "int8": (int8_readers(bnb), int8_writers(bnb), lambda count: count + count // COLUMNS * 4),
     }
     for count, dtype, kind in ((c, d, k) for c in counts for d in (torch.float32, torch.bfloat16) for k in kinds):

@@ -96,7 +96,8 @@ TORCH_LIBRARY(shoestring, m) {
   m.def("scale_(Tensor(a!) x, Tensor factor) -> ()");
 
   // x in blocks of block_size along its flattened elements, each element 4 bits times the block's largest magnitude:
-  // packed uint8 ((numel + 1) / 2), absmax fp32 (blocks). The bytes are bitsandbytes'. quant_type: 'nf4' or 'fp4'.
+  // packed uint8 ((numel + 1) / 2), absmax fp32 (blocks). The bytes are bitsandbytes'. quant_type: 'nf4', 'fp4' or 'int4',
+  // whose elements are (code - 8) * scale + offset: absmax int32, with the bf16 scale in the lower half, the offset above.
   m.def("quantize_4bit(Tensor x, *, str quant_type='nf4', int block_size=64) -> (Tensor packed, Tensor absmax)");
   // The scales in 8 bits (double quantisation): codes uint8 like absmax, and nested fp32 (257 + blocks / 256): the
   // offset, the 256 values of the 8-bit type, and a scale for every 256 codes. The codes then stand for absmax.

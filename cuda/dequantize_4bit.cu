@@ -22,16 +22,30 @@ struct Source {
   const float* absmax;
   const uint8_t* codes;
   const float* nested;
+  const uint32_t* offset;
   int log_block;
   float value[16];
 };
 
-template <bool kNested>
-__device__ float scale_of(const Source& s, int64_t block) {
-  if (!kNested) return s.absmax[block];
-  // Two roundings, as on the CPU: not an fma.
-  return __fadd_rn(__fmul_rn(s.nested[1 + s.codes[block]], s.nested[257 + (block >> 8)]), s.nested[0]);
-}
+enum class Scales { kPlain, kNested, kOffset };
+
+// A block's: what a code's value is multiplied with, and, of int4, what is added, both in one word.
+template <Scales kScales>
+struct Scale {
+  float scale;
+
+  __device__ static Scale of(const Source& s, int64_t block) {
+    if (kScales == Scales::kOffset) return {__uint_as_float(s.offset[block])};
+    if (kScales == Scales::kPlain) return {s.absmax[block]};
+    // Two roundings, as on the CPU: not an fma.
+    return {__fadd_rn(__fmul_rn(s.nested[1 + s.codes[block]], s.nested[257 + (block >> 8)]), s.nested[0])};
+  }
+  __device__ float operator()(float value) const {
+    if (kScales != Scales::kOffset) return value * scale;
+    const unsigned bits = __float_as_uint(scale);
+    return __fmaf_rn(value, __uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
+  }
+};
 
 // The value of the code in bits [shift, shift + 4) of a word; the bits serve as an offset in bytes.
 __device__ float value_at(const float* table, unsigned word, int shift) {
@@ -40,11 +54,11 @@ __device__ float value_at(const float* table, unsigned word, int shift) {
 }
 
 // N vectors of a thread, kThreads vectors apart. Their codes are whole words, each under one scale.
-template <class T, bool kNested, int N>
+template <class T, Scales kScales, int N>
 struct Vectors {
   static constexpr int kWidth = 16 / sizeof(T);
   unsigned word[N];
-  float scale[N];
+  Scale<kScales> scale[N];
 
   __device__ void load(const Source& s, int64_t from) {
     using Word = std::conditional_t<kWidth == 8, uint32_t, uint16_t>;
@@ -55,7 +69,7 @@ struct Vectors {
     for (int v = 0; v < N; ++v) word[v] = words[v * kThreads];
 #pragma unroll
     for (int v = 0; v < N; ++v) {
-      scale[v] = scale_of<kNested>(s, block + ((inside + v * kThreads * kWidth) >> s.log_block));
+      scale[v] = Scale<kScales>::of(s, block + ((inside + v * kThreads * kWidth) >> s.log_block));
     }
   }
   __device__ void decode(const float* table, T* out) const {
@@ -64,7 +78,7 @@ struct Vectors {
       Vector<T, kWidth> values;
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {  // the even element in a byte's upper half
-        values[k] = rounded<T>(value_at(table, word[v], 4 * (k ^ 1)) * scale[v]);
+        values[k] = rounded<T>(scale[v](value_at(table, word[v], 4 * (k ^ 1))));
       }
       store(out + v * kThreads * kWidth, values);
     }
@@ -73,13 +87,13 @@ struct Vectors {
 
 // Elements [begin, begin + count) to out; the first `whole` of them in vectors. begin is a multiple of a vector's width.
 // Budget: 48 registers, 64 bytes shared, no spills.
-template <class T, bool kNested>
+template <class T, Scales kScales>
 __global__ void __launch_bounds__(kThreads) dequantize(Source s, int64_t begin, int64_t whole, int64_t count, T* out) {
   constexpr int kWidth = 16 / sizeof(T), kTile = kThreads * kVectors * kWidth;
   __shared__ float table[16];
   const int64_t tile = int64_t{blockIdx.x} * kTile, first = tile + threadIdx.x * kWidth;
   const bool full = tile + kTile <= whole;
-  Vectors<T, kNested, kVectors> vectors;
+  Vectors<T, kScales, kVectors> vectors;
   if (full) vectors.load(s, begin + first);  // before the table is there: the loads take longest
   if (threadIdx.x == 0) {
 #pragma unroll
@@ -90,27 +104,29 @@ __global__ void __launch_bounds__(kThreads) dequantize(Source s, int64_t begin, 
 
   int64_t i = first;
   for (; i < tile + kTile && i < whole; i += kThreads * kWidth) {
-    Vectors<T, kNested, 1> one;
+    Vectors<T, kScales, 1> one;
     one.load(s, begin + i);
     one.decode(table, out + i);
   }
   for (i = (whole > tile ? whole : tile) + threadIdx.x; i < tile + kTile && i < count; i += kThreads) {
     const int64_t from = begin + i;
     const float value = value_at(table, s.packed[from / 2], i % 2 == 0 ? 4 : 0);
-    out[i] = rounded<T>(value * scale_of<kNested>(s, from >> s.log_block));
+    out[i] = rounded<T>(Scale<kScales>::of(s, from >> s.log_block)(value));
   }
 }
 
 template <class T>
 const char* run(const kernels::Packed& p, int64_t begin, int64_t count, void* out, void* stream) {
   constexpr int kWidth = 16 / sizeof(T), kTile = kThreads * kVectors * kWidth;
-  Source s{p.packed, p.absmax, p.codes, p.nested, 0, {}};
+  Source s{p.packed, p.absmax, p.codes, p.nested, p.offset, 0, {}};
   while ((int64_t{1} << s.log_block) < p.block_size) ++s.log_block;
   for (int i = 0; i < 16; ++i) s.value[i] = p.codebook->value[i];
   const bool vectors = aligned(p.packed, kWidth / 2) && aligned(out);
   const int64_t whole = vectors ? count - count % kWidth : 0;
-  return launch(p.codes == nullptr ? dequantize<T, false> : dequantize<T, true>, (count + kTile - 1) / kTile, kThreads,
-                0, stream, s, begin, whole, count, static_cast<T*>(out));
+  const auto kernel = p.offset != nullptr  ? dequantize<T, Scales::kOffset>
+                      : p.codes != nullptr ? dequantize<T, Scales::kNested>
+                                           : dequantize<T, Scales::kPlain>;
+  return launch(kernel, (count + kTile - 1) / kTile, kThreads, 0, stream, s, begin, whole, count, static_cast<T*>(out));
 }
 
 const kernels::Dequantize4bitCuda kTable{run<float>, run<__nv_bfloat16>, run<__half>};

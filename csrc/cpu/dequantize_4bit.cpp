@@ -128,15 +128,13 @@ using HalfTable = PlainTable<uint16_t, U16, Convert>;
 
 template <class Table, class T>
 SHOESTRING_INLINE void dequantize(const Packed& p, int64_t begin, int64_t end, T* out) {
-  constexpr int kParts = 16 / kLanes;
-  F32 code[kParts];
-  for (int k = 0; k < kParts; ++k) code[k] = load(p.codebook->value + k * kLanes);
+  F32 code[kTableParts];
+  for (int k = 0; k < kTableParts; ++k) code[k] = load(p.codebook->value + k * kLanes);
   int64_t block = begin / p.block_size, stop = (block + 1) * p.block_size;
   for (int64_t i = begin; i < end; ++block, stop += p.block_size) {
     if (stop > end) stop = end;
-    const F32 scale = splat(scale_of(p, block));
-    F32 scaled[kParts];
-    for (int k = 0; k < kParts; ++k) scaled[k] = code[k] * scale;
+    F32 scaled[kTableParts];
+    scaled_values(p, code, block, scaled);
     const Table table(scaled);
     if (i % 2 != 0) {  // the second element of a byte
       T pair[32];

@@ -7,6 +7,7 @@
 
 #include "kernels/quantize_4bit.h"
 
+#include "cpu/packed.h"
 #include "cpu/vec.h"
 
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
@@ -54,59 +55,8 @@ struct Search {
 
 // 32 values to 16 bytes.
 SHOESTRING_INLINE void encode32(const float* x, float inverse, const Search& search, uint8_t* packed) {
-#if defined(__AVX512F__)
-  for (int half = 0; half < 2; ++half) {
-    __m512i i = (__m512i)search(load(x + 16 * half) * inverse);
-    __m512i pairs = _mm512_or_si512(_mm512_slli_epi64(i, 4), _mm512_srli_epi64(i, 32));
-    _mm_storel_epi64((__m128i*)(packed + 8 * half), _mm512_cvtepi64_epi8(pairs));
-  }
-#elif defined(__AVX2__)
-  const __m256i weight = _mm256_set1_epi32(16 | 1 << 16);  // a pair's first element goes into the upper four bits
-  __m256i i[4];
-  for (int k = 0; k < 4; ++k) i[k] = (__m256i)search(load(x + 8 * k) * inverse);
-  __m256i a = _mm256_madd_epi16(_mm256_packs_epi32(i[0], i[1]), weight);
-  __m256i b = _mm256_madd_epi16(_mm256_packs_epi32(i[2], i[3]), weight);
-  __m256i words = _mm256_packs_epi32(a, b);
-  __m256i bytes = _mm256_packus_epi16(words, words);
-  _mm_storeu_si128((__m128i*)packed,
-                   _mm_unpacklo_epi16(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
-#else
-  int32_t index[32];
-  for (int k = 0; k < 32; k += kLanes) {
-    I32 i = search(load(x + k) * inverse);
-    __builtin_memcpy(index + k, &i, sizeof i);
-  }
-  for (int k = 0; k < 16; ++k) packed[k] = (uint8_t)(index[2 * k] << 4 | index[2 * k + 1]);
-#endif
+  pack32([&](int k) __attribute__((always_inline)) { return search(load(x + k) * inverse); }, packed);
 }
-
-// The largest magnitude; NaN where there is one, since its bits are the largest. n is a multiple of 32.
-SHOESTRING_INLINE float largest_magnitude(const float* x, int64_t n) {
-  I32 best{};
-  for (int64_t i = 0; i < n; i += kLanes) {
-    I32 bits = (I32)(as_bits(load(x + i)) & 0x7fffffffu);
-    best = bits > best ? bits : best;
-  }
-  int32_t top = 0;
-  for (int i = 0; i < kLanes; ++i) top = best[i] > top ? best[i] : top;
-  float result;
-  __builtin_memcpy(&result, &top, sizeof result);
-  return result;
-}
-
-SHOESTRING_INLINE void widen(const float* from, int64_t n, float* to) { __builtin_memcpy(to, from, n * sizeof(float)); }
-template <F32 (*Convert)(U16)>
-SHOESTRING_INLINE void widen16(const uint16_t* from, int64_t n, float* to) {
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) store(to + i, Convert(load_as<U16>(from + i)));
-  if (i < n) {
-    U16 rest{};
-    __builtin_memcpy(&rest, from + i, (n - i) * sizeof(uint16_t));
-    store(to + i, Convert(rest), n - i);
-  }
-}
-F32 convert_bf16(U16 x) { return from_bf16(x); }
-F32 convert_fp16(U16 x) { return from_fp16(x); }
 
 // A scale below this would have an infinite reciprocal. The value is bitsandbytes', whose bytes these are.
 constexpr float kSmallestScale = 1e-38f;

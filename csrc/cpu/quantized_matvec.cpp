@@ -1,5 +1,5 @@
-// For a few tokens the weight's bytes are what a product costs. They are decoded into registers and multiplied there, and a
-// block's scale is applied to its sum. The even elements' codes are upper halves of bytes and the odd ones' lower halves, so
+// For a few tokens the weight's bytes are what a product costs. They are decoded into registers, by a table of the block's
+// 16 values, and multiplied there. The even elements' codes are upper halves of bytes and the odd ones' lower halves, so
 // with x sorted in the same way neither needs to be put in order.
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -22,13 +22,13 @@ using kernels::PackedInt8;
 #if defined(__AVX512F__)
 struct Table16 {
   __m512 table;
-  explicit Table16(const float* values) : table(_mm512_loadu_ps(values)) {}
+  explicit SHOESTRING_METHOD Table16(const F32 (&values)[1]) : table(values[0]) {}
   SHOESTRING_METHOD F32 operator()(I32 i) const { return _mm512_permutexvar_ps((__m512i)i, table); }
 };
 #elif defined(__AVX2__)
 struct Table16 {
   __m256 low, high;
-  explicit Table16(const float* values) : low(_mm256_loadu_ps(values)), high(_mm256_loadu_ps(values + 8)) {}
+  explicit SHOESTRING_METHOD Table16(const F32 (&values)[2]) : low(values[0]), high(values[1]) {}
   SHOESTRING_METHOD F32 operator()(I32 i) const {
     const __m256i index = (__m256i)i;
     return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index), _mm256_permutevar8x32_ps(high, index),
@@ -37,8 +37,8 @@ struct Table16 {
 };
 #else
 struct Table16 {
-  const float* values;
-  explicit Table16(const float* v) : values(v) {}
+  float values[16];
+  explicit Table16(const F32 (&v)[4]) { __builtin_memcpy(values, v, sizeof values); }
   SHOESTRING_METHOD F32 operator()(I32 i) const {
     F32 v;
     for (int lane = 0; lane < kLanes; ++lane) v[lane] = values[i[lane] & 15];
@@ -50,13 +50,16 @@ struct Table16 {
 template <int kTokens>
 void multiply_4bit(const Packed& p, int64_t first, int64_t last, int64_t columns, const float* x, float* y,
                    int64_t stride) {
-  const Table16 table(p.codebook->value);
+  F32 code[kTableParts], values[kTableParts];
+  for (int k = 0; k < kTableParts; ++k) code[k] = load(p.codebook->value + k * kLanes);
   const int64_t half = columns / 2, blocks = columns / p.block_size;
   for (int64_t row = first; row < last; ++row) {
     const uint8_t* codes = p.packed + row * half;
     const float *even = x, *odd = x + half;
     F32 total[kTokens] = {};
     for (int64_t block = 0; block < blocks; ++block) {
+      scaled_values(p, code, row * blocks + block, values);
+      const Table16 table(values);
       F32 evens[kTokens] = {}, odds[kTokens] = {};
       for (int64_t i = 0; i < p.block_size / 2; i += kLanes) {
         const I32 pair = widen(codes + i);
@@ -67,8 +70,7 @@ void multiply_4bit(const Packed& p, int64_t first, int64_t last, int64_t columns
           odds[t] = fma(lower, load(odd + t * columns + i), odds[t]);
         }
       }
-      const F32 scale = splat(scale_of(p, row * blocks + block));
-      for (int t = 0; t < kTokens; ++t) total[t] = fma(evens[t] + odds[t], scale, total[t]);
+      for (int t = 0; t < kTokens; ++t) total[t] += evens[t] + odds[t];
       codes += p.block_size / 2;
       even += p.block_size / 2;
       odd += p.block_size / 2;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cstring>
+#include <map>
 
 #include <ATen/Functions.h>
 #include <nlohmann/json.hpp>
@@ -17,7 +18,10 @@ using at::Tensor;
 using safetensors::quote;
 using Json = nlohmann::json;
 
-const std::string kState = ".quant_state.bitsandbytes__";
+// By the type of 4 bits.
+const std::map<std::string, std::string> kStates = {{"nf4", ".quant_state.bitsandbytes__nf4"},
+                                                    {"fp4", ".quant_state.bitsandbytes__fp4"},
+                                                    {"int4", ".quant_state.shoestring__int4"}};
 constexpr int64_t kLongestState = 4096;  // bytes; a real one has 250
 
 struct TypeName {
@@ -108,11 +112,13 @@ std::optional<QuantizedKeys> find_quantized(const SafetensorsFiles& files, const
                                             int64_t columns) {
   if (auto keys = find_int8(files, prefix, rows, columns)) return keys;
   const std::string weight = prefix + "weight";
-  std::string name = weight + kState + "nf4";
-  if (!files.contains(name)) name = weight + kState + "fp4";
-  if (!files.contains(name)) return std::nullopt;
+  std::string name, type;
+  for (const auto& [known, state] : kStates) {
+    if (files.contains(weight + state)) name = weight + state, type = known;
+  }
+  if (name.empty()) return std::nullopt;
   const Json state = read_state(files, name);
-  const std::string type = name.substr(name.size() - 3), dtype = state["dtype"].get<std::string>();
+  const std::string dtype = state["dtype"].get<std::string>();
   if (state["quant_type"] != type) refuse(files, name, "quant_type: expected ", type, ", received ", state["quant_type"].dump());
   if (state["shape"] != Json{rows, columns}) {
     refuse(files, name, "expected shape [", rows, ", ", columns, "], received ", state["shape"].dump());
@@ -133,7 +139,8 @@ std::optional<QuantizedKeys> find_quantized(const SafetensorsFiles& files, const
     refuse(files, weight, "expected ", packed, " bytes, received ", entry.end - entry.begin);
   }
   const bool nested = state.contains("nested_offset");
-  require(files, weight, weight + ".absmax", nested ? at::kByte : at::kFloat, blocks);
+  if (nested && type == "int4") refuse(files, name, "nested_offset: expected none with int4, received one");
+  require(files, weight, weight + ".absmax", type == "int4" ? at::kInt : nested ? at::kByte : at::kFloat, blocks);
   require(files, weight, weight + ".quant_map", at::kFloat, 16);
   const Tensor values = files.file(keys.names[2]).load(keys.names[2]);
   const auto& book = codebook("load_model", type).value;
@@ -190,7 +197,7 @@ void add_quantized(TensorDict& tensors, const std::string& prefix, const nn::Qua
     state += ", \"nested_blocksize\": 256, \"nested_dtype\": \"float32\", \"nested_offset\": " +
              python_number(nested.const_data_ptr<float>()[0]);
   }
-  tensors.insert(weight + kState + type, bytes_of(state + "}"));
+  tensors.insert(weight + kStates.at(type), bytes_of(state + "}"));
 }
 
 }  // namespace shoestring

@@ -12,7 +12,7 @@ namespace shoestring {
 
 /// A quantised weight in files, under the keys that bitsandbytes gives it. Of 4 bits: weight, weight.absmax,
 /// weight.quant_map, weight.quant_state.bitsandbytes__nf4 (JSON), and nested_absmax and nested_quant_map of nested scales;
-/// of int8: weight, SCB, weight_format.
+/// of int8: weight, SCB, weight_format. int4, which it has not, is as 4 bits, with weight.quant_state.shoestring__int4.
 struct QuantizedKeys {
   std::vector<std::string> names;  // the tensors that it consists of
   QuantizeOptions options;

@@ -15,12 +15,13 @@ struct Codebook {
 };
 
 // Reading side of a quantised tensor. Element i has its code in packed[i / 2] (the even element in the upper four
-// bits) and its scale in block i / block_size.
+// bits) and its scale in block i / block_size. One of three kinds of scales is there, and the others are null.
 struct Packed {
   const uint8_t* packed;
-  const float* absmax;   // (blocks); null where the scales are themselves quantised:
-  const uint8_t* codes;  // (blocks), and
-  const float* nested;   // offset, 256 values by code, one scale for 256 blocks
+  const float* absmax;     // (blocks); or, themselves quantised:
+  const uint8_t* codes;    // (blocks), and
+  const float* nested;     // offset, 256 values by code, one scale for 256 blocks; or, of int4:
+  const uint32_t* offset;  // (blocks): a bf16 scale in the lower half and, in the upper, what is added to a scaled value
   int64_t block_size;
   const Codebook* codebook;
 };

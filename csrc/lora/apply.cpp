@@ -49,8 +49,10 @@ std::vector<std::string> apply(torch::nn::Module& module, const LoraOptions& opt
   const auto found = targets(module, options.target_modules());
   const auto all = linears(module);
   const std::string& type = options.quantize();
-  TORCH_CHECK_VALUE(type == "none" || type == "nf4" || type == "fp4" || type == "int8",
-                    "lora::apply: quantize: expected none, nf4, fp4 or int8, received '", type, "'");
+  TORCH_CHECK_VALUE(type == "none" || type == "nf4" || type == "fp4" || type == "int4" || type == "int8",
+                    "lora::apply: quantize: expected none, nf4, fp4, int4 or int8, received '", type, "'");
+  TORCH_CHECK_VALUE(type != "int4" || !options.nested(),
+                    "lora::apply: nested: expected false with int4, whose scales are bf16, received true");
   for (const auto& [name, linear] : all) {
     TORCH_CHECK_VALUE(!linear->has_adapter(), "lora::apply: module: expected one without adapters, but ", name,
                       " has one; merge it first");

@@ -43,6 +43,8 @@ void QuantizedLinearImpl::set_weight(const Tensor& dense) {
     const auto [bytes, scales] = quantize_int8(dense);
     return take(bytes, scales, Tensor());
   }
+  TORCH_CHECK(!options.nested() || options.quantize().quant_type() != "int4",
+              "QuantizedLinear: nested: expected false with quant_type 'int4', whose scales are bf16, received true");
   auto [bytes, scales] = quantize_4bit(dense, options.quantize());
   Tensor second;
   if (options.nested()) std::tie(scales, second) = quantize_absmax(scales);

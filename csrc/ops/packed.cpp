@@ -37,12 +37,16 @@ const kernels::Codebook kFp4 = make_codebook(
      -4.f / 12, -6.f / 12, -2.f / 12, -3.f / 12},
     {11, 10, 13, 12, 15, 14, 9, 0, 8, 1, 6, 7, 4, 5, 2, 3});
 
+// int4: in steps of the scale, from the offset on (kernels/fit_int4.h).
+const kernels::Codebook kInt4 = make_codebook({-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
+                                              {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15});
+
 }  // namespace
 
 const kernels::Codebook& codebook(const char* op, c10::string_view quant_type) {
-  TORCH_CHECK(quant_type == "nf4" || quant_type == "fp4", op, ": quant_type: expected 'nf4' or 'fp4', received '",
-              quant_type, "'");
-  return quant_type == "nf4" ? kNf4 : kFp4;
+  TORCH_CHECK(quant_type == "nf4" || quant_type == "fp4" || quant_type == "int4", op,
+              ": quant_type: expected 'nf4', 'fp4' or 'int4', received '", quant_type, "'");
+  return quant_type == "nf4" ? kNf4 : quant_type == "fp4" ? kFp4 : kInt4;
 }
 
 void check_block_size(const char* op, int64_t block_size) {
@@ -53,12 +57,13 @@ void check_block_size(const char* op, int64_t block_size) {
 namespace {
 
 void check_sizes(const char* op, const Tensor& packed, const Tensor& absmax, const OptionalTensor& nested,
-                 const c10::SymInt& numel, int64_t block_size) {
+                 const c10::SymInt& numel, bool offset, int64_t block_size) {
   TORCH_CHECK(packed.scalar_type() == at::kByte && packed.sym_numel() == (numel + 1) / 2, op,
               ": packed: expected ", (numel + 1) / 2, " bytes (uint8), two codes each, received ", packed.sym_numel(),
               " of ", packed.scalar_type());
   const auto blocks = (numel + (block_size - 1)) / block_size;
-  const auto scale_type = nested.has_value() ? at::kByte : at::kFloat;
+  TORCH_CHECK(!offset || !nested.has_value(), op, ": nested: expected none with quant_type 'int4', received a tensor");
+  const auto scale_type = offset ? at::kInt : nested.has_value() ? at::kByte : at::kFloat;
   TORCH_CHECK(absmax.scalar_type() == scale_type && absmax.sym_numel() == blocks, op, ": absmax: expected ", blocks,
               " scales of ", scale_type, ", received ", absmax.sym_numel(), " of ", absmax.scalar_type());
   if (!nested.has_value()) return;
@@ -94,13 +99,13 @@ const auto& cuda_table_of(const kernels::PackedInt8&) {
 
 void check_packed(const char* op, const Tensor& packed, const Tensor& absmax, const OptionalTensor& nested,
                   const c10::SymInt& numel, c10::string_view quant_type, int64_t block_size, c10::Device device) {
-  TORCH_CHECK(quant_type == "nf4" || quant_type == "fp4" || quant_type == "int8", op,
-              ": quant_type: expected 'nf4', 'fp4' or 'int8', received '", quant_type, "'");
+  TORCH_CHECK(quant_type == "nf4" || quant_type == "fp4" || quant_type == "int4" || quant_type == "int8", op,
+              ": quant_type: expected 'nf4', 'fp4', 'int4' or 'int8', received '", quant_type, "'");
   TORCH_CHECK(packed.device() == device && absmax.device() == device, op, ": packed and absmax: expected the device ",
               device, ", received ", packed.device(), " and ", absmax.device());
   if (quant_type == "int8") return check_sizes_int8(op, packed, absmax, nested, numel, block_size);
   check_block_size(op, block_size);
-  check_sizes(op, packed, absmax, nested, numel, block_size);
+  check_sizes(op, packed, absmax, nested, numel, quant_type == "int4", block_size);
 }
 
 PackedReader::PackedReader(Backend backend, const char* op, const Tensor& packed, const Tensor& absmax,
@@ -110,9 +115,11 @@ PackedReader::PackedReader(Backend backend, const char* op, const Tensor& packed
     view_ = kernels::PackedInt8{packed_.const_data_ptr<int8_t>(), absmax_.const_data_ptr<float>(), block_size};
     return;
   }
-  kernels::Packed view{packed_.const_data_ptr<uint8_t>(), nullptr,    nullptr,
+  kernels::Packed view{packed_.const_data_ptr<uint8_t>(), nullptr,    nullptr, nullptr,
                        nullptr,                           block_size, &codebook(op, quant_type)};
-  if (nested.has_value()) {
+  if (quant_type == "int4") {
+    view.offset = reinterpret_cast<const uint32_t*>(absmax_.const_data_ptr<int32_t>());
+  } else if (nested.has_value()) {
     nested_ = nested->contiguous();
     view.codes = absmax_.const_data_ptr<uint8_t>();
     view.nested = nested_.const_data_ptr<float>();

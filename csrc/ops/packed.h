@@ -16,14 +16,14 @@ namespace shoestring {
 constexpr int64_t kNestedBlock = 256;
 constexpr int64_t kNestedHead = 1 + 256;  // offset and values, before the scales in `nested`
 
-/// The code book of "nf4" or "fp4"; an error that names `op` for anything else.
+/// The code book of "nf4", "fp4" or "int4"; an error that names `op` for anything else.
 const kernels::Codebook& codebook(const char* op, c10::string_view quant_type);
 
 /// Refuses a block size that the format does not have.
 void check_block_size(const char* op, int64_t block_size);
 
-/// Refuses parts that do not fit a quantised tensor of `numel` elements on `device`. The parts of "nf4" and "fp4" are
-/// those of quantize_4bit; those of "int8" are quantize_int8's, with block_size the length of a row.
+/// Refuses parts that do not fit a quantised tensor of `numel` elements on `device`. The parts of "nf4", "fp4"
+/// and "int4" are those of quantize_4bit; those of "int8" are quantize_int8's, with block_size the length of a row.
 void check_packed(const char* op, const at::Tensor& packed, const at::Tensor& absmax,
                   const std::optional<at::Tensor>& nested, const c10::SymInt& numel, c10::string_view quant_type,
                   int64_t block_size, c10::Device device);

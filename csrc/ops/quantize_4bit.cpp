@@ -1,4 +1,5 @@
 #include <cmath>
+#include <functional>
 #include <tuple>
 
 #include <ATen/Functions.h>
@@ -8,6 +9,7 @@
 
 #include <shoestring/ops.h>
 
+#include "kernels/fit_int4.h"
 #include "ops/call.h"
 #include "ops/cuda.h"
 #include "ops/huge_pages.h"
@@ -29,33 +31,55 @@ void check_input(const Tensor& x, c10::string_view quant_type, int64_t block_siz
 
 const uint16_t* bits(const Tensor& t) { return static_cast<const uint16_t*>(t.const_data_ptr()); }
 
+// int4's scale and offset share an element.
+at::ScalarType scale_type(c10::string_view quant_type) { return quant_type == "int4" ? at::kInt : at::kFloat; }
+
 // Empty codes and scales of `count` elements.
-std::tuple<Tensor, Tensor> make_parts(const Tensor& x, int64_t block_size) {
+std::tuple<Tensor, Tensor> make_parts(const Tensor& x, c10::string_view quant_type, int64_t block_size) {
   const int64_t count = x.numel(), blocks = (count + block_size - 1) / block_size;
   return {in_huge_pages(at::empty({(count + 1) / 2}, x.options().dtype(at::kByte))),
-          at::empty({blocks}, x.options().dtype(at::kFloat))};
+          at::empty({blocks}, x.options().dtype(scale_type(quant_type)))};
+}
+
+// Calls one of a table's three functions with x and what follows it.
+template <class Kernels, class... Arguments>
+void quantize_range(const Kernels& kernels, const Tensor& x, int64_t begin, Arguments... arguments) {
+  switch (x.scalar_type()) {
+    case at::kFloat: return kernels.quantize_float(x.const_data_ptr<float>() + begin, arguments...);
+    case at::kBFloat16: return kernels.quantize_bf16(bits(x) + begin, arguments...);
+    default: return kernels.quantize_fp16(bits(x) + begin, arguments...);
+  }
+}
+
+template <class Kernels>
+auto function_for(const Kernels& kernels, const Tensor& x) {
+  return x.scalar_type() == at::kFloat      ? kernels.quantize_float
+         : x.scalar_type() == at::kBFloat16 ? kernels.quantize_bf16
+                                            : kernels.quantize_fp16;
+}
+
+kernels::Int4Scale* int4_scales(const Tensor& absmax) {
+  return reinterpret_cast<kernels::Int4Scale*>(absmax.mutable_data_ptr<int32_t>());
 }
 
 std::tuple<Tensor, Tensor> quantize_cpu(const Tensor& x, c10::string_view quant_type, int64_t block_size) {
   check_input(x, quant_type, block_size);
   const auto& book = codebook("quantize_4bit", quant_type);
   Tensor flat = x.contiguous();
-  auto [packed, absmax] = make_parts(flat, block_size);
+  auto [packed, absmax] = make_parts(flat, quant_type, block_size);
   const int64_t count = flat.numel();
   uint8_t* bytes = packed.data_ptr<uint8_t>();
-  float* scales = absmax.data_ptr<float>();
-  const auto& kernels = cpu::quantize_4bit();
-  const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 14) / block_size);
+  const bool int4 = quant_type == "int4";
+  // Elements for a thread: int4's are fitted, which takes far longer.
+  const int64_t grain = std::max<int64_t>(1, (int64_t{1} << (int4 ? 10 : 14)) / block_size);
   at::parallel_for(0, absmax.numel(), grain, [&](int64_t first, int64_t last) {
     const int64_t begin = first * block_size, n = std::min(last * block_size, count) - begin;
     uint8_t* to = bytes + begin / 2;
-    switch (flat.scalar_type()) {
-      case at::kFloat:
-        return kernels.quantize_float(flat.const_data_ptr<float>() + begin, n, block_size, book, to, scales + first);
-      case at::kBFloat16:
-        return kernels.quantize_bf16(bits(flat) + begin, n, block_size, book, to, scales + first);
-      default:
-        return kernels.quantize_fp16(bits(flat) + begin, n, block_size, book, to, scales + first);
+    if (int4) {
+      quantize_range(cpu::quantize_int4(), flat, begin, n, block_size, to, int4_scales(absmax) + first);
+    } else {
+      float* scales = absmax.mutable_data_ptr<float>() + first;
+      quantize_range(cpu::quantize_4bit(), flat, begin, n, block_size, std::cref(book), to, scales);
     }
   });
   return {packed, absmax};
@@ -64,15 +88,18 @@ std::tuple<Tensor, Tensor> quantize_cpu(const Tensor& x, c10::string_view quant_
 std::tuple<Tensor, Tensor> quantize_cuda(const Tensor& x, c10::string_view quant_type, int64_t block_size) {
   check_input(x, quant_type, block_size);
   const c10::OptionalDeviceGuard guard(x.device());
-  const auto& kernels = cuda::table<kernels::Quantize4bitCuda>("quantize_4bit");
   Tensor flat = x.contiguous();
-  auto [packed, absmax] = make_parts(flat, block_size);
-  const auto run = flat.scalar_type() == at::kFloat      ? kernels.quantize_float
-                   : flat.scalar_type() == at::kBFloat16 ? kernels.quantize_bf16
-                                                         : kernels.quantize_fp16;
-  check_launch("quantize_4bit",
-               run(flat.const_data_ptr(), flat.numel(), block_size, codebook("quantize_4bit", quant_type),
-                   packed.mutable_data_ptr<uint8_t>(), absmax.mutable_data_ptr<float>(), stream_of(x)));
+  auto [packed, absmax] = make_parts(flat, quant_type, block_size);
+  const void* from = flat.const_data_ptr();
+  uint8_t* to = packed.mutable_data_ptr<uint8_t>();
+  if (quant_type == "int4") {
+    const auto run = function_for(cuda::table<kernels::QuantizeInt4Cuda>("quantize_int4"), flat);
+    check_launch("quantize_4bit", run(from, flat.numel(), block_size, to, int4_scales(absmax), stream_of(x)));
+  } else {
+    const auto run = function_for(cuda::table<kernels::Quantize4bitCuda>("quantize_4bit"), flat);
+    check_launch("quantize_4bit", run(from, flat.numel(), block_size, codebook("quantize_4bit", quant_type), to,
+                                      absmax.mutable_data_ptr<float>(), stream_of(x)));
+  }
   return {packed, absmax};
 }
 
@@ -80,7 +107,7 @@ std::tuple<Tensor, Tensor> quantize_meta(const Tensor& x, c10::string_view quant
   check_input(x, quant_type, block_size);
   const auto count = x.sym_numel();
   return {at::empty_symint({(count + 1) / 2}, x.options().dtype(at::kByte)),
-          at::empty_symint({(count + (block_size - 1)) / block_size}, x.options().dtype(at::kFloat))};
+          at::empty_symint({(count + (block_size - 1)) / block_size}, x.options().dtype(scale_type(quant_type)))};
 }
 
 // The 256 values of the signed dynamic 8-bit type (8-bit optimizers, arXiv 2110.02861), ascending.

@@ -14,7 +14,7 @@ class QuantizedTensor(Tensor):
     """A 4-bit or int8 tensor with the shape and the dtype of what it stands for; ``shoestring.quantize_4bit`` and
     ``shoestring.quantize_int8`` make it.
 
-    4 bits: the bytes are always bitsandbytes' flat order, blocks of ``block_size`` along the flattened elements, the even
+    4 bits: the codes are always in bitsandbytes' flat order, blocks of ``block_size`` along the flattened elements, the even
     element in a byte's upper four bits. Where a weight's rows are whole blocks (K divisible by ``block_size``) the same
     bytes are held as (N, K / 2) and the scales as (N, K / block_size), so that a slice of rows is itself a quantised
     tensor; otherwise both are flat. int8: a code an element and a scale a row, so that rows can always be sliced.
@@ -29,9 +29,9 @@ class QuantizedTensor(Tensor):
     Attributes:
         packed: uint8, (N, K / 2) or (ceil(numel / 2)); int8 of the tensor's shape, (..., K).
         absmax: (N, K / block_size) or (ceil(numel / block_size)), (...) for int8; fp32, or uint8 codes where ``nested``
-            is there.
+            is there, or int32 for int4: a bf16 scale in the lower half and a bf16 offset in the upper.
         nested: None, or fp32 (257 + ceil(blocks / 256)): offset, 256 values by code, a scale for every 256 blocks.
-        quant_type: "nf4", "fp4" or "int8".
+        quant_type: "nf4", "fp4", "int4" or "int8".
         block_size: elements that share a scale; K for int8.
     """
 
@@ -290,6 +290,8 @@ def quantize_parts(x: Tensor, quant_type: str, block_size: int, nested: bool) ->
         return QuantizedTensor(
             packed, absmax, None, shape=x.shape, dtype=x.dtype, quant_type=quant_type, block_size=x.shape[-1]
         )
+    if nested and quant_type == "int4":
+        raise ValueError("quantize_4bit: nested: expected False with quant_type 'int4', whose scales are bf16, received True")
     packed, absmax = torch.ops.shoestring.quantize_4bit(x, quant_type=quant_type, block_size=block_size)
     second = None
     if nested:

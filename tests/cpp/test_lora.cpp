@@ -54,7 +54,7 @@ LoraOptions options(const char* quantize, bool nested = false, bool dora = false
 }  // namespace
 
 TEST_CASE("lora::apply adapts layers where they stand, and they train", "[lora]") {
-  for (const char* quantize : {"none", "nf4", "fp4", "int8"}) {
+  for (const char* quantize : {"none", "nf4", "fp4", "int4", "int8"}) {
     CAPTURE(quantize);
     Net net = make(options(quantize));
     CHECK(net->up->is_quantized() == (std::string(quantize) != "none"));
@@ -249,7 +249,9 @@ TEST_CASE("lora::apply refuses what it cannot do, and then changes nothing", "[l
   CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().target_modules({"head"})),
                     Contains("expected shoestring::nn::Linear layers, received head"));
   CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().target_modules({"q_proj"})), Contains("match none"));
-  CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().quantize("int4")), Contains("expected none, nf4, fp4 or int8"));
+  CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().quantize("int3")), Contains("expected none, nf4, fp4, int4 or int8"));
+  CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().quantize("int4").nested(true)),
+                    Contains("nested: expected false with int4"));
   CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().adapter(AdapterOptions().rank(0))),
                     Contains("rank: expected at least 1, received 0"));
   CHECK_THROWS_WITH(shoestring::lora::merge(*net), Contains("expected one with adapters"));

@@ -114,9 +114,9 @@ TEST_CASE("load_model quantises what arrives, and save_model keeps it", "[model_
   const Folder folder, saved;
   const TensorDict dict = tensors(false);
   shoestring::save_safetensors(folder / "model.safetensors", dict);
-  for (const char* type : {"nf4", "fp4", "int8"}) {
+  for (const char* type : {"nf4", "fp4", "int4", "int8"}) {
     for (bool nested : {false, true}) {
-      if (nested && std::string(type) == "int8") continue;
+      if (nested && type[0] == 'i') continue;
       CAPTURE(type, nested);
       Net net(false);
       shoestring::load_model(*net, folder.path, LoadOptions().quantize(type).nested(nested).skip({"head"}).dtype(at::kBFloat16));
@@ -218,7 +218,8 @@ TEST_CASE("load_model refuses what does not fit and leaves the module as it was"
   TensorDict dtype = tensors(false);
   dtype["steps"] = torch::ones({});
   expect(received(dtype), "\"steps\": expected shape [] of Long, received [] of Float");
-  expect(received(tensors(false), LoadOptions().quantize("nf5")), "quantize: expected none, nf4, fp4 or int8, received 'nf5'");
+  expect(received(tensors(false), LoadOptions().quantize("nf5")), "quantize: expected none, nf4, fp4, int4 or int8, received 'nf5'");
+  expect(received(tensors(false), LoadOptions().quantize("int4").nested(true)), "nested: expected false with int4");
   expect(received(tensors(false), LoadOptions().quantize("nf4").block_size(60)), "block_size: expected a power of two");
   expect(received(tensors(false), LoadOptions().dtype(at::kInt)), "dtype: expected a floating-point type");
   expect(received(tensors(false), LoadOptions().quantize("int8").nested(true)), "nested: expected the defaults with int8");

@@ -57,6 +57,35 @@ TEST_CASE("dequantize_4bit agrees between capabilities, dtypes and forms", "[qua
   shoestring::set_cpu_capability(before);
 }
 
+TEST_CASE("int4 is fitted alike by every capability, and better than NF4", "[quantize_4bit]") {
+  const std::string before = shoestring::cpu_capability();
+  const auto int4 = QuantizeOptions().quant_type("int4");
+  at::manual_seed(7);
+  const Tensor x = at::randn({64 * 300 + 5});
+  shoestring::set_cpu_capability("plain");
+  const auto [packed, absmax] = shoestring::quantize_4bit(x, int4);
+  REQUIRE(absmax.scalar_type() == at::kInt);
+  const Tensor exact = shoestring::dequantize_4bit(packed, absmax, x.sizes(), at::kFloat, std::nullopt, int4);
+  const auto [codes, scales] = shoestring::quantize_4bit(x);
+  const Tensor nf4 = shoestring::dequantize_4bit(codes, scales, x.sizes(), at::kFloat);
+  CHECK((exact - x).square().mean().item<double>() < 0.84 * (nf4 - x).square().mean().item<double>());
+  for (const char* capability : {"avx2", "avx512"}) {
+    if (!shoestring::set_cpu_capability(capability)) continue;
+    CAPTURE(capability);
+    const auto [again, other] = shoestring::quantize_4bit(x, int4);
+    CHECK(at::equal(again, packed));
+    CHECK(at::equal(other, absmax));
+    for (auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+      CHECK(at::equal(shoestring::dequantize_4bit(packed, absmax, x.sizes(), dtype, std::nullopt, int4), exact.to(dtype)));
+    }
+  }
+  shoestring::set_cpu_capability(before);
+  // The value is (code - 8) * scale + offset: 0.5 and -1, bf16, here.
+  const Tensor halves = at::tensor({static_cast<int32_t>(0xbf803f00)}, at::kInt), bytes = at::tensor({0x08, 0xf0}, at::kByte);
+  const Tensor y = shoestring::dequantize_4bit(bytes, halves, {3}, at::kFloat, std::nullopt, int4);
+  CHECK(at::equal(y, at::tensor({-5.f, -1.f, 2.5f})));
+}
+
 TEST_CASE("4-bit operators refuse what does not fit", "[quantize_4bit]") {
   using Catch::Matchers::Contains;
   CHECK_THROWS_WITH(shoestring::quantize_4bit(at::ones({4}), QuantizeOptions().block_size(48)),

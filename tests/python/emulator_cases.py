@@ -62,7 +62,8 @@ def quantize_state_4bit_codes(device: str) -> Results:
 def quantize_4bit(device: str) -> Results:
     found: Results = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for kind, block, size in (("nf4", 64, 4096), ("fp4", 64, 1000), ("nf4", 32, 777), ("nf4", 4096, 9000)):
+        for kind, block, size in (("nf4", 64, 4096), ("fp4", 64, 1000), ("nf4", 32, 777), ("nf4", 4096, 9000),
+                                  ("int4", 64, 4096), ("int4", 32, 777), ("int4", 4096, 9000)):
             x = uniform(size, seed=size).to(device, dtype)
             packed, absmax = OPERATORS.quantize_4bit(x, quant_type=kind, block_size=block)
             name = f"{kind} {block} {size} {str(dtype)[6:]}"

@@ -61,18 +61,19 @@ def test_twins_learn_the_same(model: Path, data: dict[str, Path], tmp_path: Path
     }
 
 
-def test_int8_learns_as_full_weights_do(
-    model: Path, data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("kind", "close"), [("int8", 0.02), ("int4", 0.1)])
+def test_integers_learn_as_full_weights_do(
+    model: Path, data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, close: float
 ) -> None:
-    for quantize in ("int8", "none"):
+    for quantize in (kind, "none"):
         options = ["--quantize", quantize, "--optimizer-state", "fp32"]
         succeed(*command(model, data["completion"], tmp_path / quantize, *options))
-    for a, b in zip(losses(tmp_path / "int8"), losses(tmp_path / "none"), strict=True):
-        assert a[0] == pytest.approx(b[0], rel=0.02)
-    for part in json.loads((tmp_path / "int8" / "summary.json").read_text())["memory"]:
+    for a, b in zip(losses(tmp_path / kind), losses(tmp_path / "none"), strict=True):
+        assert a[0] == pytest.approx(b[0], rel=close)
+    for part in json.loads((tmp_path / kind / "summary.json").read_text())["memory"]:
         if part["name"] == "weights":
             assert part["measured"] == pytest.approx(part["expected"], rel=0.001)
-    line = refuse(capsys, *command(model, data["text"], tmp_path / "plain", "--quantize", "int8", "--plain"))
+    line = refuse(capsys, *command(model, data["text"], tmp_path / "plain", "--quantize", kind, "--plain"))
     assert "quantize" in line and "nf4 | none with --plain" in line
 
 

@@ -142,7 +142,7 @@ def test_recomputed_layers_train_the_same(program: Path, models: dict[str, Path]
 
 def test_bf16_and_other_weights(program: Path, models: dict[str, Path], data: Path, tmp_path: Path) -> None:
     expected = loss(LlamaForCausalLM.from_pretrained(models["plain"], dtype=torch.float32))
-    for options in (["--quantize", "none"], ["--quantize", "int8"], ["--quantize", "fp4", "--block-size", "32", "--no-nested"]):
+    for options in (["--quantize", "none"], ["--quantize", "int8"], ["--quantize", "int4"], ["--quantize", "fp4", "--block-size", "32", "--no-nested"]):
         out = tmp_path / options[1]
         done = finetune(program, models["plain"], data, out, "--steps", "3", *options)
         figures, _, _ = results(done, out)
@@ -245,7 +245,7 @@ def refused(done: subprocess.CompletedProcess[str], part: str) -> None:
     [
         (["--size", "1"], "'--size' is no option"),
         (["--rank", "0"], "--rank: expected a whole number, at least 1, received '0'"),
-        (["--quantize", "nf5"], "--quantize: expected one of nf4, fp4, int8, none, received 'nf5'"),
+        (["--quantize", "nf5"], "--quantize: expected one of nf4, fp4, int4, int8, none, received 'nf5'"),
         (["--block-size", "48"], "block_size: expected a power of two"),
         (["--dtype", "fp8"], "--dtype: expected one of bf16, fp32, received 'fp8'"),
         (["--targets", "w1"], "target_modules: expected names of shoestring::nn::Linear layers"),

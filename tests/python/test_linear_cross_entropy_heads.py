@@ -33,7 +33,7 @@ def as_double(leaves: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("options", [{}, {"reduction": "none", "softcap": 3.0}, {"logit_scale": 0.5}], ids=str)
-@pytest.mark.parametrize("quant_type", [None, "nf4", "fp4", "int8"])
+@pytest.mark.parametrize("quant_type", [None, "nf4", "fp4", "int4", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_adapted_and_quantised_heads(dtype: torch.dtype, quant_type: str | None, options: dict[str, Any]) -> None:
     hidden, weight, bias, target = make(TOKENS, FEATURES, VOCAB, dtype)

@@ -21,6 +21,7 @@ CASES: list[tuple[str | None, str | None, dict[str, Any]]] = [
     (None, "int8", {"divergence": "reverse_kl", "reduction": "none"}),
     ("fp4", "nf4", {"divergence": "jsd", "beta": 0.3}),
     ("int8", "fp4", {}),
+    ("int4", "int4", {}),
 ]
 
 

@@ -50,7 +50,13 @@ def states(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    "options", [{"quant_type": "nf4", "nested": True}, {"quant_type": "fp4", "block_size": 128}, {"quant_type": "int8"}]
+    "options",
+    [
+        {"quant_type": "nf4", "nested": True},
+        {"quant_type": "fp4", "block_size": 128},
+        {"quant_type": "int4"},
+        {"quant_type": "int8"},
+    ],
 )
 def test_it_is_the_loaded_model_quantised(tmp_path: Path, tied: bool, dtype: torch.dtype, options: dict) -> None:
     folder = write_model(tmp_path, tie_word_embeddings=tied, attention_bias=True)
@@ -145,7 +151,8 @@ def configure(**fields: Any) -> Callable[[Path], None]:
         (change(lambda t: t.update({"model.norm.weight": torch.ones(3)})), {}, r"\[3\] in the weights, .* \[128\]"),
         (configure(vocab_size=91), {}, r"\[90, 128\] in the weights, but config.json asks for \[91, 128\]"),
         (configure(quantization_config={"quant_method": "gptq"}), {}, "expected quant_method 'bitsandbytes', received 'gptq'"),
-        (configure(), {"quant_type": "nf5"}, "quant_type: expected None, 'nf4', 'fp4' or 'int8', received 'nf5'"),
+        (configure(), {"quant_type": "nf5"}, "quant_type: expected None, 'nf4', 'fp4', 'int4' or 'int8', received 'nf5'"),
+        (configure(), {"quant_type": "int4", "nested": True}, "nested: expected False with quant_type 'int4'"),
         (configure(), {"quant_type": "int8", "nested": True}, "expected None and False with quant_type 'int8'"),
         (configure(), {"block_size": 65}, "block_size: expected one of"),
         (configure(), {"dtype": torch.float64}, "dtype: expected fp32, bf16 or fp16, received torch.float64"),

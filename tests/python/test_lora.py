@@ -88,7 +88,7 @@ def test_minimal_old_file(tmp_path: Path) -> None:
     assert torch.equal(logits(shoestring.lora.load_adapter(llama(), tmp_path)), logits(ours))
 
 
-@pytest.mark.parametrize("quantize", [None, "nf4", "int8"])
+@pytest.mark.parametrize("quantize", [None, "nf4", "int4", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_merge_is_exact_and_unmerge_restores_every_byte(quantize: str | None, dtype: torch.dtype) -> None:
     model = randomise(shoestring.lora.apply(llama(dtype=dtype), rank=4, quantize=quantize))
@@ -136,7 +136,7 @@ def test_qlora_trains_and_resumes() -> None:
     assert torch.equal(logits(twin), logits(model))
 
 
-@pytest.mark.parametrize("quantize", [None, "nf4", "int8"])
+@pytest.mark.parametrize("quantize", [None, "nf4", "int4", "int8"])
 def test_compiles_whole(quantize: str | None) -> None:
     model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 8, bias=False))
     randomise(shoestring.lora.apply(model, rank=4, quantize=quantize, target_modules=["0", "2"]))
@@ -195,7 +195,8 @@ def test_errors(tmp_path: Path) -> None:
     for options, message in [
         ({"rank": 0}, "rank: expected an integer of at least 1, received 0"),
         ({"alpha": float("nan")}, "alpha: expected a finite number"),
-        ({"quantize": "int3"}, "quantize: expected None, 'nf4', 'fp4' or 'int8', received 'int3'"),
+        ({"quantize": "int3"}, "quantize: expected None, 'nf4', 'fp4', 'int4' or 'int8', received 'int3'"),
+        ({"quantize": "int4", "nested": True}, "nested: expected False with quantize 'int4', whose scales are bf16"),
         ({"quantize": "int8", "block_size": 64}, "block_size and nested: expected None and False with quantize 'int8'"),
         ({"quantize": "int8", "nested": True}, "block_size and nested: expected None and False with quantize 'int8'"),
         ({"quantize": "nf4", "block_size": 48}, "block_size: expected one of .* received 48"),

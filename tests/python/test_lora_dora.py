@@ -65,7 +65,7 @@ def test_files_go_to_peft_and_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.device
-@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+@pytest.mark.parametrize("quantize", ["nf4", "int4", "int8"])
 def test_over_quantised_bases(quantize: str) -> None:
     model = layer(torch.float32, quantize=quantize)
     x = torch.randn(3, 64)

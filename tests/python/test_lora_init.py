@@ -84,7 +84,7 @@ def test_the_base_is_what_it_was_when_the_adapter_is_not_in_use() -> None:
     assert type(model[0]) is nn.Linear
 
 
-@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+@pytest.mark.parametrize("quantize", ["nf4", "int4", "int8"])
 @pytest.mark.parametrize("init", ["pissa", "olora", "loftq"])
 def test_over_quantised_bases(init: str, quantize: str) -> None:
     """The rest is quantised: adapter and base together are nearer to the weight than the quantised weight is."""

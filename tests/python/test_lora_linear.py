@@ -52,15 +52,16 @@ def split(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, obje
 def base_weight(base: str, weight: Tensor) -> Tensor:
     if base == "int8":
         return shoestring.quantize_int8(weight)
-    return weight if base == "dense" else shoestring.quantize_4bit(weight, nested=base == "nested", block_size=32)
+    quant_type = "int4" if base == "int4" else "nf4"
+    return weight if base == "dense" else shoestring.quantize_4bit(weight, quant_type, nested=base == "nested", block_size=32)
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("base", ["dense", "nf4", "nested", "int8"])
+@pytest.mark.parametrize("base", ["dense", "nf4", "nested", "int4", "int8"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int, int], base: str, case: str) -> None:
     """Output and all gradients are no further from fp64 than eager PyTorch's."""
-    if case not in ("plain", "all") and (base == "nested" or shape != SHAPES[2]):
+    if case not in ("plain", "all") and (base in ("nested", "int4") or shape != SHAPES[2]):
         pytest.skip("each case over one shape, and none or all of them over every shape, are enough")
     if capability == "simt" and shape[1] > 1000:
         shape = (*shape[:2], 70, shape[3])  # 600,000 elements are slow there
@@ -187,7 +188,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.shoestring.lora_linear_group.default, group)
 
 
-@pytest.mark.parametrize("base", ["dense", "nf4", "nested", "int8"])
+@pytest.mark.parametrize("base", ["dense", "nf4", "nested", "int4", "int8"])
 @pytest.mark.parametrize("shape", [(1, 64, 4), (7, 5, 2), (300, 5000, 16)], ids=str)  # the last has several panels
 def test_weight_norm(capability: str, base: str, shape: tuple[int, int, int]) -> None:
     rows, columns, rank = (40, 600, 16) if capability == "simt" and shape[0] > 100 else shape

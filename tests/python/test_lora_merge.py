@@ -14,7 +14,7 @@ def held(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("requantize", [False, True])
-@pytest.mark.parametrize("quantize", [None, "nf4", "int8"])
+@pytest.mark.parametrize("quantize", [None, "nf4", "int4", "int8"])
 def test_a_thousand_cycles_leave_every_byte(quantize: str | None, requantize: bool) -> None:
     options = {"rank": 2, "target_modules": ["0"], "lora_bias": True}
     model = randomise(lora.apply(nn.Sequential(nn.Linear(64, 8)), quantize=quantize, **options))
@@ -33,7 +33,7 @@ def test_a_thousand_cycles_leave_every_byte(quantize: str | None, requantize: bo
     assert torch.equal(model(x), expected)
 
 
-@pytest.mark.parametrize(("quantize", "nested"), [("nf4", False), ("nf4", True), ("fp4", False), ("int8", False)])
+@pytest.mark.parametrize(("quantize", "nested"), [("nf4", False), ("nf4", True), ("fp4", False), ("int4", False), ("int8", False)])
 def test_requantising_tells_its_error(quantize: str, nested: bool) -> None:
     model = randomise(lora.apply(llama(), rank=4, quantize=quantize, nested=nested))
     layers = {n: m for n, m in model.named_modules() if isinstance(m, lora.LoraLinear)}

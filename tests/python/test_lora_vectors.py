@@ -43,7 +43,7 @@ def test_starts_as_peft_and_files_agree(options: lora.IA3Options | lora.VeraOpti
 
 
 @pytest.mark.parametrize("options", [IA3, VERA], ids=["ia3", "vera"])
-@pytest.mark.parametrize("quantize", [None, "nf4", "int8"])
+@pytest.mark.parametrize("quantize", [None, "nf4", "int4", "int8"])
 def test_merges_copies_and_resumes(options: lora.IA3Options | lora.VeraOptions, quantize: str | None) -> None:
     model = randomise(lora.apply(biased(), options, quantize=quantize))
     expected = logits(model)

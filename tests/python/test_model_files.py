@@ -22,6 +22,7 @@ FORMS: list[dict[str, Any]] = [
     {"quant_type": "nf4", "nested": True},
     {"quant_type": "fp4", "block_size": 32},
     {"quant_type": "fp4", "block_size": 128, "nested": True},
+    {"quant_type": "int4"},
     {"quant_type": "int8"},
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

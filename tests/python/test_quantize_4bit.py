@@ -318,8 +318,8 @@ def test_errors() -> None:
     ops = torch.ops.shoestring
     with pytest.raises(RuntimeError, match="quantize_4bit: x: expected fp32, bf16 or fp16, received Double"):
         shoestring.quantize_4bit(torch.randn(4, dtype=torch.float64))
-    with pytest.raises(RuntimeError, match="quant_type: expected 'nf4' or 'fp4', received 'int4'"):
-        shoestring.quantize_4bit(torch.randn(4), "int4")
+    with pytest.raises(RuntimeError, match="quant_type: expected 'nf4', 'fp4' or 'int4', received 'int5'"):
+        shoestring.quantize_4bit(torch.randn(4), "int5")
     for block in (16, 48, 8192):
         with pytest.raises(RuntimeError, match="block_size: expected a power of two from 32 to 4096, received"):
             shoestring.quantize_4bit(torch.randn(4), block_size=block)

@@ -273,7 +273,7 @@ def test_errors() -> None:
         shoestring.dequantize_int8(shoestring.quantize_4bit(torch.randn(4)))
     with pytest.raises(TypeError, match="dequantize_4bit: q: expected 4 bits, received int8"):
         shoestring.dequantize_4bit(q)
-    with pytest.raises(RuntimeError, match="quant_type: expected 'nf4' or 'fp4', received 'int8'"):
+    with pytest.raises(RuntimeError, match="quant_type: expected 'nf4', 'fp4' or 'int4', received 'int8'"):
         ops.dequantize_4bit(q.packed, q.absmax, shape=(4, 64), dtype=torch.float32, quant_type="int8")
     x = torch.randn(4, 64, requires_grad=True)
     with pytest.raises(RuntimeError, match="not implemented"):

@@ -13,11 +13,13 @@ pytestmark = pytest.mark.device
 
 # (tokens, in, out): one token; less than a register; rows that straddle blocks; more rows than the 256 of a panel (4 MiB).
 SHAPES = [(1, 64, 32), (3, 5, 7), (33, 100, 70), (20, 4096, 600)]
-KINDS = ["nf4", "nested", "int8"]
+KINDS = ["nf4", "nested", "int4", "int8"]
 
 
 def quantized(weight: Tensor, kind: str) -> shoestring.QuantizedTensor:
-    return shoestring.quantize_int8(weight) if kind == "int8" else shoestring.quantize_4bit(weight, nested=kind == "nested")
+    if kind == "int8":
+        return shoestring.quantize_int8(weight)
+    return shoestring.quantize_4bit(weight, "int4" if kind == "int4" else "nf4", nested=kind == "nested")
 
 
 def parts(q: shoestring.QuantizedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -92,7 +94,7 @@ def test_several_panels_in_bf16(backend: str) -> None:
         assert relative_error(ours, exact) <= 1.1 * relative_error(eager, exact)
 
 
-@pytest.mark.parametrize("kind", ["nf4", "nested", "fp4", "int8", "straddling"])
+@pytest.mark.parametrize("kind", ["nf4", "nested", "fp4", "int4", "int8", "straddling"])
 def test_few_tokens(capability: str, kind: str) -> None:
     """Each number of tokens that the weight's codes are multiplied for as they lie, and one more."""
     columns = {"int8": 77, "straddling": 100}.get(kind, 192)  # rows that are no whole vectors; that share a block
@@ -100,8 +102,8 @@ def test_few_tokens(capability: str, kind: str) -> None:
     if kind == "int8":
         weight = shoestring.quantize_int8(dense)
     else:
-        options = {"nested": {"nested": True}, "fp4": {"quant_type": "fp4", "block_size": 32}}.get(kind, {})
-        weight = shoestring.quantize_4bit(dense, **options)
+        kinds = {"nested": {"nested": True}, "fp4": {"quant_type": "fp4", "block_size": 32}, "int4": {"quant_type": "int4"}}
+        weight = shoestring.quantize_4bit(dense, **kinds.get(kind, {}))
     exact = weight.dequantize().double()
     bias = torch.randn(37)
     for tokens in (*range(1, 10), 16, 17):
@@ -131,7 +133,7 @@ def test_opcheck() -> None:
         torch.library.opcheck(op, (x.detach(), *parts(weight)), options)
 
 
-@pytest.mark.parametrize("quant_type", ["nf4", "int8"])
+@pytest.mark.parametrize("quant_type", ["nf4", "int4", "int8"])
 def test_compile(quant_type: str) -> None:
     layer = QuantizedLinear(64, 6, quant_type=quant_type)
     compiled = torch.compile(lambda x: layer(torch.tanh(x)) * 2, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -280,8 +282,8 @@ def test_errors() -> None:
         op(x, int8.packed, int8.absmax, block_size=0, **options)
     with pytest.raises(RuntimeError, match="nested: expected none with quant_type 'int8'"):
         op(x, int8.packed, int8.absmax, scales, **options)
-    with pytest.raises(RuntimeError, match="quant_type: expected 'nf4', 'fp4' or 'int8', received 'int4'"):
-        op(x, int8.packed, int8.absmax, out_features=6, quant_type="int4")
+    with pytest.raises(RuntimeError, match="quant_type: expected 'nf4', 'fp4', 'int4' or 'int8', received 'int5'"):
+        op(x, int8.packed, int8.absmax, out_features=6, quant_type="int5")
     for change in ({"block_size": 64}, {"nested": True}):
         with pytest.raises(ValueError, match="QuantizedLinear: block_size and nested: expected None and False with"):
             QuantizedLinear(64, 6, quant_type="int8", **change)

@@ -19,6 +19,7 @@ KINDS = [
     {"quantize": "nf4"},
     {"quantize": "nf4", "nested": True, "block_size": 32},
     {"quantize": "fp4", "block_size": 128},
+    {"quantize": "int4"},
     {"quantize": "int8"},
 ]
 

@@ -14,7 +14,7 @@ struct LoraOptions {
   TORCH_ARG(nn::AdapterOptions, adapter) = {};
   /// Names of layers, or what names end with after a dot (PEFT's rule). Empty: every shoestring::nn::Linear.
   TORCH_ARG(std::vector<std::string>, target_modules) = {};
-  /// "none", "nf4", "fp4" or "int8": every shoestring::nn::Linear, with an adapter or without, gets such a weight.
+  /// "none", "nf4", "fp4", "int4" or "int8": every shoestring::nn::Linear, with an adapter or without, gets such a weight.
   TORCH_ARG(std::string, quantize) = "none";
   /// Of 4-bit weights.
   TORCH_ARG(int64_t, block_size) = 64;

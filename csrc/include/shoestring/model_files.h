@@ -17,7 +17,7 @@ namespace shoestring {
 SHOESTRING_API at::Tensor placeholder(at::IntArrayRef shape, at::ScalarType dtype = at::kFloat);
 
 struct LoadOptions {
-  /// "none", "nf4", "fp4" or "int8": what the weights of shoestring::nn::Linear layers become on arrival. Weights that
+  /// "none", "nf4", "fp4", "int4" or "int8": what the weights of shoestring::nn::Linear layers become on arrival. Weights that
   /// are quantised in the file, by bitsandbytes' keys, are taken as they are.
   TORCH_ARG(std::string, quantize) = "none";
   /// Of 4-bit weights.

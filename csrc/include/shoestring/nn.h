@@ -21,9 +21,9 @@ struct QuantizedLinearOptions {
   TORCH_ARG(int64_t, in_features);
   TORCH_ARG(int64_t, out_features);
   TORCH_ARG(bool, bias) = true;
-  /// quant_type "nf4", "fp4" or "int8", whose block_size becomes in_features.
+  /// quant_type "nf4", "fp4", "int4" or "int8", whose block_size becomes in_features.
   TORCH_ARG(QuantizeOptions, quantize) = {};
-  /// Of 4 bits: 8-bit scales (double quantisation).
+  /// Of "nf4" and "fp4": 8-bit scales (double quantisation).
   TORCH_ARG(bool, nested) = false;
 };
 
@@ -56,7 +56,7 @@ class SHOESTRING_API QuantizedLinearImpl : public torch::nn::Cloneable<Quantized
 
   QuantizedLinearOptions options;
   at::Tensor packed;  // uint8; int8
-  at::Tensor absmax;  // fp32, or uint8 codes where the scales are nested
+  at::Tensor absmax;  // fp32, or uint8 codes where the scales are nested, or int4's int32
   at::Tensor nested;  // undefined, or fp32: see quantize_absmax
   at::Tensor bias;    // undefined without bias
   at::ScalarType dtype = at::kFloat;  // of the dense weight that it was

@@ -201,14 +201,15 @@ SHOESTRING_API AttentionResult attention_with_lse(const at::Tensor& q, const at:
 SHOESTRING_API at::Tensor pack_sequences(const at::Tensor& lengths, int64_t capacity);
 
 struct QuantizeOptions {
-  /// "nf4" (normal float, QLoRA) or "fp4"; where a weight is read, or a layer quantised, also "int8".
+  /// "nf4" (normal float, QLoRA), "fp4" or "int4" (a fitted scale and offset, after HQQ); where a weight is read, or a layer quantised, also "int8".
   TORCH_ARG(std::string, quant_type) = "nf4";
   /// Elements that share a scale: a power of two from 32 to 4096. Where an int8 weight is read, the length of its rows.
   TORCH_ARG(int64_t, block_size) = 64;
 };
 
 /// 4 bits an element, in blocks along x's flattened elements: packed uint8 ((numel + 1) / 2), the even element in the
-/// upper bits, and absmax fp32 (blocks). x: fp32, bf16 or fp16. The bytes are bitsandbytes'.
+/// upper bits, and absmax fp32 (blocks). x: fp32, bf16 or fp16. The bytes are bitsandbytes'. Of "int4" absmax is int32, a
+/// bf16 scale in the lower and a bf16 offset in the upper half: the value is (code - 8) * scale + offset.
 SHOESTRING_API std::tuple<at::Tensor, at::Tensor> quantize_4bit(const at::Tensor& x,
                                                                 const QuantizeOptions& options = {});
 

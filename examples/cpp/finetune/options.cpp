@@ -10,7 +10,7 @@ const Flag<Options> kFlags[] = {
     {"model", &Options::model, 0, true, "Hugging Face directory of a Llama: config.json and safetensors"},
     {"data", &Options::data, 0, true, "token file that `shoestring tokenize` wrote, with the model's vocabulary"},
     {"out", &Options::out, 0, false, "folder for the adapter, in PEFT's format"},
-    {"quantize", &Options::quantize, 0, true, "nf4, fp4, int8 or none: weights of linear layers"},
+    {"quantize", &Options::quantize, 0, true, "nf4, fp4, int4, int8 or none: weights of linear layers"},
     {"block-size", &Options::block_size, 32, true, "of 4 bits: weights that share a scale"},
     {"no-nested", &Options::no_nested, 0, true, "of 4 bits: scales in fp32, not in 8 bits"},
     {"dtype", &Options::dtype, 0, true, "bf16 or fp32: activations, and what is not quantised"},
@@ -47,7 +47,7 @@ void check(const Options& o) {
   require(!o.model.empty(), "--model: missing; give the Hugging Face directory of a Llama");
   require(!o.data.empty(), "--data: missing; give the token file that `shoestring tokenize` wrote");
   require(!o.out.empty() || o.steps == 0, "--out: missing; give a folder for the adapter");
-  one_of("quantize", o.quantize, {"nf4", "fp4", "int8", "none"});
+  one_of("quantize", o.quantize, {"nf4", "fp4", "int4", "int8", "none"});
   one_of("dtype", o.dtype, {"bf16", "fp32"});
 }
 

@@ -98,7 +98,7 @@ def finetune(
     model: Annotated[str, typer.Option(help="Hugging Face model directory, or an id of the Hub.")],
     glob: Glob = "*",
     full: Annotated[bool, typer.Option("--full", help="Train all weights instead of an adapter.")] = False,
-    quantize: Annotated[str, typer.Option(help="nf4 (QLoRA), int8 or none (LoRA): how the frozen weights are kept.")] = "nf4",
+    quantize: Annotated[str, typer.Option(help="nf4 (QLoRA), int4, int8 or none (LoRA): how frozen weights are kept.")] = "nf4",
     rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 16,
     alpha: Annotated[float, typer.Option(help="Adapters are scaled by alpha / rank.")] = 32.0,
     target_modules: Annotated[str, typer.Option(help="all-linear, or names separated by commas.")] = "all-linear",

@@ -19,7 +19,7 @@ from shoestring.lora.trained_copy import TrainedCopy, wrap
 from shoestring.lora.vera import share
 from shoestring.lora.virtual_tokens import attach_tokens, start
 from shoestring.nn.quantized_linear import QuantizedLinear, quantize_weight
-from shoestring.ops.quantize_4bit import BLOCK_SIZES, CODES
+from shoestring.ops.quantize_4bit import BLOCK_SIZES, TYPES
 from shoestring.quantized_tensor import QuantizedTensor, quantize_parts
 
 
@@ -41,9 +41,9 @@ def apply(
             :class:`PromptOptions`; or a PEFT configuration object for one of these methods: what is not supported is
             refused by name. None: LoRA with ``options``.
         adapter_name: the new adapter is the one in use, alone; :func:`set_adapter` changes that.
-        quantize: None, or "nf4", "fp4" or "int8": every linear layer but the output head and modules_to_save, with an
+        quantize: None, or "nf4", "fp4", "int4" or "int8": every linear layer but the output head and modules_to_save, with an
             adapter or without, gets a weight of 4 bits (QLoRA, arXiv 2305.14314) or int8, one layer after the other.
-        nested: 8-bit scales for the 4-bit weights (double quantisation). Not with "int8".
+        nested: 8-bit scales for the 4-bit weights (double quantisation). Not with "int4" and "int8".
         block_size: 4-bit weights that share a scale: a power of two from 32 to 4096; None is 64. Not with "int8", whose
             rows have a scale each.
         options: those of :class:`LoraOptions`, in place of ``config``: rank, alpha, target_modules, dora, ...
@@ -214,8 +214,10 @@ def _quantizer(
 def _check_quantize(model: nn.Module, quantize: str | None, block_size: int | None, nested: bool) -> None:
     if quantize is None:
         return
-    if quantize not in (*CODES, "int8"):
-        raise ValueError(f"lora.apply: quantize: expected None, 'nf4', 'fp4' or 'int8', received {quantize!r}")
+    if quantize not in (*TYPES, "int8"):
+        raise ValueError(f"lora.apply: quantize: expected None, 'nf4', 'fp4', 'int4' or 'int8', received {quantize!r}")
+    if quantize == "int4" and nested:
+        raise ValueError("lora.apply: nested: expected False with quantize 'int4', whose scales are bf16, received True")
     if quantize == "int8" and (block_size is not None or nested):
         raise ValueError(
             "lora.apply: block_size and nested: expected None and False with quantize 'int8', whose rows have one fp32 "

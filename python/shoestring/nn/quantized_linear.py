@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoestring.ops.quantize_4bit import BLOCK_SIZES, CODES, code_values, quantize_4bit
+from shoestring.ops.quantize_4bit import BLOCK_SIZES, TYPES, code_values, quantize_4bit
 from shoestring.ops.quantize_int8 import quantize_int8
 from shoestring.ops.quantized_linear import quantized_linear
 from shoestring.quantized_tensor import QuantizedTensor
@@ -30,19 +30,20 @@ class QuantizedLinear(KeyedLinear):
     A new layer is initialised as ``nn.Linear`` is and then quantised. ``state_dict`` has bitsandbytes' keys, and both
     these and a dense ``weight`` load: of 4 bits ``weight`` uint8 [n / 2, 1], ``weight.absmax``, ``weight.quant_map``,
     ``weight.quant_state.bitsandbytes__nf4`` and those of nested scales; of int8 ``weight`` int8, ``SCB`` and
-    ``weight_format``, 0.
+    ``weight_format``, 0. bitsandbytes has no int4: its keys are as those of 4 bits, with int32 ``weight.absmax`` and
+    ``weight.quant_state.shoestring__int4``.
 
     Args:
         in_features, out_features, bias, device, dtype: as for ``nn.Linear``.
-        quant_type: "nf4", "fp4" or "int8".
+        quant_type: "nf4", "fp4", "int4" or "int8".
         block_size: of 4 bits: elements that share a scale, a power of two from 32 to 4096; None is 64. An int8 weight has
             a scale a row.
-        nested: of 4 bits: 8-bit scales (double quantisation).
+        nested: of "nf4" and "fp4": 8-bit scales (double quantisation).
         compute_dtype: dtype that the input is converted to; the output comes back in the input's. None: the input's.
             On a CPU without bf16 units products are fp32 in any case.
 
     Raises:
-        ValueError: block_size or nested with "int8".
+        ValueError: block_size with "int8", nested with that or "int4".
     """
 
     weight: QuantizedTensor  # type: ignore[assignment]
@@ -138,7 +139,12 @@ def save_quantized(module: nn.Linear, destination: dict[str, Any], prefix: str) 
         destination[key + ".nested_quant_map"] = q.nested[1:257].detach().clone()
         state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": q.nested[0].item()}
     text = json.dumps(state).encode()
-    destination[f"{key}.quant_state.bitsandbytes__{q.quant_type}"] = torch.tensor(list(text), dtype=torch.uint8)
+    destination[key + _state_name(q.quant_type)] = torch.tensor(list(text), dtype=torch.uint8)
+
+
+def _state_name(quant_type: str) -> str:
+    owner = "shoestring" if quant_type == "int4" else "bitsandbytes"
+    return f".quant_state.{owner}__{quant_type}"
 
 
 def load_quantized(module: nn.Linear, state_dict: dict[str, Any], prefix: str) -> None:
@@ -170,7 +176,7 @@ def read_quantized(
         ValueError: parts that are missing or do not fit.
     """
     key = prefix + "weight"
-    found = [name for name in state_dict if name.startswith(key + ".quant_state.bitsandbytes__")]
+    found = [name for name in state_dict if name.startswith((key + ".quant_state.bitsandbytes__", key + _state_name("int4")))]
     try:
         if prefix + "SCB" in state_dict:
             return _int8_of(state_dict, prefix, shape, dtype)
@@ -200,9 +206,9 @@ def _4bit_of(state_dict: dict[str, Any], key: str, state_key: str, shape: tuple[
     except ValueError as error:
         raise ValueError(f"QuantizedLinear: {state_key}: expected bitsandbytes' JSON, received {error}") from None
     quant_type, block_size = state["quant_type"], state["blocksize"]
-    if quant_type not in CODES or block_size not in BLOCK_SIZES:
+    if quant_type not in TYPES or block_size not in BLOCK_SIZES:
         raise ValueError(
-            f"QuantizedLinear: {state_key}: expected {' or '.join(CODES)} in blocks of {BLOCK_SIZES}, received "
+            f"QuantizedLinear: {state_key}: expected {' or '.join(TYPES)} in blocks of {BLOCK_SIZES}, received "
             f"{quant_type!r} in blocks of {block_size!r}"
         )
     packed, absmax = state_dict[key].view(torch.uint8).flatten(), state_dict.pop(key + ".absmax").flatten()
@@ -217,6 +223,8 @@ def _4bit_of(state_dict: dict[str, Any], key: str, state_key: str, shape: tuple[
             f"QuantizedLinear: {key}: expected {(count + 1) // 2} bytes and {blocks} scales, received {packed.numel()} and "
             f"{absmax.numel()}"
         )
+    if quant_type == "int4" and (absmax.dtype != torch.int32 or "nested_offset" in state):
+        raise ValueError(f"QuantizedLinear: {key}.absmax: expected int32 with int4, not nested, received {absmax.dtype}")
     nested = None
     if "nested_offset" in state:
         if state["nested_blocksize"] != 256:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.nn.quantized_linear import QuantizedLinear, frozen, quantize_weight, read_quantized
-from shoestring.ops.quantize_4bit import BLOCK_SIZES, CODES
+from shoestring.ops.quantize_4bit import BLOCK_SIZES, CODES, TYPES
 from shoestring.pretrained.reader import Stored, TensorReader, read_config, stored_tensors
 
 METHOD = "load_quantized"
@@ -42,9 +42,9 @@ def load_quantized(
 
     Args:
         directory: a Hugging Face model directory: config.json, and model.safetensors or its shards with their index.
-        quant_type: "nf4", "fp4" or "int8"; None is "nf4", or what the checkpoint has, which cannot be changed.
+        quant_type: "nf4", "fp4", "int4" or "int8"; None is "nf4", or what the checkpoint has, which cannot be changed.
         block_size: of 4 bits: weights that share a scale, a power of two from 32 to 4096; None is 64.
-        nested: of 4 bits: 8-bit scales (double quantisation), 4.127 in place of 4.5 bits a weight.
+        nested: of "nf4" and "fp4": 8-bit scales (double quantisation), 4.127 in place of 4.5 bits a weight.
         dtype: of the weights that stay dense (embeddings, norms, biases, output head), and the one that quantised
             weights stand for: fp32, bf16 or fp16.
         skip_modules: names of linear layers, or what names end with after a dot, that stay dense, as the output head
@@ -91,8 +91,10 @@ def load_quantized(
 
 
 def _check(quant_type: str | None, block_size: int | None, nested: bool, dtype: torch.dtype) -> None:
-    if quant_type not in (None, *CODES, "int8"):
-        raise ValueError(f"{METHOD}: quant_type: expected None, 'nf4', 'fp4' or 'int8', received {quant_type!r}")
+    if quant_type not in (None, *TYPES, "int8"):
+        raise ValueError(f"{METHOD}: quant_type: expected None, 'nf4', 'fp4', 'int4' or 'int8', received {quant_type!r}")
+    if quant_type == "int4" and nested:
+        raise ValueError(f"{METHOD}: nested: expected False with quant_type 'int4', whose scales are bf16, received True")
     if quant_type == "int8" and (block_size is not None or nested):
         raise ValueError(
             f"{METHOD}: block_size and nested: expected None and False with quant_type 'int8', whose rows have one fp32 "

@@ -25,7 +25,7 @@ def save_quantized(
 
     Args:
         model: a model of transformers with :class:`shoestring.nn.QuantizedLinear` layers, all of 4 bits and one
-            quant_type or all of int8; other layers are saved as they are.
+            quant_type or all of int8; other layers are saved as they are. int4 is not: bitsandbytes cannot read it.
         directory: where to; the tokenizer's files are the caller's, after this.
         max_shard_bytes: tensors of a file; one that is larger has a file of its own.
 
@@ -64,6 +64,10 @@ def _quantization_config(model: Any) -> dict[str, Any]:
     if len(kinds) != 1:
         raise ValueError(
             f"{METHOD}: model: expected QuantizedLinear layers of one quant_type, received {' and '.join(kinds) or 'none'}"
+        )
+    if kinds == ["int4"]:
+        raise ValueError(
+            f"{METHOD}: model: expected nf4, fp4 or int8 layers, received int4, which bitsandbytes has not; save its state_dict"
         )
     dense = [name for name, m in linear.items() if type(m) is nn.Linear]
     config: dict[str, Any] = {

@@ -106,9 +106,9 @@ class FinetuneConfig(LoopConfig):
         super().check()
         _expect(self.rank >= 1, "rank", "at least 1", self.rank)
         _expect(math.isfinite(self.alpha) and self.alpha > 0, "alpha", "a positive number", self.alpha)
-        _expect(self.quantize in (None, "nf4", "int8"), "quantize", "nf4 | int8 | none", self.quantize)
-        # bitsandbytes' int8 layer rounds its input to 8 bits, too: another model, and no twin of ours.
-        _expect(not (self.plain and self.quantize == "int8"), "quantize", "nf4 | none with --plain", self.quantize)
+        _expect(self.quantize in (None, "nf4", "int4", "int8"), "quantize", "nf4 | int4 | int8 | none", self.quantize)
+        # bitsandbytes' int8 layer rounds its input to 8 bits, too: another model, and no twin of ours. It has no int4.
+        _expect(not self.plain or self.quantize in (None, "nf4"), "quantize", "nf4 | none with --plain", self.quantize)
 
 
 @dataclass

@@ -85,7 +85,7 @@ def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
 
 
 def _weights(model: nn.Module) -> tuple[int, int, str]:
-    """Measured bytes, bytes by formula, and the formula. A 4-bit weight takes 0.5 B and 1/64 of its fp32 scale, an int8
+    """Measured bytes, bytes by formula, and the formula. A 4-bit weight takes 0.5 B and 1/64 of its scale's 4 B, an int8
     one 1 B, and each of its rows 4 B."""
     counts: dict[float, int] = {}  # elements by their bytes
     for parameter in model.parameters():

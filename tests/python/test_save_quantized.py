@@ -138,6 +138,9 @@ def test_damaged_codes_are_refused(tmp_path: Path) -> None:
 
 def test_models_that_no_config_describes(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "dense")
+    with pytest.raises(ValueError, match="expected nf4, fp4 or int8 layers, received int4, which bitsandbytes has not"):
+        shoestring.save_quantized(shoestring.load_quantized(folder, quant_type="int4"), tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
     with pytest.raises(ValueError, match="QuantizedLinear layers of one quant_type, received none"):
         shoestring.save_quantized(dense(folder, torch.float32), tmp_path / "saved")
     model = shoestring.load_quantized(folder)

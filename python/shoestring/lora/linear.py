@@ -10,7 +10,7 @@ from shoestring.lora.adapted import AdaptedLayer, wide
 from shoestring.lora.low_rank import LowRankLayer, Part, add, concatenated, draw, low_rank_sum, row_scale
 from shoestring.lora.options import LoraOptions
 from shoestring.nn.quantized_linear import KeyedLinear
-from shoestring.ops.lora_linear import LoraWeight, lora_linear
+from shoestring.ops.lora_linear import LoraWeight, lora_linear, lora_weight_norm
 from shoestring.ops.seeded_dropout import seeded_dropout
 from shoestring.quantized_tensor import QuantizedTensor
 
@@ -71,7 +71,9 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
         through = None if isinstance(self.weight, QuantizedTensor) else self.weight.dtype
         tensors = draw(shapes["lora_A"], shapes["lora_B"], options, through)
         if options.dora:
-            tensors["lora_magnitude_vector"] = self.dense_weight().norm(dim=1)
+            # As forward finds it, so that the first gain is exactly 1; the weight is not written out.
+            empty = [torch.zeros(shape, device=self.weight.device) for shape in ((0, self.in_features), (self.out_features, 0))]
+            tensors["lora_magnitude_vector"] = lora_weight_norm(self.weight, *empty)
         return tensors
 
     def keep_initial(self, name: str) -> None:

@@ -1,6 +1,6 @@
-// For a few tokens the weight's bytes are what a product costs. They are decoded into registers, by a table of the block's
-// 16 values, and multiplied there. The even elements' codes are upper halves of bytes and the odd ones' lower halves, so
-// with x sorted in the same way neither needs to be put in order.
+// For a few tokens the weight's bytes are what a product costs. They are decoded into registers and multiplied there, and a
+// block's scale is applied to its sum (int4: scale and offset to the table of values, a tenth slower). The even elements' codes
+// are upper halves of bytes and the odd ones' lower halves, so with x sorted in the same way neither needs to be put in order.
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's own AVX-512 headers
@@ -47,19 +47,22 @@ struct Table16 {
 };
 #endif
 
-template <int kTokens>
-void multiply_4bit(const Packed& p, int64_t first, int64_t last, int64_t columns, const float* x, float* y,
+template <int kTokens, bool kOffset>
+void multiply_blocks(const Packed& p, int64_t first, int64_t last, int64_t columns, const float* x, float* y,
                    int64_t stride) {
   F32 code[kTableParts], values[kTableParts];
   for (int k = 0; k < kTableParts; ++k) code[k] = load(p.codebook->value + k * kLanes);
+  Table16 table(code);
   const int64_t half = columns / 2, blocks = columns / p.block_size;
   for (int64_t row = first; row < last; ++row) {
     const uint8_t* codes = p.packed + row * half;
     const float *even = x, *odd = x + half;
     F32 total[kTokens] = {};
     for (int64_t block = 0; block < blocks; ++block) {
-      scaled_values(p, code, row * blocks + block, values);
-      const Table16 table(values);
+      if constexpr (kOffset) {
+        scaled_values(p, code, row * blocks + block, values);
+        table = Table16(values);
+      }
       F32 evens[kTokens] = {}, odds[kTokens] = {};
       for (int64_t i = 0; i < p.block_size / 2; i += kLanes) {
         const I32 pair = widen(codes + i);
@@ -70,13 +73,21 @@ void multiply_4bit(const Packed& p, int64_t first, int64_t last, int64_t columns
           odds[t] = fma(lower, load(odd + t * columns + i), odds[t]);
         }
       }
-      for (int t = 0; t < kTokens; ++t) total[t] += evens[t] + odds[t];
+      const F32 scale = splat(kOffset ? 1 : scale_of(p, row * blocks + block));
+      for (int t = 0; t < kTokens; ++t) total[t] = fma(evens[t] + odds[t], scale, total[t]);
       codes += p.block_size / 2;
       even += p.block_size / 2;
       odd += p.block_size / 2;
     }
     for (int t = 0; t < kTokens; ++t) y[t * stride + row] = horizontal_sum(total[t]);
   }
+}
+
+template <int kTokens>
+void multiply_4bit(const Packed& p, int64_t first, int64_t last, int64_t columns, const float* x, float* y,
+                   int64_t stride) {
+  p.offset != nullptr ? multiply_blocks<kTokens, true>(p, first, last, columns, x, y, stride)
+                      : multiply_blocks<kTokens, false>(p, first, last, columns, x, y, stride);
 }
 
 template <int kTokens>

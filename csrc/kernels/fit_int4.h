@@ -10,8 +10,8 @@
 // kept. Mean squared and mean absolute error, as parts of NF4's, in blocks of 64: normal numbers 0.81 and 0.95, with one in
 // 200 six times as large 0.83 and 0.94.
 //
-// Every step rounds alike on all devices: what could fuse is an exact product, in fp32 or in fp64, and sums are those of 16
-// lanes, folded in halves.
+// Every step rounds alike on all devices: products that could fuse with a sum are exact, in fp32 or in fp64, but for code
+// times pull, which is kept apart; and sums are those of 16 lanes, folded in halves.
 
 #include <cstdint>
 

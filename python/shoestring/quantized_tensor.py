@@ -28,8 +28,8 @@ class QuantizedTensor(Tensor):
 
     Attributes:
         packed: uint8, (N, K / 2) or (ceil(numel / 2)); int8 of the tensor's shape, (..., K).
-        absmax: (N, K / block_size) or (ceil(numel / block_size)), (...) for int8; fp32, or uint8 codes where ``nested``
-            is there, or int32 for int4: a bf16 scale in the lower half and a bf16 offset in the upper.
+        absmax: (N, K / block_size) or (ceil(numel / block_size)), (...) for int8; fp32, or uint8 codes where ``nested`` is
+            there, or int32 for int4: a bf16 scale in the lower half and a bf16 offset in the upper.
         nested: None, or fp32 (257 + ceil(blocks / 256)): offset, 256 values by code, a scale for every 256 blocks.
         quant_type: "nf4", "fp4", "int4" or "int8".
         block_size: elements that share a scale; K for int8.
@@ -293,9 +293,6 @@ def quantize_parts(x: Tensor, quant_type: str, block_size: int, nested: bool) ->
     if nested and quant_type == "int4":
         raise ValueError("quantize_4bit: nested: expected False with quant_type 'int4', whose scales are bf16, received True")
     packed, absmax = torch.ops.shoestring.quantize_4bit(x, quant_type=quant_type, block_size=block_size)
-    second = None
-    if nested:
-        absmax, second = torch.ops.shoestring.quantize_absmax(absmax)
-    return QuantizedTensor(
-        packed, absmax, second, shape=x.shape, dtype=x.dtype, quant_type=quant_type, block_size=block_size
-    )
+    absmax, second = torch.ops.shoestring.quantize_absmax(absmax) if nested else (absmax, None)
+    kind = {"quant_type": quant_type, "block_size": block_size}
+    return QuantizedTensor(packed, absmax, second, shape=x.shape, dtype=x.dtype, **kind)

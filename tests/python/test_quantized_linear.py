@@ -99,11 +99,7 @@ def test_few_tokens(capability: str, kind: str) -> None:
     """Each number of tokens that the weight's codes are multiplied for as they lie, and one more."""
     columns = {"int8": 77, "straddling": 100}.get(kind, 192)  # rows that are no whole vectors; that share a block
     dense = torch.randn(37, columns)
-    if kind == "int8":
-        weight = shoestring.quantize_int8(dense)
-    else:
-        kinds = {"nested": {"nested": True}, "fp4": {"quant_type": "fp4", "block_size": 32}, "int4": {"quant_type": "int4"}}
-        weight = shoestring.quantize_4bit(dense, **kinds.get(kind, {}))
+    weight = shoestring.quantize_4bit(dense, "fp4", 32) if kind == "fp4" else quantized(dense, kind)
     exact = weight.dequantize().double()
     bias = torch.randn(37)
     for tokens in (*range(1, 10), 16, 17):

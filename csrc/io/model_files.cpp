@@ -5,7 +5,6 @@
 
 #include <ATen/Functions.h>
 
-#include <shoestring/lora.h>
 #include <shoestring/model_files.h>
 #include <shoestring/nn.h>
 
@@ -14,7 +13,6 @@
 #include "io/safetensors_files.h"
 #include "io/safetensors_format.h"
 #include "lora/names.h"
-#include "ops/packed.h"
 
 namespace shoestring {
 namespace {
@@ -189,17 +187,9 @@ Tensor placeholder(at::IntArrayRef shape, at::ScalarType dtype) {
 }
 
 void load_model(torch::nn::Module& module, const std::string& path, const LoadOptions& options) {
-  const std::string& type = options.quantize();
-  TORCH_CHECK_VALUE(type == "none" || type == "nf4" || type == "fp4" || type == "int4" || type == "int8",
-                    "load_model: quantize: expected none, nf4, fp4, int4 or int8, received '", type, "'");
+  lora::check_quantize("load_model", options.quantize(), options.block_size(), options.nested());
   TORCH_CHECK_VALUE(!options.dtype() || at::isFloatingType(*options.dtype()),
                     "load_model: dtype: expected a floating-point type, received ", *options.dtype());
-  TORCH_CHECK_VALUE(type != "int8" || (options.block_size() == LoadOptions().block_size() && !options.nested()),
-                    "load_model: block_size and nested: expected the defaults with int8, whose rows have one scale each, "
-                    "received ", options.block_size(), " and ", options.nested());
-  TORCH_CHECK_VALUE(type != "int4" || !options.nested(),
-                    "load_model: nested: expected false with int4, whose scales are bf16, received true");
-  if (type != "none" && type != "int8") check_block_size("load_model", options.block_size());
   torch::NoGradGuard no_grad;
   const SafetensorsFiles files(path);
   const Plan plan(module, files, path, options);

@@ -11,13 +11,32 @@ namespace shoestring::lora {
 /// A target is a name, or what a name ends with after a dot.
 bool matches(const std::string& name, const std::vector<std::string>& targets);
 
-/// The shoestring::nn::Linear layers by name, in the order of modules; the module itself has the name "".
-std::vector<std::pair<std::string, nn::LinearImpl*>> linears(const torch::nn::Module& module);
+/// A list that, by this rule, means exactly these modules: last parts of names where these suffice.
+std::vector<std::string> shortest_names(const torch::nn::Module& module, const std::vector<std::string>& chosen);
 
-inline void check_adapter(const char* caller, const nn::AdapterOptions& options) {
-  TORCH_CHECK_VALUE(options.rank() >= 1, caller, ": rank: expected at least 1, received ", options.rank());
-  TORCH_CHECK_VALUE(options.dropout() >= 0 && options.dropout() < 1, caller,
-                    ": dropout: expected a probability in [0, 1), received ", options.dropout());
+/// The modules by name, in their order; the module itself has the name "".
+std::vector<std::pair<std::string, torch::nn::Module*>> modules(const torch::nn::Module& module);
+
+/// Those of one class, or with one interface.
+template <class Layer>
+std::vector<std::pair<std::string, Layer*>> all_of(const torch::nn::Module& module) {
+  std::vector<std::pair<std::string, Layer*>> found;
+  for (const auto& [name, each] : modules(module)) {
+    if (auto* layer = dynamic_cast<Layer*>(each)) found.emplace_back(name, layer);
+  }
+  return found;
 }
+
+/// Those that have adapters now.
+std::vector<std::pair<std::string, nn::AdaptedLayer*>> adapted_layers(const torch::nn::Module& module);
+
+/// Raise ValueError, in the caller's name, for options, names and forms that there are not.
+void check_adapter(const std::string& caller, const nn::AnyAdapterOptions& options);
+void check_name(const std::string& caller, const std::string& adapter_name);
+void check_known(const std::string& caller, const torch::nn::Module& module, const std::vector<std::string>& names);
+void check_quantize(const std::string& caller, const std::string& quantize, int64_t block_size, bool nested);
+
+/// "a, b", or "none".
+std::string listed(const std::vector<std::string>& names);
 
 }  // namespace shoestring::lora

@@ -3,55 +3,15 @@
 #include <fstream>
 #include <sstream>
 
-#include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/serialize.h>
 #include <torch/utils.h>
 
-#include <shoestring/lora.h>
-
 #include "folder.h"
+#include "lora_model.h"
 
-using at::Tensor;
-using shoestring::lora::LoraOptions;
-using shoestring::nn::AdapterOptions;
-using shoestring::nn::Linear;
 using Catch::Matchers::Contains;
-
-namespace {
-
-// Calls its own holders, as a user's module does; the head is left to torch::nn.
-struct NetImpl : torch::nn::Cloneable<NetImpl> {
-  Linear up{nullptr}, down{nullptr};
-  torch::nn::Linear head{nullptr};
-  NetImpl() { reset(); }
-  void reset() override {
-    up = register_module("up_proj", Linear(64, 128));
-    down = register_module("down_proj", Linear(128, 64));
-    head = register_module("head", torch::nn::Linear(64, 5));
-  }
-  Tensor forward(const Tensor& x) { return head(down(at::relu(up(x)))); }
-};
-TORCH_MODULE(Net);
-
-Net make(const LoraOptions& options) {
-  torch::manual_seed(4);
-  Net net;
-  shoestring::lora::apply(*net, options);
-  torch::NoGradGuard no_grad;
-  for (auto& layer : {net->up, net->down}) {
-    if (layer->has_adapter()) layer->lora_B.normal_(0, 0.1);
-    if (layer->lora_magnitude_vector.defined()) layer->lora_magnitude_vector.mul_(1.5);
-  }
-  return net;
-}
-
-LoraOptions options(const char* quantize, bool nested = false, bool dora = false) {
-  return LoraOptions().quantize(quantize).nested(nested).adapter(AdapterOptions().rank(4).alpha(8).dora(dora));
-}
-
-}  // namespace
 
 TEST_CASE("lora::apply adapts layers where they stand, and they train", "[lora]") {
   for (const char* quantize : {"none", "nf4", "fp4", "int4", "int8"}) {
@@ -82,16 +42,16 @@ TEST_CASE("an adapted layer agrees with fp64", "[lora]") {
     Net net = make(options(quantize));
     auto& layer = net->up;
     Tensor base = layer->is_quantized() ? layer->base->dequantize(at::kFloat) : layer->weight;
-    Tensor A = layer->lora_A.detach().to(at::kDouble), B = layer->lora_B.detach().to(at::kDouble);
-    Tensor dense = base.to(at::kDouble) + layer->scaling() * at::matmul(B, A);
+    Tensor A = lora_A(layer).detach().to(at::kDouble), B = lora_B(layer).detach().to(at::kDouble);
+    Tensor dense = base.to(at::kDouble) + layer->adapters["default"]->lora()->scaling() * at::matmul(B, A);
     Tensor x = torch::randn({7, 64}).requires_grad_();
     Tensor y = layer->forward(x), upstream = torch::randn_like(y);
     Tensor exact = at::linear(x.detach().to(at::kDouble), dense, layer->bias.detach().to(at::kDouble));
     CHECK((y.detach() - exact).norm().item<double>() < 1e-6 * exact.norm().item<double>());
-    auto gradients = torch::autograd::grad({y}, {x, layer->lora_A, layer->lora_B}, {upstream});
+    auto gradients = torch::autograd::grad({y}, {x, lora_A(layer), lora_B(layer)}, {upstream});
     Tensor G = upstream.to(at::kDouble), X = x.detach().to(at::kDouble);
-    const std::vector<Tensor> expected{at::matmul(G, dense), layer->scaling() * at::matmul(at::matmul(B.t(), G.t()), X),
-                                       layer->scaling() * at::matmul(G.t(), at::matmul(X, A.t()))};
+    const std::vector<Tensor> expected{at::matmul(G, dense), layer->adapters["default"]->lora()->scaling() * at::matmul(at::matmul(B.t(), G.t()), X),
+                                       layer->adapters["default"]->lora()->scaling() * at::matmul(G.t(), at::matmul(X, A.t()))};
     for (int i = 0; i < 3; ++i) {
       CHECK((gradients[i] - expected[i]).norm().item<double>() < 1e-6 * expected[i].norm().item<double>());
     }
@@ -102,15 +62,16 @@ TEST_CASE("DoRA agrees with autograd in fp64, its norm taken for a constant", "[
   for (const char* quantize : {"none", "nf4", "int8"}) {
     Net net = make(options(quantize, false, /*dora=*/true));
     auto& layer = net->up;
+    const Tensor magnitude = (*layer->adapters["default"])["lora_magnitude_vector"];
     const auto wide = [](const Tensor& t) { return t.detach().to(at::kDouble).requires_grad_(); };
     Tensor base = layer->is_quantized() ? layer->base->dequantize(at::kFloat) : layer->weight;
-    Tensor A = wide(layer->lora_A), B = wide(layer->lora_B), m = wide(layer->lora_magnitude_vector);
+    Tensor A = wide(lora_A(layer)), B = wide(lora_B(layer)), m = wide(magnitude);
     Tensor x = torch::randn({7, 64}).requires_grad_(), X = wide(x);
-    Tensor dense = base.detach().to(at::kDouble) + layer->scaling() * at::matmul(B, A);
+    Tensor dense = base.detach().to(at::kDouble) + layer->adapters["default"]->lora()->scaling() * at::matmul(B, A);
     Tensor exact = at::linear(X, dense) * (m / dense.detach().norm(2, 1)) + layer->bias.detach().to(at::kDouble);
     Tensor y = layer->forward(x), upstream = torch::randn_like(y);
     CHECK((y.detach() - exact.detach()).norm().item<double>() < 1e-6 * exact.norm().item<double>());
-    auto gradients = torch::autograd::grad({y}, {x, layer->lora_A, layer->lora_B, layer->lora_magnitude_vector}, {upstream});
+    auto gradients = torch::autograd::grad({y}, {x, lora_A(layer), lora_B(layer), magnitude}, {upstream});
     auto expected = torch::autograd::grad({exact}, {X, A, B, m}, {upstream.to(at::kDouble)});
     for (int i = 0; i < 4; ++i) {
       CHECK((gradients[i] - expected[i]).norm().item<double>() < 2e-6 * expected[i].norm().item<double>());
@@ -129,8 +90,7 @@ TEST_CASE("layers together give what they give alone", "[lora]") {
         if (!adapted) break;
         if (std::string(quantize) != "none") layer->quantize();
         layer->add_adapter(AdapterOptions().rank(4).dora(layer.ptr() == layers[1].ptr()));
-        torch::NoGradGuard no_grad;
-        layer->lora_B.normal_(0, 0.1);
+        change(*layer->adapters["default"]);
       }
       for (auto& layer : layers) {
         for (auto& parameter : layer->parameters()) {
@@ -154,7 +114,7 @@ TEST_CASE("dropout reaches the adapter alone, and only in training", "[lora]") {
   Net net = make(options("nf4"));
   auto& layer = net->up;
   Tensor x = torch::randn({64, 64}), y = layer->forward(x);
-  layer->adapter->dropout(0.5);
+  std::get<AdapterOptions>(layer->adapters["default"]->options).dropout(0.5);
   layer->eval();
   CHECK(at::equal(layer->forward(x), y));
   layer->train();
@@ -190,7 +150,7 @@ TEST_CASE("merge adds the adapter; unmerge restores every byte", "[lora]") {
 TEST_CASE("merging leaves layers without an adapter alone", "[lora]") {
   Net net = make(options("nf4").target_modules({"up_proj"}));
   Tensor x = torch::randn({7, 64}), y = net->forward(x);
-  shoestring::lora::merge(*net, /*reversible=*/false);
+  shoestring::lora::merge(*net, shoestring::lora::MergeOptions().reversible(false));
   CHECK(net->down->is_quantized());
   CHECK(at::allclose(net->forward(x), y, 1e-5, 1e-5));
   CHECK_THROWS_WITH(shoestring::lora::unmerge(*net), Contains("received one without former weights"));
@@ -230,10 +190,10 @@ TEST_CASE("adapters are written and read in PEFT's format", "[lora]") {
 
   Net all = make(options("none"));
   CHECK_THROWS_WITH(shoestring::lora::load_adapter(*all, directory.path),
-                    Contains("expected values for down_proj, which has an adapter; found none"));
+                    Contains("expected values for down_proj, which has an adapter 'default'; found none"));
   CHECK_THROWS_WITH(shoestring::lora::load_adapter(*bare, directory / "none"), Contains("adapter_config.json"));
   std::ofstream(directory / "adapter_config.json") << R"({"peft_type": "LORA", "use_dora": true})";
-  CHECK_THROWS_WITH(shoestring::lora::load_adapter(*bare, directory.path), Contains("and .lora_magnitude_vector, together"));
+  CHECK_THROWS_WITH(shoestring::lora::load_adapter(*bare, directory.path), Contains("lora_magnitude_vector [128], received lora_A [4, 64], lora_B [128, 4]"));
   std::ofstream(directory / "adapter_config.json") << R"({"peft_type": "LORA", "use_qalora": true})";
   CHECK_THROWS_WITH(shoestring::lora::load_adapter(*bare, directory.path), Contains("use_qalora: expected none"));
 
@@ -257,5 +217,5 @@ TEST_CASE("lora::apply refuses what it cannot do, and then changes nothing", "[l
   CHECK_THROWS_WITH(shoestring::lora::merge(*net), Contains("expected one with adapters"));
   for (const auto& parameter : net->parameters()) CHECK(parameter.requires_grad());
   shoestring::lora::apply(*net);
-  CHECK_THROWS_WITH(shoestring::lora::apply(*net), Contains("expected one without adapters, but up_proj has one"));
+  CHECK_THROWS_WITH(shoestring::lora::apply(*net), Contains("expected a new one, but the module has an adapter 'default'"));
 }

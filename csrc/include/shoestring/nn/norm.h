@@ -1,0 +1,68 @@
+#pragma once
+
+#include <cstdint>
+#include <ostream>
+#include <string>
+#include <tuple>
+
+#include <torch/nn/cloneable.h>
+#include <torch/nn/pimpl.h>
+
+#include <shoestring/export.h>
+#include <shoestring/ops.h>
+
+namespace shoestring::nn {
+
+struct RMSNormOptions {
+  explicit RMSNormOptions(int64_t features) : features_(features) {}
+  TORCH_ARG(int64_t, features);
+  /// Those of shoestring::RmsNormOptions.
+  TORCH_ARG(double, eps) = 1e-6;
+  TORCH_ARG(double, offset) = 0.0;
+  TORCH_ARG(std::string, casting) = "llama";
+};
+
+/// shoestring::rms_norm with a weight, which begins where weight + offset is 1.
+class SHOESTRING_API RMSNormImpl : public torch::nn::Cloneable<RMSNormImpl> {
+ public:
+  explicit RMSNormImpl(int64_t features) : RMSNormImpl(RMSNormOptions(features)) {}
+  explicit RMSNormImpl(const RMSNormOptions& options);
+
+  void reset() override;
+  void pretty_print(std::ostream& stream) const override;
+
+  /// (..., features), in x's dtype.
+  at::Tensor forward(const at::Tensor& x);
+  /// forward(x + residual), and that sum.
+  std::tuple<at::Tensor, at::Tensor> forward_with_residual(const at::Tensor& x, const at::Tensor& residual);
+
+  RMSNormOptions options;
+  at::Tensor weight;  // (features)
+};
+TORCH_MODULE(RMSNorm);
+
+struct LayerNormOptions {
+  explicit LayerNormOptions(int64_t features) : features_(features) {}
+  TORCH_ARG(int64_t, features);
+  TORCH_ARG(double, eps) = 1e-5;
+  TORCH_ARG(bool, bias) = true;
+};
+
+/// shoestring::layer_norm with a weight of ones and, if asked for, a bias of zeros to begin with.
+class SHOESTRING_API LayerNormImpl : public torch::nn::Cloneable<LayerNormImpl> {
+ public:
+  explicit LayerNormImpl(int64_t features) : LayerNormImpl(LayerNormOptions(features)) {}
+  explicit LayerNormImpl(const LayerNormOptions& options);
+
+  void reset() override;
+  void pretty_print(std::ostream& stream) const override;
+
+  /// (..., features), in x's dtype.
+  at::Tensor forward(const at::Tensor& x);
+
+  LayerNormOptions options;
+  at::Tensor weight, bias;  // (features); bias: undefined without
+};
+TORCH_MODULE(LayerNorm);
+
+}  // namespace shoestring::nn

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include <shoestring/nn/adapter.h>
+
+namespace shoestring::lora {
+
+using Json = nlohmann::json;
+
+constexpr const char* kConfig = "adapter_config.json";
+constexpr const char* kWeights = "adapter_model.safetensors";
+constexpr const char* kPrefix = "base_model.model.";
+
+/// What adapter_config.json says.
+struct FileConfig {
+  nn::AnyAdapterOptions options;
+  Json alphas;  // alpha_pattern
+
+  /// A layer's own alpha.
+  double alpha(const std::string& name) const;
+};
+
+/// Raises ValueError for a method or an option that is not supported, by name.
+FileConfig read_config(const std::string& path);
+
+/// An adapter's options by layer, as PEFT's; layers that differ from the first are named one by one.
+Json to_file(const std::vector<std::pair<std::string, nn::AnyAdapterOptions>>& layers, const std::vector<std::string>& targets);
+
+/// What the key of a parameter ends with in a file, and the reverse.
+std::string file_suffix(const std::string& parameter);
+/// The layer and the parameter of a key without prefix; empty where it ends as no parameter does.
+std::pair<std::string, std::string> split_key(const std::string& key);
+
+}  // namespace shoestring::lora

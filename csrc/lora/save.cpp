@@ -1,0 +1,58 @@
+#include <cmath>
+
+#include <ATen/Functions.h>
+
+#include <shoestring/lora.h>
+#include <shoestring/safetensors.h>
+
+#include "io/atomic_file.h"
+#include "lora/names.h"
+#include "lora/peft_config.h"
+
+namespace shoestring::lora {
+namespace {
+
+using at::Tensor;
+
+// An adapter's tensors and options; of one that changed the base those of what it adds to the base as it was.
+std::pair<nn::AdapterImpl::Tensors, nn::AnyAdapterOptions> described(const nn::AdapterImpl& adapter) {
+  if (!adapter.has("initial_A")) return {adapter.tensors, adapter.options};
+  nn::AdapterImpl::Tensors tensors = adapter.tensors;
+  tensors["lora_A"] = at::cat({adapter["lora_A"], adapter["initial_A"]});
+  tensors["lora_B"] = at::cat({adapter["lora_B"], -adapter["initial_B"]}, 1);
+  nn::AdapterOptions options = *adapter.lora();
+  const double scaling = options.scaling(), rank = 2.0 * static_cast<double>(options.rank());
+  options.rank(2 * options.rank()).alpha(scaling * (options.rslora() ? std::sqrt(rank) : rank)).init("default");
+  return {tensors, options};
+}
+
+void save_one(const torch::nn::Module& module, const std::string& directory, const std::string& adapter_name) {
+  TensorDict tensors;
+  std::vector<std::pair<std::string, nn::AnyAdapterOptions>> layers;
+  std::vector<std::string> names;
+  for (const auto& [name, layer] : adapted_layers(module)) {
+    if (!layer->has_adapter(adapter_name)) continue;
+    const auto [own, options] = described(*layer->adapters[adapter_name]);
+    for (const auto& item : own) tensors.insert(kPrefix + name + "." + file_suffix(item.key()), item.value().detach().contiguous());
+    layers.emplace_back(name, options);
+    names.push_back(name);
+  }
+  const std::string text = to_file(layers, shortest_names(module, names)).dump(2) + "\n";
+  make_folders("lora::save_adapter", directory);
+  save_safetensors(directory + "/" + kWeights, tensors, {{"format", "pt"}});
+  AtomicFile file("lora::save_adapter", directory + "/" + kConfig);
+  file.write(text.data(), static_cast<int64_t>(text.size()));
+  file.commit();
+}
+
+}  // namespace
+
+void save_adapter(const torch::nn::Module& module, const std::string& directory, const std::vector<std::string>& names) {
+  check_known("lora::save_adapter", module, names);
+  const auto chosen = names.empty() ? adapter_names(module) : names;
+  TORCH_CHECK_VALUE(!chosen.empty(), "lora::save_adapter: module: expected one with adapters, received one without");
+  const torch::NoGradGuard no_grad;
+  for (const auto& name : chosen) save_one(module, name == "default" ? directory : directory + "/" + name, name);
+}
+
+}  // namespace shoestring::lora

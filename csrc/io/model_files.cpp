@@ -5,6 +5,7 @@
 
 #include <ATen/Functions.h>
 
+#include <shoestring/lora.h>
 #include <shoestring/model_files.h>
 #include <shoestring/nn.h>
 
@@ -13,6 +14,7 @@
 #include "io/safetensors_files.h"
 #include "io/safetensors_format.h"
 #include "lora/names.h"
+#include "lora/trained_copy.h"
 
 namespace shoestring {
 namespace {
@@ -48,10 +50,14 @@ void collect(const torch::nn::Module& module, const std::string& prefix, std::ve
   } else if (auto* layer = const_cast<QuantizedLinearImpl*>(module.as<QuantizedLinearImpl>())) {
     slots.push_back({prefix + "weight", Tensor(), nullptr, layer});
     if (layer->bias.defined()) slots.push_back({prefix + "bias", layer->bias});
+  } else if (auto* embedding = module.as<nn::EmbeddingImpl>()) {
+    slots.push_back({prefix + "weight", embedding->weight});
   } else {
     for (const auto& item : module.named_parameters(/*recurse=*/false)) slots.push_back({prefix + item.key(), item.value()});
     for (const auto& item : module.named_buffers(/*recurse=*/false)) slots.push_back({prefix + item.key(), item.value()});
-    for (const auto& child : module.named_children()) collect(*child.value(), prefix + child.key() + ".", slots);
+    for (const auto& child : module.named_children()) {
+      if (child.value()->as<lora::TrainedCopyImpl>() == nullptr) collect(*child.value(), prefix + child.key() + ".", slots);
+    }
   }
 }
 
@@ -70,11 +76,10 @@ class Plan {
     std::vector<Slot> slots;
     collect(module, "", slots);
     std::map<const void*, std::vector<Slot>> same;
-    for (const Slot& slot : slots) {
-      TORCH_CHECK_VALUE(slot.linear == nullptr || !slot.linear->has_adapter(),
-                        "load_model: module: expected one without adapters, but ", slot.layer_name(), " has one");
-      same[slot.identity()].push_back(slot);
+    for (const auto& [name, layer] : lora::adapted_layers(module)) {
+      TORCH_CHECK_VALUE(false, "load_model: module: expected one without adapters, but ", name, " has one");
     }
+    for (const Slot& slot : slots) same[slot.identity()].push_back(slot);
     std::vector<Slot> missing;
     for (const Slot& slot : slots) {
       const auto& group = same[slot.identity()];
@@ -215,6 +220,7 @@ void load_model(torch::nn::Module& module, const std::string& path, const LoadOp
 }
 
 void save_model(const torch::nn::Module& module, const std::string& directory) {
+  const lora::DisableAdapterGuard guard(const_cast<torch::nn::Module&>(module));  // trained copies are adapters' too
   std::vector<Slot> slots;
   collect(module, "", slots);
   TensorDict tensors;

@@ -5,6 +5,7 @@
 
 #include "lora/initialize.h"
 #include "lora/names.h"
+#include "lora/trained_copy.h"
 
 namespace shoestring::lora {
 
@@ -13,21 +14,43 @@ using nn::LinearImpl;
 
 namespace {
 
-std::vector<std::pair<std::string, AdaptedLayer*>> targets(const torch::nn::Module& module, const std::vector<std::string>& names) {
+std::vector<std::pair<std::string, AdaptedLayer*>> targets(const torch::nn::Module& module, const std::vector<std::string>& names,
+                                                           const std::vector<std::string>& saved) {
   std::vector<std::pair<std::string, AdaptedLayer*>> found;
-  if (names.empty()) {
-    for (const auto& [name, linear] : all_of<LinearImpl>(module)) found.emplace_back(name, linear);
+  for (const auto& [name, each] : modules(module)) {
+    auto* layer = dynamic_cast<AdaptedLayer*>(each);
+    const bool chosen = names.empty() ? dynamic_cast<LinearImpl*>(each) != nullptr : !name.empty() && matches(name, names);
+    if (!chosen || is_inside(name, saved)) continue;
+    TORCH_CHECK_VALUE(layer != nullptr, "lora::apply: target_modules: expected shoestring::nn::Linear or Embedding layers, received ",
+                      name, ", a ", each->name(), "; declare it as one of these");
+    found.emplace_back(name, layer);
   }
-  for (const auto& child : module.named_modules("", /*include_self=*/false)) {
-    if (!matches(child.key(), names)) continue;
-    auto* layer = dynamic_cast<AdaptedLayer*>(child.value().get());
-    TORCH_CHECK_VALUE(layer != nullptr, "lora::apply: target_modules: expected shoestring::nn::Linear layers, received ",
-                      child.key(), ", a ", child.value()->name(), "; declare it as shoestring::nn::Linear");
-    found.emplace_back(child.key(), layer);
-  }
-  TORCH_CHECK_VALUE(!found.empty(), "lora::apply: target_modules: expected names of shoestring::nn::Linear layers, "
-                    "received names that match none of the module's ", all_of<LinearImpl>(module).size());
+  TORCH_CHECK_VALUE(!found.empty(), "lora::apply: target_modules: expected names of shoestring::nn layers, received names that match "
+                    "none of the module's ", all_of<AdaptedLayer>(module).size());
   return found;
+}
+
+// A layer's own options.
+nn::AnyAdapterOptions own_options(const nn::AnyAdapterOptions& options, const std::string& name) {
+  const auto* ia3 = std::get_if<nn::IA3Options>(&options);
+  if (ia3 == nullptr) return options;
+  nn::IA3Options own = *ia3;
+  return own.feedforward(matches(name, ia3->feedforward_modules()));
+}
+
+// What VeRA's layers share, as wide as the widest of them.
+nn::AdapterImpl::Tensors shared(const nn::AnyAdapterOptions& options, const std::vector<std::pair<std::string, AdaptedLayer*>>& layers) {
+  const auto* vera = std::get_if<nn::VeraOptions>(&options);
+  if (vera == nullptr) return nn::AdapterImpl::Tensors();
+  int64_t in = 0, out = 0;
+  for (const auto& [name, layer] : layers) {
+    const auto& sizes = dynamic_cast<const LinearImpl&>(*layer).options;
+    in = std::max(in, sizes.in_features());
+    out = std::max(out, sizes.out_features());
+  }
+  auto matrices = projection(*vera, in, out);
+  for (auto& item : matrices) item.value() = item.value().to(layers.front().second->adapter_type());
+  return matrices;
 }
 
 }  // namespace
@@ -39,8 +62,16 @@ std::vector<std::string> apply(torch::nn::Module& module, const LoraOptions& opt
   const auto known = adapter_names(module);
   TORCH_CHECK_VALUE(std::find(known.begin(), known.end(), options.adapter_name()) == known.end(), "lora::apply: adapter_name: "
                     "expected a new one, but the module has an adapter '", options.adapter_name(), "'; merge or delete it first");
-  const auto found = targets(module, options.target_modules());
-  for (const auto& [name, layer] : found) layer->shapes(options.adapter(), "lora::apply", name);
+  check_bias("lora::apply", options.adapter(), options.bias());
+  const auto saved = saved_modules("lora::apply", module, options.modules_to_save());
+  const auto found = targets(module, options.target_modules(), saved);
+  for (const auto& [name, layer] : found) layer->shapes(own_options(options.adapter(), name), "lora::apply", name);
+  for (const auto& [name, layer] : adapted_layers(module)) {
+    for (const auto& item : layer->adapters) {
+      TORCH_CHECK_VALUE(options.bias() == "none" || item.value()->bias == "none", "lora::apply: bias: expected 'none', since the "
+                        "adapter '", item.key(), "' trains the base's biases, received '", options.bias(), "'");
+    }
+  }
   const bool quantize = options.quantize() != "none";
   const auto form = QuantizeOptions().quant_type(options.quantize()).block_size(options.block_size());
   const auto* lora = std::get_if<nn::AdapterOptions>(&options.adapter());
@@ -62,12 +93,18 @@ std::vector<std::string> apply(torch::nn::Module& module, const LoraOptions& opt
     taken[layer] = take_out(linear, *lora, quantize ? &form : nullptr, options.nested());
     quantized(linear);
   }
-  for (const auto& [name, linear] : all_of<LinearImpl>(module)) quantized(*linear);
+  for (const auto& [name, linear] : all_of<LinearImpl>(module)) {
+    if (!is_inside(name, saved)) quantized(*linear);  // these are trained
+  }
+  const auto matrices = shared(options.adapter(), found);
   std::vector<std::string> names;
   for (const auto& [name, layer] : found) {
-    layer->add_adapter(options.adapter(), options.adapter_name(), taken[layer]);
+    const auto given = taken.find(layer);
+    layer->add_adapter(own_options(options.adapter(), name), options.adapter_name(), given != taken.end() ? given->second : matrices);
+    layer->adapters[options.adapter_name()]->bias = options.bias();
     names.push_back(name);
   }
+  for (const auto& name : saved) add_copy(module, name, options.adapter_name());
   set_adapter(module, {options.adapter_name()});
   return names;
 }

@@ -12,8 +12,9 @@ namespace shoestring::lora {
 std::vector<ParameterGroup> parameter_groups(const torch::nn::Module& module, double lr, const GroupOptions& options) {
   TORCH_CHECK_VALUE(options.lr_ratio() >= 1, "lora::parameter_groups: lr_ratio: expected at least 1, received ", options.lr_ratio());
   std::set<const void*> embeddings;
-  for (const auto& [name, embedding] : all_of<torch::nn::EmbeddingImpl>(module)) {
-    for (const auto& parameter : embedding->parameters()) embeddings.insert(parameter.unsafeGetTensorImpl());
+  for (const auto& [name, each] : modules(module)) {
+    if (each->as<torch::nn::EmbeddingImpl>() == nullptr && each->as<nn::EmbeddingImpl>() == nullptr) continue;
+    for (const auto& parameter : each->parameters()) embeddings.insert(parameter.unsafeGetTensorImpl());
   }
   std::vector<ParameterGroup> groups;
   std::map<std::pair<double, bool>, size_t> places;  // by learning rate and weight decay

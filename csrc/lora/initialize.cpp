@@ -1,9 +1,11 @@
-// First values of adapters that come from the base weight.
+// First values of adapters that come from the base weight, or from a seed of their own.
 #include "lora/initialize.h"
 
+#include <cmath>
 #include <string>
 #include <tuple>
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Functions.h>
 
 #include "nn/low_rank.h"
@@ -71,6 +73,18 @@ nn::AdapterImpl::Tensors take_out(nn::LinearImpl& layer, const nn::AdapterOption
   taken.insert("lora_A", A.contiguous());
   taken.insert("lora_B", B.contiguous());
   return taken;
+}
+
+nn::AdapterImpl::Tensors projection(const nn::VeraOptions& options, int64_t in_features, int64_t out_features) {
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(options.seed()));
+  const auto drawn = [&](int64_t rows, int64_t columns) {
+    const double bound = std::sqrt(6.0 / static_cast<double>(columns));
+    return at::empty({rows, columns}, at::kFloat).uniform_(-bound, bound, generator);
+  };
+  nn::AdapterImpl::Tensors matrices;
+  matrices.insert("vera_A", drawn(options.rank(), in_features));
+  matrices.insert("vera_B", drawn(out_features, options.rank()));
+  return matrices;
 }
 
 }  // namespace shoestring::lora

@@ -10,4 +10,7 @@ namespace shoestring::lora {
 nn::AdapterImpl::Tensors take_out(nn::LinearImpl& layer, const nn::AdapterOptions& options, const QuantizeOptions* quantize,
                                   bool nested);
 
+/// VeRA's matrices of a seed, PEFT's: vera_A (rank, in_features) and vera_B (out_features, rank), kaiming uniform.
+nn::AdapterImpl::Tensors projection(const nn::VeraOptions& options, int64_t in_features, int64_t out_features);
+
 }  // namespace shoestring::lora

@@ -57,6 +57,18 @@ void check_adapter(const std::string& caller, const nn::AnyAdapterOptions& optio
                       lora->init(), "'");
     TORCH_CHECK_VALUE(!lora->dora() || !lora->lora_bias(), caller, ": lora_bias: expected false with dora, received true");
   }
+  if (const auto* vera = std::get_if<nn::VeraOptions>(&options)) {
+    TORCH_CHECK_VALUE(vera->rank() >= 1, caller, ": rank: expected at least 1, received ", vera->rank());
+    TORCH_CHECK_VALUE(vera->dropout() >= 0 && vera->dropout() < 1, caller, ": dropout: expected a probability in [0, 1), received ",
+                      vera->dropout());
+  }
+}
+
+void check_bias(const std::string& caller, const nn::AnyAdapterOptions& options, const std::string& bias) {
+  const char* const own[] = {"lora_only", "", "vera_only"};
+  const std::string only = own[options.index()];
+  TORCH_CHECK_VALUE(bias == "none" || (!only.empty() && (bias == "all" || bias == only)), caller, ": bias: expected 'none'",
+                    only.empty() ? "" : ", 'all' or '" + only + "'", ", received '", bias, "'");
 }
 
 void check_name(const std::string& caller, const std::string& adapter_name) {

@@ -30,8 +30,13 @@ std::vector<std::pair<std::string, Layer*>> all_of(const torch::nn::Module& modu
 /// Those that have adapters now.
 std::vector<std::pair<std::string, nn::AdaptedLayer*>> adapted_layers(const torch::nn::Module& module);
 
+/// The base's own biases by name, PEFT's rule: "all"; "lora_only" and "vera_only" those of layers with adapters; "none".
+std::vector<std::pair<std::string, at::Tensor>> base_biases(const torch::nn::Module& module, const std::string& which);
+
 /// Raise ValueError, in the caller's name, for options, names and forms that there are not.
 void check_adapter(const std::string& caller, const nn::AnyAdapterOptions& options);
+/// bias: what an adapter of this kind may train of the base.
+void check_bias(const std::string& caller, const nn::AnyAdapterOptions& options, const std::string& bias);
 void check_name(const std::string& caller, const std::string& adapter_name);
 void check_known(const std::string& caller, const torch::nn::Module& module, const std::vector<std::string>& names);
 void check_quantize(const std::string& caller, const std::string& quantize, int64_t block_size, bool nested);

@@ -16,21 +16,26 @@ using Json = nlohmann::json;
 constexpr const char* kConfig = "adapter_config.json";
 constexpr const char* kWeights = "adapter_model.safetensors";
 constexpr const char* kPrefix = "base_model.model.";
+constexpr const char* kShared = "base_model.";  // of vera_A and vera_B
 
 /// What adapter_config.json says.
 struct FileConfig {
   nn::AnyAdapterOptions options;
-  Json alphas;  // alpha_pattern
+  std::string bias = "none";
+  std::vector<std::string> modules_to_save;
+  Json alphas;       // alpha_pattern
+  Json feedforward;  // feedforward_modules
 
-  /// A layer's own alpha.
-  double alpha(const std::string& name) const;
+  /// A layer's own options. rank: of LoRA's tensors there.
+  nn::AnyAdapterOptions own(const std::string& name, int64_t rank) const;
 };
 
 /// Raises ValueError for a method or an option that is not supported, by name.
 FileConfig read_config(const std::string& path);
 
 /// An adapter's options by layer, as PEFT's; layers that differ from the first are named one by one.
-Json to_file(const std::vector<std::pair<std::string, nn::AnyAdapterOptions>>& layers, const std::vector<std::string>& targets);
+Json to_file(const torch::nn::Module& module, const std::vector<std::pair<std::string, nn::AnyAdapterOptions>>& layers,
+             const std::string& bias, const std::vector<std::string>& modules_to_save);
 
 /// What the key of a parameter ends with in a file, and the reverse.
 std::string file_suffix(const std::string& parameter);

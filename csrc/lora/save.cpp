@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 
 #include <ATen/Functions.h>
@@ -8,6 +9,7 @@
 #include "io/atomic_file.h"
 #include "lora/names.h"
 #include "lora/peft_config.h"
+#include "lora/trained_copy.h"
 
 namespace shoestring::lora {
 namespace {
@@ -29,15 +31,32 @@ std::pair<nn::AdapterImpl::Tensors, nn::AnyAdapterOptions> described(const nn::A
 void save_one(const torch::nn::Module& module, const std::string& directory, const std::string& adapter_name) {
   TensorDict tensors;
   std::vector<std::pair<std::string, nn::AnyAdapterOptions>> layers;
-  std::vector<std::string> names;
+  std::vector<std::string> saved;
+  std::string bias = "none";
+  const auto add = [&](const std::string& key, const Tensor& value) { tensors.insert(key, value.detach().contiguous()); };
   for (const auto& [name, layer] : adapted_layers(module)) {
     if (!layer->has_adapter(adapter_name)) continue;
-    const auto [own, options] = described(*layer->adapters[adapter_name]);
-    for (const auto& item : own) tensors.insert(kPrefix + name + "." + file_suffix(item.key()), item.value().detach().contiguous());
+    const nn::AdapterImpl& adapter = *layer->adapters[adapter_name];
+    const auto [own, options] = described(adapter);
+    for (const auto& item : own) add(kPrefix + name + "." + file_suffix(item.key()), item.value());
+    const auto* vera = std::get_if<nn::VeraOptions>(&options);
+    for (const char* matrix : {"vera_A", "vera_B"}) {
+      if (vera != nullptr && vera->save_projection() && layers.empty()) add(kShared + std::string(matrix), adapter[matrix]);
+    }
     layers.emplace_back(name, options);
-    names.push_back(name);
+    bias = adapter.bias;
   }
-  const std::string text = to_file(layers, shortest_names(module, names)).dump(2) + "\n";
+  for (const auto& [name, copy] : trained_copies(module)) {
+    if (copy->merged || !copy->has(adapter_name)) continue;
+    for (const auto& [key, value] : copy->values(adapter_name)) add(kPrefix + name + "." + key, value);
+    saved.push_back(name);
+  }
+  for (const auto& [name, value] : base_biases(module, bias)) {
+    const std::string parent = name == "bias" ? "" : name.substr(0, name.size() - std::string(".bias").size());
+    const bool adapted = std::any_of(layers.begin(), layers.end(), [&](const auto& layer) { return layer.first == parent; });
+    add(kPrefix + (adapted ? parent + ".base_layer.bias" : name), value);
+  }
+  const std::string text = to_file(module, layers, bias, saved).dump(2) + "\n";
   make_folders("lora::save_adapter", directory);
   save_safetensors(directory + "/" + kWeights, tensors, {{"format", "pt"}});
   AtomicFile file("lora::save_adapter", directory + "/" + kConfig);

@@ -1,6 +1,5 @@
 // What a linear layer computes with its adapters.
 #include <algorithm>
-#include <limits>
 
 #include <ATen/Functions.h>
 
@@ -19,11 +18,9 @@ namespace {
 bool is_dora(const Adapter& adapter) { return adapter->lora() != nullptr && adapter->lora()->dora(); }
 bool has_lora_bias(const Adapter& adapter) { return adapter->lora() != nullptr && adapter->lora()->lora_bias(); }
 
-LoraInput input_with(double dropout, const Tensor& x) {
-  LoraInput input;
-  if (dropout == 0) return input;
-  const auto number = at::TensorOptions(at::kLong).device(x.device());
-  return input.dropout(dropout).seed(at::randint(std::numeric_limits<int64_t>::max(), {1}, number));
+bool multiplies_input(const Adapter& adapter) {
+  const auto* ia3 = std::get_if<IA3Options>(&adapter->options);
+  return ia3 != nullptr && ia3->feedforward();
 }
 
 // A vector over outputs, or one for each row of the batch, to broadcast with x's outputs.
@@ -38,8 +35,19 @@ Tensor over_rows(const Tensor& t, const Tensor& x) {
 
 AdaptedLayer::Shapes LinearImpl::shapes(const AnyAdapterOptions& adapter_options, const std::string& caller,
                                         const std::string& name) const {
-  const auto& own = std::get<AdapterOptions>(adapter_options);
+  check_kind(adapter_options, caller, name);
   const int64_t in = options.in_features(), out = options.out_features();
+  Shapes found;
+  if (const auto* ia3 = std::get_if<IA3Options>(&adapter_options)) {
+    found.insert("ia3_l", ia3->feedforward() ? std::vector<int64_t>{1, in} : std::vector<int64_t>{out, 1});
+    return found;
+  }
+  if (const auto* vera = std::get_if<VeraOptions>(&adapter_options)) {
+    found.insert("vera_lambda_b", {out});
+    found.insert("vera_lambda_d", {vera->rank()});
+    return found;
+  }
+  const auto& own = std::get<AdapterOptions>(adapter_options);
   TORCH_CHECK_VALUE(!own.changes_base() || own.rank() <= std::min(in, out), caller, ": rank: expected at most ", std::min(in, out),
                     " for '", own.init(), "', the smaller side of ", name, "; received ", own.rank());
   for (const auto& item : adapters) {
@@ -48,7 +56,6 @@ AdaptedLayer::Shapes LinearImpl::shapes(const AnyAdapterOptions& adapter_options
                       ": dora: expected layers whose base no adapter changes, received ", name,
                       " for both DoRA and 'pissa', 'olora' or 'loftq'");
   }
-  Shapes found;
   found.insert("lora_A", {own.rank(), in});
   found.insert("lora_B", {out, own.rank()});
   if (own.lora_bias()) found.insert("lora_bias", {out});
@@ -57,6 +64,15 @@ AdaptedLayer::Shapes LinearImpl::shapes(const AnyAdapterOptions& adapter_options
 }
 
 AdapterImpl::Tensors LinearImpl::start(const AnyAdapterOptions& adapter_options) const {
+  if (!std::holds_alternative<AdapterOptions>(adapter_options)) {
+    AdapterImpl::Tensors first;
+    for (const auto& item : shapes(adapter_options, "add_adapter", "this layer")) {
+      const bool scale = item.key() == "vera_lambda_d";
+      const double value = scale ? std::get<VeraOptions>(adapter_options).d_initial() : item.key() == "ia3_l";
+      first.insert(item.key(), at::full(item.value(), value));
+    }
+    return first;
+  }
   const auto& own = std::get<AdapterOptions>(adapter_options);
   auto values = draw(options.in_features(), options.out_features(), own,
                      is_quantized() ? std::nullopt : std::optional(weight.scalar_type()));
@@ -68,27 +84,36 @@ AdapterImpl::Tensors LinearImpl::start(const AnyAdapterOptions& adapter_options)
   return values;
 }
 
-AdapterImpl::Tensors LinearImpl::take_out(const AdapterOptions& adapter_options) {
-  return lora::take_out(*this, adapter_options, nullptr, false);
+AdapterImpl::Tensors LinearImpl::prepare(const AnyAdapterOptions& adapter_options) {
+  const auto* own = std::get_if<AdapterOptions>(&adapter_options);
+  if (own != nullptr && own->changes_base()) return lora::take_out(*this, *own, nullptr, false);
+  const auto* vera = std::get_if<VeraOptions>(&adapter_options);
+  return vera == nullptr ? AdapterImpl::Tensors() : lora::projection(*vera, options.in_features(), options.out_features());
 }
 
 double LinearImpl::dropout() const {
   std::optional<double> found;
   for (const auto& name : is_training() ? current() : Names()) {
-    const auto* own = adapters[name]->lora();
-    if (own == nullptr) continue;
-    TORCH_CHECK_VALUE(found.value_or(own->dropout()) == own->dropout(), "nn::Linear: dropout: expected the same of all active "
-                      "adapters in training, received ", *found, " and ", own->dropout());
-    found = own->dropout();
+    const auto& options_of = adapters[name]->options;
+    const auto* vera = std::get_if<VeraOptions>(&options_of);
+    const auto* low_rank = std::get_if<AdapterOptions>(&options_of);
+    const double own = vera != nullptr ? vera->dropout() : low_rank != nullptr ? low_rank->dropout() : 0;
+    TORCH_CHECK_VALUE(found.value_or(own) == own, "nn::Linear: dropout: expected the same of all active adapters in training, "
+                      "received ", *found, " and ", own);
+    found = own;
   }
   return found.value_or(0);
 }
 
-bool LinearImpl::is_one() const {
-  if (rows.has_value() && enabled) return false;
+bool LinearImpl::has_several_gains() const {
   const Names names = current();
-  const auto gained = std::count_if(names.begin(), names.end(), [&](const auto& name) { return is_dora(adapters[name]); });
-  return gained == 0 || names.size() == 1;
+  return names.size() > 1 && std::any_of(names.begin(), names.end(), [&](const auto& name) { return is_dora(adapters[name]); });
+}
+
+bool LinearImpl::is_one() const {
+  const Names names = current();
+  return !(rows.has_value() && enabled) && !has_several_gains() &&
+         std::none_of(names.begin(), names.end(), [&](const auto& name) { return multiplies_input(adapters[name]); });
 }
 
 bool LinearImpl::is_lora_weight() const { return (is_quantized() || !weight.requires_grad()) && is_one(); }
@@ -110,14 +135,39 @@ LoraWeight LinearImpl::joined() const {
   for (const auto& name : names) {
     if (is_dora(adapters[name])) layer.gain(gain(name));
   }
-  return layer.bias(optional(add_defined(bias, summed_bias(names))));
+  Tensor sum = add_defined(bias, summed_bias(names));
+  if (const Tensor after = vectors(names)[1]; after.defined()) {
+    layer.gain(after);
+    if (sum.defined()) sum = sum * after;
+  }
+  return layer.bias(optional(sum));
+}
+
+// What IA3 multiplies the input and the output by.
+std::array<Tensor, 2> LinearImpl::vectors(const Names& names) const {
+  std::array<Tensor, 2> found;
+  for (const auto& name : names) {
+    if (!std::holds_alternative<IA3Options>(adapters[name]->options)) continue;
+    Tensor& side = found[multiplies_input(adapters[name]) ? 0 : 1];
+    const Tensor own = (*adapters[name])["ia3_l"].flatten();
+    side = side.defined() ? side * own : own;
+  }
+  return found;
+}
+
+Part LinearImpl::part(const std::string& adapter_name) const {
+  const AdapterImpl& own = *adapters[adapter_name];
+  if (own.lora() != nullptr) return {own["lora_A"], own["lora_B"], own.lora()->scaling(), Tensor()};
+  const Tensor vera_A = own["vera_A"].narrow(1, 0, options.in_features()), vera_B = own["vera_B"].narrow(0, 0, options.out_features());
+  return {own["vera_lambda_d"].unsqueeze(1) * vera_A, own["vera_lambda_b"].unsqueeze(1) * vera_B, 1, Tensor()};
 }
 
 // What is added to the base weight: the named adapters, and what the others took out of it.
 std::vector<Part> LinearImpl::parts(const Names& names, const Tensor& x) const {
   std::vector<Part> found;
   for (const auto& name : names) {
-    found.push_back(part_of(*adapters[name]));
+    if (std::holds_alternative<IA3Options>(adapters[name]->options)) continue;
+    found.push_back(part(name));
     if (x.defined()) found.back().uses = uses(name, x);
   }
   for (const auto& item : adapters) {
@@ -133,10 +183,9 @@ std::vector<Part> LinearImpl::parts(const Names& names, const Tensor& x) const {
 
 // DoRA's magnitude over the norm of the adapted weight's rows, which is no part of the gradient.
 Tensor LinearImpl::gain(const std::string& adapter_name) const {
-  const AdapterImpl& adapter = *adapters[adapter_name];
   LoraWeight layer = plain();
-  concatenate({part_of(adapter)}, layer);
-  return adapter["lora_magnitude_vector"] / lora_weight_norm(layer);
+  concatenate({part(adapter_name)}, layer);
+  return (*adapters[adapter_name])["lora_magnitude_vector"] / lora_weight_norm(layer);
 }
 
 Tensor LinearImpl::summed_bias(const Names& names) const {
@@ -150,8 +199,10 @@ Tensor LinearImpl::summed_bias(const Names& names) const {
 
 Tensor LinearImpl::forward(const Tensor& x) {
   if (has_adapter()) {
-    if (is_one()) return lora_linear(x, joined(), input_with(dropout(), x));
-    return rows.has_value() && enabled ? forward_rows(x) : forward_gains(x);
+    if (rows.has_value() && enabled) return forward_rows(x);
+    if (has_several_gains()) return forward_gains(x);
+    const Tensor before = vectors(current())[0];
+    return lora_linear(before.defined() ? (x * before).to(x.scalar_type()) : x, joined(), input_with(dropout(), x));
   }
   if (!is_quantized()) return at::linear(x, weight, bias);
   return quantized_linear(x, base->packed, base->absmax, options.out_features(), optional(bias), optional(base->nested),
@@ -205,40 +256,20 @@ AdapterImpl::Tensors LinearImpl::merged(const Names& names) const {
   for (const auto& name : names) (is_dora(adapters[name]) ? gained : plain_ones).push_back(name);
   Tensor sum = low_rank_sum(dense, parts(plain_ones));
   for (const auto& name : gained) {
-    const Tensor own = low_rank_sum(dense, {part_of(*adapters[name])});
+    const Tensor own = low_rank_sum(dense, {part(name)});
     sum += own * gain(name).to(dense.scalar_type()).unsqueeze(1) - dense;
+  }
+  Tensor all = add_defined(bias, summed_bias(names));
+  const auto [before, after] = vectors(names);
+  if (before.defined()) sum *= before;
+  if (after.defined()) {
+    sum *= after.unsqueeze(1);
+    if (all.defined()) all = all * after;
   }
   AdapterImpl::Tensors result;
   result.insert("weight", sum);
-  const Tensor all = add_defined(bias, summed_bias(names));
   if (all.defined()) result.insert("bias", all.detach().to(dense.scalar_type()));
   return result;
-}
-
-std::vector<Tensor> forward_together(const Tensor& x, const std::vector<Linear>& layers) {
-  std::optional<double> dropout;
-  bool together = true;
-  for (const Linear& layer : layers) {  // before anything is computed
-    together = together && layer->is_lora_weight() && (!layer->has_adapter() || dropout.value_or(layer->dropout()) == layer->dropout());
-    if (layer->has_adapter() && together) dropout = layer->dropout();
-  }
-  std::vector<LoraWeight> weights;
-  std::vector<Tensor> outputs;
-  for (Linear layer : layers) {
-    if (together) {
-      weights.push_back(*layer->lora_weight());
-    } else {
-      outputs.push_back(layer(x));
-    }
-  }
-  return together ? lora_linear_group(x, weights, input_with(dropout.value_or(0), x)) : outputs;
-}
-
-Tensor swiglu_mlp(const Tensor& x, const Linear& gate, const Linear& up, const Linear& down) {
-  const auto outputs = forward_together(x, {gate, up});
-  const auto weight = down->lora_weight();
-  if (!weight.has_value()) return Linear(down)(swiglu(outputs[0], outputs[1]));
-  return lora_linear(outputs[1], *weight, input_with(down->dropout(), x).gate(outputs[0]));
 }
 
 }  // namespace shoestring::nn

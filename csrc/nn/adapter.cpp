@@ -36,10 +36,11 @@ const Tensor& AdapterImpl::operator[](const std::string& name) const {
 
 Tensor& AdapterImpl::operator[](const std::string& name) { return fixed.contains(name) ? fixed[name] : tensors[name]; }
 
-void AdapterImpl::keep_initial() {
-  for (const char* half : {"A", "B"}) {
-    const Tensor value = tensors[std::string("lora_") + half].detach().clone();
-    fixed.insert(std::string("initial_") + half, register_buffer(std::string("initial_") + half, value));
+void AdapterImpl::set_fixed(const std::string& name, const Tensor& value) {
+  if (fixed.contains(name)) {
+    fixed[name].set_data(value.detach());  // LibTorch cannot take a buffer back
+  } else {
+    fixed.insert(name, register_buffer(name, value));
   }
 }
 
@@ -53,18 +54,32 @@ std::vector<std::string> AdaptedLayer::current() const {
   return names;
 }
 
-void AdaptedLayer::add_adapter(const AnyAdapterOptions& options, const std::string& adapter_name, AdapterImpl::Tensors taken) {
+void AdaptedLayer::check_kind(const AnyAdapterOptions& options, const std::string& caller, const std::string& name) const {
+  const char* const kinds[] = {"LoRA", "IA3", "VeRA"};
+  for (const auto& item : adapters) {
+    const size_t there = item.value()->options.index();
+    TORCH_CHECK_VALUE(there == options.index(), caller, ": adapter: expected adapters of the kind that ", name, " has, ", kinds[there],
+                      ", received ", kinds[options.index()]);
+  }
+}
+
+void AdaptedLayer::add_adapter(const AnyAdapterOptions& options, const std::string& adapter_name, AdapterImpl::Tensors given) {
   lora::check_adapter("add_adapter", options);
   lora::check_name("add_adapter", adapter_name);
   TORCH_CHECK_VALUE(!adapters.contains(adapter_name), "add_adapter: adapter_name: expected a new one, but the layer has an adapter '",
                     adapter_name, "'; merge or delete it first");
   shapes(options, "add_adapter", "this layer");
-  const auto* lora = std::get_if<AdapterOptions>(&options);
-  if (lora != nullptr && lora->changes_base() && taken.is_empty()) taken = take_out(*lora);
+  if (given.is_empty()) given = prepare(options);
   auto values = start(options);
-  for (const auto& item : taken) values[item.key()] = item.value();
+  for (const auto& item : given) {
+    if (values.contains(item.key())) values[item.key()] = item.value();
+  }
   put_adapter(adapter_name, options, values);
-  if (!taken.is_empty()) adapters[adapter_name]->keep_initial();
+  for (const auto& item : given) {
+    const bool vera = !values.contains(item.key());
+    const std::string name = vera ? item.key() : "initial_" + item.key().substr(5);  // of lora_A or lora_B
+    adapters[adapter_name]->set_fixed(name, vera ? item.value().to(adapter_type()) : item.value().to(adapter_type(), false, true));
+  }
 }
 
 void AdaptedLayer::put_adapter(const std::string& adapter_name, const AnyAdapterOptions& options,

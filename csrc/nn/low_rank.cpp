@@ -1,6 +1,7 @@
 #include "nn/low_rank.h"
 
 #include <cmath>
+#include <limits>
 
 #include <ATen/Functions.h>
 #include <torch/nn/init.h>
@@ -8,10 +9,6 @@
 namespace shoestring::nn {
 
 using at::Tensor;
-
-Part part_of(const AdapterImpl& adapter) {
-  return {adapter["lora_A"], adapter["lora_B"], adapter.lora()->scaling(), Tensor()};
-}
 
 Part taken_part(const AdapterImpl& adapter) {
   return {adapter["initial_A"], adapter["initial_B"], adapter.lora()->scaling(), Tensor()};
@@ -67,6 +64,13 @@ AdapterImpl::Tensors draw(int64_t in_features, int64_t out_features, const Adapt
   tensors.insert("lora_B", at::zeros({out_features, options.rank()}));
   if (options.lora_bias()) tensors.insert("lora_bias", at::zeros({out_features}));
   return tensors;
+}
+
+LoraInput input_with(double dropout, const Tensor& x) {
+  LoraInput input;
+  if (dropout == 0) return input;
+  const auto number = at::TensorOptions(at::kLong).device(x.device());
+  return input.dropout(dropout).seed(at::randint(std::numeric_limits<int64_t>::max(), {1}, number));
 }
 
 std::array<double, 2> merge_error(const Tensor& before, const Tensor& exact, const Tensor& after) {

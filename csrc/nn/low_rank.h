@@ -14,8 +14,7 @@ struct Part {
   at::Tensor uses;  // (rows, 1): which rows of the batch have it; undefined where all do
 };
 
-/// An adapter's product; of one that changed the base, what it took out.
-Part part_of(const AdapterImpl& adapter);
+/// What an adapter that changed the base took out of it.
 Part taken_part(const AdapterImpl& adapter);
 
 /// All parts as one adapter of a layer; the scaling is in lora_B where there are several.
@@ -37,6 +36,9 @@ QuantizedLinear without_weight(const LinearOptions& options, const QuantizeOptio
 
 /// The squared norms of what rounding lost and of the change, of a weight before and after a merge.
 std::array<double, 2> merge_error(const at::Tensor& before, const at::Tensor& exact, const at::Tensor& after);
+
+/// Dropout of this probability with a new seed; none for 0.
+LoraInput input_with(double dropout, const at::Tensor& x);
 
 inline std::optional<at::Tensor> optional(const at::Tensor& t) {
   return t.defined() ? std::optional<at::Tensor>(t) : std::nullopt;

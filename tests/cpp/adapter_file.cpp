@@ -43,15 +43,16 @@ struct Block : torch::nn::Module {
 };
 
 struct Model : torch::nn::Module {
-  torch::nn::Linear embed{nullptr}, head{nullptr};
+  nn::Embedding embed{nullptr};
+  torch::nn::Linear head{nullptr};
   std::vector<std::shared_ptr<Block>> blocks;
   Model() {
-    embed = register_module("embed", torch::nn::Linear(torch::nn::LinearOptions(20, 32).bias(false)));
+    embed = register_module("embed", nn::Embedding(20, 32));
     for (const char* name : {"first", "second"}) blocks.push_back(register_module(name, std::make_shared<Block>()));
     head = register_module("head", torch::nn::Linear(32, 7));
   }
   Tensor forward(const Tensor& ids) {
-    Tensor x = embed(at::one_hot(ids, 20).to(at::kFloat));
+    Tensor x = embed(ids);
     for (auto& block : blocks) x = block->forward(x);
     return head(x);
   }
@@ -60,13 +61,20 @@ struct Model : torch::nn::Module {
 lora::LoraOptions parse(const std::string& text) {
   lora::LoraOptions options;
   nn::AdapterOptions adapter;
+  nn::VeraOptions vera;
+  nn::IA3Options ia3;
+  std::string method = "lora";
   for (const auto& pair : split(text, ',')) {
     const auto field = split(pair, ':');
     const std::string &key = field[0], &value = field[1];
     if (key == "name") options.adapter_name(value);
     if (key == "targets") options.target_modules(split(value, '+'));
     if (key == "quantize") options.quantize(value);
-    if (key == "rank") adapter.rank(std::stoll(value));
+    if (key == "method") method = value;
+    if (key == "feedforward") ia3.feedforward_modules(split(value, '+'));
+    if (key == "save") options.modules_to_save(split(value, '+'));
+    if (key == "bias") options.bias(value);
+    if (key == "rank") adapter.rank(std::stoll(value)), vera.rank(std::stoll(value));
     if (key == "alpha") adapter.alpha(std::stod(value));
     if (key == "init") adapter.init(value);
     if (key == "iterations") adapter.loftq_iterations(std::stoll(value));
@@ -74,7 +82,8 @@ lora::LoraOptions parse(const std::string& text) {
     if (key == "rslora") adapter.rslora(true);
     if (key == "lora_bias") adapter.lora_bias(true);
   }
-  return options.adapter(adapter);
+  if (method == "ia3") return options.adapter(ia3);
+  return method == "vera" ? options.adapter(vera) : options.adapter(adapter);
 }
 
 void train(Model& model, const Tensor& ids, int steps) {
@@ -82,7 +91,7 @@ void train(Model& model, const Tensor& ids, int steps) {
   for (const auto& parameter : model.parameters()) {
     if (parameter.requires_grad()) trained.push_back(parameter);
   }
-  torch::optim::SGD optimizer(trained, 3);
+  torch::optim::SGD optimizer(trained, 0.3);
   for (int i = 0; i < steps; ++i) {
     optimizer.zero_grad();
     model.forward(ids).square().mean().backward();

@@ -207,7 +207,7 @@ TEST_CASE("adapters are written and read in PEFT's format", "[lora]") {
 TEST_CASE("lora::apply refuses what it cannot do, and then changes nothing", "[lora]") {
   Net net;
   CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().target_modules({"head"})),
-                    Contains("expected shoestring::nn::Linear layers, received head"));
+                    Contains("expected shoestring::nn::Linear or Embedding layers, received head"));
   CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().target_modules({"q_proj"})), Contains("match none"));
   CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().quantize("int3")), Contains("expected none, nf4, fp4, int4 or int8"));
   CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().quantize("int4").nested(true)),

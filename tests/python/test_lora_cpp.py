@@ -33,11 +33,11 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.embed, self.head = nn.Linear(20, 32, bias=False), nn.Linear(32, 7)
+        self.embed, self.head = nn.Embedding(20, 32), nn.Linear(32, 7)
         self.first, self.second = Block(), Block()
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.second(self.first(self.embed(F.one_hot(ids, 20).float()))))
+        return self.head(self.second(self.first(self.embed(ids))))
 
 
 IDS = torch.randint(20, (3, 6), generator=torch.Generator().manual_seed(2))
@@ -74,7 +74,7 @@ def output(model: nn.Module) -> Tensor:
 
 def train(model: nn.Module, steps: int = 3) -> nn.Module:
     """The program's training."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=3)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
     model.train()
     for _ in range(steps):
         optimizer.zero_grad()
@@ -86,6 +86,9 @@ def train(model: nn.Module, steps: int = 3) -> nn.Module:
 def adapted(**options: Any) -> nn.Module:
     model = Model()
     torch.manual_seed(3)
+    if "config" in options:
+        kind = options.pop("config")
+        return lora.apply(model, kind(**{"target_modules": TARGETS} | options))
     return lora.apply(model, **{"rank": 4, "alpha": 6, "target_modules": TARGETS} | options)
 
 
@@ -111,6 +114,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "pissa": (",init:pissa", {"init": "pissa"}),
     "pissa_niter_4": (",init:pissa_niter_4", {"init": "pissa_niter_4"}),
     "olora": (",init:olora", {"init": "olora"}),
+    "ia3": (",method:ia3,feedforward:down_proj", {"config": lora.IA3Options, "feedforward_modules": ["down_proj"]}),
+    "vera": (",method:vera,rank:8", {"config": lora.VeraOptions, "rank": 8}),
+    "saved": (",save:head", {"modules_to_save": ["head"]}),
+    "biases": (",bias:all", {"bias": "all"}),
+    "adapted_biases": (",bias:lora_only", {"bias": "lora_only"}),
+    "embedding": (",targets:embed+up_proj", {"target_modules": ["embed", "up_proj"]}),
+    "embedding_dora": (",targets:embed+up_proj,dora:1", {"target_modules": ["embed", "up_proj"], "dora": True}),
 }
 
 
@@ -119,9 +129,10 @@ def test_a_seed_trains_the_same_and_files_go_both_ways(kind: str, run: Callable[
     text, options = KINDS[kind]
     ours = train(adapted(**options))
     cpp = run("seed=3", APPLY + text, "train=3", "forward", f"save={tmp_path / 'cpp'}", "base")
-    assert (output(ours) - output(Model())).abs().max() > 1e-3
+    assert (output(ours) - output(Model())).abs().max() > 3e-4  # well above the tolerances
     close(cpp["forward"], output(ours), 2e-5)
-    close(cpp["base"], output(Model()), 2e-5)
+    if "bias" not in options:  # these are trained themselves
+        close(cpp["base"], output(Model()), 2e-5)
     assert_files_agree(tmp_path / "cpp", cpp["forward"], tolerance=2e-5)
     lora.save_adapter(ours, tmp_path / "python")
     close(run(f"load={tmp_path / 'python'}", "forward")["forward"], output(ours), 2e-5)
@@ -130,26 +141,41 @@ def test_a_seed_trains_the_same_and_files_go_both_ways(kind: str, run: Callable[
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
 @pytest.mark.parametrize("init", ["loftq", "pissa"])
 def test_initialisations_over_quantised_weights(quantize: str, init: str, run: Callable[..., Any], tmp_path: Path) -> None:
-    """The other linear layers stay dense in the program's model."""
+    """The head stays dense in the program's model."""
     ours = adapted(init=init, quantize=quantize, loftq_iterations=3)
-    dense = Model()
-    for name in ("embed", "head"):
-        setattr(ours, name, getattr(dense, name))
+    ours.head = Model().head
     text = f"{APPLY},init:{init},iterations:3,quantize:{quantize}"
     close(run("seed=3", text, "forward")["forward"], output(ours), 1e-4)  # a tie between two codes may fall the other way
 
 
-@pytest.mark.parametrize("kind", [{}, {"use_dora": True}, {"lora_bias": True}, {"use_rslora": True}], ids=str)
-def test_cpp_loads_what_peft_saves(kind: dict[str, Any], run: Callable[..., Any], tmp_path: Path) -> None:
+PEFT: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("LoraConfig", {"rank_pattern": {"first.up_proj": 2}, "alpha_pattern": {r"second\.down_proj": 3}}),
+    "dora": ("LoraConfig", {"use_dora": True}),
+    "lora_bias": ("LoraConfig", {"lora_bias": True, "target_modules": ["up_proj"]}),
+    "rslora": ("LoraConfig", {"use_rslora": True, "bias": "lora_only"}),
+    "saved": ("LoraConfig", {"modules_to_save": ["head"], "bias": "lora_only"}),
+    "embedding": ("LoraConfig", {"target_modules": ["embed", "up_proj"]}),
+    "ia3": ("IA3Config", {"feedforward_modules": ["down_proj"], "modules_to_save": ["head"]}),
+    "ia3_pattern": ("IA3Config", {"target_modules": r".*\.(up|down)_proj", "feedforward_modules": r".*\.down_proj"}),
+    "vera": ("VeraConfig", {"r": 8}),
+    "vera_without_projection": ("VeraConfig", {"r": 8, "save_projection": False}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", PEFT)
+def test_cpp_loads_what_peft_saves(kind: str, run: Callable[..., Any], tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=TARGETS, rank_pattern={"first.up_proj": 2}, **kind,
-                             alpha_pattern={r"second\.down_proj": 3})  # fmt: skip
-    theirs = peft.get_peft_model(Model(), config)
-    for name, parameter in theirs.named_parameters():
-        if "lora_" in name:
+    name, options = PEFT[kind]
+    options = ({"r": 4, "lora_alpha": 6} if name == "LoraConfig" else {}) | {"target_modules": TARGETS} | options
+    theirs = peft.get_peft_model(Model(), getattr(peft, name)(**options))
+    torch.manual_seed(6)
+    for parameter in theirs.parameters():
+        if parameter.requires_grad:
             parameter.data += 0.05 * torch.randn_like(parameter)
     theirs.save_pretrained(str(tmp_path / "peft"))
     cpp = run(f"load={tmp_path / 'peft'}", "forward", f"save={tmp_path / 'cpp'}")
+    assert (output(theirs) - output(Model())).abs().max() > 1e-2
     close(cpp["forward"], output(theirs))
     assert_files_agree(tmp_path / "cpp", cpp["forward"])
 

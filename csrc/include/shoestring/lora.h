@@ -1,6 +1,7 @@
 #pragma once
 
 #include <concepts>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -17,11 +18,18 @@
 namespace shoestring::lora {
 
 struct LoraOptions {
+  /// nn::AdapterOptions, IA3Options or VeraOptions.
   TORCH_ARG(nn::AnyAdapterOptions, adapter) = nn::AdapterOptions();
   /// The new adapter is the one in use, alone; set_adapter changes that.
   TORCH_ARG(std::string, adapter_name) = "default";
   /// Names of layers, or what names end with after a dot (PEFT's rule). Empty: every shoestring::nn::Linear.
   TORCH_ARG(std::vector<std::string>, target_modules) = {};
+  /// Names of modules, of any class, of which a copy is trained whole; they get no adapter and stay dense. Such a module's own
+  /// tensors hold the copy in use: forward and backward have to run under the same adapter.
+  TORCH_ARG(std::vector<std::string>, modules_to_save) = {};
+  /// "none"; "all" or "lora_only" ("vera_only" of VeRA) to train the biases of the module, or of the adapted layers,
+  /// themselves: these are not kept aside, so that disabling the adapter leaves them as trained.
+  TORCH_ARG(std::string, bias) = "none";
   /// "none", "nf4", "fp4", "int4" or "int8": every shoestring::nn::Linear, with an adapter or without, gets such a weight.
   TORCH_ARG(std::string, quantize) = "none";
   /// Of 4-bit weights.
@@ -53,7 +61,7 @@ class SHOESTRING_API DisableAdapterGuard {
   DisableAdapterGuard& operator=(const DisableAdapterGuard&) = delete;
 
  private:
-  std::vector<std::pair<nn::AdaptedLayer*, bool>> former_;
+  std::vector<std::function<void()>> restore_;
 };
 
 /// While it lives, each row of the batch (the first dimension of what reaches the layers) has its own adapter, by name, or

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <shoestring/nn/adapter.h>
+#include <shoestring/nn/embedding.h>
 #include <shoestring/nn/linear.h>
 #include <shoestring/nn/norm.h>
 #include <shoestring/nn/quantized_linear.h>

@@ -44,7 +44,30 @@ struct AdapterOptions {
   SHOESTRING_API bool changes_base() const;
 };
 
-using AnyAdapterOptions = std::variant<AdapterOptions>;
+/// IA3 (arXiv 2205.05638): a trained vector that a linear layer's output is multiplied by.
+struct IA3Options {
+  /// Which of the layers have their input multiplied, not their output: names, or what names end with after a dot. PEFT's
+  /// choice is the second product of an MLP.
+  TORCH_ARG(std::vector<std::string>, feedforward_modules) = {};
+  /// Of one layer's own options: that it is one of these.
+  TORCH_ARG(bool, feedforward) = false;
+};
+
+/// VeRA (arXiv 2310.11454): trained vectors around two random matrices, which all linear layers share.
+struct VeraOptions {
+  /// Rows of the shared vera_A.
+  TORCH_ARG(int64_t, rank) = 256;
+  /// Probability of dropping an element of what vera_A reads, in training.
+  TORCH_ARG(double, dropout) = 0;
+  /// What vera_lambda_d starts with.
+  TORCH_ARG(double, d_initial) = 0.1;
+  /// Of the shared matrices.
+  TORCH_ARG(int64_t, seed) = 0;
+  /// Write these into files, too.
+  TORCH_ARG(bool, save_projection) = true;
+};
+
+using AnyAdapterOptions = std::variant<AdapterOptions, IA3Options, VeraOptions>;
 
 /// An adapter of one layer: its options, and parameters by their names in Python (lora_A, lora_B, ...).
 class SHOESTRING_API AdapterImpl : public torch::nn::Cloneable<AdapterImpl> {
@@ -58,13 +81,14 @@ class SHOESTRING_API AdapterImpl : public torch::nn::Cloneable<AdapterImpl> {
   at::Tensor& operator[](const std::string& name);
   const at::Tensor& operator[](const std::string& name) const;
   bool has(const std::string& name) const { return tensors.contains(name) || fixed.contains(name); }
-  /// Remembers the values that lora_A and lora_B have now as what was taken out of the base: initial_A and initial_B.
-  void keep_initial();
+  /// A buffer, in place of one that there may be: vera_A and vera_B; or initial_A and initial_B, which an initialisation took
+  /// out of the base.
+  void set_fixed(const std::string& name, const at::Tensor& value);
   /// Options of LoRA's kind; null where they are another's.
   const AdapterOptions* lora() const { return std::get_if<AdapterOptions>(&options); }
 
   AnyAdapterOptions options;
-  /// "all" or "lora_only": whether biases of the base are trained with it.
+  /// "all" or "lora_only": which biases of the base are trained with it.
   std::string bias = "none";
   Tensors tensors;  // parameters
   Tensors fixed;    // buffers
@@ -104,10 +128,10 @@ class SHOESTRING_API AdaptedLayer {
   /// `name`, cannot have such an adapter.
   virtual Shapes shapes(const AnyAdapterOptions& options, const std::string& caller, const std::string& name) const = 0;
   /// Freezes the layer's own parameters and adds an adapter with the values that training begins with (the number of random
-  /// values, and their order, are PEFT's), fp32, fp64 over an fp64 weight; it is the one in use. taken: what its
-  /// initialisation took out of the base already.
+  /// values, and their order, are PEFT's), fp32, fp64 over an fp64 weight; it is the one in use. given: lora_A and lora_B
+  /// which its initialisation took out of the base already; of VeRA the matrices vera_A and vera_B.
   void add_adapter(const AnyAdapterOptions& options = AdapterOptions(), const std::string& adapter_name = "default",
-                   AdapterImpl::Tensors taken = AdapterImpl::Tensors());
+                   AdapterImpl::Tensors given = AdapterImpl::Tensors());
   /// The same with given values. An adapter of that name gets them in the tensors that it has, where the shapes are the same.
   void put_adapter(const std::string& adapter_name, const AnyAdapterOptions& options, const AdapterImpl::Tensors& values);
   /// Takes an adapter off, and its part back into the base where its initialisation took that out.
@@ -120,6 +144,8 @@ class SHOESTRING_API AdaptedLayer {
   virtual bool can_unmerge() const = 0;
   /// A tensor of the base, for its device.
   virtual const at::Tensor& base_weight() const = 0;
+  /// Of adapters: fp32, or fp64, where the base is.
+  virtual at::TensorOptions adapter_type() const = 0;
 
   torch::OrderedDict<std::string, Adapter> adapters;
   std::vector<std::string> active;  // names of the adapters that are added, in this layer or another
@@ -129,10 +155,10 @@ class SHOESTRING_API AdaptedLayer {
  protected:
   // The values that a new adapter starts with.
   virtual AdapterImpl::Tensors start(const AnyAdapterOptions& options) const = 0;
-  // Of an initialisation that changes the base: its values, after taking them out of the base.
-  virtual AdapterImpl::Tensors take_out(const AdapterOptions& options) = 0;
-  // fp32, or fp64, where the base is.
-  virtual at::TensorOptions adapter_type() const = 0;
+  // Of an initialisation that changes the base its values, after taking them out of the base; of VeRA the matrices; or nothing.
+  virtual AdapterImpl::Tensors prepare(const AnyAdapterOptions& options) = 0;
+  // Raises ValueError where adapters of another kind are there.
+  void check_kind(const AnyAdapterOptions& options, const std::string& caller, const std::string& name) const;
   // Before an adapter comes: what the layer has of its own is not trained, and there is no way back past it.
   virtual void freeze() = 0;
   // Which rows of x use the adapter, (rows, 1); undefined where all do.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <ostream>
@@ -54,6 +55,7 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl>, publi
   std::array<double, 2> merge(const MergeOptions& options = {}) override;
   void unmerge() override;
   bool can_unmerge() const override { return former_.has_value(); }
+  at::TensorOptions adapter_type() const override;
   const at::Tensor& base_weight() const override { return is_quantized() ? base->packed : weight; }
 
   bool is_quantized() const { return !base.is_empty(); }
@@ -82,8 +84,7 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl>, publi
     std::vector<std::string> active;
   };
   AdapterImpl::Tensors start(const AnyAdapterOptions& adapter_options) const override;
-  AdapterImpl::Tensors take_out(const AdapterOptions& adapter_options) override;
-  at::TensorOptions adapter_type() const override;
+  AdapterImpl::Tensors prepare(const AnyAdapterOptions& adapter_options) override;
   void freeze() override;
   void set_base(const QuantizedLinear& quantized);
   void set_dense(const at::Tensor& value);
@@ -91,7 +92,10 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl>, publi
   bool is_one() const;       // but for a trained weight
   LoraWeight plain() const;  // without adapters and bias
   LoraWeight joined() const;
+  Part part(const std::string& adapter_name) const;
   at::Tensor gain(const std::string& adapter_name) const;
+  std::array<at::Tensor, 2> vectors(const std::vector<std::string>& names) const;
+  bool has_several_gains() const;
   at::Tensor summed_bias(const std::vector<std::string>& names) const;
   at::Tensor forward_rows(const at::Tensor& x) const;
   at::Tensor forward_gains(const at::Tensor& x) const;

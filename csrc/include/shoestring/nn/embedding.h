@@ -1,0 +1,69 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include <torch/nn/cloneable.h>
+#include <torch/nn/pimpl.h>
+
+#include <shoestring/export.h>
+#include <shoestring/nn/adapter.h>
+
+namespace shoestring::nn {
+
+struct EmbeddingOptions {
+  EmbeddingOptions(int64_t num_embeddings, int64_t embedding_dim)
+      : num_embeddings_(num_embeddings), embedding_dim_(embedding_dim) {}
+  TORCH_ARG(int64_t, num_embeddings);
+  TORCH_ARG(int64_t, embedding_dim);
+  /// An index whose embedding is zero at the start and has no gradient.
+  TORCH_ARG(std::optional<int64_t>, padding_idx) = std::nullopt;
+  /// The weight takes no memory until load_model fills it: see shoestring::placeholder.
+  TORCH_ARG(bool, placeholder) = false;
+};
+
+/// torch::nn::Embedding (the same parameter under the same name) that can take on LoRA and DoRA adapters where it stands; their
+/// dropout does not apply. lora_embedding_A is (rank, num_embeddings), zero at the start, and lora_embedding_B (embedding_dim,
+/// rank); DoRA's magnitude is one for each of the embedding_dim outputs, over all tokens.
+class SHOESTRING_API EmbeddingImpl : public torch::nn::Cloneable<EmbeddingImpl>, public AdaptedLayer {
+ public:
+  EmbeddingImpl(int64_t num_embeddings, int64_t embedding_dim)
+      : EmbeddingImpl(EmbeddingOptions(num_embeddings, embedding_dim)) {}
+  explicit EmbeddingImpl(const EmbeddingOptions& options);
+
+  void reset() override;
+  void pretty_print(std::ostream& stream) const override;
+  /// (...) whole numbers to (..., embedding_dim).
+  at::Tensor forward(const at::Tensor& ids);
+
+  Shapes shapes(const AnyAdapterOptions& options, const std::string& caller, const std::string& name) const override;
+  std::array<double, 2> merge(const MergeOptions& options = {}) override;
+  void unmerge() override;
+  bool can_unmerge() const override { return former_.has_value(); }
+  at::TensorOptions adapter_type() const override;
+  const at::Tensor& base_weight() const override { return weight; }
+
+  EmbeddingOptions options;
+  at::Tensor weight;  // (num_embeddings, embedding_dim)
+
+ private:
+  struct Former {
+    at::Tensor weight;
+    torch::OrderedDict<std::string, Adapter> adapters;
+    std::vector<std::string> active;
+  };
+  AdapterImpl::Tensors start(const AnyAdapterOptions& adapter_options) const override;
+  AdapterImpl::Tensors prepare(const AnyAdapterOptions&) override { return AdapterImpl::Tensors(); }
+  void freeze() override;
+  at::Tensor gain(const std::string& adapter_name) const;
+  at::Tensor lookup(const at::Tensor& ids, const at::Tensor& table) const;
+
+  std::optional<Former> former_;
+};
+TORCH_MODULE(Embedding);
+
+}  // namespace shoestring::nn

@@ -115,7 +115,7 @@ def test_peft_loads_the_adapter(
     from peft import PeftModel
 
     out = tmp_path / "adapter"
-    options = [*TRAIN, "--targets", targets] if targets else TRAIN
+    options = [*TRAIN, "--targets", targets, "--lr-ratio", "4"] if targets else TRAIN
     figures, logits, tokens = results(finetune(program, models[kind], data, out, *options), out)
     assert len(figures["losses"]) == 30
     assert figures["validation_loss"] < 0.95 * figures["validation_loss_before"]

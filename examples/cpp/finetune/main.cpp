@@ -95,15 +95,20 @@ void train(LlamaForCausalLM& model, const Blocks& blocks, const Options& options
   }
   // New pages take the system about as long as what is computed in them: --keep-memory is for speed.
   if (options.keep_memory) ::mallopt(M_MMAP_THRESHOLD, 32 << 20);
-  shoestring::optim::AdamW optimizer(trained,
-                                     shoestring::optim::AdamWOptions(options.lr).weight_decay(options.weight_decay));
+  const auto defaults = shoestring::optim::AdamWOptions(options.lr).weight_decay(options.weight_decay);
+  const auto plus = shoestring::lora::GroupOptions().lr_ratio(options.lr_ratio);
+  shoestring::optim::AdamW optimizer(shoestring::lora::parameter_groups(*model, defaults, plus), defaults);
+  std::vector<double> highest;
+  for (auto& group : optimizer.param_groups()) highest.push_back(group.options().get_lr());
   const double limit = options.clip > 0 ? options.clip : std::numeric_limits<double>::infinity();
   BatchOrder order(blocks.count, options.batch_size, options.seed);
   Progress progress(options.steps, options.batch_size * options.seq_len * options.accumulate);
   for (int64_t step = 0; step < options.steps; ++step) {
     const auto began = std::chrono::steady_clock::now();
-    const double lr = learning_rate(step, options.steps, options.warmup, options.lr);
-    for (auto& group : optimizer.param_groups()) group.options().set_lr(lr);
+    for (size_t i = 0; i < highest.size(); ++i) {
+      const double lr = learning_rate(step, options.steps, options.warmup, highest[i]);
+      optimizer.param_groups()[i].options().set_lr(lr);
+    }
     double loss = 0;
     for (int64_t i = 0; i < options.accumulate; ++i) {
       const Tensor part = loss_of(model, blocks.rows(order.batch(step * options.accumulate + i)), options) / options.accumulate;
@@ -159,7 +164,7 @@ void run(const Options& options) {
   if (options.steps > 0) {
     const auto names = shoestring::lora::apply(
         *model, shoestring::lora::LoraOptions()
-                    .adapter(shoestring::nn::AdapterOptions().rank(options.rank).alpha(options.alpha))
+                    .adapter(shoestring::nn::AdapterOptions().rank(options.rank).alpha(options.alpha).init(options.init))
                     .target_modules(options.target_modules()));
     std::printf("adapters of rank %lld on %zu layers, %d threads\n", static_cast<long long>(options.rank), names.size(),
                 at::get_num_threads());

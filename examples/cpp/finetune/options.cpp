@@ -17,11 +17,13 @@ const Flag<Options> kFlags[] = {
     {"rank", &Options::rank, 1, true, "of the adapters"},
     {"alpha", &Options::alpha, 0, true, "an adapter is multiplied by alpha / rank"},
     {"targets", &Options::targets, 0, true, "layers with an adapter, such as q_proj,v_proj; all linear ones without"},
+    {"init", &Options::init, 0, true, "of the adapters: default, gaussian, pissa, olora or loftq"},
     {"steps", &Options::steps, 0, true, "optimizer steps; 0: the loss on the held-out tokens alone"},
     {"batch-size", &Options::batch_size, 1, true, "sequences in a micro-batch"},
     {"seq-len", &Options::seq_len, 1, true, "tokens in a sequence"},
     {"accumulate", &Options::accumulate, 1, true, "micro-batches in a step"},
     {"lr", &Options::lr, 0, true, "highest learning rate; cosine decay to 0"},
+    {"lr-ratio", &Options::lr_ratio, 1, true, "how much faster than lora_A lora_B learns (LoRA+); 16, say"},
     {"warmup", &Options::warmup, 0, true, "steps of linear warm-up"},
     {"weight-decay", &Options::weight_decay, 0, true, "of the adapters"},
     {"clip", &Options::clip, 0, true, "largest gradient norm; 0: no clipping"},
@@ -49,6 +51,8 @@ void check(const Options& o) {
   require(!o.out.empty() || o.steps == 0, "--out: missing; give a folder for the adapter");
   one_of("quantize", o.quantize, {"nf4", "fp4", "int4", "int8", "none"});
   one_of("dtype", o.dtype, {"bf16", "fp32"});
+  one_of("init", o.init, {"default", "gaussian", "pissa", "olora", "loftq"});
+  require(o.init != "loftq" || o.quantize != "none", "--init: expected loftq with quantised weights, received --quantize none");
 }
 
 }  // namespace

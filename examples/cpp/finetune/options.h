@@ -11,9 +11,9 @@ struct Options {
   bool no_nested = false;
   int64_t rank = 16;
   double alpha = 32;
-  std::string targets;
+  std::string targets, init = "default";
   int64_t steps = 100, batch_size = 1, seq_len = 512, accumulate = 1;
-  double lr = 2e-4;
+  double lr = 2e-4, lr_ratio = 1;
   int64_t warmup = 10;
   double weight_decay = 0, clip = 1.0;
   int64_t seed = 0, threads = 0, workspace_mb = 16;

@@ -184,7 +184,7 @@ TEST_CASE("a tied head stays dense, and adapters train over a loaded model", "[m
   CHECK_FALSE(net->head->is_quantized());
   shoestring::lora::apply(*net, shoestring::lora::LoraOptions().target_modules({"up", "down"}));
   net(tokens()).sum().backward();
-  CHECK(net->up->lora_B.grad().defined());
+  CHECK((*net->up->adapters["default"])["lora_B"].grad().defined());
   CHECK_FALSE(net->embed->weight.grad().defined());
   CHECK_THROWS_WITH(shoestring::load_model(*net, folder.path), Catch::Matchers::Contains("up has one"));
 }

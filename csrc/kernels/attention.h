@@ -100,13 +100,22 @@ struct AttentionTable {
   void (*store_fp16)(const float* rows, int64_t stride, int64_t count, int64_t size, float scale, uint16_t* to, int64_t to_stride);
 };
 
+/// The sizes of the bias, each 1 or the problem's. Packed: batch is 1.
+struct BiasShape {
+  int64_t batch, heads, queries, keys;
+};
+
 // Pointers are on the device; stream is a cudaStream_t. They return an error's text or null.
 struct AttentionCuda {
-  using Forward = const char* (*)(const AttentionProblem& problem, const AttentionTensors& tensors, void* stream);
-  using Backward = const char* (*)(const AttentionProblem& problem, const AttentionTensors& tensors,
-                                   const AttentionGradients& gradients, void* stream);
-  Forward forward_float, forward_bf16, forward_fp16;
-  Backward backward_float, backward_bf16, backward_fp16;
+  struct Functions {
+    const char* (*forward)(const AttentionProblem& problem, const AttentionTensors& tensors, void* stream);
+    // grad_lse: as lse, or null.
+    const char* (*delta)(const AttentionProblem& problem, const AttentionTensors& tensors, const void* grad_out,
+                         const HeadStrides& grad_out_at, const float* grad_lse, float* delta, void* stream);
+    const char* (*backward)(const AttentionProblem& problem, const AttentionTensors& tensors,
+                            const AttentionGradients& gradients, const BiasShape& bias, void* stream);
+  };
+  Functions of_float, of_bf16, of_fp16;
 };
 
 }  // namespace shoestring::kernels

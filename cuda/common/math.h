@@ -19,6 +19,11 @@ __device__ inline float fast_reciprocal(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+__device__ inline float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 __device__ inline float fast_log2(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -29,6 +34,7 @@ __device__ inline float fast_log2(float x) {
 
 __device__ inline float fast_sqrt(float x) { return sqrtf(x); }
 __device__ inline float fast_reciprocal(float x) { return 1 / x; }
+__device__ inline float fast_exp2(float x) { return exp2f(x); }
 __device__ inline float fast_log2(float x) { return log2f(x); }
 
 #endif

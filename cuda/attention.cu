@@ -43,8 +43,8 @@ struct Softmax {
       sum[r] *= shrink;
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
-        s[j][2 * r] = fast_exp2(s[j][2 * r] * factor - base);
-        s[j][2 * r + 1] = fast_exp2(s[j][2 * r + 1] * factor - base);
+        s[j][2 * r] = fast_exp2(__fmul_rn(s[j][2 * r], factor) - base);  // 1 for the highest, however high: not fused
+        s[j][2 * r + 1] = fast_exp2(__fmul_rn(s[j][2 * r + 1], factor) - base);
         sum[r] += s[j][2 * r] + s[j][2 * r + 1];
       }
 #pragma unroll

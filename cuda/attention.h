@@ -67,13 +67,12 @@ inline const char* refuse_gpu() {
 template <class Run>
 const char* with_features(int64_t features, Run run) {
   if (const char* error = refuse_gpu()) return error;
+  if (features <= 32) return run(std::integral_constant<int, 32>{});
   if (features <= 64) return run(std::integral_constant<int, 64>{});
   if (features <= 128) return run(std::integral_constant<int, 128>{});
   return run(std::integral_constant<int, 256>{});
 }
 
-template <class T>
-const char* attention_forward(const AttentionProblem& p, const AttentionTensors& t, void* stream);
 template <class T>
 const char* attention_delta(const AttentionProblem& p, const AttentionTensors& t, const void* grad_out,
                             const HeadStrides& grad_out_at, const float* grad_lse, float* delta, void* stream);

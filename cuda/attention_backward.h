@@ -55,7 +55,8 @@ __device__ void differentiate(const Scores& scores, float (&s)[kTiles][4], float
   scores.apply<turned>(s, kCapSlope ? by : nullptr, first_row, first_column);
 #pragma unroll
   for (int e = 0; e < kTiles * 4; ++e) {
-    const float probability = fast_exp2(s[e / 4][e % 4] * scores.factor - stats(e / 4, e % 4).lse);
+    const float x = s[e / 4][e % 4] * scores.factor - stats(e / 4, e % 4).lse;
+    const float probability = fast_exp2(x > 0 ? 0.f : x);  // scores of 10^9 round by more than exp2 can take
     by[e / 4][e % 4] *= probability;
     s[e / 4][e % 4] = kept >> e & 1 ? probability : 0.f;
   }

@@ -17,7 +17,7 @@ __device__ void key_block(const AttentionProblem& p, const AttentionTensors& t, 
   constexpr int rows = kRows<T, D>, threads = kThreads<T, D>, queries = kPassing<T, D>, pitch = kPitch<T, D>;
   constexpr bool one_each = kOneEach<D>;
   int block = static_cast<int>(blockIdx.x);
-  const bool does_v = one_each ? block % 2 == 0 && g.v != nullptr || g.k == nullptr : g.v != nullptr;
+  const bool does_v = g.v != nullptr && (!one_each || g.k == nullptr || block % 2 == 0);
   const bool does_k = one_each ? !does_v : g.k != nullptr;
   if (one_each && g.k != nullptr && g.v != nullptr) block /= 2;
   const int kv_heads = static_cast<int>(p.kv_heads), group = static_cast<int>(p.heads) / kv_heads;

@@ -161,7 +161,7 @@ class Scores {
 #pragma unroll
         for (int e = 0; e < min(4, kTiles - j); ++e) {
           const uint32_t bits = __shfl_sync(kAllLanes, own, g * 4 + e) >> (2 * t);
-          all |= (bits & 3 | (bits >> 8 & 3) << 2) << (4 * (j + e));
+          all |= ((bits & 3) | (bits >> 8 & 3) << 2) << (4 * (j + e));
         }
       }
     }

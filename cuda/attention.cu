@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads<T, D>) forward(AttentionProblem p, At
 
 template <class T>
 const char* run_forward(const AttentionProblem& p, const AttentionTensors& t, void* stream) {
-  return with_features(max(p.head_dim, p.value_dim), [&](auto features) {
+  return with_features<T>(max(p.head_dim, p.value_dim), [&](auto features) {
     constexpr int D = decltype(features)::value, rows = kRows<T, D>;
     const ForwardAccess access{access_of(t.q, t.q_at, sizeof(T)).vectors, access_of(t.k, t.k_at, sizeof(T)).vectors,
                                access_of(t.v, t.v_at, sizeof(T)).vectors, access_of(t.out, t.out_at, sizeof(T)).pairs};

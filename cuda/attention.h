@@ -63,14 +63,21 @@ inline const char* refuse_gpu() {
   return nullptr;
 }
 
-/// run(std::integral_constant<int, features>) with the smallest tile that holds `features`, 1 to 256.
-template <class Run>
+template <int kFeatures>
+using Features = std::integral_constant<int, kFeatures>;
+
+/// run(Features<n>{}) with the smallest tile that holds `features`, 1 to 256. fp32 has fewer of them: what it is for, exactness,
+/// is worth less than the time to compile.
+template <class T, class Run>
 const char* with_features(int64_t features, Run run) {
   if (const char* error = refuse_gpu()) return error;
-  if (features <= 32) return run(std::integral_constant<int, 32>{});
-  if (features <= 64) return run(std::integral_constant<int, 64>{});
-  if (features <= 128) return run(std::integral_constant<int, 128>{});
-  return run(std::integral_constant<int, 256>{});
+  if (features <= 32) return run(Features<32>{});
+  if (features <= 64) return run(Features<64>{});
+  if constexpr (sizeof(T) == 2) {
+    if (features <= 96) return run(Features<96>{});
+    if (features > 128 && features <= 192) return run(Features<192>{});
+  }
+  return features <= 128 ? run(Features<128>{}) : run(Features<256>{});
 }
 
 template <class T>

@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads<T, D>) key_gradients(AttentionProblem
 template <class T>
 const char* attention_key_gradients(const AttentionProblem& p, const AttentionTensors& t, const AttentionGradients& g,
                                     void* stream) {
-  return with_features(max(p.head_dim, p.value_dim), [&](auto features) {
+  return with_features<T>(max(p.head_dim, p.value_dim), [&](auto features) {
     constexpr int D = decltype(features)::value;
     const int64_t each = kOneEach<D> && g.k != nullptr && g.v != nullptr ? 2 : 1;
     return launch(key_gradients<T, D>, tile_count(p, true, kRows<T, D>) * p.kv_heads * each, kThreads<T, D>,

@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads<T, D>) query_gradient(AttentionProble
 template <class T>
 const char* attention_query_gradient(const AttentionProblem& p, const AttentionTensors& t, const AttentionGradients& g,
                                      void* stream) {
-  return with_features(max(p.head_dim, p.value_dim), [&](auto features) {
+  return with_features<T>(max(p.head_dim, p.value_dim), [&](auto features) {
     constexpr int D = decltype(features)::value;
     return launch(query_gradient<T, D>, tile_count(p, false, kRows<T, D>) * p.heads, kThreads<T, D>, kBackwardShared<T, D>,
                   stream, p, t, g, backward_access<T>(t, g));

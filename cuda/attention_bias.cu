@@ -15,13 +15,14 @@ struct Range {
 };
 
 // Sums over the tile's keys, its queries or both, which then are in the first column or row. shared: 64 a warp.
-__device__ inline void fold(float (&sums)[kTile / 8][4], bool queries, bool keys, float* shared) {
+template <int kTiles>
+__device__ void fold(float (&sums)[kTiles][4], bool queries, bool keys, float* shared) {
   if (keys) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float sum = 0;
 #pragma unroll
-      for (int j = 0; j < kTile / 8; ++j) sum += sums[j][2 * half] + sums[j][2 * half + 1];
+      for (int j = 0; j < kTiles; ++j) sum += sums[j][2 * half] + sums[j][2 * half + 1];
       sum += __shfl_xor_sync(kAllLanes, sum, 1);
       sum += __shfl_xor_sync(kAllLanes, sum, 2);
       sums[0][2 * half] = sum;
@@ -30,20 +31,20 @@ __device__ inline void fold(float (&sums)[kTile / 8][4], bool queries, bool keys
   if (!queries) return;
   __syncthreads();  // nobody reads a tile any more
 #pragma unroll
-  for (int j = 0; j < kTile / 8; ++j) {
+  for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float sum = sums[j][i] + sums[j][2 + i];
       for (int offset = 4; offset < kWarp; offset *= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
-      if (lane() < 4) shared[warp() * kTile + j * 8 + lane() * 2 + i] = sum;
+      if (lane() < 4) shared[warp() * kTiles * 8 + j * 8 + lane() * 2 + i] = sum;
     }
   }
   __syncthreads();
   if (warp() != 0 || lane() >= 4) return;
-  for (int j = 0; j < kTile / 8; ++j) {
+  for (int j = 0; j < kTiles; ++j) {
     for (int i = 0; i < 2; ++i) {
       float sum = 0;
-      for (int w = 0; w < kTileThreads / kWarp; ++w) sum += shared[w * kTile + j * 8 + lane() * 2 + i];
+      for (int w = 0; w < kTileThreads / kWarp; ++w) sum += shared[w * kTiles * 8 + j * 8 + lane() * 2 + i];
       sums[j][i] = sum;
     }
   }

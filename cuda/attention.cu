@@ -125,7 +125,7 @@ __device__ void forward_block(const AttentionProblem& p, const AttentionTensors&
 // 256. A lane has D / 2 numbers of the result and 32 of the scores in registers, with 256 features 16.
 // Budget: 255 registers, 0 bytes shared, no spills.
 template <class T, int D>
-__global__ void __launch_bounds__(kThreads<T, D>) forward(AttentionProblem p, AttentionTensors t, ForwardAccess access) {
+__global__ void __launch_bounds__(kThreads<T, D>, 2) forward(AttentionProblem p, AttentionTensors t, ForwardAccess access) {
   if constexpr (kHasMma) forward_block<T, D>(p, t, access);
 }
 

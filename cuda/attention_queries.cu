@@ -59,7 +59,7 @@ __device__ void query_block(const AttentionProblem& p, const AttentionTensors& t
 // the result, and of the scores and of their gradients 16 each, with more than 256 bytes of features 8 or 4.
 // Budget: 255 registers, 0 bytes shared, no spills.
 template <class T, int D>
-__global__ void __launch_bounds__(kThreads<T, D>) query_gradient(AttentionProblem p, AttentionTensors t, AttentionGradients g,
+__global__ void __launch_bounds__(kThreads<T, D>, 2) query_gradient(AttentionProblem p, AttentionTensors t, AttentionGradients g,
                                                                  BackwardAccess access) {
   if constexpr (kHasMma) query_block<T, D>(p, t, g, access);
 }

@@ -55,7 +55,11 @@ __device__ inline Place find_tile(const AttentionProblem& p, bool of_keys, int i
       const int owner = __ffs(beyond) - 1, found = base + owner;
       const int first = before + __shfl_sync(kAllLanes, through - tiles, owner);
       const int q = p.cu_seqlens_q[found], k = p.cu_seqlens_k[found];
-      return {found, index - first, q, p.cu_seqlens_q[found + 1] - q, k, p.cu_seqlens_k[found + 1] - k};
+      const Place place{found, index - first, q, p.cu_seqlens_q[found + 1] - q, k, p.cu_seqlens_k[found + 1] - k};
+      if (q < 0 || place.queries < 0 || place.queries > queries - q || k < 0 || place.keys < 0 || place.keys > keys - k) {
+        fail("attention: cu_seqlens: expected offsets that rise from 0 to the number of tokens");
+      }
+      return place;
     }
     before += __shfl_sync(kAllLanes, through, kWarp - 1);
   }

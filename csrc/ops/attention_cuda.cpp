@@ -19,6 +19,8 @@ void check_sizes(const kernels::AttentionProblem& p) {
               " features on CUDA, received ", p.head_dim, " and ", p.value_dim);
   TORCH_CHECK(p.queries < kMostTokens && p.keys < kMostTokens, kOp, ": q and k: expected fewer than 2^29 tokens on CUDA, "
               "received ", p.queries, " and ", p.keys);
+  TORCH_CHECK(p.cu_seqlens_q == nullptr || p.batch > 0 || (p.batch == 0 && p.queries == 0 && p.keys == 0), kOp,
+              ": cu_seqlens_q: expected the (sequences + 1) offsets of ", p.queries, " tokens, received ", p.batch + 1);
 }
 
 // What kernels read: features side by side, copied where they are not.

@@ -69,6 +69,7 @@ def test_no_second_derivative() -> None:
         grad.sum().backward()
 
 
+@pytest.mark.device
 def test_only_some_gradients(capability: str) -> None:
     inputs = small(dtype=torch.float32)
     named = dict(zip(["q", "k", "v", "bias", "sinks"], inputs))

@@ -79,3 +79,19 @@ def test_options_together(case: int, seed: int, capability: str) -> None:
         # Bias and sinks sum over many scores, whose gradients cancel: roundings of out are what is left.
         bound = TOLERANCES[dtype] * (10 if name in ("bias", "sinks") else 1)
         assert error <= bound, f"{name}: {error:.2e}, {dtype}, {options}"
+
+
+def test_offsets_that_do_not_fit_end_the_launch(backend: str) -> None:
+    """Nothing is read outside of the tensors. On a GPU it is an assertion, and the end of the process."""
+    if backend == "cuda":
+        pytest.skip("an assertion on the GPU ends the process")
+    q, k, v = (torch.randn(5, 2, 8) for _ in range(3))
+    right = torch.tensor([0, 5], dtype=torch.int32)
+    for wrong in ([0, 6], [1, 5], [0, 4], [0, 5, 3, 5]):
+        starts = torch.tensor(wrong, dtype=torch.int32)
+        with pytest.raises(RuntimeError, match="expected offsets that rise from 0 to the"):
+            attention(q, k, v, cu_seqlens_q=starts)
+    with pytest.raises(RuntimeError, match="expected offsets that rise from 0 to the"):
+        attention(q, k, v, cu_seqlens_q=right, cu_seqlens_k=torch.tensor([0, 6], dtype=torch.int32))
+    with pytest.raises(RuntimeError, match="bias: expected at least"):
+        attention(q, k, v, cu_seqlens_q=right, bias=torch.randn(2, 5, 3))

@@ -121,7 +121,7 @@ __device__ void forward_block(const AttentionProblem& p, const AttentionTensors&
   store_rows<T, D>(to, t.out_at.token, own, at.queries, value_dim, access.out, out, by);
 }
 
-// Tiles of Q, K and V in dynamic shared memory: 52 KiB for 128 features of 16 bits, 66 for 256; 99 for 128 in fp32, 97 for
+// Tiles of Q, K and V in dynamic shared memory: 51 KiB for 128 features of 16 bits, 66 for 256; 99 for 128 in fp32, 97 for
 // 256. A lane has D / 2 numbers of the result and 32 of the scores in registers, with 256 features 16.
 // Budget: 255 registers, 0 bytes shared, no spills.
 template <class T, int D>

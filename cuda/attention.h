@@ -66,8 +66,8 @@ inline const char* refuse_gpu() {
 template <int kFeatures>
 using Features = std::integral_constant<int, kFeatures>;
 
-/// run(Features<n>{}) with the smallest tile that holds `features`, 1 to 256. fp32 has fewer of them: what it is for, exactness,
-/// is worth less than the time to compile.
+/// run(Features<n>{}) with the smallest tile that holds `features`, 1 to 256. fp32, which is for checks more than for
+/// training, has fewer: they take time to compile.
 template <class T, class Run>
 const char* with_features(int64_t features, Run run) {
   if (const char* error = refuse_gpu()) return error;
@@ -84,9 +84,11 @@ template <class T>
 const char* attention_delta(const AttentionProblem& p, const AttentionTensors& t, const void* grad_out,
                             const HeadStrides& grad_out_at, const float* grad_lse, float* delta, void* stream);
 template <class T>
-const char* attention_query_gradient(const AttentionProblem& p, const AttentionTensors& t, const AttentionGradients& g, void* stream);
+const char* attention_query_gradient(const AttentionProblem& p, const AttentionTensors& t, const AttentionGradients& g,
+                                     void* stream);
 template <class T>
-const char* attention_key_gradients(const AttentionProblem& p, const AttentionTensors& t, const AttentionGradients& g, void* stream);
+const char* attention_key_gradients(const AttentionProblem& p, const AttentionTensors& t, const AttentionGradients& g,
+                                    void* stream);
 template <class T>
 const char* attention_bias_gradient(const AttentionProblem& p, const AttentionTensors& t, const AttentionGradients& g,
                                     const kernels::BiasShape& shape, void* stream);

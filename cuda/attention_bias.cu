@@ -67,8 +67,8 @@ __device__ void product(float (&c)[kTile / 8][4], unsigned char* a_tile, const T
 }
 
 template <class T>
-__device__ void bias_block(const AttentionProblem& p, const AttentionTensors& t, const AttentionGradients& g, const BackwardAccess& access,
-                           const kernels::BiasShape& shape) {
+__device__ void bias_block(const AttentionProblem& p, const AttentionTensors& t, const AttentionGradients& g,
+                           const BackwardAccess& access, const kernels::BiasShape& shape) {
   const bool packed = p.cu_seqlens_q != nullptr;  // then sequences are among the tiles of queries
   const int columns = shape.keys > 1 ? static_cast<int>((shape.keys + kTile - 1) / kTile) : 1;
   const int sequences = packed ? 1 : static_cast<int>(p.batch);

@@ -250,7 +250,7 @@ TORCH_LIBRARY(shoestring, m) {
   // a key is seen. sinks (heads): scores of a key without a value. Where a query sees nothing, out is 0. Gradients by q, k,
   // v, bias, sinks, and of lse.
   const std::string attended =
-      "Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? sinks=None, *, bool causal=False, int[2] window=[-1, -1], "
+      "Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? sinks=None, *, bool causal=False, int[] window=[-1, -1], "
       "float softcap=0., float? scale=None, Tensor? alibi_slopes=None, Tensor? cu_seqlens_q=None, "
       "Tensor? cu_seqlens_k=None, float dropout_p=0., Tensor? seed=None";
   m.def(("attention(" + attended + ") -> Tensor").c_str());

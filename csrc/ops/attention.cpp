@@ -40,6 +40,8 @@ Call::Call(const BoxedArguments& arguments)
       seed(arguments.optional("seed")), causal(arguments["causal"].toBool()), softcap(arguments.number("softcap")),
       scale(0), dropout_p(arguments.number("dropout_p")) {
   const auto window = arguments["window"].toIntVector();
+  TORCH_CHECK(window.size() == 2, kOp, ": window: expected two numbers, of tokens to the left and to the right, received ",
+              window.size());
   left = window[0], right = window[1];
   check();
   const auto given = arguments["scale"].toOptional<double>();

@@ -115,6 +115,7 @@ def test_refusals() -> None:
     refused("a multiple of, received 3", q, k[:, :3], v[:, :3])
     refused("expected q's batch", q, k[:1], v[:1])
     refused("window: expected", q, k, v, window=(-2, 0))
+    refused("window: expected two numbers", q, k, v, window=(3,))
     refused("softcap: expected", q, k, v, softcap=-1.0)
     refused(r"bias: expected \(batch, heads, queries, keys\)", q, k, v, bias=torch.randn(5, 5))
     refused("bias: expected fp32", q, k, v, bias=torch.randn(1, 1, 5, 5, dtype=torch.float64))

@@ -101,7 +101,11 @@ def _weights(model: nn.Module) -> tuple[int, int, str]:
 
 
 def _activations(trainer: Trainer) -> tuple[int | None, str]:
-    """Estimate of what autograd keeps: a Llama block keeps about 12 hidden and 4 MLP vectors for each token."""
+    """Estimate of what autograd keeps of each token.
+
+    A Llama block keeps about 12 hidden and 4 MLP vectors; patched, the inputs and outputs of both norms, query, attention's
+    output, key, value, gate, up and their product (which an adapted ``down_proj`` does not keep).
+    """
     config, shape = trainer.config, trainer.model.config
     layers, hidden = getattr(shape, "num_hidden_layers", None), getattr(shape, "hidden_size", None)
     mlp = getattr(shape, "intermediate_size", None)
@@ -111,11 +115,16 @@ def _activations(trainer: Trainer) -> tuple[int | None, str]:
     if config.gradient_checkpointing:
         estimate, formula = tokens * 4 * layers * hidden, f"{tokens} x {layers} x {hidden} x 4 B (block inputs)"
     else:
-        estimate, formula = (
-            tokens * 4 * layers * (12 * hidden + 4 * mlp),
-            f"{tokens} x {layers} x (12x{hidden} + 4x{mlp}) x 4 B",
-        )
+        heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+        narrow = heads * (getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads)
+        vectors = [(12, hidden), (4, mlp)] if config.plain else [(6, hidden), (2, narrow), (3, mlp)]
+        estimate = tokens * 4 * layers * sum(count * size for count, size in vectors)
+        formula = f"{tokens} x {layers} x ({' + '.join(f'{count}x{size}' for count, size in vectors)}) x 4 B"
+    head = trainer.model.get_output_embeddings().weight
+    vocab = head.shape[0]
     if config.plain:
-        vocab = trainer.model.get_output_embeddings().weight.shape[0]
         estimate, formula = estimate + 4 * tokens * vocab, formula + f" + {tokens} x {vocab} x 4 B"
+    elif not config.gradient_checkpointing:  # the last norm's input, and the loss's gradients
+        rows = 2 * tokens + (vocab if head.requires_grad else 0)
+        estimate, formula = estimate + 4 * rows * hidden, formula + f" + {rows} x {hidden} x 4 B"
     return estimate, formula

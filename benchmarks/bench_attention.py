@@ -1,7 +1,8 @@
 """Attention, forward and backward: ours, PyTorch's scaled_dot_product_attention with each backend, and their products.
 
 The limit is one matrix product of as many flops as the two (backward: five) products of the scores that are seen need. Packed
-batches have the lengths of the functions in Python's standard library, beside a batch that is padded to the longest.
+batches have the lengths of the functions in Python's standard library, beside a batch that is padded to the longest; last, how
+full the packer's batches are.
 """
 
 import argparse
@@ -122,11 +123,43 @@ def packed(report: Report, options: argparse.Namespace) -> None:
         report.table(title, times, flops / 1e9, "GFLOP/s")
 
 
+def first_fit(sizes: list[int], capacity: int) -> list[int]:
+    """The packer's rule in plain Python."""
+    room: list[int] = []
+    bins = [0] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        place = next((b for b, left in enumerate(room) if left >= sizes[i]), len(room))
+        if place == len(room):
+            room.append(capacity)
+        room[place] -= sizes[i]
+        bins[i] = place
+    return bins
+
+
+def packing(report: Report, options: argparse.Namespace) -> None:
+    sizes, capacity = function_lengths(500 if options.quick else 5000), 2048
+    lengths = torch.tensor(sizes)
+    bins = int(torch.ops.shoestring.pack_sequences(lengths, capacity).max()) + 1
+    in_order, left = 1, capacity
+    for n in sizes:  # as they come
+        in_order, left = (in_order + 1, capacity - n) if n > left else (in_order, left - n)
+    candidates: Candidates = {
+        "shoestring": lambda: torch.ops.shoestring.pack_sequences(lengths, capacity),
+        "the same in Python": lambda: first_fit(sizes, capacity),
+    }
+    title = (
+        f"{len(sizes)} sequences packed into {capacity} tokens each: {sum(sizes) / bins / capacity:.1%} full, in order of "
+        f"arrival {sum(sizes) / in_order / capacity:.1%}"
+    )
+    report.table(title, interleave(candidates, options.repeats, "cpu"), len(sizes) / 1e6, "M/s")
+
+
 def main() -> None:
     options = arguments(__doc__.splitlines()[0], devices=("cpu", "cuda"))
     report = Report("attention", options)
     dense(report, options)
     packed(report, options)
+    packing(report, options)
     report.finish()
 
 

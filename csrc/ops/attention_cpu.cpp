@@ -92,7 +92,9 @@ void fill_bias(const Kernels& kernels, const kernels::AttentionProblem& p, const
                                                                   : at::kHalf;
   // Where it is the same for all queries, or for all keys, one line or one step of the depth is packed and repeated.
   const int64_t lines = p.bias_query == 0 ? 1 : some, depth = p.bias_key == 0 ? 1 : count;
-  Kernels::pack(kernels.gemm.fp32, type, p.bias, offset, lines, depth, depth == 1 && lines > 1 ? p.bias_query : std::max<int64_t>(p.bias_query, 2), 1, columns, added);
+  // Packing takes a stride of 1 for lines that lie side by side, which those of more than one step do not.
+  const int64_t line_stride = depth == 1 && lines > 1 ? p.bias_query : std::max<int64_t>(p.bias_query, 2);
+  Kernels::pack(kernels.gemm.fp32, type, p.bias, offset, lines, depth, line_stride, 1, columns, added);
   if (lines < some) {
     for (int64_t j = 0; j < depth; ++j) std::fill_n(added + j * columns, columns, added[j * columns]);
   }

@@ -120,7 +120,8 @@ Gradients backward_cpu(const Call& call, const Upstream& upstream) {
   const Kernels kernels(call.q.scalar_type());
   const Tensor q = with_features_together(call.q), k = with_features_together(call.k), v = with_features_together(call.v);
   const Tensor grad_out = with_features_together(upstream.grad_out), lse = upstream.lse.contiguous();
-  const Tensor delta = delta_of(kernels, p, sequences, Elements(grad_out), Elements(upstream.out), upstream);
+  const Tensor out_rows = with_features_together(upstream.out);
+  const Tensor delta = delta_of(kernels, p, sequences, Elements(grad_out), Elements(out_rows), upstream);
 
   Gradients g;
   const auto like = [&](Input which, const Tensor& t, std::optional<Elements>& to) {

@@ -260,6 +260,12 @@ TORCH_LIBRARY(shoestring, m) {
   m.def(("attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool[5] output_mask, " + attended +
          ") -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks)").c_str());
 
+  // x itself. What made it is kept by a checkpoint around it whose `keep` names the tag, so that backward does not make it
+  // again; x was not modified in place since.
+  m.def("tag_activation(Tensor x, str tag) -> Tensor");
+  // The operators that names for a checkpoint's `keep` stand for; tags are left out.
+  m.def("checkpoint_operators(str[] keep) -> str[]");
+
   // The bin, from 0 on, that each sequence is put into, so that none has more than capacity tokens: the longest first, each
   // into the first bin with room for it. lengths (sequences) int64, on the CPU.
   m.def("pack_sequences(Tensor lengths, int capacity) -> Tensor");

@@ -7,6 +7,7 @@ __version__ = build.version
 cmake_prefix_path = str(_load.PACKAGE / "share" / "cmake")
 
 from shoestring import lora, nn, optim  # noqa: E402
+from shoestring.checkpointing import checkpoint, checkpoint_sequential, tag_activation  # noqa: E402
 from shoestring.ops import (  # noqa: E402
     add_rms_norm,
     attention,
@@ -42,6 +43,8 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "build",
+    "checkpoint",
+    "checkpoint_sequential",
     "cmake_prefix_path",
     "cross_entropy",
     "cross_entropy_with_stats",
@@ -70,5 +73,6 @@ __all__ = [
     "save_quantized",
     "seeded_dropout",
     "swiglu",
+    "tag_activation",
     "vocab_parallel_linear_cross_entropy",
 ]

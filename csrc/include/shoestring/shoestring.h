@@ -1,6 +1,7 @@
 #pragma once
 
 /// Everything: operators, modules, optimizers, files.
+#include <shoestring/checkpoint.h>
 #include <shoestring/lora.h>
 #include <shoestring/model_files.h>
 #include <shoestring/nn.h>

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <ATen/autocast_mode.h>
+
+#include <array>
+
+namespace shoestring::activations {
+
+/// Autocast of this thread, on the devices that have it here, as it is when this is made.
+class AutocastState {
+ public:
+  AutocastState() {
+    for (size_t i = 0; i < kDevices.size(); ++i) {
+      enabled_[i] = at::autocast::is_autocast_enabled(kDevices[i]);
+      dtype_[i] = at::autocast::get_autocast_dtype(kDevices[i]);
+    }
+  }
+
+  /// Takes effect at once; how things were comes back with `restore` of a state made before.
+  void restore() const {
+    for (size_t i = 0; i < kDevices.size(); ++i) {
+      at::autocast::set_autocast_enabled(kDevices[i], enabled_[i]);
+      at::autocast::set_autocast_dtype(kDevices[i], dtype_[i]);
+    }
+    at::autocast::set_autocast_cache_enabled(cache_);
+  }
+
+ private:
+  static constexpr std::array kDevices{at::kCPU, at::kCUDA};
+  std::array<bool, 2> enabled_{};
+  std::array<at::ScalarType, 2> dtype_{};
+  bool cache_ = at::autocast::is_autocast_cache_enabled();
+};
+
+/// Another autocast state for a while. Weights that are cast meanwhile are forgotten with the outermost.
+class AutocastGuard {
+ public:
+  explicit AutocastGuard(const AutocastState& state) {
+    state.restore();
+    at::autocast::increment_nesting();
+  }
+  ~AutocastGuard() {
+    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+    before_.restore();
+  }
+  AutocastGuard(const AutocastGuard&) = delete;
+  AutocastGuard& operator=(const AutocastGuard&) = delete;
+
+ private:
+  AutocastState before_;
+};
+
+}  // namespace shoestring::activations

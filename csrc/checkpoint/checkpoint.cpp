@@ -1,0 +1,188 @@
+#include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
+#include <shoestring/checkpoint.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <map>
+#include <mutex>
+
+#include "checkpoint/autocast_state.h"
+#include "checkpoint/hooks.h"
+#include "checkpoint/operator_tape.h"
+#include "checkpoint/rng_state.h"
+
+using at::Tensor;
+
+// While a function runs the first time, each tensor that autograd saves becomes a number: the how-manieth it is. The first
+// number that backward asks for makes the function run again, and what is saved this time is put where the numbers are.
+
+namespace shoestring {
+namespace activations {
+namespace {
+
+struct Frame;
+
+struct Number : Packed {
+  Number(std::shared_ptr<Frame> frame, const Tensor& tensor)
+      : frame(std::move(frame)), sizes(tensor.sizes().vec()), dtype(tensor.scalar_type()), device(tensor.device()) {}
+  Tensor unpack() override;
+
+  const std::shared_ptr<Frame> frame;
+  const std::vector<int64_t> sizes;
+  const at::ScalarType dtype;
+  const c10::Device device;
+  std::map<int, Tensor> values;  // by backward pass
+};
+
+struct Stop {};  // thrown through the function when all is there
+
+struct Frame : std::enable_shared_from_this<Frame> {
+  Frame(const CheckpointOptions& options, const std::vector<Tensor>& given,
+        std::function<void(const std::vector<Tensor>&)> again)
+      : again(std::move(again)), early_stop(options.early_stop()) {
+    for (const Tensor& tensor : given) inputs.emplace_back(tensor, /*is_output=*/false);
+    if (options.preserve_rng_state()) rng = RngState(given);
+    if (!options.keep().empty()) tape = c10::make_intrusive<OperatorTape>(options.keep());
+  }
+
+  Tensor value(Number& number);
+  void run_again(int pass);
+
+  const std::function<void(const std::vector<Tensor>&)> again;
+  const bool early_stop;
+  std::vector<torch::autograd::SavedVariable> inputs;
+  RngState rng;
+  const AutocastState autocast;
+  c10::intrusive_ptr<OperatorTape> tape;
+  std::vector<std::weak_ptr<Number>> numbers;
+  std::mutex mutex;
+};
+
+struct FirstRun : SavedTensorHooks {
+  explicit FirstRun(std::shared_ptr<Frame> frame) : frame(std::move(frame)) {}
+  std::shared_ptr<Packed> pack(const Tensor& tensor) override {
+    auto number = std::make_shared<Number>(frame, tensor);
+    frame->numbers.push_back(number);
+    return number;
+  }
+  const std::shared_ptr<Frame> frame;
+};
+
+struct SecondRun : SavedTensorHooks {
+  SecondRun(Frame& frame, int pass) : frame(frame), pass(pass) {}
+
+  struct Itself : Packed {
+    explicit Itself(Tensor tensor) : tensor(std::move(tensor)) {}
+    Tensor unpack() override { return tensor; }
+    const Tensor tensor;
+  };
+
+  std::shared_ptr<Packed> pack(const Tensor& tensor) override {
+    const size_t i = seen++;
+    if (const auto number = i < frame.numbers.size() ? frame.numbers[i].lock() : nullptr) {
+      TORCH_CHECK(tensor.sizes() == at::IntArrayRef(number->sizes) && tensor.scalar_type() == number->dtype &&
+                      tensor.device() == number->device,
+                  "checkpoint: saved tensor ", i, " was ", number->dtype, number->sizes, " on ", number->device,
+                  " in forward and is ", tensor.scalar_type(), tensor.sizes(), " on ", tensor.device(),
+                  " in backward: the function has to do the same both times");
+      number->values[pass] = tensor;
+    }
+    if (frame.early_stop && seen == frame.numbers.size()) throw Stop();
+    return std::make_shared<Itself>(tensor);
+  }
+
+  Frame& frame;
+  const int pass;
+  size_t seen = 0;
+};
+
+struct Replay {
+  explicit Replay(OperatorTape* tape) : tape(tape) {
+    if (tape) tape->replay();
+  }
+  ~Replay() {
+    if (tape) tape->end();
+  }
+  Replay(const Replay&) = delete;
+  Replay& operator=(const Replay&) = delete;
+  OperatorTape* tape;
+};
+
+Tensor Number::unpack() { return frame->value(*this); }
+
+Tensor Frame::value(Number& number) {
+  const int pass = torch::autograd::get_current_graph_task_id();
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (!number.values.contains(pass)) run_again(pass);
+  const auto found = number.values.find(pass);
+  Tensor value = found->second;
+  number.values.erase(found);  // a node asks once; one that asks again makes the function run again
+  return value;
+}
+
+void Frame::run_again(int pass) {
+  std::vector<Tensor> given;
+  for (const auto& input : inputs) given.push_back(input.unpack());
+  const auto forget = [](Frame& frame, int pass) {
+    for (const auto& weak : frame.numbers) {
+      if (const auto number = weak.lock()) number->values.erase(pass);
+    }
+  };
+  if (pass >= 0) {  // what this pass leaves unused goes with it
+    torch::autograd::Engine::get_default_engine().queue_callback([forget, pass, weak = weak_from_this()] {
+      if (const auto frame = weak.lock()) forget(*frame, pass);
+    });
+  }
+  const auto hooks = std::make_shared<SecondRun>(*this, pass);
+  {
+    const at::AutoGradMode gradients(true);
+    const NoTape no_outer_tape;
+    const Replay replay(tape.get());
+    const AutocastGuard autocast_as_then(autocast);
+    const RngGuard rng_after(rng);
+    rng.restore();
+    const HooksGuard guard("checkpoint", hooks);
+    try {
+      again(given);
+    } catch (const Stop&) {
+    }
+  }
+  TORCH_CHECK(hooks->seen == numbers.size(), "checkpoint: the function saved ", numbers.size(), " tensors in forward and ",
+              hooks->seen, " in backward: it has to do the same both times");
+}
+
+}  // namespace
+}  // namespace activations
+
+namespace detail {
+
+using namespace activations;
+
+struct CheckpointRun::Scope {
+  explicit Scope(const std::shared_ptr<Frame>& frame)
+      : tape(frame->tape), guard("checkpoint", std::make_shared<FirstRun>(frame)) {
+    if (tape) tape->record();
+  }
+  ~Scope() {
+    if (tape) tape->end();
+  }
+  const c10::intrusive_ptr<OperatorTape> tape;
+  const HooksGuard guard;
+};
+
+CheckpointRun::CheckpointRun(const CheckpointOptions& options, const std::vector<Tensor>& inputs,
+                             std::function<void(const std::vector<Tensor>&)> again) {
+  if (!c10::GradMode::is_enabled()) return;
+  scope_ = std::make_unique<Scope>(std::make_shared<Frame>(options, inputs, std::move(again)));
+}
+
+CheckpointRun::~CheckpointRun() = default;
+
+void check_segments(int64_t segments, int64_t count) {
+  TORCH_CHECK(segments >= 1 && segments <= count, "checkpoint_sequential: segments: expected 1 to the number of functions (",
+              count, "), received ", segments);
+}
+
+}  // namespace detail
+}  // namespace shoestring

@@ -1,0 +1,50 @@
+#include "checkpoint/memory_meter.h"
+
+#include <torch/library.h>
+
+namespace shoestring::activations {
+
+// PyTorch's allocators tell a profiler, where this thread has one, of every block.
+struct MemoryMeter::Counter : c10::MemoryReportingInfoBase {
+  void reportMemoryUsage(void*, int64_t bytes, size_t, size_t, c10::Device) override {
+    const int64_t now = current.fetch_add(bytes) + bytes;
+    int64_t most = peak.load();
+    while (now > most && !peak.compare_exchange_weak(most, now)) {
+    }
+  }
+  bool memoryProfilingEnabled() const override { return true; }
+
+  std::atomic<int64_t> current{0}, peak{0};
+};
+
+MemoryMeter::MemoryMeter() : counter_(std::make_shared<Counter>()) {}
+MemoryMeter::~MemoryMeter() = default;
+
+void MemoryMeter::begin() {
+  TORCH_CHECK(guard_ == nullptr, "MemoryMeter: begin: expected a meter that does not run");
+  TORCH_CHECK(c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE) == nullptr,
+              "MemoryMeter: begin: expected no profiler on this thread; stop it first");
+  counter_->current = counter_->peak = 0;
+  guard_ = std::make_unique<c10::DebugInfoGuard>(c10::DebugInfoKind::PROFILER_STATE, counter_);
+}
+
+void MemoryMeter::end() { guard_.reset(); }
+
+int64_t MemoryMeter::current() const { return counter_->current; }
+
+int64_t MemoryMeter::peak() const { return counter_->peak; }
+
+void MemoryMeter::reset_peak() { counter_->peak = counter_->current.load(); }
+
+}  // namespace shoestring::activations
+
+TORCH_LIBRARY_FRAGMENT(shoestring, m) {
+  using shoestring::activations::MemoryMeter;
+  m.class_<MemoryMeter>("MemoryMeter")
+      .def(torch::init<>())
+      .def("begin", &MemoryMeter::begin)
+      .def("end", &MemoryMeter::end)
+      .def("current", &MemoryMeter::current)
+      .def("peak", &MemoryMeter::peak)
+      .def("reset_peak", &MemoryMeter::reset_peak);
+}

@@ -1,0 +1,283 @@
+#include "checkpoint/operator_tape.h"
+
+#include <ATen/ops/as_strided.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <shoestring/checkpoint.h>
+#include <torch/library.h>
+
+#include <map>
+
+namespace shoestring::activations {
+namespace {
+
+// A key between autograd and the devices, whose own user (torchdistx) is gone.
+constexpr auto kKey = c10::DispatchKey::Fake;
+
+thread_local std::vector<OperatorTape*> stack;  // the innermost tape sees the calls
+
+void set_top() { c10::impl::tls_set_dispatch_key_included(kKey, !stack.empty() && stack.back() != nullptr); }
+
+void push(OperatorTape* tape) {
+  stack.push_back(tape);
+  set_top();
+}
+
+void pop() {
+  stack.pop_back();
+  set_top();
+}
+
+void see(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* arguments) {
+  const c10::impl::ExcludeDispatchKeyGuard once(kKey);  // what an operator calls in turn is its own affair
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+  // A thread that inherited the key has no tape.
+  if (stack.empty() || stack.back() == nullptr) return op.redispatchBoxed(below, arguments);
+  stack.back()->call(op, below, arguments);
+}
+
+// Dear to compute, and small beside what a block saves.
+const std::map<std::string, std::set<std::string>>& groups() {
+  static const std::map<std::string, std::set<std::string>> all{
+      {"attention",
+       {"shoestring::attention", "shoestring::attention_with_lse", "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention", "aten::_flash_attention_forward",
+        "aten::_efficient_attention_forward"}},
+      {"products",
+       {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_scaled_mm", "aten::convolution",
+        "shoestring::quantized_linear", "shoestring::lora_linear", "shoestring::lora_linear_group",
+        "shoestring::lora_linear_group_forward"}}};
+  return all;
+}
+
+// Shares data and version counter, but is no part of any graph, nor will be.
+at::Tensor detached(const at::Tensor& tensor) {
+  if (!tensor.defined()) return tensor;
+  auto* impl = tensor.unsafeGetTensorImpl();
+  return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
+}
+
+c10::IValue detached(const c10::IValue& value) {
+  if (value.isTensor()) return detached(value.toTensor());
+  if (!value.isTensorList()) return value;
+  c10::List<at::Tensor> list;
+  for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(detached(tensor));
+  return list;
+}
+
+// The operators among the names, those of groups included.
+std::set<std::string> operators_of(const std::vector<std::string>& keep) {
+  std::set<std::string> operators;
+  for (const auto& name : keep) {
+    TORCH_CHECK(!name.empty(), "checkpoint: keep: expected names of operators, groups or tags, received an empty one");
+    const auto group = groups().find(name);
+    if (group != groups().end()) operators.insert(group->second.begin(), group->second.end());
+    if (name.find("::") == std::string::npos) continue;
+    const auto dot = name.find('.');
+    const std::string overload = dot == std::string::npos || name.substr(dot) == ".default" ? "" : name.substr(dot + 1);
+    bool found = false;
+    for (const auto& known : c10::Dispatcher::singleton().getAllOpNames()) {
+      found |= known.name == name.substr(0, dot) && (dot == std::string::npos || known.overload_name == overload);
+    }
+    TORCH_CHECK(found, "checkpoint: keep: expected \"attention\", \"products\", a tag, or an operator such as \"aten::mm\", "
+                "received \"", name, "\", which is no operator");
+    operators.insert(name);
+  }
+  return operators;
+}
+
+template <class F>
+void each_tensor(at::ArrayRef<c10::IValue> values, const F& f) {
+  const auto see = [&](const at::Tensor& tensor) {
+    if (tensor.defined()) f(tensor);
+  };
+  for (const auto& value : values) {
+    if (value.isTensor()) see(value.toTensor());
+    if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorVector()) see(tensor);
+    }
+    if (value.isOptionalTensorList()) {
+      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
+        if (tensor) see(*tensor);
+      }
+    }
+  }
+}
+
+uint32_t version(const at::Tensor& tensor) {
+  const auto& counter = tensor.unsafeGetTensorImpl()->version_counter();
+  return counter.enabled() ? counter.current_version() : 0;  // inference tensors have none
+}
+
+std::vector<uint32_t> versions(at::ArrayRef<c10::IValue> values) {
+  std::vector<uint32_t> all;
+  each_tensor(values, [&](const at::Tensor& tensor) { all.push_back(version(tensor)); });
+  return all;
+}
+
+std::vector<int64_t> sizes_of(at::ArrayRef<c10::IValue> values) {
+  std::vector<int64_t> all;
+  each_tensor(values, [&](const at::Tensor& tensor) {
+    all.insert(all.end(), tensor.sizes().begin(), tensor.sizes().end());
+    all.push_back(-static_cast<int64_t>(tensor.scalar_type()) - 1);
+  });
+  return all;
+}
+
+}  // namespace
+
+NoTape::NoTape() { push(nullptr); }
+
+NoTape::~NoTape() { pop(); }
+
+OperatorTape::OperatorTape(const std::vector<std::string>& keep) : names_(keep.begin(), keep.end()) {
+  names_.merge(operators_of(keep));
+}
+
+void OperatorTape::record() {
+  operators_.clear();
+  recording_ = true;
+  push(this);
+}
+
+void OperatorTape::replay() {
+  recording_ = false;
+  for (auto& [handle, op] : operators_) op.played = 0;
+  push(this);
+}
+
+void OperatorTape::end() {
+  TORCH_CHECK(!stack.empty() && stack.back() == this, "OperatorTape: end: expected the tape that was begun last");
+  pop();
+  made_.clear();
+}
+
+OperatorTape::Operator& OperatorTape::operator_of(const c10::OperatorHandle& handle) {
+  const auto found = operators_.find(handle);
+  if (found != operators_.end()) return found->second;
+  const auto& schema = handle.schema();
+  bool aliasing = false;
+  for (const auto& result : schema.returns()) aliasing |= result.alias_info() != nullptr;
+  for (const auto& argument : schema.arguments()) aliasing |= argument.alias_info() && argument.alias_info()->isWrite();
+  const std::string full = schema.name() + "." + (schema.overload_name().empty() ? "default" : schema.overload_name());
+  const bool wanted = names_.contains(schema.name()) || names_.contains(full);
+  TORCH_CHECK(!wanted || !aliasing, "checkpoint: keep: ", full,
+              " returns or changes its argument itself, so there is nothing to keep; name the operator before it");
+  return operators_.emplace(handle, Operator{wanted, aliasing, {}}).first->second;
+}
+
+void OperatorTape::call(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* arguments) {
+  Operator& op = operator_of(handle);
+  if (op.aliasing) return handle.redispatchBoxed(keys, arguments);
+  const size_t count = handle.schema().arguments().size();
+  const auto given = at::ArrayRef<c10::IValue>(*arguments).slice(arguments->size() - count);
+
+  if (!recording_) {
+    const size_t number = op.played++;
+    if (number >= op.calls.size() || op.calls[number].values.empty()) return handle.redispatchBoxed(keys, arguments);
+    Result& result = op.calls[number];
+    TORCH_CHECK(sizes_of(given) == result.arguments, "checkpoint: ", handle.schema().name(),
+                " is kept, and received arguments of other sizes or dtypes in backward than in forward: the function has to do the same both times");
+    TORCH_CHECK(versions(result.values) == result.versions, "checkpoint: the result of ", handle.schema().name(),
+                " is kept, and was modified in place since; keep the operator after that, or modify a copy");
+    std::vector<c10::IValue> handed_out;
+    for (const auto& value : result.values) handed_out.push_back(detached(value));
+    if (result.rng) result.rng->restore();
+    torch::jit::drop(*arguments, count);
+    arguments->insert(arguments->end(), handed_out.begin(), handed_out.end());
+    return;
+  }
+
+  Result result{{}, {}, sizes_of(given), std::nullopt};
+  const bool random = handle.hasTag(at::Tag::nondeterministic_seeded);
+  std::vector<at::Tensor> tensors;
+  if (random) each_tensor(given, [&](const at::Tensor& tensor) { tensors.push_back(tensor); });
+  handle.redispatchBoxed(keys, arguments);
+  const auto made = at::ArrayRef<c10::IValue>(*arguments).slice(arguments->size() - handle.schema().returns().size());
+  if (op.wanted) {
+    for (const auto& value : made) result.values.push_back(detached(value));
+    result.versions = versions(made);
+  }
+  if (random) result.rng = RngState(tensors);
+  op.calls.push_back(std::move(result));
+  if (!op.wanted) note_made(op, made);
+}
+
+void OperatorTape::note_made(Operator& op, at::ArrayRef<c10::IValue> values) {
+  if (values.empty() || !values[0].isTensor()) return;
+  const at::Tensor& first = values[0].toTensor();
+  if (!first.defined() || !first.has_storage()) return;
+  Made made{&op, op.calls.size() - 1, first.storage().getWeakStorageImpl(), first.sizes().vec(), first.strides().vec(),
+            first.storage_offset(), {}};
+  for (const auto& value : values.slice(1)) made.others.push_back(detached(value));
+  size_t bytes = 0;
+  each_tensor(made.others, [&](const at::Tensor& tensor) { bytes += tensor.nbytes(); });
+  if (bytes > first.nbytes()) return;  // too much to hold for the chance of a tag
+  made_.push_back(std::move(made));
+}
+
+void OperatorTape::tag(const at::Tensor& x, const std::string& tag) {
+  if (!recording_ || !names_.contains(tag) || !x.has_storage()) return;
+  for (const Made& made : made_) {
+    const auto storage = made.storage.lock();
+    if (storage.get() != x.storage().unsafeGetStorageImpl()) continue;
+    TORCH_CHECK(version(x) == 0, "tag_activation: ", tag,
+                ": expected an activation that was not modified in place; tag a copy, or what it was made of");
+    const at::AutoDispatchBelowADInplaceOrView below;
+    at::Tensor first = at::as_strided(detached(x), made.sizes, made.strides, made.offset);
+    first.unsafeGetTensorImpl()->set_version_counter(x.unsafeGetTensorImpl()->version_counter());
+    Result& result = made.op->calls[made.call];
+    result.values = {first};
+    result.values.insert(result.values.end(), made.others.begin(), made.others.end());
+    result.versions = versions(result.values);
+    return;
+  }
+}
+
+int64_t OperatorTape::bytes() const {
+  std::map<const void*, int64_t> storages;
+  for (const auto& [handle, op] : operators_) {
+    for (const Result& result : op.calls) {
+      each_tensor(result.values, [&](const at::Tensor& tensor) {
+        storages[tensor.storage().unsafeGetStorageImpl()] = static_cast<int64_t>(tensor.storage().nbytes());
+      });
+    }
+  }
+  int64_t sum = 0;
+  for (const auto& [storage, bytes] : storages) sum += bytes;
+  return sum;
+}
+
+}  // namespace shoestring::activations
+
+namespace shoestring {
+
+at::Tensor tag_activation(const at::Tensor& x, const std::string& tag) {
+  if (!activations::stack.empty() && activations::stack.back() != nullptr) activations::stack.back()->tag(x, tag);
+  return x;
+}
+
+}  // namespace shoestring
+
+TORCH_LIBRARY_IMPL(_, Fake, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&shoestring::activations::see>()); }
+
+TORCH_LIBRARY_IMPL(shoestring, CompositeImplicitAutograd, m) {
+  m.impl("tag_activation", [](const at::Tensor& x, std::string tag) { return shoestring::tag_activation(x, tag); });
+}
+
+TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
+  m.impl("checkpoint_operators", [](const std::vector<std::string>& keep) {
+    const auto operators = shoestring::activations::operators_of(keep);
+    return std::vector<std::string>(operators.begin(), operators.end());
+  });
+}
+
+TORCH_LIBRARY_FRAGMENT(shoestring, m) {
+  using shoestring::activations::OperatorTape;
+  m.class_<OperatorTape>("OperatorTape")
+      .def(torch::init<std::vector<std::string>>())
+      .def("record", &OperatorTape::record)
+      .def("replay", &OperatorTape::replay)
+      .def("end", &OperatorTape::end)
+      .def("bytes", &OperatorTape::bytes);
+}

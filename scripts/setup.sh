@@ -9,6 +9,7 @@ venv=$1 torch=${2:-}
 missing=()
 [ -e /usr/include/nlohmann/json.hpp ] || [ -n "${NLOHMANN_JSON_INCLUDE_DIR:-}" ] || missing+=(nlohmann-json3-dev)
 { [ -e /usr/include/catch2/catch.hpp ] || [ -e /usr/include/catch2/catch_all.hpp ]; } || missing+=(catch2)
+[ -e /usr/include/liburing.h ] || missing+=(liburing-dev)
 command -v g++ >/dev/null || missing+=(g++)
 command -v cmake >/dev/null || missing+=(cmake)
 python3 -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv)

@@ -3,6 +3,8 @@
 // How host code in ops/ reaches CUDA kernels without linking CUDA: as on the CPU, an operator's kernels are a table of
 // functions. libshoestring_cuda hands its tables over when it is loaded; launchers take a stream and plain pointers.
 
+#include <cstddef>
+
 #include <shoestring/export.h>
 
 namespace shoestring::cuda {
@@ -10,6 +12,9 @@ namespace shoestring::cuda {
 /// What ops/ needs beside the kernels.
 struct Runtime {
   void* (*current_stream)(int device);  // a cudaStream_t
+  // Page-locks host memory of the caller's for the current device, and undoes it; an error's text or null.
+  const char* (*register_host)(void* memory, size_t size);
+  const char* (*unregister_host)(void* memory);
 };
 
 SHOESTRING_API void provide(const char* name, const void* table);

@@ -14,7 +14,9 @@
 
 namespace {
 
-const shoestring::cuda::Runtime kRuntime{[](int) -> void* { return nullptr; }};
+const shoestring::cuda::Runtime kRuntime{[](int) -> void* { return nullptr; },
+                                         [](void*, size_t) -> const char* { return nullptr; },
+                                         [](void*) -> const char* { return nullptr; }};
 
 // Tells the emulator what memory there is, fills it with NaN, and keeps allocations apart, so that a stray access finds
 // nobody else's memory.

@@ -270,6 +270,17 @@ TORCH_LIBRARY(shoestring, m) {
   // into the first bin with room for it. lengths (sequences) int64, on the CPU.
   m.def("pack_sequences(Tensor lengths, int capacity) -> Tensor");
 
+  // For a row of blocks, the choice of each that makes forward and backward quickest within a budget of bytes, by the model in
+  // shoestring/checkpoint_plan.h, and the peak and seconds that it predicts; no plan takes less than least_seconds. choices:
+  // how many each block has, which bytes and so on list one after the other. simulate: the prediction for a given plan.
+  const std::string planned =
+      "(float[] forward_seconds, float[] backward_seconds, int[] choices, int[] bytes, float[] extra_seconds, "
+      "int[] link_bytes, int[] forward_bytes, int[] backward_bytes, ";
+  const std::string linked =
+      "*, int budget, float out_bytes_per_second=0., float in_bytes_per_second=0., int prefetch=1) -> ";
+  m.def(("checkpoint_plan" + planned + linked + "(int[] plan, int peak, float seconds, float least_seconds)").c_str());
+  m.def(("simulate_checkpoint_plan" + planned + "int[] plan, " + linked + "(int peak, float seconds)").c_str());
+
   // gain * (x W^T + scaling * low B^T) + bias with low = low_scale * dropped(x) A^T. W is frozen: dense (out_features,
   // in_features) in x's dtype, or, where absmax is given, the codes of a quantised weight. lora_A (rank, in_features), lora_B
   // (out_features, rank), bias and gain (out_features), low_scale (tokens, rank), of any floating-point dtype. dropped:

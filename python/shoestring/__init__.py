@@ -7,6 +7,13 @@ __version__ = build.version
 cmake_prefix_path = str(_load.PACKAGE / "share" / "cmake")
 
 from shoestring import lora, nn, optim  # noqa: E402
+from shoestring.checkpoint_plan import (  # noqa: E402
+    CheckpointPlan,
+    PlanBlock,
+    PlanChoice,
+    checkpoint_plan,
+    simulate_checkpoint_plan,
+)
 from shoestring.checkpointing import checkpoint, checkpoint_sequential, tag_activation  # noqa: E402
 from shoestring.ops import (  # noqa: E402
     add_rms_norm,
@@ -38,12 +45,16 @@ from shoestring.pretrained import load_quantized, save_quantized  # noqa: E402
 from shoestring.quantized_tensor import QuantizedTensor  # noqa: E402
 
 __all__ = [
+    "CheckpointPlan",
     "PatchReport",
+    "PlanBlock",
+    "PlanChoice",
     "QuantizedTensor",
     "add_rms_norm",
     "attention",
     "build",
     "checkpoint",
+    "checkpoint_plan",
     "checkpoint_sequential",
     "cmake_prefix_path",
     "cross_entropy",
@@ -72,6 +83,7 @@ __all__ = [
     "rope",
     "save_quantized",
     "seeded_dropout",
+    "simulate_checkpoint_plan",
     "swiglu",
     "tag_activation",
     "vocab_parallel_linear_cross_entropy",

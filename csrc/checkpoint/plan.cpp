@@ -1,0 +1,164 @@
+#include "checkpoint/plan.h"
+
+#include <limits>
+#include <numeric>
+#include <optional>
+#include <utility>
+
+#include <c10/util/Exception.h>
+
+#include "checkpoint/plan_bound.h"
+
+namespace shoestring::plan {
+
+std::vector<int64_t> best(const std::vector<Criteria>& all, int count) {
+  std::vector<int64_t> order(all.size());
+  std::iota(order.begin(), order.end(), 0);
+  // One that is at least as good as another comes before it.
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+    return std::lexicographical_compare(all[a].begin(), all[a].begin() + count, all[b].begin(), all[b].begin() + count);
+  });
+  std::vector<int64_t> kept;
+  std::vector<Criteria> values;
+  for (const int64_t i : order) {
+    const Criteria& mine = all[i];
+    bool needed = true;
+    for (size_t j = values.size(); needed && j-- > 0;) {
+      bool better = true;
+      for (int d = 0; better && d < count; ++d) better = values[j][d] <= mine[d];
+      needed = !better;
+    }
+    if (needed) kept.push_back(i), values.push_back(mine);
+  }
+  return kept;
+}
+
+namespace {
+
+constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
+
+struct Origin {
+  int64_t state, choice;  // the state of the block before that this one comes from
+};
+
+int memory_criteria(const Model& model, const State& s, Criteria& to) {
+  int count = 0;
+  to[count++] = s.held;
+  // What is being copied back while the block is that runs next, the one after it ...
+  for (int last = model.prefetch - 1; last >= 0; --last) {
+    int64_t sum = s.held;
+    for (int j = 0; j <= last; ++j) sum += s.link[j];
+    to[count++] = sum;
+  }
+  return count;
+}
+
+// The whole time is the longest of the chains through forward and then backward, each of which goes on from one of these.
+int all_criteria(const Model& model, const State& s, Criteria& to) {
+  int count = memory_criteria(model, s, to);
+  for (const int64_t forward : {s.out, s.compute}) {
+    for (int j = 0; j < model.prefetch; ++j) to[count++] = forward + s.arrival[j];
+    to[count++] = forward + s.rest;
+  }
+  return count;
+}
+
+struct Search {
+  std::vector<State> last;                   // behind the last block
+  std::vector<std::vector<Origin>> origins;  // where the states behind each block came from
+  bool complete = true;                      // nothing was left out that might have been better
+};
+
+// Extends states block by block. `criteria(state, done, to)` fills what states are compared by and says how many that are, or
+// 0 where the state leads nowhere. Of more than `widest` states those with the least `rank(state, done)` go on.
+template <class Compare, class Rank>
+Search extend(const Model& model, int64_t budget, Compare criteria, Rank rank, size_t widest) {
+  Search search{{State()}, {}};
+  for (size_t i = 0; i < model.blocks.size(); ++i) {
+    std::vector<State> next;
+    std::vector<Origin> from;
+    std::vector<Criteria> values;
+    int count = 0;
+    for (size_t s = 0; s < search.last.size(); ++s) {
+      for (size_t c = 0; c < model.blocks[i].choices.size(); ++c) {
+        const State state = step(model, search.last[s], model.blocks[i], model.blocks[i].choices[c], budget);
+        Criteria to{};
+        const int used = criteria(state, i + 1, to);
+        if (used == 0) continue;
+        count = used;
+        next.push_back(state), from.push_back({int64_t(s), int64_t(c)}), values.push_back(to);
+      }
+    }
+    std::vector<int64_t> kept = best(values, count);
+    if (kept.size() > widest) {
+      std::vector<int64_t> ranks(next.size());
+      for (const int64_t k : kept) ranks[k] = rank(next[k], i + 1);
+      std::nth_element(kept.begin(), kept.begin() + widest, kept.end(),
+                       [&](int64_t a, int64_t b) { return std::pair(ranks[a], a) < std::pair(ranks[b], b); });
+      kept.resize(widest);
+      search.complete = false;
+    }
+    search.last.clear();
+    search.origins.emplace_back();
+    for (const int64_t k : kept) search.last.push_back(next[k]), search.origins.back().push_back(from[k]);
+  }
+  return search;
+}
+
+// The least peak of all plans; with a budget of nothing each block waits until there is nothing left to copy.
+int64_t least_budget(const Model& model) {
+  const auto criteria = [&](const State& s, size_t, Criteria& to) {
+    const int count = memory_criteria(model, s, to);
+    to[count] = s.peak;
+    return count + 1;
+  };
+  int64_t least = kNone;
+  for (const State& s : extend(model, 0, criteria, [](const State& s, size_t) { return s.peak; }, kNone).last) {
+    least = std::min(least, s.peak);
+  }
+  return least;
+}
+
+}  // namespace
+}  // namespace shoestring::plan
+
+namespace shoestring {
+
+// Behind all blocks together: what a second or two are enough for.
+constexpr size_t kStates = 100000;
+
+CheckpointPlan checkpoint_plan(const std::vector<PlanBlock>& blocks, int64_t budget, const CheckpointPlanOptions& options) {
+  constexpr const char* op = "checkpoint_plan";
+  const plan::Model model = plan::make_model(op, blocks, budget, options);
+  const plan::Bound bound(model, budget);
+  int64_t least = plan::kNone;  // the time of the best plan so far: what cannot be faster is left out
+  std::vector<int64_t> choices;
+  bool complete = false;
+  // A narrow search finds a good plan, with which a wide one can leave out much.
+  for (const size_t widest : {size_t{64}, kStates / std::max<size_t>(blocks.size(), 1)}) {
+    const auto criteria = [&](const plan::State& s, size_t done, plan::Criteria& to) {
+      if (s.peak > budget || bound(s, done) >= least) return 0;
+      return plan::all_criteria(model, s, to);
+    };
+    const plan::Search search = plan::extend(model, budget, criteria, bound, widest);
+    int64_t at = -1;
+    for (size_t s = 0; s < search.last.size(); ++s) {
+      if (search.last[s].seconds() < least) least = search.last[s].seconds(), at = s;
+    }
+    if (at >= 0) {
+      choices.resize(blocks.size());
+      for (size_t i = blocks.size(); i-- > 0;) {
+        choices[i] = search.origins[i][at].choice, at = search.origins[i][at].state;
+      }
+    }
+    complete = search.complete;
+    if (complete) break;
+  }
+  TORCH_CHECK(least != plan::kNone, op, ": budget: expected at least ", plan::least_budget(model), " bytes, received ", budget,
+              "; give more memory, or choices that hold less");
+  CheckpointPlan found = plan::simulate(model, std::move(choices), budget);
+  found.least_seconds = complete ? found.seconds : std::min(found.seconds, bound(plan::State(), 0) * 1e-12);
+  return found;
+}
+
+}  // namespace shoestring

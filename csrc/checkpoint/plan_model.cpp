@@ -1,0 +1,114 @@
+#include "checkpoint/plan.h"
+
+#include <cmath>
+#include <utility>
+
+#include <c10/util/Exception.h>
+
+namespace shoestring::plan {
+namespace {
+
+constexpr double kTicks = 1e12;                   // a second
+constexpr int64_t kMost = int64_t{1} << 52;       // bytes or picoseconds of one choice: sums of a thousand stay exact
+constexpr int64_t kLongest = int64_t{1} << 60;
+
+int64_t ticks(const char* op, const char* what, size_t block, double seconds) {
+  TORCH_CHECK(seconds >= 0 && seconds * kTicks <= kMost, op, ": ", what, " of block ", block,
+              ": expected 0 to 4500 seconds, received ", seconds);
+  return std::llround(seconds * kTicks);
+}
+
+int64_t bytes(const char* op, const char* what, size_t block, int64_t value) {
+  TORCH_CHECK(value >= 0 && value <= kMost, op, ": ", what, " of block ", block,
+              ": expected 0 to 2^52 bytes, received ", value);
+  return value;
+}
+
+int64_t copy_time(int64_t bytes, double per_tick) {
+  return bytes == 0 ? 0 : static_cast<int64_t>(std::min(std::floor(bytes / per_tick), double(kLongest)));
+}
+
+}  // namespace
+
+Model make_model(const char* op, const std::vector<PlanBlock>& blocks, int64_t budget, const CheckpointPlanOptions& options) {
+  TORCH_CHECK(budget >= 0, op, ": budget: expected bytes, received ", budget);
+  TORCH_CHECK(options.prefetch() >= 1 && options.prefetch() <= kMaxPrefetch, op, ": prefetch: expected 1 to ", kMaxPrefetch,
+              " blocks, received ", options.prefetch());
+  TORCH_CHECK(blocks.size() <= 1000, op, ": blocks: expected at most 1000, received ", blocks.size());
+  Model model{{}, options.out_bytes_per_second() / kTicks, options.in_bytes_per_second() / kTicks,
+              static_cast<int>(options.prefetch())};
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    const PlanBlock& from = blocks[i];
+    TORCH_CHECK(!from.choices.empty(), op, ": choices of block ", i, ": expected one or more, received none");
+    Block to{ticks(op, "forward_seconds", i, from.forward_seconds),
+             ticks(op, "backward_seconds", i, from.backward_seconds), {}};
+    for (const PlanChoice& choice : from.choices) {
+      const int64_t held = bytes(op, "bytes", i, choice.bytes), link = bytes(op, "link_bytes", i, choice.link_bytes);
+      TORCH_CHECK(link == 0 || (options.out_bytes_per_second() > 0 && options.in_bytes_per_second() > 0), op,
+                  ": link_bytes of block ", i, ": expected bandwidths above 0, received ", options.out_bytes_per_second(),
+                  " bytes per second out and ", options.in_bytes_per_second(), " in");
+      to.choices.push_back({held, link, std::max(bytes(op, "forward_bytes", i, choice.forward_bytes), held + link),
+                            std::max(bytes(op, "backward_bytes", i, choice.backward_bytes), held + link),
+                            ticks(op, "extra_seconds", i, choice.extra_seconds), copy_time(link, model.out_bytes),
+                            copy_time(link, model.in_bytes)});
+      TORCH_CHECK(to.choices.back().out <= kMost && to.choices.back().in <= kMost, op, ": link_bytes of block ", i,
+                  ": expected copies of at most 4500 seconds, received ", link, " bytes for this bandwidth");
+    }
+    model.blocks.push_back(std::move(to));
+  }
+  return model;
+}
+
+State step(const Model& model, const State& s, const Block& block, const Choice& choice, int64_t budget) {
+  State next;
+  const int k = model.prefetch;
+  // Forward: the copies that are still to be made may take the room that is left.
+  const int64_t room = budget - s.held - choice.forward;
+  const int64_t latest = std::min(room > 0 ? copy_time(room, model.out_bytes) : 0, kLongest);
+  const int64_t start = s.out > s.compute ? std::max(s.compute, s.out - latest) : s.compute;
+  int64_t waiting = s.out > start ? static_cast<int64_t>(std::ceil((s.out - start) * model.out_bytes)) : 0;
+  if (room >= 0) waiting = std::min(waiting, room);
+  next.compute = start + block.forward;
+  next.out = std::max(s.out, next.compute) + choice.out;
+  next.held = s.held + choice.held;
+
+  // Backward: this block starts the copy of the one `prefetch` places before, and waits for its own.
+  int64_t prefetched = 0;
+  for (int j = 0; j < k; ++j) prefetched += s.link[j];
+  next.rest = std::max(block.backward + choice.extra + s.rest, s.arrival[k - 1]);
+  // Where no copy is made, the time of one that takes none, when the block starts.
+  next.arrival[0] = choice.link > 0 ? choice.in + std::max(next.rest, s.arrival[0]) : std::max(next.rest, s.arrival[0]);
+  next.link[0] = choice.link;
+  for (int j = 1; j < k; ++j) next.arrival[j] = std::max(s.arrival[j - 1], next.rest), next.link[j] = s.link[j - 1];
+  next.peak = std::max({s.peak, s.held + choice.forward + waiting, s.held + choice.backward + prefetched});
+  return next;
+}
+
+CheckpointPlan simulate(const Model& model, std::vector<int64_t> choices, int64_t budget) {
+  State state;
+  for (size_t i = 0; i < model.blocks.size(); ++i) {
+    const Block& block = model.blocks[i];
+    state = step(model, state, block, block.choices[choices[i]], budget);
+  }
+  const double seconds = state.seconds() / kTicks;
+  return {std::move(choices), state.peak, seconds, seconds};
+}
+
+}  // namespace shoestring::plan
+
+namespace shoestring {
+
+CheckpointPlan simulate_checkpoint_plan(const std::vector<PlanBlock>& blocks, const std::vector<int64_t>& choices,
+                                        int64_t budget, const CheckpointPlanOptions& options) {
+  constexpr const char* op = "simulate_checkpoint_plan";
+  const plan::Model model = plan::make_model(op, blocks, budget, options);
+  TORCH_CHECK(choices.size() == blocks.size(), op, ": choices: expected one for each of ", blocks.size(), " blocks, received ",
+              choices.size());
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    TORCH_CHECK(choices[i] >= 0 && choices[i] < static_cast<int64_t>(blocks[i].choices.size()), op, ": choices: expected 0 to ",
+                blocks[i].choices.size() - 1, " for block ", i, ", received ", choices[i]);
+  }
+  return plan::simulate(model, choices, budget);
+}
+
+}  // namespace shoestring

@@ -160,21 +160,32 @@ namespace detail {
 using namespace activations;
 
 struct CheckpointRun::Scope {
-  explicit Scope(const std::shared_ptr<Frame>& frame)
-      : tape(frame->tape), guard("checkpoint", std::make_shared<FirstRun>(frame)) {
+  explicit Scope(const std::shared_ptr<Frame>& frame) : tape(frame->tape) {
+    guard.emplace("checkpoint", std::make_shared<FirstRun>(frame));
     if (tape) tape->record();
   }
   ~Scope() {
+    guard.reset();
+    if (tape && !finished) tape->abandon();
+  }
+  void finish() {
+    guard.reset();  // what the tape keeps is not of the function's inside any more
+    finished = true;
     if (tape) tape->end();
   }
+  bool finished = false;
   const c10::intrusive_ptr<OperatorTape> tape;
-  const HooksGuard guard;
+  std::optional<HooksGuard> guard;
 };
 
 CheckpointRun::CheckpointRun(const CheckpointOptions& options, const std::vector<Tensor>& inputs,
                              std::function<void(const std::vector<Tensor>&)> again) {
   if (!c10::GradMode::is_enabled()) return;
   scope_ = std::make_unique<Scope>(std::make_shared<Frame>(options, inputs, std::move(again)));
+}
+
+void CheckpointRun::finish() {
+  if (scope_) scope_->finish();
 }
 
 CheckpointRun::~CheckpointRun() = default;

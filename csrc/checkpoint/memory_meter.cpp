@@ -1,19 +1,24 @@
 #include "checkpoint/memory_meter.h"
 
+#include <torch/csrc/profiler/orchestration/observer.h>
 #include <torch/library.h>
 
 namespace shoestring::activations {
 
-// PyTorch's allocators tell a profiler, where this thread has one, of every block.
-struct MemoryMeter::Counter : c10::MemoryReportingInfoBase {
+// PyTorch's allocators tell a profiler, where this thread has one, of every block. So this is one, to all that ask.
+struct MemoryMeter::Counter : torch::profiler::impl::ProfilerStateBase {
+  Counter()
+      : ProfilerStateBase(torch::profiler::impl::ProfilerConfig(torch::profiler::impl::ProfilerState::Disabled,
+                                                                /*report_input_shapes=*/false, /*profile_memory=*/true)) {}
+  torch::profiler::impl::ActiveProfilerType profilerType() override {
+    return torch::profiler::impl::ActiveProfilerType::NONE;
+  }
   void reportMemoryUsage(void*, int64_t bytes, size_t, size_t, c10::Device) override {
     const int64_t now = current.fetch_add(bytes) + bytes;
     int64_t most = peak.load();
     while (now > most && !peak.compare_exchange_weak(most, now)) {
     }
   }
-  bool memoryProfilingEnabled() const override { return true; }
-
   std::atomic<int64_t> current{0}, peak{0};
 };
 

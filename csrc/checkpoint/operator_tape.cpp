@@ -1,11 +1,16 @@
 #include "checkpoint/operator_tape.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <shoestring/checkpoint.h>
 #include <torch/library.h>
 
+#include <exception>
 #include <map>
+#include <optional>
+#include <utility>
 
 namespace shoestring::activations {
 namespace {
@@ -52,17 +57,22 @@ const std::map<std::string, std::set<std::string>>& groups() {
 
 // Shares data and version counter, but is no part of any graph, nor will be.
 at::Tensor detached(const at::Tensor& tensor) {
-  if (!tensor.defined()) return tensor;
   auto* impl = tensor.unsafeGetTensorImpl();
   return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
 }
 
-c10::IValue detached(const c10::IValue& value) {
-  if (value.isTensor()) return detached(value.toTensor());
+// The value with each tensor in it replaced.
+template <class F>
+c10::IValue replaced(const c10::IValue& value, const F& by) {
+  if (value.isTensor()) return value.toTensor().defined() ? by(value.toTensor()) : value;
   if (!value.isTensorList()) return value;
   c10::List<at::Tensor> list;
-  for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(detached(tensor));
+  for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(tensor.defined() ? by(tensor) : tensor);
   return list;
+}
+
+c10::IValue detached(const c10::IValue& value) {
+  return replaced(value, [](const at::Tensor& tensor) { return detached(tensor); });
 }
 
 // The operators among the names, those of groups included.
@@ -146,10 +156,41 @@ void OperatorTape::replay() {
   push(this);
 }
 
-void OperatorTape::end() {
-  TORCH_CHECK(!stack.empty() && stack.back() == this, "OperatorTape: end: expected the tape that was begun last");
+void OperatorTape::abandon() {
   pop();
   made_.clear();
+  if (std::exchange(recording_, false)) operators_.clear();
+}
+
+void OperatorTape::end() {
+  pop();
+  made_.clear();
+  if (!std::exchange(recording_, false)) return;
+  // Python's checkpoint is still there with its hooks; what is kept goes to those around it.
+  const bool python = !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
+  auto hooks = python ? std::optional(at::SavedTensorDefaultHooks::pop_hooks()) : std::nullopt;
+  std::exception_ptr error;
+  try {
+    for (auto& [handle, op] : operators_) {
+      for (Result& result : op.calls) save(handle.schema().name(), result);
+    }
+  } catch (...) {
+    error = std::current_exception();
+  }
+  if (hooks) at::SavedTensorDefaultHooks::push_hooks(std::move(hooks->first), std::move(hooks->second));
+  if (error) std::rethrow_exception(error);
+}
+
+void OperatorTape::save(const std::string& op, Result& result) {
+  TORCH_CHECK(versions(result.values) == result.versions, "checkpoint: the result of ", op,
+              " is kept, and was modified in place; keep the operator after that, or modify a copy");
+  const at::Tensor nothing = at::empty({0});
+  for (auto& value : result.values) {
+    value = replaced(value, [&](const at::Tensor& tensor) {
+      result.saved.emplace_back(tensor, /*is_output=*/false);
+      return nothing;
+    });
+  }
 }
 
 OperatorTape::Operator& OperatorTape::operator_of(const c10::OperatorHandle& handle) {
@@ -178,17 +219,18 @@ void OperatorTape::call(const c10::OperatorHandle& handle, c10::DispatchKeySet k
     Result& result = op.calls[number];
     TORCH_CHECK(sizes_of(given) == result.arguments, "checkpoint: ", handle.schema().name(),
                 " is kept, and received arguments of other sizes or dtypes in backward than in forward: the function has to do the same both times");
-    TORCH_CHECK(versions(result.values) == result.versions, "checkpoint: the result of ", handle.schema().name(),
-                " is kept, and was modified in place since; keep the operator after that, or modify a copy");
     std::vector<c10::IValue> handed_out;
-    for (const auto& value : result.values) handed_out.push_back(detached(value));
+    size_t next = 0;
+    for (const auto& value : result.values) {
+      handed_out.push_back(replaced(value, [&](const at::Tensor&) { return detached(result.saved[next++].unpack()); }));
+    }
     if (result.rng) result.rng->restore();
     torch::jit::drop(*arguments, count);
     arguments->insert(arguments->end(), handed_out.begin(), handed_out.end());
     return;
   }
 
-  Result result{{}, {}, sizes_of(given), std::nullopt};
+  Result result{{}, {}, {}, sizes_of(given), std::nullopt};
   const bool random = handle.hasTag(at::Tag::nondeterministic_seeded);
   std::vector<at::Tensor> tensors;
   if (random) each_tensor(given, [&](const at::Tensor& tensor) { tensors.push_back(tensor); });
@@ -234,20 +276,6 @@ void OperatorTape::tag(const at::Tensor& x, const std::string& tag) {
   }
 }
 
-int64_t OperatorTape::bytes() const {
-  std::map<const void*, int64_t> storages;
-  for (const auto& [handle, op] : operators_) {
-    for (const Result& result : op.calls) {
-      each_tensor(result.values, [&](const at::Tensor& tensor) {
-        storages[tensor.storage().unsafeGetStorageImpl()] = static_cast<int64_t>(tensor.storage().nbytes());
-      });
-    }
-  }
-  int64_t sum = 0;
-  for (const auto& [storage, bytes] : storages) sum += bytes;
-  return sum;
-}
-
 }  // namespace shoestring::activations
 
 namespace shoestring {
@@ -279,5 +307,5 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
       .def("record", &OperatorTape::record)
       .def("replay", &OperatorTape::replay)
       .def("end", &OperatorTape::end)
-      .def("bytes", &OperatorTape::bytes);
+      .def("abandon", &OperatorTape::abandon);
 }

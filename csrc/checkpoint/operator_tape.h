@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/custom_class.h>
 
 #include <cstdint>
@@ -28,18 +29,18 @@ class OperatorTape : public torch::CustomClassHolder {
   void record();  // this thread's calls that follow are the first run's
   void replay();  // ... are another run's
   void end();     // of the run that was begun last
+  void abandon();  // the same, of one that failed: nothing is kept
 
   /// x is what an operator of the first run made: keeps that operator's results if the tag was asked for.
   void tag(const at::Tensor& x, const std::string& tag);
   /// Computes a call of an operator, or hands out what it gave in the first run.
   void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
-  /// Bytes of the distinct storages that are kept.
-  int64_t bytes() const;
 
  private:
   struct Result {
-    std::vector<c10::IValue> values;   // empty: not kept
-    std::vector<uint32_t> versions;    // of the tensors among them, to see that nobody wrote over them
+    std::vector<c10::IValue> values;   // empty: not kept; after the first run `saved` has their tensors
+    std::vector<uint32_t> versions;    // of the tensors, to see that nobody writes over them in the first run
+    std::vector<torch::autograd::SavedVariable> saved;  // sees it afterwards, and goes through hooks around the checkpoint
     std::vector<int64_t> arguments;    // sizes of the arguments, to see that the second run is as the first
     std::optional<RngState> rng;       // after a random operator, so that those behind it draw the same
   };
@@ -59,6 +60,7 @@ class OperatorTape : public torch::CustomClassHolder {
 
   Operator& operator_of(const c10::OperatorHandle& op);
   void note_made(Operator& op, at::ArrayRef<c10::IValue> values);
+  void save(const std::string& op, Result& result);
 
   std::set<std::string> names_;
   bool recording_ = false;

@@ -7,14 +7,18 @@ __version__ = build.version
 cmake_prefix_path = str(_load.PACKAGE / "share" / "cmake")
 
 from shoestring import lora, nn, optim  # noqa: E402
-from shoestring.checkpoint_plan import (  # noqa: E402
+from shoestring.checkpointing import (  # noqa: E402
     CheckpointPlan,
+    CheckpointReport,
     PlanBlock,
     PlanChoice,
+    checkpoint,
+    checkpoint_model,
     checkpoint_plan,
+    checkpoint_sequential,
     simulate_checkpoint_plan,
+    tag_activation,
 )
-from shoestring.checkpointing import checkpoint, checkpoint_sequential, tag_activation  # noqa: E402
 from shoestring.ops import (  # noqa: E402
     add_rms_norm,
     attention,
@@ -46,6 +50,7 @@ from shoestring.quantized_tensor import QuantizedTensor  # noqa: E402
 
 __all__ = [
     "CheckpointPlan",
+    "CheckpointReport",
     "PatchReport",
     "PlanBlock",
     "PlanChoice",
@@ -54,6 +59,7 @@ __all__ = [
     "attention",
     "build",
     "checkpoint",
+    "checkpoint_model",
     "checkpoint_plan",
     "checkpoint_sequential",
     "cmake_prefix_path",

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from shoestring.checkpoint_plan import CheckpointPlan, PlanBlock, PlanChoice, checkpoint_plan, simulate_checkpoint_plan
+from shoestring.checkpointing import CheckpointPlan, PlanBlock, PlanChoice, checkpoint_plan, simulate_checkpoint_plan
 
 MODELS = range(12)
 

@@ -41,13 +41,14 @@ namespace detail {
 
 SHOESTRING_API void check_segments(int64_t segments, int64_t count);
 
-/// The first run of a function whose saved tensors are forgotten: begun by the constructor, ended by the destructor.
+/// The first run of a function whose saved tensors are forgotten: until finish(), or, where it throws, the destructor.
 class SHOESTRING_API CheckpointRun {
  public:
   /// again: the function, given its tensors anew.
   CheckpointRun(const CheckpointOptions& options, const std::vector<at::Tensor>& inputs,
                 std::function<void(const std::vector<at::Tensor>&)> again);
   ~CheckpointRun();
+  void finish();
   CheckpointRun(const CheckpointRun&) = delete;
   CheckpointRun& operator=(const CheckpointRun&) = delete;
 
@@ -120,8 +121,15 @@ auto checkpoint(F fn, Inputs inputs, const CheckpointOptions& options = {}) {
     detail::Tensors(detail::Tensors{given}).put(filled);
     static_cast<void>(detail::call(fn, filled));
   };
-  const detail::CheckpointRun run(options, tensors.all, std::move(again));
-  return detail::call(fn, inputs);
+  detail::CheckpointRun run(options, tensors.all, std::move(again));
+  if constexpr (std::is_void_v<decltype(detail::call(fn, inputs))>) {
+    detail::call(fn, inputs);
+    run.finish();
+  } else {
+    auto result = detail::call(fn, inputs);
+    run.finish();
+    return result;
+  }
 }
 
 /// x itself, which a checkpoint around this that was asked to `keep` the tag does not make again in backward: the results

@@ -3,6 +3,7 @@
 /// Everything: operators, modules, optimizers, files.
 #include <shoestring/checkpoint.h>
 #include <shoestring/checkpoint_plan.h>
+#include <shoestring/checkpoint_sequence.h>
 #include <shoestring/lora.h>
 #include <shoestring/model_files.h>
 #include <shoestring/nn.h>

@@ -1,7 +1,5 @@
 #include "model.h"
 
-#include "recompute.h"
-
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/outer.h>
@@ -9,6 +7,7 @@
 #include <ATen/ops/rms_norm.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <c10/util/StringUtil.h>
+#include <shoestring/checkpoint.h>
 #include <shoestring/model_files.h>
 #include <torch/csrc/autograd/generated/variable_factories.h>
 #include <torch/nn/init.h>
@@ -108,14 +107,23 @@ DecoderImpl::DecoderImpl(const LlamaConfig& config) : config(config) {
   norm = register_module("norm", RMSNorm(config));
 }
 
+std::vector<shoestring::BlockFunction> DecoderImpl::functions(int64_t tokens) {
+  const Rotary angles = rotary(config, tokens);
+  std::vector<shoestring::BlockFunction> all;
+  all.emplace_back([embed = embed_tokens](const Tensor& tokens) mutable { return embed(tokens); });
+  for (auto& layer : layers) all.emplace_back([layer, angles](const Tensor& x) mutable { return layer(x, angles); });
+  all.emplace_back([norm = norm](const Tensor& x) mutable { return norm(x); });
+  return all;
+}
+
 Tensor DecoderImpl::forward(const Tensor& tokens) {
-  const Rotary angles = rotary(config, tokens.size(1));
-  Tensor x = embed_tokens(tokens);
-  for (auto& layer : layers) {
-    auto run = [angles, layer](const Tensor& input) mutable { return layer(input, angles); };
-    x = recompute_layers ? recompute(run, x) : run(x);
+  const auto steps = functions(tokens.size(1));
+  Tensor x = tokens;
+  for (size_t i = 0; i < steps.size(); ++i) {
+    const bool is_layer = i > 0 && i + 1 < steps.size();
+    x = recompute_layers && is_layer ? shoestring::checkpoint(steps[i], x) : steps[i](x);
   }
-  return norm(x);
+  return x;
 }
 
 HeadImpl::HeadImpl(const LlamaConfig& config) : weight(register_parameter("weight", vocabulary(config))) {}

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <shoestring/checkpoint_sequence.h>
 #include <shoestring/nn.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/modulelist.h>
@@ -65,11 +66,13 @@ TORCH_MODULE(DecoderLayer);
 struct DecoderImpl : torch::nn::Module {
   explicit DecoderImpl(const LlamaConfig& config);
   at::Tensor forward(const at::Tensor& tokens);
+  /// What forward does one after the other, for rows of so many tokens: the embedding, each layer, the last norm.
+  std::vector<shoestring::BlockFunction> functions(int64_t tokens);
 
   LlamaConfig config;
   torch::nn::Embedding embed_tokens = nullptr;
   std::vector<DecoderLayer> layers;
-  bool recompute_layers = false;  // backward keeps a layer's input alone: see recompute.h
+  bool recompute_layers = false;  // backward keeps a layer's input alone
   RMSNorm norm = nullptr;
 };
 TORCH_MODULE(Decoder);

@@ -6,6 +6,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/linear.h>
+#include <shoestring/checkpoint_sequence.h>
 #include <shoestring/ops.h>
 #include <shoestring/optim.h>
 #include <torch/nn/utils/clip_grad.h>
@@ -13,11 +14,13 @@
 #include <torch/utils.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <exception>
+#include <optional>
 #include <string>
 
 #include "checkpoint.h"
@@ -34,14 +37,39 @@ namespace {
 constexpr int64_t kValidationBatches = 8;
 constexpr std::tuple<double, double> kBetas{0.9, 0.95};
 
-// rows (rows, tokens + 1): the mean loss over all positions.
-Tensor loss_of(LlamaForCausalLM& model, const Tensor& rows, bool plain) {
+// The whole forward pass, one function after the other, for rows (rows, tokens + 1): the last returns the mean loss over all
+// positions.
+std::vector<shoestring::BlockFunction> functions_of(LlamaForCausalLM& model, const Tensor& rows, bool plain) {
   const int64_t tokens = rows.size(1) - 1;
-  const Tensor hidden = model(rows.narrow(1, 0, tokens)), target = rows.narrow(1, 1, tokens);
-  if (plain) {
-    return at::cross_entropy_loss(at::linear(hidden, model->output_weight()).flatten(0, 1), target.flatten());
-  }
-  return shoestring::linear_cross_entropy(hidden, model->output_weight(), target);  // shoestring
+  auto functions = model->model->functions(tokens);
+  functions.emplace_back([weight = model->output_weight(), target = rows.narrow(1, 1, tokens), plain](const Tensor& hidden) {
+    if (plain) return at::cross_entropy_loss(at::linear(hidden, weight).flatten(0, 1), target.flatten());
+    return shoestring::linear_cross_entropy(hidden, weight, target);  // shoestring
+  });
+  return functions;
+}
+
+Tensor inputs_of(const Tensor& rows) { return rows.narrow(1, 0, rows.size(1) - 1); }
+
+Tensor loss_of(LlamaForCausalLM& model, const Tensor& rows, bool plain) {
+  Tensor x = inputs_of(rows);
+  for (const auto& function : functions_of(model, rows, plain)) x = function(x);
+  return x;
+}
+
+// What each function does with its activations, so that they fit the budget.
+std::optional<shoestring::SequencePlan> plan_of(LlamaForCausalLM& model, const Tensor& rows, const Options& options) {
+  if (options.memory_budget == 0) return std::nullopt;
+  const auto functions = functions_of(model, rows, options.plain);
+  std::vector<int64_t> kinds(functions.size(), 1);  // the layers are alike
+  kinds.front() = 0;
+  for (size_t i = static_cast<size_t>(options.layers) + 1; i < kinds.size(); ++i) kinds[i] = static_cast<int64_t>(i);
+  auto plan = shoestring::plan_sequential(functions, inputs_of(rows), options.memory_budget << 20, kinds);
+  const auto kept = std::count(plan.names.begin() + 1, plan.names.begin() + 1 + options.layers, "keep");
+  std::printf("activations within %lld MiB: %lld of %lld layers are recomputed; predicted %lld MiB and %.3g s a micro-batch\n",
+              static_cast<long long>(options.memory_budget), static_cast<long long>(options.layers - kept),
+              static_cast<long long>(options.layers), static_cast<long long>(plan.peak_bytes >> 20), plan.seconds);
+  return plan;
 }
 
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(LlamaForCausalLM& model, const Options& options) {
@@ -112,6 +140,7 @@ void train(const Options& options) {
               at::get_num_threads(), start > 0 ? (", from step " + std::to_string(start)).c_str() : "");
 
   BatchOrder order(blocks.count, options.batch_size, options.seed);
+  const auto plan = plan_of(model, blocks.rows(order.batch(0)), options);
   Progress progress(options.steps, options.batch_size * options.seq_len * options.accumulate);
   for (int64_t step = start; step < options.steps; ++step) {
     const auto began = std::chrono::steady_clock::now();
@@ -119,7 +148,9 @@ void train(const Options& options) {
     double loss = 0;
     for (int64_t i = 0; i < options.accumulate; ++i) {
       const Tensor rows = blocks.rows(order.batch(step * options.accumulate + i));
-      const Tensor part = loss_of(model, rows, options.plain) / options.accumulate;
+      const Tensor whole = plan ? shoestring::checkpoint_sequential(functions_of(model, rows, options.plain), *plan, inputs_of(rows))
+                                : loss_of(model, rows, options.plain);
+      const Tensor part = whole / options.accumulate;
       require_finite("loss", part.item<double>(), step, options);
       loss += part.item<double>();
       part.backward();

@@ -22,6 +22,8 @@ const Flag<Options> kFlags[] = {
     {"seed", &Options::seed, 0, true, "of the weights and the order of the data"},
     {"checkpoint-every", &Options::checkpoint_every, 1, false, "steps between checkpoints; the last two are kept"},
     {"threads", &Options::threads, 0, false, "0: as many as PyTorch chooses; bits can depend on the number"},
+    {"memory-budget", &Options::memory_budget, 0, false,
+     "MiB for activations: as many layers are recomputed in backward as that needs; 0: none"},
     {"resume", &Options::resume, 0, false, "continue the run in --out"},
     {"plain", &Options::plain, 0, true, "LibTorch's own loss and AdamW, for comparison"},
 };

@@ -11,7 +11,7 @@ struct Options {
   double lr = 1e-3;
   int64_t warmup = 10;
   double weight_decay = 0.1, clip = 1.0;
-  int64_t seed = 0, checkpoint_every = 100, threads = 0;
+  int64_t seed = 0, checkpoint_every = 100, threads = 0, memory_budget = 0;
   bool resume = false, plain = false;
 };
 

@@ -40,6 +40,10 @@ CheckpointEvery = Annotated[int, typer.Option(help="Steps between checkpoints.")
 Checkpointing = Annotated[
     bool, typer.Option("--gradient-checkpointing/--no-gradient-checkpointing", help="Recompute activations.")
 ]
+MemoryBudget = Annotated[
+    Optional[str],
+    typer.Option(help="Largest memory for activations, such as 2GiB: as many blocks are recomputed as that needs."),
+]
 OptimizerState = Annotated[str, typer.Option(help="8bit or fp32; plain runs always keep fp32.")]
 Workspace = Annotated[int, typer.Option(help="Memory of the fused loss, in MiB.")]
 Resume = Annotated[
@@ -75,6 +79,7 @@ def train(
     eval_batches: EvalBatches = 8,
     checkpoint_every: CheckpointEvery = 50,
     gradient_checkpointing: Checkpointing = False,
+    memory_budget: MemoryBudget = None,
     optimizer_state: OptimizerState = "8bit",
     workspace_mb: Workspace = 64,
     resume: Resume = False,
@@ -88,7 +93,7 @@ def train(
     from shoestring.training.run import RunOptions
 
     config = TrainConfig(**pick(TrainConfig, values, tokenizer=str(tokenizer) if tokenizer else None))
-    finish(run(config, RunOptions(out, resume, checkpoint_every, threads), data, glob), out)
+    finish(run(config, RunOptions(out, resume, checkpoint_every, threads, memory_budget), data, glob), out)
 
 
 @app.command()
@@ -121,6 +126,7 @@ def finetune(
     eval_batches: EvalBatches = 8,
     checkpoint_every: CheckpointEvery = 50,
     gradient_checkpointing: Checkpointing = False,
+    memory_budget: MemoryBudget = None,
     optimizer_state: OptimizerState = "8bit",
     workspace_mb: Workspace = 64,
     resume: Resume = False,
@@ -136,7 +142,7 @@ def finetune(
     targets = target_modules if target_modules == "all-linear" else target_modules.split(",")
     kept = None if full or quantize == "none" else quantize
     config = FinetuneConfig(**pick(FinetuneConfig, values, quantize=kept, target_modules=targets))
-    finish(run(config, RunOptions(out, resume, checkpoint_every, threads), data, glob, merge), out)
+    finish(run(config, RunOptions(out, resume, checkpoint_every, threads, memory_budget), data, glob, merge), out)
 
 
 @app.command()

@@ -34,6 +34,10 @@ class Console:
         if self._bar is not None:
             self._bar.stop()
 
+    def note(self, text: str) -> None:
+        """Print a line above the bar."""
+        (self._bar.console.print if self._bar is not None else say)(text)
+
     def step(self, metrics: dict[str, Any], val_loss: float | None) -> None:
         """Show one finished step."""
         number = metrics["step"]

@@ -37,7 +37,7 @@ def finetune(
 ) -> dict[str, Any]:
     """Fine-tune and return the summary; raises InputError for input that cannot be used."""
     config.check()
-    options.check()
+    options.check(config)
     if merge and config.full:
         raise InputError("--merge: there is no adapter to merge with --full, which saves the whole model anyway")
     folder = locate_model(config.model)

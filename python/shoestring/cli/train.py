@@ -24,7 +24,7 @@ from shoestring.training.run import RunOptions, execute, file_list, run_folder
 def train(config: TrainConfig, options: RunOptions, data: list[Path], pattern: str) -> dict[str, Any]:
     """Train from scratch and return the summary; raises InputError for input that cannot be used."""
     config.check()
-    options.check()
+    options.check(config)
     files = find_files(data, pattern)
     check_text(files)
     tokenizer = load_tokenizer(Path(config.tokenizer)) if config.tokenizer else None

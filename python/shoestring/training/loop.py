@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoestring.data.batches import IGNORE, BatchOrder, Rows
 from shoestring.data.errors import InputError
@@ -26,6 +26,8 @@ class Progress(Protocol):
     """Shows a step; see cli.console."""
 
     def step(self, metrics: dict[str, Any], val_loss: float | None) -> None: ...
+
+    def note(self, text: str) -> None: ...
 
 
 @dataclass
@@ -43,6 +45,7 @@ class Trainer:
     progress: Progress
     fingerprint: dict[str, Any]
     saved_activations: int = 0  # bytes that autograd kept in the first micro-batch of this process
+    planned_activations: int | None = None  # bytes that they are to take, under a budget
     val_loss: float | None = None  # the last one
     best_val_loss: float | None = None
 
@@ -91,6 +94,13 @@ class Trainer:
             loss.backward()
             total += value
         return total, sum(self.train.count(rows) for rows in drawn)
+
+    def largest_batch(self) -> Tensor:
+        """Loss of a micro-batch of the rows with the most tokens: none needs more memory."""
+        rows = sorted(range(len(self.train)), key=lambda row: -self.train.count([row]))[: self.config.batch_size]
+        inputs, labels = self.train.rows(rows)
+        with self.autocast():
+            return self.loss(inputs, labels) / max(1, int((labels != IGNORE).sum()))
 
     def autocast(self) -> AbstractContextManager[Any]:
         """bf16 matrix products over fp32 weights, or nothing."""

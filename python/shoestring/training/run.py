@@ -17,6 +17,7 @@ from shoestring.data.batches import Rows
 from shoestring.data.errors import InputError
 from shoestring.data.files import atomic_directory, remove_partial, write_json
 from shoestring.training import memory
+from shoestring.checkpointing.model import CheckpointReport, checkpoint_model, parse_bytes
 from shoestring.training.checkpoint import checkpoints, load_checkpoint
 from shoestring.training.config import Fingerprint, LoopConfig
 from shoestring.training.loop import Progress, Trainer, make_optimizer
@@ -32,15 +33,24 @@ class RunOptions:
     resume: bool = False
     checkpoint_every: int = 50
     threads: int | None = None
+    memory_budget: str | None = None  # bytes of activations, such as "2GiB"
 
-    def check(self) -> None:
-        """Refuse a folder that is in use, before anything else happens."""
+    def check(self, config: LoopConfig) -> None:
+        """Refuse a folder that is in use, and options that do not go together, before anything else happens."""
         if self.checkpoint_every < 1:
             raise InputError(f"--checkpoint-every: expected at least 1, got {self.checkpoint_every}")
         if self.threads is not None and self.threads < 1:
             raise InputError(f"--threads: expected at least 1, got {self.threads}")
         if self.out.exists() and not self.out.is_dir():
             raise InputError(f"--out {self.out}: exists and is not a directory")
+        if self.memory_budget is not None:
+            if config.plain or config.gradient_checkpointing:
+                other = "--plain" if config.plain else "--gradient-checkpointing"
+                raise InputError(f"--memory-budget {self.memory_budget}: expected without {other}; leave one of them out")
+            try:
+                parse_bytes(self.memory_budget)
+            except ValueError as error:
+                raise InputError(f"--memory-budget: {error}") from None
         used = self.out.is_dir() and any(self.out.iterdir())
         if used and not self.resume:
             raise InputError(
@@ -102,6 +112,16 @@ def run_folder(options: RunOptions, command: str, fingerprint: Fingerprint) -> I
         raise
 
 
+def _fit_memory(trainer: Trainer, budget: str) -> CheckpointReport:
+    """Checkpoint as many blocks as the budget asks for."""
+    trainer.model.train()
+    try:
+        return checkpoint_model(trainer.model, budget=budget, example=trainer.largest_batch)
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0].removeprefix("checkpoint_model: ").removeprefix("checkpoint_plan: ")
+        raise InputError(f"--memory-budget {budget}: {reason}") from None
+
+
 def execute(
     config: LoopConfig,
     options: RunOptions,
@@ -125,6 +145,11 @@ def execute(
     trainer = Trainer(
         config, model, make_loss(), optimizer, *data, run, options.checkpoint_every, progress, fingerprint.values
     )
+    report = None
+    if options.memory_budget is not None:
+        report = _fit_memory(trainer, options.memory_budget)
+        trainer.planned_activations = report.held_bytes
+        progress.note(f"activations: {report}")
     start = 0
     existing = checkpoints(run)
     if existing:
@@ -135,6 +160,8 @@ def execute(
     peak = memory.peak_bytes()
     if config.gradient_checkpointing:
         model.gradient_checkpointing_disable()
+    if report is not None:
+        report.undo()
     with atomic_directory(run / result) as folder:
         save(folder)
     summary = summarise(trainer, baseline, peak, time.time() - began)

@@ -111,6 +111,8 @@ def _activations(trainer: Trainer) -> tuple[int | None, str]:
     mlp = getattr(shape, "intermediate_size", None)
     if not (layers and hidden and mlp):
         return None, "not known for this architecture"
+    if trainer.planned_activations is not None:
+        return trainer.planned_activations, "as planned under --memory-budget"
     tokens = config.batch_size * config.seq_len
     if config.gradient_checkpointing:
         estimate, formula = tokens * 4 * layers * hidden, f"{tokens} x {layers} x {hidden} x 4 B (block inputs)"

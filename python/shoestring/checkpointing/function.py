@@ -17,14 +17,14 @@ Keep = str | torch._ops.OpOverload | torch._ops.OpOverloadPacket
 class _Run(AbstractContextManager[None]):
     """A run of a function that an operator tape records or replays."""
 
-    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
-        self._begin, self._end = begin, end
+    def __init__(self, tape: Any, begin: Callable[[], None]) -> None:
+        self._tape, self._begin = tape, begin
 
     def __enter__(self) -> None:
         self._begin()
 
-    def __exit__(self, *error: Any) -> None:
-        self._end()
+    def __exit__(self, error: type[BaseException] | None, *rest: Any) -> None:
+        (self._tape.end if error is None else self._tape.abandon)()
 
 
 def _name(item: Keep) -> str:
@@ -42,7 +42,7 @@ def _name(item: Keep) -> str:
 
 def _runs(names: tuple[str, ...]) -> tuple[_Run, _Run]:
     tape = torch.classes.shoestring.OperatorTape(list(names))
-    return _Run(tape.record, tape.end), _Run(tape.replay, tape.end)
+    return _Run(tape, tape.record), _Run(tape, tape.replay)
 
 
 @functools.cache

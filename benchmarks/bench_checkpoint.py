@@ -1,0 +1,190 @@
+"""Gradient checkpointing: its overhead over recomputation, beside torch.utils.checkpoint; and plans under a byte budget.
+
+A row of Llama-style blocks. "recomputation" is the step without checkpoint and one more forward: what backward has to do
+at least without early stop. Budgets are of what forward and backward allocate at their peak besides gradients, counted by
+the allocator; --process runs the model once alone and prints the process's high-water mark.
+"""
+
+import argparse
+import functools
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from common import Report, arguments, interleave
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+import shoestring
+from shoestring.checkpointing.measure import metered
+
+SELECTED = [torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.gate, self.up = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, 3 * width, bias=False)
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (-1, 64)).transpose(1, 2) for t in self.qkv(self.attention_norm(x)).chunk(3, -1))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        normed = self.mlp_norm(x)
+        return x + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def stepper(blocks: nn.ModuleList, x: Tensor, wrap: Callable[[nn.Module], Callable[[Tensor], Tensor]]) -> Callable[[], None]:
+    runs = [wrap(block) for block in blocks]
+
+    def step() -> None:
+        y = x
+        for run in runs:
+            y = run(y)
+        y.square().mean().backward()
+
+    return step
+
+
+def overhead(report: Report, depth: int, width: int, tokens: int, repeats: int) -> None:
+    model, x = Model(depth, width), torch.randn(1, tokens, width, requires_grad=True)
+    selective = functools.partial(create_selective_checkpoint_contexts, SELECTED)
+    step = functools.partial(stepper, model.blocks, x)
+    keep = ["attention", "products"]
+    candidates = {
+        "shoestring.checkpoint": step(lambda block: lambda y: shoestring.checkpoint(block, y)),
+        "torch.utils.checkpoint": step(lambda block: lambda y: torch_checkpoint(block, y, use_reentrant=False)),
+        "no checkpoint": step(lambda block: block),
+        "forward alone": lambda: model(x),
+        "shoestring, keep attention, products": step(lambda block: lambda y: shoestring.checkpoint(block, y, keep=keep)),
+        "torch, selective, the same": step(
+            lambda block: lambda y: torch_checkpoint(block, y, use_reentrant=False, context_fn=selective)
+        ),
+    }
+    times = interleave(candidates, repeats)
+    report.table(f"{depth} blocks of {width}, {tokens} tokens, fp32, one step", times, tokens / 1e3, "k tokens/s")
+    for name in ("shoestring.checkpoint", "torch.utils.checkpoint"):
+        rounds = zip(times[name], times["no checkpoint"], times["forward alone"], strict=True)
+        ratio = statistics.median(ours / (plain + forward) for ours, plain, forward in rounds)
+        print(f"  {name}: {ratio:.3f} of the step and one more forward")
+
+
+def seconds_and_peak(model: nn.Module, x: Tensor) -> tuple[float, int]:
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    with metered() as meter:
+        began = time.perf_counter()
+        model(x).backward()
+        return time.perf_counter() - began, meter.peak()
+
+
+def budgets(report: Report, depth: int, width: int, tokens: int, repeats: int) -> None:
+    """The plan's predictions beside what is measured, and the time beside that without a budget."""
+    model, x = Model(depth, width), torch.randn(1, tokens, width)
+    free = min((seconds_and_peak(model, x) for _ in range(repeats)), key=lambda pair: pair[0])
+    print(f"\n{depth} blocks of {width}, {tokens} tokens, fp32: {free[1] / 2**20:.1f} MiB and {free[0]:.3f} s without a budget")
+    for part in (0.66, 0.5, 0.33, 0.25):
+        budget = int(part * free[1])
+        try:
+            applied = shoestring.checkpoint_model(model, budget=budget, example=lambda: model(x))
+        except RuntimeError as error:
+            print(f"  {part:.2f}: {str(error).splitlines()[0]}")
+            continue
+        assert applied.plan is not None
+        choices = [choice for _, choice in applied.blocks]
+        times = interleave({"plan": lambda: seconds_and_peak(model, x)}, repeats)["plan"]
+        peak = seconds_and_peak(model, x)[1]
+        applied.undo()
+        plain = interleave({"plain": lambda: seconds_and_peak(model, x)}, repeats)["plain"]
+        row = {
+            "part": part, "budget": budget, "peak": peak, "predicted_peak": applied.plan.peak_bytes,
+            "seconds": statistics.median(times), "predicted_seconds": applied.plan.seconds,
+            "free_seconds": statistics.median(plain),
+            "choices": {name: choices.count(name) for name in sorted(set(choices))},
+        }  # fmt: skip
+        report.data["tables"].append({"title": f"budget {depth} x {width}, {tokens} tokens", "rows": [row]})
+        print(
+            f"  {part:.2f} of it: peak {peak / budget:.3f} of the budget, predicted {applied.plan.peak_bytes / peak:.3f} of it; "
+            f"{row['seconds'] / row['free_seconds']:.2f} times the time, predicted "
+            f"{applied.plan.seconds / row['seconds']:.2f} of it; {row['choices']}"
+        )
+    report.finish()
+
+
+def process(depth: int, width: int, tokens: int, budget: int) -> None:
+    """Of a process of its own: the high-water mark of three steps beside what it has before them, and the quickest step."""
+    model, x = Model(depth, width), torch.randn(1, tokens, width)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    if budget:
+        shoestring.checkpoint_model(model, budget=budget, example=lambda: model(x))
+    before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        model(x).backward()
+        times.append(time.perf_counter() - began)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before, min(times))
+
+
+def high_water(report: Report, depth: int, width: int, tokens: int, threads: int) -> None:
+    model, x = Model(depth, width), torch.randn(1, tokens, width)
+    free = seconds_and_peak(model, x)[1]
+    del model
+
+    def run(budget: int) -> tuple[int, float]:
+        command = [sys.executable, __file__, "--threads", str(threads), "--process", f"{depth},{width},{tokens},{budget}"]
+        size, seconds = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        return int(size), float(seconds)
+
+    (plain, plain_seconds), (fitted, fitted_seconds) = run(0), run(free // 3)
+    print(
+        f"\n{depth} blocks of {width}, {tokens} tokens, a process each: high-water mark {plain / 2**20:.0f} MiB above the model, "
+        f"{fitted / 2**20:.0f} under a third of the activations ({fitted / plain:.2f}), {fitted_seconds / plain_seconds:.2f} times the time"
+    )
+    row = {"plain": plain, "fitted": fitted, "plain_seconds": plain_seconds, "fitted_seconds": fitted_seconds}
+    report.data["tables"].append({"title": f"high-water mark, {depth} x {width}, {tokens} tokens", "rows": [row]})
+    report.finish()
+
+
+def main() -> None:
+    def more(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--process", help=argparse.SUPPRESS)
+        parser.add_argument("--only", choices=["overhead", "budget", "process"], help="one part")
+
+    options = arguments(__doc__.splitlines()[0], more=more)
+    if options.process:
+        process(*map(int, options.process.split(",")))
+        return
+    report = Report("checkpoint", options)
+    depth, width, tokens = (4, 128, 128) if options.quick else (24, 384, 1024)
+    if options.only in (None, "overhead"):
+        for length in (tokens,) if options.quick else (1024, 2048):
+            overhead(report, depth // 4, width if options.quick else 768, length, options.repeats)
+    if options.only in (None, "budget"):
+        budgets(report, depth, width, tokens, options.repeats)
+    if options.only in (None, "process"):
+        high_water(report, depth, width, tokens, options.threads)
+
+
+if __name__ == "__main__":
+    main()

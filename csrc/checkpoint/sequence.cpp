@@ -1,0 +1,199 @@
+#include <ATen/Context.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/GradMode.h>
+#include <shoestring/checkpoint.h>
+#include <shoestring/checkpoint_sequence.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <unordered_set>
+#include <utility>
+
+#include "checkpoint/memory_meter.h"
+#include "checkpoint/rng_state.h"
+
+using at::Tensor;
+
+namespace shoestring {
+namespace {
+
+using activations::MemoryMeter;
+
+constexpr int kRuns = 3;  // of each function; the quickest counts
+
+struct Choice {
+  const char* name;
+  bool checkpointed;
+  std::vector<std::string> keep;
+};
+
+const std::vector<Choice>& all_choices() {
+  static const std::vector<Choice> all{{"keep", false, {}},
+                                       {"recompute", true, {}},
+                                       {"keep attention", true, {"attention"}},
+                                       {"keep attention and products", true, {"attention", "products"}}};
+  return all;
+}
+
+Tensor run(const Choice& choice, const BlockFunction& function, const Tensor& x) {
+  return choice.checkpointed ? checkpoint(function, x, CheckpointOptions().keep(choice.keep)) : function(x);
+}
+
+// A tensor that is no leaf, so that nothing but what uses it keeps it.
+struct Source : torch::autograd::Function<Source> {
+  static Tensor forward(torch::autograd::AutogradContext*, const Tensor& /*anchor*/, const Tensor& value) {
+    return value.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, const torch::autograd::variable_list&) {
+    return {Tensor(), Tensor()};
+  }
+};
+
+// The leaves that a graph adds gradients to get others for a while: zeros, as after a first micro-batch.
+class GradientsAside {
+ public:
+  void add(const Tensor& root) {
+    std::vector<torch::autograd::Node*> open;
+    if (root.grad_fn()) open.push_back(root.grad_fn().get());
+    while (!open.empty()) {
+      auto* node = open.back();
+      open.pop_back();
+      if (!seen_.insert(node).second) continue;
+      if (auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node)) {
+        Tensor variable = leaf->variable;
+        before_.emplace_back(variable, variable.grad());
+        variable.mutable_grad() = at::zeros_like(variable);
+      }
+      for (const auto& edge : node->next_edges()) {
+        if (edge.is_valid()) open.push_back(edge.function.get());
+      }
+    }
+    seen_.clear();
+  }
+  ~GradientsAside() {
+    for (auto& [leaf, grad] : before_) leaf.mutable_grad() = grad;
+  }
+
+ private:
+  std::unordered_set<torch::autograd::Node*> seen_;
+  std::vector<std::pair<Tensor, Tensor>> before_;
+};
+
+struct Cost {
+  double forward_seconds, backward_seconds;
+  int64_t held, forward_bytes, backward_bytes;
+};
+
+double seconds_since(std::chrono::steady_clock::time_point began, const Tensor& x) {
+  if (x.is_cuda()) at::detail::getCUDAHooks().deviceSynchronize(x.device().index());
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+}
+
+Cost measure(const Choice& choice, const BlockFunction& function, const Tensor& given, bool differentiable) {
+  const Tensor anchor = at::zeros({}, at::kFloat).set_requires_grad(true);
+  const auto meter = c10::make_intrusive<MemoryMeter>();
+  meter->begin();
+  Cost cost{};
+  Tensor x = differentiable ? Source::apply(anchor, given) : given.clone();
+  auto began = std::chrono::steady_clock::now();
+  Tensor y = run(choice, function, x);
+  cost.forward_seconds = seconds_since(began, given);
+  cost.forward_bytes = meter->peak();
+  if (y.requires_grad()) {
+    const auto edge = torch::autograd::impl::gradient_edge(y);
+    const int64_t before = meter->current();
+    Tensor upstream = at::ones_like(y);
+    const int64_t gradient = meter->current() - before;
+    x.reset();
+    y.reset();
+    cost.held = meter->current() - gradient;
+    meter->reset_peak();
+    began = std::chrono::steady_clock::now();
+    torch::autograd::Engine::get_default_engine().execute({edge}, {std::move(upstream)}, /*keep_graph=*/false,
+                                                          /*create_graph=*/false, /*accumulate_grad=*/true);
+    cost.backward_seconds = seconds_since(began, given);
+    cost.backward_bytes = meter->peak();
+  }
+  meter->end();
+  return cost;
+}
+
+PlanBlock planned(const BlockFunction& function, const Tensor& x, bool differentiable) {
+  PlanBlock block;
+  Cost kept{};
+  int64_t least = 0;
+  for (const Choice& choice : all_choices()) {
+    Cost cost = measure(choice, function, x, differentiable);  // what lasts is made in the first: workspaces, caches
+    for (int i = 0; i < kRuns; ++i) {
+      const Cost again = measure(choice, function, x, differentiable);
+      const double forward = i == 0 ? again.forward_seconds : std::min(cost.forward_seconds, again.forward_seconds);
+      const double backward = i == 0 ? again.backward_seconds : std::min(cost.backward_seconds, again.backward_seconds);
+      cost = again;
+      cost.forward_seconds = forward;
+      cost.backward_seconds = backward;
+    }
+    if (!choice.checkpointed) {
+      kept = cost;
+      block.forward_seconds = cost.forward_seconds;
+      block.backward_seconds = cost.backward_seconds;
+    } else if (choice.keep.empty()) {
+      least = cost.held;
+    } else if (cost.held <= least) {
+      continue;  // nothing of the kind to keep here
+    }
+    const double extra = cost.forward_seconds + cost.backward_seconds - kept.forward_seconds - kept.backward_seconds;
+    block.choices.push_back({choice.name, cost.held, std::max(0.0, extra), 0, std::max(cost.forward_bytes, cost.held),
+                             std::max(cost.backward_bytes, cost.held)});
+  }
+  return block;
+}
+
+}  // namespace
+
+SequencePlan plan_sequential(const std::vector<BlockFunction>& functions, const Tensor& x, int64_t budget_bytes,
+                             const std::vector<int64_t>& kinds) {
+  TORCH_CHECK(kinds.empty() || kinds.size() == functions.size(), "plan_sequential: kinds: expected a number for each of the ",
+              functions.size(), " functions, or none, received ", kinds.size());
+  const activations::RngState rng(std::vector<Tensor>{x});
+  const activations::RngGuard rng_after(rng);
+  std::map<int64_t, PlanBlock> known;
+  std::vector<PlanBlock> blocks;
+  GradientsAside aside;
+  Tensor input = x.detach();
+  bool differentiable = x.requires_grad();
+  for (size_t i = 0; i < functions.size(); ++i) {
+    const int64_t kind = kinds.empty() ? static_cast<int64_t>(i) : kinds[i];
+    const at::AutoGradMode gradients(true);
+    const Tensor y = functions[i](differentiable ? input.detach().requires_grad_() : input);
+    if (!known.contains(kind)) {
+      aside.add(y);
+      known.emplace(kind, planned(functions[i], input, differentiable));
+    }
+    blocks.push_back(known.at(kind));
+    differentiable = y.requires_grad();
+    input = y.detach();
+  }
+  SequencePlan plan{checkpoint_plan(blocks, budget_bytes), {}};
+  for (size_t i = 0; i < functions.size(); ++i) plan.names.push_back(blocks[i].choices[plan.choices[i]].name);
+  return plan;
+}
+
+Tensor checkpoint_sequential(const std::vector<BlockFunction>& functions, const SequencePlan& plan, Tensor x) {
+  TORCH_CHECK(plan.names.size() == functions.size(), "checkpoint_sequential: plan: expected one for ", functions.size(),
+              " functions, received one for ", plan.names.size());
+  const auto& all = all_choices();
+  for (size_t i = 0; i < functions.size(); ++i) {
+    const auto choice = std::find_if(all.begin(), all.end(), [&](const Choice& one) { return plan.names[i] == one.name; });
+    TORCH_CHECK(choice != all.end(), "checkpoint_sequential: plan: expected \"keep\", \"recompute\" and the like, received \"",
+                plan.names[i], "\"");
+    x = run(*choice, functions[i], x);
+  }
+  return x;
+}
+
+}  // namespace shoestring

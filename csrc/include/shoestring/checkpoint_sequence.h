@@ -1,0 +1,40 @@
+#pragma once
+
+// A row of functions under a byte budget: measured, planned, run.
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <shoestring/checkpoint_plan.h>
+#include <shoestring/export.h>
+
+namespace shoestring {
+
+using BlockFunction = std::function<at::Tensor(const at::Tensor&)>;
+
+struct SequencePlan : CheckpointPlan {
+  /// Of each function: "keep" (as without checkpoint), "recompute", "keep attention" (recomputed but for attention), or
+  /// "keep attention and products".
+  std::vector<std::string> names;
+};
+
+/// Chooses how each function treats its activations, so that forward and backward of all of them, one after the other, take
+/// the least time within budget_bytes at their peak: of what they allocate besides parameters, gradients and optimizer
+/// state. Each function is measured once in each way, alone, forward and backward, on what those before it make of x; then
+/// checkpoint_plan decides. Parameters' gradients and random numbers are afterwards as before.
+///
+/// kinds: functions with the same number cost the same, and one of them is measured for all; empty: each is measured. A whole
+/// training step can be planned: the first function may take tokens, and the last return the loss.
+///
+/// Errors: c10::Error, of a budget that nothing fits, with the least that does; and where checkpoint has one.
+SHOESTRING_API SequencePlan plan_sequential(const std::vector<BlockFunction>& functions, const at::Tensor& x,
+                                            int64_t budget_bytes, const std::vector<int64_t>& kinds = {});
+
+/// Runs the functions one after the other as the plan says.
+SHOESTRING_API at::Tensor checkpoint_sequential(const std::vector<BlockFunction>& functions, const SequencePlan& plan, at::Tensor x);
+
+}  // namespace shoestring

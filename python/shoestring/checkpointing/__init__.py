@@ -1,0 +1,24 @@
+"""Gradient checkpointing, and plans of what is kept, recomputed or moved away under a byte budget."""
+
+from shoestring.checkpointing.function import checkpoint, checkpoint_sequential, tag_activation
+from shoestring.checkpointing.model import CheckpointReport, checkpoint_model
+from shoestring.checkpointing.plan import (
+    CheckpointPlan,
+    PlanBlock,
+    PlanChoice,
+    checkpoint_plan,
+    simulate_checkpoint_plan,
+)
+
+__all__ = [
+    "CheckpointPlan",
+    "CheckpointReport",
+    "PlanBlock",
+    "PlanChoice",
+    "checkpoint",
+    "checkpoint_model",
+    "checkpoint_plan",
+    "checkpoint_sequential",
+    "simulate_checkpoint_plan",
+    "tag_activation",
+]

@@ -1,0 +1,68 @@
+#include "catch.h"
+
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/generated/variable_factories.h>
+#include <torch/nn/modules/linear.h>
+
+#include <shoestring/checkpoint.h>
+#include <shoestring/checkpoint_sequence.h>
+#include <shoestring/ops.h>
+
+using at::Tensor;
+
+namespace {
+
+struct Layers {
+  Layers() {
+    for (int i = 0; i < 6; ++i) {
+      torch::nn::Linear qkv(32, 96), up(32, 128), down(128, 32);
+      for (const Tensor& p : {qkv->weight, up->weight, down->weight}) parameters.push_back(p);
+      functions.push_back([=](const Tensor& x) mutable {
+        const auto heads = qkv(x).view({1, -1, 3, 2, 16}).unbind(2);
+        const auto by_head = [&](int i) { return heads[i].transpose(1, 2); };
+        const Tensor y = shoestring::attention(by_head(0), by_head(1), by_head(2)).transpose(1, 2).reshape(x.sizes());
+        return x + down(at::dropout(at::gelu(up(x + y)), 0.1, true));
+      });
+    }
+    functions.push_back([](const Tensor& x) { return x.pow(2).sum(); });
+  }
+  std::vector<shoestring::BlockFunction> functions;
+  std::vector<Tensor> parameters;
+  std::vector<int64_t> kinds{0, 0, 0, 0, 0, 0, 1};
+};
+
+}  // namespace
+
+TEST_CASE("a sequence keeps to its budget, with the gradients that it has without one", "[checkpoint]") {
+  Layers layers;
+  const Tensor x = torch::randn({128, 32}).requires_grad_();
+  const auto gradients = [&](const shoestring::SequencePlan& plan) {
+    torch::manual_seed(5);
+    return torch::autograd::grad({shoestring::checkpoint_sequential(layers.functions, plan, x)}, layers.parameters);
+  };
+  const auto free = shoestring::plan_sequential(layers.functions, x, int64_t{1} << 40, layers.kinds);
+  for (const auto& name : free.names) CHECK(name == "keep");
+  const auto expected = gradients(free);
+  for (const double part : {0.7, 0.5}) {
+    const auto plan = shoestring::plan_sequential(layers.functions, x, static_cast<int64_t>(part * free.peak_bytes), layers.kinds);
+    CHECK(plan.peak_bytes <= part * free.peak_bytes);
+    CHECK(std::count(plan.names.begin(), plan.names.end(), "keep") < 7);
+    const auto received = gradients(plan);
+    for (size_t i = 0; i < expected.size(); ++i) CHECK(at::equal(received[i], expected[i]));
+  }
+  for (const Tensor& p : layers.parameters) CHECK(!p.grad().defined());
+  torch::manual_seed(11);
+  const Tensor next = torch::randn({2});
+  torch::manual_seed(11);
+  shoestring::plan_sequential(layers.functions, x, int64_t{1} << 40);  // each function is measured
+  CHECK(at::equal(next, torch::randn({2})));
+}
+
+TEST_CASE("errors of sequences", "[checkpoint]") {
+  Layers layers;
+  const Tensor x = torch::randn({16, 32}).requires_grad_();
+  CHECK_THROWS_WITH(shoestring::plan_sequential(layers.functions, x, 1, layers.kinds), Catch::Matchers::Contains("budget"));
+  CHECK_THROWS_WITH(shoestring::plan_sequential(layers.functions, x, 1, {0}), Catch::Matchers::Contains("plan_sequential: kinds"));
+  CHECK_THROWS_WITH(shoestring::checkpoint_sequential(layers.functions, shoestring::SequencePlan{}, x),
+                    Catch::Matchers::Contains("checkpoint_sequential: plan: expected one for 7 functions, received one for 0"));
+}

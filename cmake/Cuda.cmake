@@ -37,18 +37,27 @@ find_package(CUDAToolkit REQUIRED)
 set(SHOESTRING_CUDA_JSON "\"${CUDAToolkit_VERSION_MAJOR}.${CUDAToolkit_VERSION_MINOR}\"")
 message(STATUS "CUDA kernels: toolkit ${CUDAToolkit_VERSION}, architectures ${SHOESTRING_CUDA_ARCHITECTURES}")
 
-# The kernels see no PyTorch header: they compile quickly, and the emulated build can use the same files.
+# The kernels see no PyTorch header: they compile quickly, and the emulated build can use the same files. *_hopper.cu is
+# for sm_90a alone, whose instructions no other GPU has; host code asks for the GPU before it launches them.
 file(GLOB _kernels CONFIGURE_DEPENDS cuda/*.cu)
+set(_hopper ${_kernels})
+list(FILTER _hopper INCLUDE REGEX "_hopper\\.cu$")
+list(FILTER _kernels EXCLUDE REGEX "_hopper\\.cu$")
 add_library(shoestring_kernels OBJECT ${_kernels})
-target_include_directories(shoestring_kernels PRIVATE csrc csrc/include cuda)
-# ptxas' registers, shared memory and spills, kept beside each object for scripts/check_ptxas.py.
-target_compile_options(shoestring_kernels PRIVATE -Xptxas -v)
+add_library(shoestring_hopper_kernels OBJECT ${_hopper})
 set(_launcher sh ${PROJECT_SOURCE_DIR}/cmake/keep_ptxas.sh ${CMAKE_CUDA_COMPILER_LAUNCHER})
-set_target_properties(shoestring_kernels PROPERTIES CUDA_COMPILER_LAUNCHER "${_launcher}")
-target_link_libraries(shoestring_kernels PRIVATE CUDA::cudart)
+foreach(_target shoestring_kernels shoestring_hopper_kernels)
+  target_include_directories(${_target} PRIVATE csrc csrc/include cuda)
+  # ptxas' registers, shared memory and spills, kept beside each object for scripts/check_ptxas.py.
+  target_compile_options(${_target} PRIVATE -Xptxas -v)
+  set_target_properties(${_target} PROPERTIES CUDA_STANDARD 17 CUDA_COMPILER_LAUNCHER "${_launcher}")
+  target_link_libraries(${_target} PRIVATE CUDA::cudart)
+endforeach()
+set_target_properties(shoestring_hopper_kernels PROPERTIES CUDA_ARCHITECTURES 90a-real)
 
-add_library(shoestring_cuda SHARED cuda/runtime.cpp $<TARGET_OBJECTS:shoestring_kernels>)
+add_library(shoestring_cuda SHARED cuda/runtime.cpp $<TARGET_OBJECTS:shoestring_kernels>
+            $<TARGET_OBJECTS:shoestring_hopper_kernels>)
 target_include_directories(shoestring_cuda PRIVATE csrc)
 target_link_libraries(shoestring_cuda PUBLIC shoestring shoestring::torch_cuda PRIVATE CUDA::cudart)
 # CMake 3.25 knows no 20 for nvcc. The library compiles no CUDA, but make's generator asks for both.
-set_target_properties(shoestring_kernels shoestring_cuda PROPERTIES CUDA_STANDARD 17)
+set_target_properties(shoestring_cuda PROPERTIES CUDA_STANDARD 17)

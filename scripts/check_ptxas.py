@@ -8,7 +8,8 @@ instantiation::
 
 Registers a thread and static shared memory a block are upper bounds. "no spills" marks a hot kernel; without it spills
 are allowed. A kernel that keeps an array in local memory adds ", 64 bytes stack" before ", no spills": without it none
-may. A header in the folder of the .cu files may hold kernels too: their budgets are checked in each file that includes
+may. Files named *_hopper.cu are compiled for sm_90a alone, and ptxas may not say there that it serialised wgmma.
+A header in the folder of the .cu files may hold kernels too: their budgets are checked in each file that includes
 it. The build keeps ptxas' figures beside each object file (``cmake/keep_ptxas.sh``), so nothing is compiled here.
 """
 
@@ -23,6 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90a")
+SERIALISED = re.compile(r"wgmma\.mma_async instructions are serialized due to (.*) in (?:the )?function '?([^'\s]+)")
 
 BUDGET = re.compile(r"(\d+) registers, (\d+) bytes shared(?:, (\d+) bytes stack)?(, no spills)?\.")
 ENTRY = re.compile(r"Compiling entry function '([^']+)' for '(sm_\d+\w?)'")
@@ -177,7 +179,9 @@ def check(source: Path, log: str) -> tuple[list[str], list[tuple[str, Usage, Bud
             failures.append(f"{source.name}: {name}: ptxas compiled it, and the file defines no such kernel")
         elif budget:
             failures += [f"{source.name}: {name}, {usage.architecture}: {over}" for over in compare(usage, budget)]
-    for architecture in ARCHITECTURES:
+    for reason, symbol in dict.fromkeys(SERIALISED.findall(log)):
+        failures.append(f"{source.name}: {demangle([symbol])[symbol]}: ptxas serialised its wgmma, due to {reason}")
+    for architecture in ARCHITECTURES[-1:] if source.stem.endswith("_hopper") else ARCHITECTURES:
         here = {name.split("<")[0] for name, usage, _ in rows if usage.architecture == architecture}
         if not here:
             failures.append(f"{source.name}: not compiled for {architecture}; configure the build again with "

@@ -14,4 +14,13 @@ __device__ inline void fail(const char* text) {
 #endif
 }
 
+/// The same without the text, which only the emulator says: where a function's call costs, as wgmma has to be over at one.
+__device__ inline void stop(const char* text) {
+#if defined(__CUDA_ARCH__)
+  __trap();
+#elif !defined(__CUDACC__)
+  simt::fail(text);
+#endif
+}
+
 }  // namespace shoestring::cuda

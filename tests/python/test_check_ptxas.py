@@ -117,6 +117,19 @@ def test_every_rule_has_a_kernel_that_breaks_it(built: Path) -> None:
     assert any("good<float, 3>" in line and "budget: 40 registers" in line for line in done.stdout.splitlines())
 
 
+def test_kernels_for_hopper_alone(tmp_path: Path) -> None:
+    source = tmp_path / "some_hopper.cu"
+    source.write_text("// Budget: 168 registers, 0 bytes shared, no spills.\n__global__ void fast(float* x) {}\n")
+    symbol = "_Z4fastPf"
+    log = f"ptxas info    : Compiling entry function '{symbol}' for 'sm_90a'\nptxas info    : Used 168 registers\n"
+    assert gate.check(source, log)[0] == []
+    said = ("ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to wgmma "
+            f"pipeline crossing function boundary at a function call in the function '{symbol}'\n")
+    failures, _ = gate.check(source, said + log)
+    assert failures == ["some_hopper.cu: fast: ptxas serialised its wgmma, due to wgmma pipeline crossing function "
+                        "boundary at a function call"]
+
+
 def test_compiler_errors_pass_through(tmp_path: Path) -> None:
     says = "echo 'ptxas info : Used 3 registers' >&2; echo wrong >&2; exit 3"
     command = [ROOT / "cmake/keep_ptxas.sh", "sh", "-c", says, "-o", tmp_path / "x.o"]

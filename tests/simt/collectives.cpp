@@ -18,23 +18,21 @@ Barrier barriers[16];
 std::vector<int> reduced_values;
 int reduced = 0;
 
-void learn(std::vector<uint32_t>& known, const std::vector<uint32_t>& more) {
-  for (size_t u = 0; u < more.size(); ++u) known[u] = std::max(known[u], more[u]);
-}
-
 // Everything that any of `ids` knows, and what they themselves have done, becomes known to all of them, and `published`.
 void synchronise(const std::vector<int>& ids, const std::vector<uint32_t>& published = {}) {
   auto known = std::make_shared<std::vector<uint32_t>>(block.threads, 0);
   learn(*known, published);
-  if (static_cast<int>(ids.size()) < block.threads) {
-    const std::vector<uint32_t>* last = nullptr;
-    for (int t : ids) {
-      if (threads[t].known.get() != last) learn(*known, *threads[t].known);
-      last = threads[t].known.get();
-      for (int lane = 0; lane < 32 && t / 32 * 32 + lane < block.threads; ++lane) {
-        uint32_t& k = (*known)[t / 32 * 32 + lane];
-        k = std::max(k, threads[t].known_lanes[lane]);
-      }
+  const std::vector<uint32_t>* last = nullptr;
+  const bool all = static_cast<int>(ids.size()) == block.threads;  // then only mbarriers are left to learn of
+  for (int t : ids) {
+    if (threads[t].known.get() == last) continue;
+    last = threads[t].known.get();
+    if (!all || static_cast<int>(last->size()) > block.threads) learn(*known, *last);
+  }
+  for (int t : ids) {
+    for (int lane = 0; !all && lane < 32 && t / 32 * 32 + lane < block.threads; ++lane) {
+      uint32_t& k = (*known)[t / 32 * 32 + lane];
+      k = std::max(k, threads[t].known_lanes[lane]);
     }
   }
   for (int t : ids) (*known)[t] = threads[t].clock++;
@@ -74,6 +72,19 @@ void complete(Barrier& b) {
 
 }  // namespace
 
+void learn(std::vector<uint32_t>& known, const std::vector<uint32_t>& more) {
+  if (known.size() < more.size()) known.resize(more.size());
+  for (size_t u = 0; u < more.size(); ++u) known[u] = std::max(known[u], more[u]);
+}
+
+void learn_from(std::vector<uint32_t>& known, const Thread& thread) {
+  learn(known, *thread.known);
+  for (int lane = 0; lane < 32 && thread.id / 32 * 32 + lane < block.threads; ++lane) {
+    uint32_t& k = known[thread.id / 32 * 32 + lane];
+    k = std::max(k, thread.known_lanes[lane]);
+  }
+}
+
 void forget_collectives() {
   for (Barrier& b : barriers) b = Barrier{};
   reduced_values.clear();
@@ -94,7 +105,6 @@ void barrier_arrive(int id, int count, const char* name, Where where) {
   arrive(id, count, name, where);
   Barrier& b = barriers[id];
   b.arrived.push_back(current->id);
-  b.published.resize(block.threads);
   learn(b.published, *current->known);  // the own warp's lanes arrive themselves
   b.published[current->id] = current->clock++;
   complete(b);

@@ -5,13 +5,14 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "simt.h"
 
 namespace simt {
 
-constexpr int kMaxThreads = 1024;
+constexpr int kMaxThreads = 1024;  // of a block, with its mbarriers: see Thread::known
 constexpr size_t kStack = 256 << 10;
 
 // What a thread has seen of the others: a clock counts a thread's synchronisations, and an access is ordered before
@@ -21,7 +22,7 @@ using Clocks = std::shared_ptr<const std::vector<uint32_t>>;
 struct Thread {
   int id = 0;
   uint32_t clock = 1;
-  Clocks known;                 // by thread, as of the last barriers
+  Clocks known;  // by thread, as of the last barriers; behind them, by mbarrier: its phases that are known to be over
   uint32_t known_lanes[32] = {};  // of the own warp, as of the last warp-level synchronisations
 
   bool done = true, waiting = false;
@@ -31,8 +32,16 @@ struct Thread {
   const void* in = nullptr;
   void* out = nullptr;
 
+  uint32_t fenced = 0;  // of what it wrote up to this clock, tensor copies and wgmma know
+  // Registers of wgmma that are under way: their begin and end on the stack; those of A may still be read.
+  struct Registers {
+    uintptr_t begin, end;
+    bool readable;
+  };
+  std::vector<Registers> busy;
+
   bool knows(int other, uint32_t at_clock) const {
-    if (other == id || at_clock <= (*known)[other]) return true;
+    if (other == id || (other < static_cast<int>(known->size()) && at_clock <= (*known)[other])) return true;
     return other / 32 == id / 32 && at_clock <= known_lanes[other % 32];
   }
 };
@@ -58,8 +67,12 @@ std::string text_of(Where where);
 void wait_at(const char* name, Where where);  // until somebody clears `waiting`
 // collectives.cpp
 void forget_collectives();
+void learn(std::vector<uint32_t>& known, const std::vector<uint32_t>& more);
+void learn_from(std::vector<uint32_t>& known, const Thread& thread);  // what it knows, but not what it did itself
 // memory.cpp
 void begin_block();
+// copies.cpp
+void begin_copies();
 void finish_thread();  // nothing may be under way
 
 // Where in the source an access stands: from the compiler's call, whose address is looked up only for a message, or given.
@@ -68,6 +81,21 @@ struct Place {
   Where where;
 };
 void check(const void* address, size_t size, bool write, bool atomic, const Place& place);
+bool is_shared(const void* address, size_t size);
+// A write that another agent does, from now on until end_write(): to shared memory that nobody touches in between.
+void begin_write(const void* address, size_t size, int agent, const Place& place);
+void end_write(const void* address, size_t size, int agent, uint32_t clock);
+// A read by the tensor cores, from now on until end_read(), which says whether somebody wrote in between.
+uint64_t begin_read(const void* address, size_t size, const Place& place);
+bool end_read(const void* address, size_t size, uint64_t begun);
+// mbarrier.cpp
+void begin_mbarriers();
+bool deliver();               // what is under way, until somebody can go on
+const char* left_in_block();  // what is still under way when all threads have returned, or null
+std::string state_of_mbarriers();  // those that somebody waits for
+// wgmma.cpp
+void begin_wgmma();
+const char* left_in_wgmma();
 void check_aligned(const void* address, size_t size, bool write, const Place& place);  // to its size, too
 [[noreturn]] void bad_access(const char* what, size_t size, bool write, bool atomic, const Place& place,
                              const std::string& rest);

@@ -17,11 +17,12 @@ namespace {
 
 // Who touched a byte last, and when: block (30 bits), thread (10), clock (23), and whether it was an atomic operation.
 using Stamp = uint64_t;
-constexpr uint32_t kInFlight = (1u << 23) - 1;  // the clock of bytes that a cp.async has not yet delivered
+constexpr uint32_t kInFlight = (1u << 23) - 1;  // the clock of bytes that a copy has not yet delivered or wgmma still reads
 
-Stamp stamp(uint32_t clock, bool atomic) {
-  return Stamp{block.serial} << 34 | Stamp(current->id) << 24 | Stamp{clock} << 1 | Stamp{atomic};
+Stamp stamp(int thread, uint32_t clock, bool atomic) {
+  return Stamp{block.serial} << 34 | Stamp(thread) << 24 | Stamp{clock} << 1 | Stamp{atomic};
 }
+Stamp stamp(uint32_t clock, bool atomic) { return stamp(current->id, clock, atomic); }
 uint32_t serial_of(Stamp s) { return static_cast<uint32_t>(s >> 34); }
 int thread_of(Stamp s) { return s >> 24 & 1023; }
 uint32_t clock_of(Stamp s) { return s >> 1 & kInFlight; }
@@ -90,24 +91,11 @@ Module find_module() {
 Module module;
 std::vector<Cell> dynamic_cells;
 
-struct Copy {
-  unsigned char* to;
-  const unsigned char* from;
-  int bytes, from_bytes;
-  Cell* cells;
-  bool committed;
-  int group;
-};
-struct Copies {
-  std::vector<Copy> copies;
-  int groups = 0;
-};
-std::vector<Copies> async(kMaxThreads);
-
 const char* kind(bool write, bool atomic) { return atomic ? "atomic operation on" : write ? "write to" : "read of"; }
 
 [[noreturn]] void race(Stamp other, bool other_wrote, bool shared, size_t size, bool write, bool atomic, const Place& place) {
-  std::string who = "thread " + std::to_string(thread_of(other));
+  const bool copied = serial_of(other) == block.serial && thread_of(other) >= block.threads;
+  std::string who = copied ? "a tensor copy" : "thread " + std::to_string(thread_of(other));
   if (serial_of(other) != block.serial) who += " of another block";
   bad_access(shared ? "race in shared memory" : "race in global memory", size, write, atomic, place,
              ", not ordered after " + who + (other_wrote ? "'s write" : "'s read"));
@@ -123,6 +111,9 @@ bool unordered(Stamp s, bool shared) {
 void check_cell(Cell& cell, bool shared, size_t size, bool write, bool atomic, const Place& place) {
   const bool fresh = serial_of(cell.write) == block.serial;
   if (fresh && clock_of(cell.write) == kInFlight) {
+    if (thread_of(cell.write) >= block.threads) {
+      bad_access("a tensor copy is still under way", size, write, atomic, place, "; wait for its mbarrier");
+    }
     bad_access("a cp.async is still under way", size, write, atomic, place, "; wait for its group, then synchronise");
   }
   if (shared && !fresh && (!write || atomic)) {
@@ -148,7 +139,14 @@ void check_cell(Cell& cell, bool shared, size_t size, bool write, bool atomic, c
 Cell* find(uintptr_t address, size_t size, bool write, bool atomic, const Place& place, bool& shared) {
   shared = false;
   const uintptr_t stack = reinterpret_cast<uintptr_t>(stacks) + current->id * kStack;
-  if (address - stack < kStack) return nullptr;
+  if (address - stack < kStack) {
+    for (const auto& r : current->busy) {
+      if (address < r.end && address + size > r.begin && (write || !r.readable)) {
+        bad_access("a wgmma is still under way with this register", size, write, atomic, place, "; wait for its group");
+      }
+    }
+    return nullptr;
+  }
   if (address >= last_begin && address + size <= last_end) return last_cells + (address - last_begin);
   shared = true;
   if (address - module.shared < module.shared_size && address + size <= module.shared + module.shared_size) {
@@ -196,6 +194,60 @@ void check_aligned(const void* address, size_t size, bool write, const Place& pl
   check(address, size, write, false, place);
 }
 
+bool is_shared(const void* address, size_t size) {
+  bool shared;
+  find(reinterpret_cast<uintptr_t>(address), size, false, false, {}, shared);
+  return shared;
+}
+
+void begin_write(const void* address, size_t size, int agent, const Place& place) {
+  check(address, size, true, false, place);
+  bool shared;
+  Cell* cells = find(reinterpret_cast<uintptr_t>(address), size, true, false, place, shared);
+  for (size_t i = 0; i < size; ++i) cells[i].write = stamp(agent, kInFlight, false);
+}
+
+void end_write(const void* address, size_t size, int agent, uint32_t clock) {
+  const auto dynamic = reinterpret_cast<uintptr_t>(block.dynamic), at = reinterpret_cast<uintptr_t>(address);
+  Cell* cells = at - dynamic < static_cast<size_t>(block.shared_bytes) ? dynamic_cells.data() + (at - dynamic)
+                                                                       : module.cells + (at - module.shared);
+  for (size_t i = 0; i < size; ++i) cells[i].write = stamp(agent, clock, false);
+}
+
+uint64_t begin_read(const void* address, size_t size, const Place& place) {
+  check(address, size, false, false, place);
+  bool shared;
+  Cell* cells = find(reinterpret_cast<uintptr_t>(address), size, false, false, place, shared);
+  if (!shared) bad_access("wgmma reads shared memory only", size, false, false, place, "");
+  uint64_t writes = 0;
+  for (size_t i = 0; i < size; ++i) {
+    const int writer = thread_of(cells[i].write);
+    if (writer < block.threads && clock_of(cells[i].write) > threads[writer].fenced) {
+      bad_access("not fenced", size, false, false, place, ", which thread " + std::to_string(writer) +
+                 " wrote and which no async_fence() follows there");
+    }
+    writes = writes * 31 + cells[i].write;
+    cells[i].reads[0] = stamp(kInFlight, false);
+  }
+  return writes;
+}
+
+bool end_read(const void* address, size_t size, uint64_t begun) {
+  bool shared;
+  Cell* cells = find(reinterpret_cast<uintptr_t>(address), size, false, false, {}, shared);
+  const Stamp flying = stamp(kInFlight, false), now = stamp(current->clock, false);
+  uint64_t writes = 0;
+  for (size_t i = 0; i < size; ++i) {
+    writes = writes * 31 + cells[i].write;
+    bool found = false;
+    for (Stamp& read : cells[i].reads) {
+      if (read == flying) read = now, found = true;
+    }
+    if (!found) cells[i].reads[0] = now;  // it was pushed out by others
+  }
+  return writes == begun;
+}
+
 void begin_block() {
   static std::thread::id thread;
   if (std::this_thread::get_id() != thread) {  // each has its own thread-local storage
@@ -204,11 +256,6 @@ void begin_block() {
     thread = std::this_thread::get_id();
   }
   if (dynamic_cells.size() < static_cast<size_t>(block.shared_bytes)) dynamic_cells.resize(block.shared_bytes);
-  for (Copies& c : async) c = Copies{};
-}
-
-void finish_thread() {
-  if (!async[current->id].copies.empty()) fail("the thread returns while its cp.async are under way");
 }
 
 void check_read(const void* address, size_t size, Where where) { check(address, size, false, false, {nullptr, where}); }
@@ -221,48 +268,6 @@ void check_matrix_row(const void* row, Where where) {
   bool shared;
   find(reinterpret_cast<uintptr_t>(row), 16, false, false, place, shared);
   if (!shared) bad_access("ldmatrix reads shared memory only", 16, false, false, place, "");
-}
-
-void copy_async(void* to, const void* from, int bytes, int from_bytes, Where where) {
-  const Place place{nullptr, where};
-  if (bytes != 4 && bytes != 8 && bytes != 16) fail("cp.async: expected 4, 8 or 16 bytes, received " + std::to_string(bytes));
-  check_aligned(to, bytes, true, place);
-  if (from_bytes > 0) {
-    if (reinterpret_cast<uintptr_t>(from) % bytes != 0) bad_access("misaligned", bytes, false, false, place, "");
-    check(from, from_bytes, false, false, place);
-  }
-  bool shared;
-  Cell* cells = find(reinterpret_cast<uintptr_t>(to), bytes, true, false, place, shared);
-  if (!shared) bad_access("cp.async writes to shared memory only", bytes, true, false, place, "");
-  for (int i = 0; i < bytes; ++i) cells[i].write = stamp(kInFlight, false);
-  async[current->id].copies.push_back({static_cast<unsigned char*>(to), static_cast<const unsigned char*>(from), bytes,
-                                       from_bytes, cells, false, 0});
-}
-
-void copy_async_commit(Where) {
-  Copies& mine = async[current->id];
-  ++mine.groups;
-  for (Copy& c : mine.copies) {
-    if (!c.committed) {
-      c.committed = true;
-      c.group = mine.groups;
-    }
-  }
-}
-
-void copy_async_wait(int pending, Where) {
-  Copies& mine = async[current->id];
-  std::vector<Copy> rest;
-  for (const Copy& c : mine.copies) {
-    if (!c.committed || c.group > mine.groups - pending) {
-      rest.push_back(c);
-      continue;
-    }
-    std::memcpy(c.to, c.from, c.from_bytes);
-    std::memset(c.to + c.from_bytes, 0, c.bytes - c.from_bytes);
-    for (int i = 0; i < c.bytes; ++i) c.cells[i].write = stamp(current->clock, false);
-  }
-  mine.copies = std::move(rest);
 }
 
 void add_memory(void* begin, size_t size) {

@@ -17,7 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SYNCHRONISATION = re.compile(
     r"\b(?:__syncthreads|__syncwarp|__threadfence|__threadfence_block|cp_async_wait(?:<[^;>]*>)?|barrier_sync|"
-    r"barrier_arrive)\([^;{}]*\);"
+    r"barrier_arrive|mbarrier_wait|mbarrier_arrive|mbarrier_init_fence|async_fence|wgmma_fence|wgmma_commit|"
+    r"wgmma_wait(?:<[^;>]*>)?)\([^;{}]*\);"
 )
 
 

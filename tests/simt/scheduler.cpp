@@ -83,7 +83,7 @@ std::string standstill() {
     text += " " + std::to_string(ids.size()) + " (the first is " + std::to_string(ids[0]) + ") " + place + ";";
   }
   text.pop_back();
-  return text;
+  return text + state_of_mbarriers();
 }
 
 void run_block(const std::vector<int>& order, std::mt19937& random, bool shuffle) {
@@ -97,6 +97,9 @@ void run_block(const std::vector<int>& order, std::mt19937& random, bool shuffle
     thread.known = nothing;
   }
   forget_collectives();
+  begin_copies();
+  begin_mbarriers();
+  begin_wgmma();
   std::vector<int> turns = order;
   for (bool moved = true; moved;) {
     moved = false;
@@ -107,12 +110,16 @@ void run_block(const std::vector<int>& order, std::mt19937& random, bool shuffle
       moved = true;
       if (!error.empty()) return;
     }
+    if (!moved) moved = deliver();  // as late as can be
   }
   for (int t = 0; t < block.threads; ++t) {
     if (!threads[t].done) {
       error = "block " + std::to_string(block.index) + ": " + standstill();
       return;
     }
+  }
+  for (const char* left : {left_in_block(), left_in_wgmma()}) {
+    if (left != nullptr) error = "block " + std::to_string(block.index) + ": " + left;
   }
 }
 
@@ -176,12 +183,13 @@ const char* run(int64_t blocks, int thread_count, int shared_bytes, void (*body)
   kernel = body;
   kernel_arguments = arguments;
   error.clear();
-  std::vector<unsigned char> dynamic(shared_bytes + 64);
+  std::vector<unsigned char> dynamic(shared_bytes + 2048);
   block.launch_first = serial + 1;
   block.blocks = blocks;
   block.threads = thread_count;
   block.shared_bytes = shared_bytes;
-  block.dynamic = dynamic.data() + (64 - reinterpret_cast<uintptr_t>(dynamic.data()) % 64);
+  // No more than 16 bytes of alignment are promised. Where a GPU's shared memory begins is a multiple of 1024.
+  block.dynamic = dynamic.data() + (1024 - reinterpret_cast<uintptr_t>(dynamic.data()) % 1024) + 16;
   std::vector<int64_t> block_order(order > 1 ? blocks : 0);
   std::iota(block_order.begin(), block_order.end(), 0);
   std::shuffle(block_order.begin(), block_order.end(), random);
@@ -195,6 +203,16 @@ const char* run(int64_t blocks, int thread_count, int shared_bytes, void (*body)
   last_error = error;
   return last_error.c_str();
 }
+
+namespace {
+int emulated_capability = [] {
+  const char* text = std::getenv("SIMT_CAPABILITY");
+  return text ? std::atoi(text) : 80;
+}();
+}  // namespace
+int last_threads() { return block.threads; }
+int capability() { return emulated_capability; }
+void set_capability(int capability) { emulated_capability = capability; }
 
 void set_order(int order) { fixed_order = order; }
 

@@ -101,3 +101,8 @@ const bool kLoaded = [] {
 }();
 
 }  // namespace
+
+// For tests that want the kernels of another GPU: see simt.h.
+extern "C" __attribute__((visibility("default"))) void simt_set_capability(int capability) { simt::set_capability(capability); }
+// Which kernel ran, as far as its number of threads tells.
+extern "C" __attribute__((visibility("default"))) int simt_last_threads() { return simt::last_threads(); }

@@ -237,7 +237,16 @@ auto min(A a, B b) { return std::min<std::common_type_t<A, B>>(a, b); }
 // ---- what host code next to the kernels asks -----------------------------------------------------------------------
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess = 0 };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrComputeCapabilityMajor = 75,
+  cudaDevAttrComputeCapabilityMinor = 76
+};
 inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
 inline cudaError_t cudaGetDevice(int* device) { *device = 0; return cudaSuccess; }
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { *value = 4; return cudaSuccess; }
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
+  *value = which == cudaDevAttrComputeCapabilityMajor   ? simt::capability() / 10
+           : which == cudaDevAttrComputeCapabilityMinor ? simt::capability() % 10
+                                                        : 4;
+  return cudaSuccess;
+}

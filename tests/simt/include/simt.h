@@ -78,4 +78,12 @@ bool knows_memory(void* address);
 /// is set here or by SIMT_ORDER, each launch has the next.
 void set_order(int order);
 
+/// The compute capability that host code is told, 80 (8.0) unless it is set here or by SIMT_CAPABILITY: which kernels it
+/// then chooses. The emulator runs all of them.
+int capability();
+void set_capability(int capability);
+
+/// Threads in a block of the last launch.
+int last_threads();
+
 }  // namespace simt

@@ -4,7 +4,7 @@
 
 #include "attention.h"
 #include "attention_scores.h"
-#include "common/math.h"
+#include "attention_softmax.h"
 #include "kernels/cuda.h"
 
 namespace shoestring::cuda {
@@ -17,44 +17,6 @@ struct ForwardAccess {
 // A tile of keys. With 256 features registers are short.
 template <class T, int D>
 constexpr int kKeys = D > 128 ? 32 : kRows<T, D>;
-
-// A row's maximum in powers of 2 and its sum, of which each of the four lanes that share a row has a part.
-struct Softmax {
-  float top[2], sum[2];
-
-  __device__ explicit Softmax(float sink) {  // -inf: none
-    top[0] = top[1] = sink * kLog2e;
-    sum[0] = sum[1] = lane() % 4 == 0 && sink != -INFINITY ? 1.f : 0.f;
-  }
-
-  // From scores to probabilities times 2^top; what was summed before is scaled to the new top.
-  template <int kTiles, int kOut>
-  __device__ void update(float (&s)[kTiles][4], float factor, float (&out)[kOut][4]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float high = -INFINITY;
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) high = fmaxf(high, fmaxf(s[j][2 * r], s[j][2 * r + 1]));
-      high = fmaxf(high, __shfl_xor_sync(kAllLanes, high, 1));
-      high = fmaxf(high, __shfl_xor_sync(kAllLanes, high, 2));
-      const float next = fmaxf(top[r], high * factor), base = next == -INFINITY ? 0.f : next;
-      const float shrink = fast_exp2(top[r] - base);
-      top[r] = next;
-      sum[r] *= shrink;
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        s[j][2 * r] = fast_exp2(__fmul_rn(s[j][2 * r], factor) - base);  // 1 for the highest, however high: not fused
-        s[j][2 * r + 1] = fast_exp2(__fmul_rn(s[j][2 * r + 1], factor) - base);
-        sum[r] += s[j][2 * r] + s[j][2 * r + 1];
-      }
-#pragma unroll
-      for (int j = 0; j < kOut; ++j) {
-        out[j][2 * r] *= shrink;
-        out[j][2 * r + 1] *= shrink;
-      }
-    }
-  }
-};
 
 template <class T, int D>
 __device__ void forward_block(const AttentionProblem& p, const AttentionTensors& t, const ForwardAccess& access) {
@@ -96,7 +58,9 @@ __device__ void forward_block(const AttentionProblem& p, const AttentionTensors&
       cp_async_commit();
     }
     scores.apply<false>(s, nullptr, own, key);
-    softmax.update(s, scores.factor, out);
+    float shrink[2];
+    softmax.update(s, scores.factor, shrink);
+    scale_rows(out, shrink);
     if (scores.drops()) {
       const uint32_t kept = scores.kept<false, keys / 8>(own, key);
 #pragma unroll
@@ -105,17 +69,13 @@ __device__ void forward_block(const AttentionProblem& p, const AttentionTensors&
     scores_times_rows<T, keys, D>(out, s, v_tile);
   }
 
-  float by[2];
+  float by[2], lse[2];
+  softmax.finish(by, lse);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float sum = softmax.sum[r];
-    sum += __shfl_xor_sync(kAllLanes, sum, 1);
-    sum += __shfl_xor_sync(kAllLanes, sum, 2);
-    by[r] = sum == 0 ? 0.f : (scores.drops() ? p.kept : 1.f) / sum;
+    by[r] *= scores.drops() ? p.kept : 1.f;
     const int row = own + lane() / 4 + 8 * r;
-    if (lane() % 4 == 0 && row < at.queries) {
-      t.lse[scores.row + row] = sum == 0 ? -INFINITY : softmax.top[r] * kLn2 + logf(sum);
-    }
+    if (lane() % 4 == 0 && row < at.queries) t.lse[scores.row + row] = lse[r];
   }
   T* to = head_of(static_cast<T*>(t.out), t.out_at, at.sequence, head, at.first_query);
   store_rows<T, D>(to, t.out_at.token, own, at.queries, value_dim, access.out, out, by);
@@ -131,6 +91,9 @@ __global__ void __launch_bounds__(kThreads<T, D>, 2) forward(AttentionProblem p,
 
 template <class T>
 const char* run_forward(const AttentionProblem& p, const AttentionTensors& t, void* stream) {
+  if constexpr (sizeof(T) == 2) {
+    if (hopper_serves(p, t)) return hopper_attention<T>(p, t, stream);
+  }
   return with_features<T>(max(p.head_dim, p.value_dim), [&](auto features) {
     constexpr int D = decltype(features)::value, rows = kRows<T, D>;
     const ForwardAccess access{access_of(t.q, t.q_at, sizeof(T)).vectors, access_of(t.k, t.k_at, sizeof(T)).vectors,

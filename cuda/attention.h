@@ -48,19 +48,23 @@ __device__ T* head_of(T* tensor, const HeadStrides& at, int sequence, int64_t he
   return tensor + sequence * at.batch + head * at.head + first_token * at.token;
 }
 
-/// Why this GPU cannot run the kernels, or null.
-inline const char* refuse_gpu() {
-#if defined(__CUDACC__)
-  int device = 0, major = 0;
+/// The current GPU's, 90 for 9.0; returns an error's text, or null.
+inline const char* compute_capability(int& capability) {
+  int device = 0, major = 0, minor = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error != cudaSuccess) return cudaGetErrorString(error);
-  if (major < 8) {
-    return "expected a GPU of compute capability 8.0 or more (its tensor cores), received an older one; use PyTorch's "
-           "scaled_dot_product_attention there";
-  }
-#endif
-  return nullptr;
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  capability = major * 10 + minor;
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+/// Why this GPU cannot run the kernels, or null.
+inline const char* refuse_gpu() {
+  int capability = 0;
+  if (const char* error = compute_capability(capability)) return error;
+  if (capability >= 80) return nullptr;
+  return "expected a GPU of compute capability 8.0 or more (its tensor cores), received an older one; use PyTorch's "
+         "scaled_dot_product_attention there";
 }
 
 template <int kFeatures>
@@ -79,6 +83,11 @@ const char* with_features(int64_t features, Run run) {
   }
   return features <= 128 ? run(Features<128>{}) : run(Features<256>{});
 }
+
+/// Whether this is a Hopper GPU and its kernel can do the call: it has fewer options, and copies only what is aligned.
+bool hopper_serves(const AttentionProblem& p, const AttentionTensors& t);
+template <class T>
+const char* hopper_attention(const AttentionProblem& p, const AttentionTensors& t, void* stream);
 
 template <class T>
 const char* attention_delta(const AttentionProblem& p, const AttentionTensors& t, const void* grad_out,

@@ -6,6 +6,7 @@
 #include <climits>
 #include <cstdint>
 
+#include "attention_softmax.h"
 #include "common/check.h"
 #include "common/convert.h"
 #include "common/warp.h"
@@ -17,7 +18,6 @@ namespace shoestring::cuda {
 using kernels::AttentionProblem;
 using kernels::BiasType;
 
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr int kFar = 1 << 30;  // twice any distance of tokens: the host checks their number
 
 /// A tile of a sequence, or -1 where there is none for this index. Packed: first_query and first_key say where its tokens are.
@@ -27,8 +27,9 @@ struct Place {
 };
 
 /// Number `index` of the tiles of `rows` tokens of all sequences, of queries or of keys: of equal lengths the sequences
-/// side by side, else one sequence after the other. All lanes of a warp get the same.
-__device__ inline Place find_tile(const AttentionProblem& p, bool of_keys, int index, int rows) {
+/// side by side, else one sequence after the other. All lanes of a warp get the same. end: what is called with an error's text.
+template <class End>
+__device__ Place find_tile(const AttentionProblem& p, bool of_keys, int index, int rows, End end) {
   const int sequences = static_cast<int>(p.batch), queries = static_cast<int>(p.queries), keys = static_cast<int>(p.keys);
   if (p.cu_seqlens_q == nullptr) return {index % sequences, index / sequences, 0, queries, 0, keys};
   const int32_t* starts = of_keys ? p.cu_seqlens_k : p.cu_seqlens_q;
@@ -38,11 +39,11 @@ __device__ inline Place find_tile(const AttentionProblem& p, bool of_keys, int i
     const int s = base + lane();
     int tiles = 0;
     if (s < sequences) {
-      const int begin = starts[s], end = starts[s + 1];
-      if (begin < 0 || end < begin || end > all || (s == 0 && begin != 0) || (s == sequences - 1 && end != all)) {
-        fail("attention: cu_seqlens: expected offsets that rise from 0 to the number of tokens");
+      const int begin = starts[s], behind = starts[s + 1];
+      if (begin < 0 || behind < begin || behind > all || (s == 0 && begin != 0) || (s == sequences - 1 && behind != all)) {
+        end("attention: cu_seqlens: expected offsets that rise from 0 to the number of tokens");
       }
-      tiles = (end - begin + rows - 1) / rows;
+      tiles = (behind - begin + rows - 1) / rows;
     }
     int through = tiles;
 #pragma unroll
@@ -57,13 +58,17 @@ __device__ inline Place find_tile(const AttentionProblem& p, bool of_keys, int i
       const int q = p.cu_seqlens_q[found], k = p.cu_seqlens_k[found];
       const Place place{found, index - first, q, p.cu_seqlens_q[found + 1] - q, k, p.cu_seqlens_k[found + 1] - k};
       if (q < 0 || place.queries < 0 || place.queries > queries - q || k < 0 || place.keys < 0 || place.keys > keys - k) {
-        fail("attention: cu_seqlens: expected offsets that rise from 0 to the number of tokens");
+        end("attention: cu_seqlens: expected offsets that rise from 0 to the number of tokens");
       }
       return place;
     }
     before += __shfl_sync(kAllLanes, through, kWarp - 1);
   }
   return {0, -1, 0, 0, 0, 0};
+}
+
+__device__ inline Place find_tile(const AttentionProblem& p, bool of_keys, int index, int rows) {
+  return find_tile(p, of_keys, index, rows, [](const char* text) { fail(text); });
 }
 
 /// At least as many tiles as there are.

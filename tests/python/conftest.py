@@ -5,6 +5,7 @@
 marked ``device`` run, and factory functions make their tensors where the backend wants them.
 """
 
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import shoestring  # noqa: F401  (registers the operators)
 
 CAPABILITIES = ("plain", "avx2", "avx512")
+GPUS = {"sm_80": 80, "sm_90a": 90}  # that the emulator can say it is: host code chooses other kernels for each
 EMULATOR = Path(os.environ.get("SHOESTRING_BUILD", Path(__file__).parents[2] / "build")) / "tests/simt/libshoestring_simt.so"
 
 
@@ -51,12 +53,21 @@ def backend(request: pytest.FixtureRequest) -> str:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "capability" in metafunc.fixturenames:
         backend = metafunc.config.getoption("--backend")
-        metafunc.parametrize("capability", CAPABILITIES if backend == "cpu" else (backend,), indirect=True)
+        each = backend == "simt" and metafunc.definition.get_closest_marker("each_gpu")
+        params = CAPABILITIES if backend == "cpu" else GPUS if each else (backend,)
+        metafunc.parametrize("capability", params, indirect=True)
 
 
 @pytest.fixture
 def capability(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the test once with each build of the CPU kernels that this machine has, or once on another backend."""
+    """Runs the test once with each build of the CPU kernels that this machine has, or once on another backend; in the
+    emulator once for each GPU that has kernels of its own, where the test is marked ``each_gpu``."""
+    if request.param in GPUS:
+        emulator = ctypes.CDLL(str(EMULATOR))
+        emulator.simt_set_capability(GPUS[request.param])
+        yield request.param
+        emulator.simt_set_capability(80)
+        return
     if request.param not in CAPABILITIES:
         yield request.param
         return

@@ -11,7 +11,7 @@ from torch import Tensor
 from shoestring import attention
 from shoestring.ops import attention_reference
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.each_gpu]
 
 # FlashAttention's grid but for its 4,096 tokens: one token, parts of a tile, more queries than keys, more keys.
 # 34: a last panel of two queries, of which the first does not see the last key.

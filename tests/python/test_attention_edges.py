@@ -70,6 +70,7 @@ def test_no_second_derivative() -> None:
 
 
 @pytest.mark.device
+@pytest.mark.each_gpu
 def test_only_some_gradients(capability: str) -> None:
     inputs = small(dtype=torch.float32)
     named = dict(zip(["q", "k", "v", "bias", "sinks"], inputs))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoestring import attention
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.each_gpu]
 
 # Twice the unit in the last place for sums of a few dozen roundings, and a little; lse and sinks are fp32 in all of them.
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}

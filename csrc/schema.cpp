@@ -248,11 +248,11 @@ TORCH_LIBRARY(shoestring, m) {
   // sequences, int32 (sequences + 1). causal and window (left, right; -1: all) are aligned at the last query and key.
   // bias (batch, heads, queries, keys), any of them 1; packed (heads, queries of all, keys of a sequence); bool: true where
   // a key is seen. sinks (heads): scores of a key without a value. Where a query sees nothing, out is 0. Gradients by q, k,
-  // v, bias, sinks, and of lse.
+  // v, bias, sinks, and of lse. deterministic: the same bits in each run, so no operators of PyTorch's; None: as PyTorch is told.
   const std::string attended =
       "Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? sinks=None, *, bool causal=False, int[] window=[-1, -1], "
       "float softcap=0., float? scale=None, Tensor? alibi_slopes=None, Tensor? cu_seqlens_q=None, "
-      "Tensor? cu_seqlens_k=None, float dropout_p=0., Tensor? seed=None";
+      "Tensor? cu_seqlens_k=None, float dropout_p=0., Tensor? seed=None, bool? deterministic=None";
   m.def(("attention(" + attended + ") -> Tensor").c_str());
   // lse: log-sum-exp of the scores (and the sink), fp32: (batch, heads, queries), packed (heads, queries).
   m.def(("attention_with_lse(" + attended + ") -> (Tensor out, Tensor lse)").c_str());

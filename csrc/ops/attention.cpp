@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include <ATen/Context.h>
 #include <ATen/Functions.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
@@ -43,6 +44,7 @@ Call::Call(const BoxedArguments& arguments)
   TORCH_CHECK(window.size() == 2, kOp, ": window: expected two numbers, of tokens to the left and to the right, received ",
               window.size());
   left = window[0], right = window[1];
+  deterministic = arguments["deterministic"].toOptional<bool>().value_or(at::globalContext().deterministicAlgorithms());
   check();
   const auto given = arguments["scale"].toOptional<double>();
   scale = given ? *given : 1 / std::sqrt(static_cast<double>(q.sym_size(-1).guard_int(__FILE__, __LINE__)));
@@ -299,7 +301,8 @@ NamedArguments arguments_of(const at::Tensor& q, const at::Tensor& k, const at::
           {"cu_seqlens_q", o.cu_seqlens_q()},
           {"cu_seqlens_k", o.cu_seqlens_k()},
           {"dropout_p", o.dropout_p()},
-          {"seed", o.seed()}};
+          {"seed", o.seed()},
+          {"deterministic", o.deterministic()}};
 }
 
 }  // namespace

@@ -23,7 +23,7 @@ using Mask = std::array<bool, kInputs>;
 using Gradients = std::array<Tensor, kInputs>;
 
 /// Arguments that are neither differentiated nor big: autograd keeps them by name.
-constexpr const char* kOptions[] = {"causal", "window", "softcap", "scale", "dropout_p"};
+constexpr const char* kOptions[] = {"causal", "window", "softcap", "scale", "dropout_p", "deterministic"};
 
 /// The arguments of a call, checked; sizes may be symbolic until problem().
 struct Call {
@@ -43,6 +43,7 @@ struct Call {
   bool causal;
   int64_t left, right;  // -1: unlimited
   double softcap, scale, dropout_p;
+  bool deterministic;
 
  private:
   void check() const;

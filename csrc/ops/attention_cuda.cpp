@@ -1,6 +1,7 @@
 #include <ATen/Functions.h>
 
 #include "ops/attention.h"
+#include "ops/attention_library.h"
 #include "ops/cuda.h"
 
 namespace shoestring::attend {
@@ -38,6 +39,7 @@ struct Operands {
 }  // namespace
 
 Result forward_cuda(const Call& call) {
+  if (const Library library = library_for(call); library != Library::kNone) return forward_library(library, call);
   const auto problem = call.problem();
   check_sizes(problem);
   Result r{call.empty_out(), at::empty_symint(call.lse_sizes(), call.q.options().dtype(at::kFloat))};
@@ -48,6 +50,8 @@ Result forward_cuda(const Call& call) {
 }
 
 Gradients backward_cuda(const Call& call, const Upstream& upstream) {
+  const Library library = upstream.grad_lse ? Library::kNone : library_for(call);
+  if (library != Library::kNone) return backward_library(library, call, upstream);
   const auto problem = call.problem();
   check_sizes(problem);
   const auto& functions = functions_of(call.q);

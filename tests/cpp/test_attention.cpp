@@ -56,6 +56,14 @@ TEST_CASE("attention of packed sequences is that of each, and lse has a gradient
   CHECK(torch::autograd::grad({lse.sum()}, {q})[0].abs().sum().item<float>() > 0);
 }
 
+TEST_CASE("attention gives the same bits when it is asked to", "[attention]") {
+  const Tensor q = torch::randn({1, 2, 40, 32}).to(at::kBFloat16);
+  const auto run = [&] { return shoestring::attention(q, q, q, AttentionOptions().causal(true).deterministic(true)); };
+  const Tensor first = run();
+  CHECK(at::equal(first, run()));
+  CHECK(at::allclose(first.to(at::kFloat), shoestring::attention(q, q, q, AttentionOptions().causal(true)).to(at::kFloat), 2e-2, 1e-2));
+}
+
 TEST_CASE("attention refuses what does not fit, in words", "[attention]") {
   const Tensor q = torch::randn({1, 4, 5, 8}), k = torch::randn({1, 3, 5, 8});
   CHECK_THROWS_WITH(shoestring::attention(q, k, k), Catch::Matchers::Contains("attention: k: expected a number of heads"));

@@ -179,6 +179,9 @@ struct AttentionOptions {
   /// Probability of dropping a probability, and the mask's seed, one int64 on q's device; without dropout there is none.
   TORCH_ARG(double, dropout_p) = 0;
   TORCH_ARG(std::optional<at::Tensor>, seed) = std::nullopt;
+  /// true: the same bits in each run. Else, on CUDA, a call may go to PyTorch's cuDNN or flash operators where they can do it,
+  /// whose backward adds up in any order. Not given: at::globalContext().deterministicAlgorithms().
+  TORCH_ARG(std::optional<bool>, deterministic) = std::nullopt;
 };
 
 /// softmax(scale q k^T) v for every head, a block at a time, with memory linear in tokens: q (batch, heads, tokens,

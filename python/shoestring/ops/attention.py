@@ -30,13 +30,15 @@ def attention(
     cu_seqlens_k: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
+    deterministic: bool | None = None,
     return_lse: bool = False,
 ) -> Tensor | AttentionResult:
     """``softmax(scale * q @ k.T) @ v`` for every head, a block at a time: scores never exist as a whole.
 
     Backward computes them again from what is kept: inputs, output and one number for each query. Sums are fp32 (fp64
-    for fp64), results are bitwise repeatable and do not depend on the number of threads. On CUDA nothing waits for the GPU;
-    it takes compute capability 8.0 or more and at most 256 features, and fp32 has the 22 bits of two TF32 numbers.
+    for fp64), results are bitwise repeatable (see ``deterministic``) and do not depend on the number of threads. On CUDA nothing
+    waits for the GPU; it takes compute capability 8.0 or more and at most 256 features, and fp32 has the 22 bits of two
+    TF32 numbers.
 
     Args:
         q: (batch, heads, tokens, head_dim), fp32, bf16, fp16 or, on the CPU, fp64, with any strides. With
@@ -59,6 +61,9 @@ def attention(
         cu_seqlens_k: the same of the keys; default ``cu_seqlens_q``.
         dropout_p: the probability with which a probability is dropped, in [0, 1), to 1 / 65536; others are divided by ``1 - p``.
         seed: one int64 on q's device, with ``dropout_p`` only. The mask is a function of it and the place, made again in backward.
+        deterministic: True: the same bits in each run. Otherwise a call on CUDA goes to PyTorch's cuDNN or flash operator where
+            PyTorch would take it and it does the same: bf16 or fp16, no option but ``scale`` and ``causal`` (that with equal
+            lengths). Their backward adds up in any order. None: ``torch.are_deterministic_algorithms_enabled()``.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -84,6 +89,7 @@ def attention(
         "cu_seqlens_k": cu_seqlens_k,
         "dropout_p": dropout_p,
         "seed": seed,
+        "deterministic": deterministic,
     }
     if return_lse:
         return AttentionResult(*torch.ops.shoestring.attention_with_lse(*arguments, **options))

@@ -10,6 +10,7 @@ import ast
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from statistics import geometric_mean
 
 import torch
 from common import Candidates, Report, arguments, gemm_probe, interleave
@@ -26,7 +27,8 @@ BACKENDS = {
 # (batch, heads, tokens, head_dim)
 SHAPES = {
     "cpu": [(1, 8, 1024, 64), (1, 8, 1024, 128), (1, 4, 4096, 64), (1, 2, 4096, 128), (1, 1, 4096, 128)],
-    "cuda": [(32, 32, 512, 64), (8, 32, 2048, 64), (2, 32, 8192, 64), (32, 16, 512, 128), (8, 16, 2048, 128), (2, 16, 8192, 128), (2, 8, 8192, 256)],
+    # 16,384 tokens in all and 2,048 features, as FlashAttention's own tables have it
+    "cuda": [(16384 >> n, 2048 // dim, 1 << n, dim) for dim in (64, 128) for n in range(9, 15)] + [(2, 8, 8192, 256)],
 }
 
 
@@ -38,6 +40,32 @@ def sdpa(backend: SDPBackend | None, **options: object) -> Callable[..., Tensor]
             return F.scaled_dot_product_attention(q, k, v, **options)
 
     return call
+
+
+def own_kernels(**options: object) -> dict[str, Callable[..., Tensor]]:
+    """Ours alone; on Hopper also those for sm_80, which a sink that nobody sees asks for."""
+    calls = {"shoestring, own": lambda q, k, v: shoestring.attention(q, k, v, deterministic=True, **options)}
+    if torch.cuda.get_device_capability()[0] == 9:
+        calls["shoestring, mma.sync"] = lambda q, k, v: shoestring.attention(
+            q, k, v, sinks=torch.full((q.size(1),), -torch.inf, device=q.device), **options)
+    return calls
+
+
+def verdict(report: Report) -> None:
+    """Which path a call should prefer, by the tables so far: what csrc/ops/attention_library.cpp has to be told."""
+    for direction in ("forward", "backward"):
+        ratios: dict[str, list[float]] = {}
+        for table in report.data["tables"]:
+            seconds = {row["name"]: row["seconds"] for row in table["rows"]}
+            if not table["title"].endswith(direction) or "shoestring, own" not in seconds:
+                continue
+            others = [t for name, t in seconds.items() if name.startswith("PyTorch")]
+            if others:
+                ratios.setdefault("of all", []).append(min(others) / seconds["shoestring, own"])
+                ratios.setdefault(table["title"].split(", ")[2], []).append(min(others) / seconds["shoestring, own"])
+        for shapes, found in ratios.items():
+            print(f"{direction}, {shapes}: PyTorch's best takes {geometric_mean(found):.2f} times our kernels' time, "
+                  f"{min(found):.2f} to {max(found):.2f}")
 
 
 def backward(call: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], object]:
@@ -62,6 +90,8 @@ def dense(report: Report, options: argparse.Namespace) -> None:
             for causal in (True, False):
                 inputs = [torch.randn(batch, heads, tokens, dim, device=options.device).to(dtype) for _ in range(3)]
                 calls = {"shoestring": lambda q, k, v, c=causal: shoestring.attention(q, k, v, causal=c)}
+                if options.device == "cuda":
+                    calls |= own_kernels(causal=causal)
                 for backend in BACKENDS[options.device]:
                     calls[f"PyTorch, {backend.name.split('_')[0].lower()}"] = sdpa(backend, is_causal=causal)
                 if heads * tokens <= 8192 and options.device == "cpu":
@@ -70,6 +100,8 @@ def dense(report: Report, options: argparse.Namespace) -> None:
                 for name, products in (("forward", 2), ("backward", 5)):
                     candidates: Candidates = {}
                     for label, call in calls.items():
+                        if label.endswith("mma.sync") and name == "backward":
+                            continue  # it has one kind of backward
                         run = (lambda c=call: c(*inputs)) if name == "forward" else backward(call, inputs) if works(lambda: call(*inputs)) else None
                         if run is not None and works(run):
                             candidates[label] = run
@@ -158,6 +190,7 @@ def main() -> None:
     options = arguments(__doc__.splitlines()[0], devices=("cpu", "cuda"))
     report = Report("attention", options)
     dense(report, options)
+    verdict(report)
     packed(report, options)
     packing(report, options)
     report.finish()

@@ -68,7 +68,7 @@ class Check:
             Step("primitives", self.primitives, 90, "build"),
             Step("emulator", self.emulator, 120, "build"),
             Step("limits", self.limits, 60),
-            *(Step(p.stem, lambda p=p: self.benchmark(p), 100, "build")
+            *(Step(p.stem, lambda p=p: self.benchmark(p), 200 if p.stem == "bench_attention" else 100, "build")
               for p in sorted((ROOT / "benchmarks").glob("bench_*.py"))),
             *(Step(name, lambda name=name: self.sanitizer(name), 90, "build")
               for name in ("memcheck", "racecheck", "synccheck")),

@@ -11,11 +11,11 @@ namespace shoestring::cuda {
 namespace {
 
 // Two warpgroups of queries have the registers of the one that copies. More of them (three, of 160 registers) do not hold 128
-// keys' scores and probabilities beside the sums.
+// keys' scores and probabilities beside the sums. A ring takes what shared memory has.
 template <int D>
 struct Tile {
   static constexpr int groups = 2, rows = 64 * groups, threads = 128 * (groups + 1);
-  static constexpr int keys = 128, stages = D == 64 ? 4 : 2, panels = D / 64;
+  static constexpr int keys = D <= 128 ? 128 : 64, stages = D == 64 ? 4 : D == 192 ? 3 : 2, panels = (D + 63) / 64;
   static constexpr int q_panel = 64 * 128, kv_panel = keys * 128;  // bytes: 64 features of a warpgroup's rows, of the keys
   static constexpr int q_bytes = groups * panels * q_panel, kv_bytes = panels * kv_panel;
   static constexpr int shared_bytes = 1024 + q_bytes + 2 * stages * kv_bytes;  // and what it takes to begin at a multiple
@@ -201,7 +201,7 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors&
   store_rows<T, D>(to, t.out_at.token, own, at.queries, static_cast<int>(p.value_dim), pairs, out, by);
 }
 
-// Registers are those at the launch. Dynamic shared memory: 145 KiB for 64 features, 161 for 128.
+// Registers are those at the launch. Dynamic shared memory: 145 KiB for 64 features, 161 for 96 and 128, 193 above.
 // Budget: 168 registers, 144 bytes shared, no spills.
 template <class T, int D>
 __global__ void __launch_bounds__(Tile<D>::threads, 1)
@@ -270,11 +270,11 @@ const char* run(const AttentionProblem& p, const AttentionTensors& t, void* stre
 
 }  // namespace
 
-// What it lacks are options, not lengths: bias, ALiBi, sinks and dropout, and features that no tile holds.
+// What it lacks are options, not lengths: bias, ALiBi, sinks and dropout.
 bool hopper_serves(const AttentionProblem& p, const AttentionTensors& t) {
   const int64_t batch = p.cu_seqlens_q != nullptr ? 1 : p.batch;
   int capability = 0;
-  return compute_capability(capability) == nullptr && capability == 90 && p.head_dim <= 128 && p.value_dim <= 128 &&
+  return compute_capability(capability) == nullptr && capability == 90 && p.head_dim <= 256 && p.value_dim <= 256 &&
          p.bias == nullptr && p.slopes == nullptr && p.sinks == nullptr && p.seed == nullptr && p.scale > 0 && p.keys > 0 &&
          tensor_map_takes(t.q, t.q_at, p.queries, p.heads, batch) && tensor_map_takes(t.k, t.k_at, p.keys, p.kv_heads, batch) &&
          tensor_map_takes(t.v, t.v_at, p.keys, p.kv_heads, batch);
@@ -282,7 +282,11 @@ bool hopper_serves(const AttentionProblem& p, const AttentionTensors& t) {
 
 template <class T>
 const char* hopper_attention(const AttentionProblem& p, const AttentionTensors& t, void* stream) {
-  return max(p.head_dim, p.value_dim) <= 64 ? run<T, 64>(p, t, stream) : run<T, 128>(p, t, stream);
+  const int64_t features = max(p.head_dim, p.value_dim);
+  if (features <= 64) return run<T, 64>(p, t, stream);
+  if (features <= 96) return run<T, 96>(p, t, stream);
+  if (features <= 128) return run<T, 128>(p, t, stream);
+  return features <= 192 ? run<T, 192>(p, t, stream) : run<T, 256>(p, t, stream);
 }
 template const char* hopper_attention<__nv_bfloat16>(const AttentionProblem&, const AttentionTensors&, void*);
 template const char* hopper_attention<__half>(const AttentionProblem&, const AttentionTensors&, void*);

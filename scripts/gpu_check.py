@@ -45,7 +45,8 @@ class Check:
         self.build_folder = build
         self.package = build / "python/shoestring"  # a copy: the source folder's own libraries stay as they are
         self.env = {"PYTHONPATH": _path(self.package.parent), "SHOESTRING_BUILD": str(build), "PYTHONUNBUFFERED": "1",
-                    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TOKENIZERS_PARALLELISM": "false"}
+                    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TOKENIZERS_PARALLELISM": "false",
+                    "SIMT_CAPABILITY": environment["capability"].replace(".", "")}  # the same kernels in the emulator
         self.gpu = environment
         self.data: dict = {
             "machine": f"{environment['gpu']}, CUDA {environment['torch_cuda']}",

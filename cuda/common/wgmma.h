@@ -69,19 +69,23 @@ __device__ void wgmma_wait(float (&d)[tiles][4]) {
   SHOESTRING_D(j), SHOESTRING_D(j + 1), SHOESTRING_D(j + 2), SHOESTRING_D(j + 3), SHOESTRING_D(j + 4),        \
       SHOESTRING_D(j + 5), SHOESTRING_D(j + 6), SHOESTRING_D(j + 7)
 #define SHOESTRING_D64() SHOESTRING_D8(0)
+#define SHOESTRING_D96() SHOESTRING_D8(0), SHOESTRING_D(8), SHOESTRING_D(9), SHOESTRING_D(10), SHOESTRING_D(11)
 #define SHOESTRING_D128() SHOESTRING_D8(0), SHOESTRING_D8(8)
-#define SHOESTRING_D256() SHOESTRING_D128(), SHOESTRING_D8(16), SHOESTRING_D8(24)
+#define SHOESTRING_D192() SHOESTRING_D128(), SHOESTRING_D8(16)
+#define SHOESTRING_D256() SHOESTRING_D192(), SHOESTRING_D8(24)
 #define SHOESTRING_A_SHARED() "l"(a)
 #define SHOESTRING_A_REGISTERS() "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 #define SHOESTRING_R64 \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
   "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define SHOESTRING_R128 SHOESTRING_R64 "," \
-  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
+#define SHOESTRING_R96 SHOESTRING_R64 "," \
+  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define SHOESTRING_R128 SHOESTRING_R96 "," \
   "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define SHOESTRING_R256 SHOESTRING_R128 "," \
+#define SHOESTRING_R192 SHOESTRING_R128 "," \
   "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79," \
-  "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95," \
+  "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define SHOESTRING_R256 SHOESTRING_R192 "," \
   "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111," \
   "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
@@ -99,15 +103,20 @@ __device__ void wgmma_wait(float (&d)[tiles][4]) {
     SHOESTRING_WGMMA_OF("f16", __VA_ARGS__);                \
   }
 
-/// d (64, n) = a b, plus d where `add`; n is 8 tiles, 64, 128 or 256. b_is_kn: b's rows are those of the sum.
+/// d (64, n) = a b, plus d where `add`; n, 8 for each of d's tiles, is 64, 96, 128, 192 or 256. b_is_kn: b's rows are those of
+/// the sum.
 template <class T, bool b_is_kn, int tiles>
 __device__ void wgmma(float (&d)[tiles][4], uint64_t a, uint64_t b, bool add) {
   if constexpr (tiles == 8) {
     SHOESTRING_WGMMA("64", SHOESTRING_R64, SHOESTRING_D64, "%32, %33", "%34", ", 0", "%35", SHOESTRING_A_SHARED)
+  } else if constexpr (tiles == 12) {
+    SHOESTRING_WGMMA("96", SHOESTRING_R96, SHOESTRING_D96, "%48, %49", "%50", ", 0", "%51", SHOESTRING_A_SHARED)
   } else if constexpr (tiles == 16) {
     SHOESTRING_WGMMA("128", SHOESTRING_R128, SHOESTRING_D128, "%64, %65", "%66", ", 0", "%67", SHOESTRING_A_SHARED)
+  } else if constexpr (tiles == 24) {
+    SHOESTRING_WGMMA("192", SHOESTRING_R192, SHOESTRING_D192, "%96, %97", "%98", ", 0", "%99", SHOESTRING_A_SHARED)
   } else {
-    static_assert(tiles == 32, "wgmma: n is 64, 128 or 256");
+    static_assert(tiles == 32, "wgmma: n is 64, 96, 128, 192 or 256");
     SHOESTRING_WGMMA("256", SHOESTRING_R256, SHOESTRING_D256, "%128, %129", "%130", ", 0", "%131", SHOESTRING_A_SHARED)
   }
 }
@@ -115,24 +124,37 @@ __device__ void wgmma(float (&d)[tiles][4], uint64_t a, uint64_t b, bool add) {
 template <class T, bool b_is_kn, int tiles>
 __device__ void wgmma(float (&d)[tiles][4], const uint32_t (&a)[4], uint64_t b, bool add) {
   if constexpr (tiles == 8) {
-    SHOESTRING_WGMMA("64", SHOESTRING_R64, SHOESTRING_D64, "{%32, %33, %34, %35}, %36", "%37", "", "%38", SHOESTRING_A_REGISTERS)
+    SHOESTRING_WGMMA("64", SHOESTRING_R64, SHOESTRING_D64, "{%32, %33, %34, %35}, %36", "%37", "", "%38",
+                     SHOESTRING_A_REGISTERS)
+  } else if constexpr (tiles == 12) {
+    SHOESTRING_WGMMA("96", SHOESTRING_R96, SHOESTRING_D96, "{%48, %49, %50, %51}, %52", "%53", "", "%54",
+                     SHOESTRING_A_REGISTERS)
   } else if constexpr (tiles == 16) {
-    SHOESTRING_WGMMA("128", SHOESTRING_R128, SHOESTRING_D128, "{%64, %65, %66, %67}, %68", "%69", "", "%70", SHOESTRING_A_REGISTERS)
+    SHOESTRING_WGMMA("128", SHOESTRING_R128, SHOESTRING_D128, "{%64, %65, %66, %67}, %68", "%69", "", "%70",
+                     SHOESTRING_A_REGISTERS)
+  } else if constexpr (tiles == 24) {
+    SHOESTRING_WGMMA("192", SHOESTRING_R192, SHOESTRING_D192, "{%96, %97, %98, %99}, %100", "%101", "", "%102",
+                     SHOESTRING_A_REGISTERS)
   } else {
-    static_assert(tiles == 32, "wgmma: n is 64, 128 or 256");
-    SHOESTRING_WGMMA("256", SHOESTRING_R256, SHOESTRING_D256, "{%128, %129, %130, %131}, %132", "%133", "", "%134", SHOESTRING_A_REGISTERS)
+    static_assert(tiles == 32, "wgmma: n is 64, 96, 128, 192 or 256");
+    SHOESTRING_WGMMA("256", SHOESTRING_R256, SHOESTRING_D256, "{%128, %129, %130, %131}, %132", "%133", "", "%134",
+                     SHOESTRING_A_REGISTERS)
   }
 }
 
 #undef SHOESTRING_WGMMA
 #undef SHOESTRING_WGMMA_OF
 #undef SHOESTRING_R256
+#undef SHOESTRING_R192
 #undef SHOESTRING_R128
+#undef SHOESTRING_R96
 #undef SHOESTRING_R64
 #undef SHOESTRING_A_REGISTERS
 #undef SHOESTRING_A_SHARED
 #undef SHOESTRING_D256
+#undef SHOESTRING_D192
 #undef SHOESTRING_D128
+#undef SHOESTRING_D96
 #undef SHOESTRING_D64
 #undef SHOESTRING_D8
 #undef SHOESTRING_D
@@ -148,12 +170,12 @@ template <int pending, int tiles>
 void wgmma_wait(float (&)[tiles][4], simt::Where where = simt::Where::current()) { simt::wgmma_wait(pending, where); }
 template <class T, bool b_is_kn, int tiles>
 void wgmma(float (&d)[tiles][4], uint64_t a, uint64_t b, bool add, simt::Where where = simt::Where::current()) {
-  static_assert(tiles == 8 || tiles == 16 || tiles == 32, "wgmma: n is 64, 128 or 256");
+  static_assert(tiles == 8 || tiles == 12 || tiles == 16 || tiles == 24 || tiles == 32, "wgmma: n is 64, 96, 128, 192 or 256");
   simt::wgmma({&d[0][0], tiles * 8, nullptr, a, b, b_is_kn, std::is_same_v<T, __half>, add}, where);
 }
 template <class T, bool b_is_kn, int tiles>
 void wgmma(float (&d)[tiles][4], const uint32_t (&a)[4], uint64_t b, bool add, simt::Where where = simt::Where::current()) {
-  static_assert(tiles == 8 || tiles == 16 || tiles == 32, "wgmma: n is 64, 128 or 256");
+  static_assert(tiles == 8 || tiles == 12 || tiles == 16 || tiles == 24 || tiles == 32, "wgmma: n is 64, 96, 128, 192 or 256");
   simt::wgmma({&d[0][0], tiles * 8, a, 0, b, b_is_kn, std::is_same_v<T, __half>, add}, where);
 }
 

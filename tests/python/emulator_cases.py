@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from emulator_attention import attention
 from optimizer_rules import ADAMW, LION, SGD, Rule, blocks
 from torch import Tensor
 
@@ -272,7 +273,7 @@ def layers(device: str) -> Results:
 
 CASES: tuple[Callable[[str], Results], ...] = (
     quantize_8bit_codes, quantize_state_4bit_codes, quantize_4bit, quantize_absmax, dequantize_4bit, int8, optimizers,
-    linear_cross_entropy, linear_distillation, cross_entropy, layers,
+    linear_cross_entropy, linear_distillation, cross_entropy, layers, attention,
 )
 
 

@@ -43,7 +43,7 @@ __device__ void copy(unsigned char* to, const TensorMap& map, Mbarrier& full, in
 
 template <class T, int rank, int columns, bool b_is_kn, bool a_in_registers, HopperFlaw flaw>
 __global__ void __launch_bounds__(384, 1) multiply_tiles(const __grid_constant__ Maps maps, TileGemm p) {
-  constexpr int b_bytes = columns * kStep * 2, panels = columns / 64;
+  constexpr int panels = (columns + 63) / 64, b_bytes = panels * 64 * 128;
   __shared__ Mbarrier full[kStages], empty[kStages];
   unsigned char *a = aligned_shared() + (flaw == HopperFlaw::unaligned_tile ? 128 : 0), *b = a + kStages * kTileA;
   if (threadIdx.x == 0) {
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(384, 1) multiply_tiles(const __grid_constant__
     for (int step = 0; step < steps; ++step) {
       const int stage = step % kStages, parity = step / kStages & 1;
       if (flaw != HopperFlaw::no_empty_wait) mbarrier_wait(empty[stage], parity ^ 1);
-      const int bytes = kTileA + b_bytes + (flaw == HopperFlaw::too_many_bytes) * 16 - (flaw == HopperFlaw::too_few_bytes) * 16;
+      const int bytes = kTileA + (b_is_kn ? b_bytes : columns * 128) + (flaw == HopperFlaw::too_many_bytes) * 16 - (flaw == HopperFlaw::too_few_bytes) * 16;
       if (flaw != HopperFlaw::bytes_after_copy) mbarrier_arrive_expect(full[stage], bytes);
       copy<rank - (flaw == HopperFlaw::one_coordinate_less)>(a + stage * kTileA, maps.a, full[stage], step * kStep, row);
       for (int i = 0; i < (b_is_kn ? panels : 1); ++i) {
@@ -164,7 +164,7 @@ const char* run(const TileGemm& p) {
   if (error != nullptr) return error;
   const int64_t blocks = int64_t{(p.m + 63) / 64} * ((p.n + columns - 1) / columns);
   return launch(multiply_tiles<T, rank, columns, b_is_kn, a_in_registers, flaw>, blocks, 384,
-                2048 + kStages * (kTileA + columns * kStep * 2), nullptr, maps, p);
+                2048 + kStages * (kTileA + (columns + 63) / 64 * 64 * 128), nullptr, maps, p);
 }
 
 template <class T, int rank, int columns>
@@ -201,9 +201,11 @@ const char* tile_gemm(const TileGemm& p, HopperFlaw flaw) {
 #endif
   if (flaw != HopperFlaw::none) return "no such kernel";
   if (p.type == Type::bf16) {
-    return p.columns == 256 ? choose<__nv_bfloat16, 5, 256>(p) : choose<__nv_bfloat16, 4, 128>(p);
+    return p.columns == 256 ? choose<__nv_bfloat16, 5, 256>(p) : choose<__nv_bfloat16, 4, 192>(p);
   }
-  return p.columns == 128 ? choose<__half, 4, 128>(p) : choose<__half, 3, 64>(p);
+  return p.columns == 128  ? choose<__half, 4, 128>(p)
+         : p.columns == 96 ? choose<__half, 4, 96>(p)
+                           : choose<__half, 3, 64>(p);
 }
 
 const char* written_gemm(const void* a, const void* b, float* c, HopperFlaw flaw) {

@@ -38,7 +38,7 @@ enum class HopperFlaw {
 };
 
 /// c (m, n) = a (m, k) b, with b as (n, k), or (k, n): bf16 or fp16, rows of multiples of 8 elements. One block makes 64 rows
-/// of c and `columns` = 64, 128 or 256 columns. a_in_registers: a of wgmma.
+/// of c and `columns` = 64, 96, 128 (fp16), 192 or 256 (bf16) columns. a_in_registers: a of wgmma.
 struct TileGemm {
   Type type;
   bool b_is_kn, a_in_registers;

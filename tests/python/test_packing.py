@@ -3,13 +3,16 @@
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import relative_error
 from test_patch import VOCAB, build
 
 import shoestring
+from shoestring.data.batches import Examples
 from shoestring.data.packing import MultipackBatchSampler, PackingCollator
+from shoestring.training.models import can_pack, fused_loss
 
 
 def lengths(count: int) -> torch.Tensor:
@@ -84,3 +87,38 @@ def test_loss_and_gradients_are_those_of_the_sequences(patched: bool) -> None:
     assert relative_error(loss, total / count) < 1e-6
     for ours, theirs in zip(packed.parameters(), alone.parameters()):
         assert theirs.grad is not None and relative_error(ours.grad, theirs.grad) < 2e-5
+
+
+def test_packed_examples_train_as_padded_ones() -> None:
+    """What ``shoestring finetune`` does with examples; one that is longer than its neighbours, and one of a single token."""
+    model = build()
+    assert not can_pack(model)
+    loss = fused_loss(model, 8)
+    assert can_pack(model)
+    sizes = [9, 4, 14, 2]
+    starts = np.cumsum([0, *sizes])
+    tokens = torch.randint(0, VOCAB, (int(starts[-1]),)).numpy().astype(np.uint32)
+    examples = Examples(tokens, torch.rand(len(tokens)).numpy() < 0.7, starts, pad=0)
+    results = []
+    for inputs, labels, more in ((*examples.rows([2, 0, 3, 1]), {}), examples.packed([2, 0, 3, 1])):
+        model.zero_grad()
+        value = loss(inputs, labels, **more)
+        value.backward()
+        results.append((value.detach(), [p.grad.clone() for p in model.parameters()]))
+        assert inputs.shape == ((4, 13) if not more else (1, sum(sizes) - 4))
+    assert relative_error(results[1][0], results[0][0]) < 1e-6
+    for packed, padded in zip(results[1][1], results[0][1], strict=True):
+        assert relative_error(packed, padded) < 2e-5
+
+
+def test_what_cannot_keep_sequences_apart_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose attention is never told where sequences begin."""
+    model = build()
+    fused_loss(model, 8)
+    forward = type(model).forward
+
+    def deaf(self: Any, *args: Any, cu_seq_lens_q: Any = None, cu_seq_lens_k: Any = None, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", deaf)
+    assert not can_pack(model)

@@ -110,6 +110,9 @@ def finetune(
     merge: Annotated[
         bool, typer.Option("--merge", help="Also save the model with the adapter merged into it.")
     ] = False,
+    pack: Annotated[
+        bool, typer.Option("--pack/--no-pack", help="No padding of examples, where the model's attention is ours.")
+    ] = True,
     seq_len: SeqLen = 512,
     batch_size: BatchSize = 8,
     accumulate: Accumulate = 1,

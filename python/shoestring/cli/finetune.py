@@ -21,6 +21,7 @@ from shoestring.training import memory
 from shoestring.training.adapters import apply_lora, merge_adapter, save_adapter
 from shoestring.training.config import FinetuneConfig, Fingerprint
 from shoestring.training.models import (
+    can_pack,
     check_model_directory,
     fused_loss,
     is_quantized,
@@ -63,10 +64,12 @@ def finetune(
         if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
             raise InputError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model's embedding fewer")
         fused = None if config.plain else fused_loss(model, config.workspace_mb)
+        packed = fused is not None and config.pack and kind != TEXT and can_pack(model)
         if not config.full:
             model = apply_lora(model, config)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        say(f"{trained / 1e6:.2f} M trained parameters, {len(rows[0]):,} rows of {kind}, {config.steps} steps")
+        how = "" if kind == TEXT else ", packed" if packed else ", padded"
+        say(f"{trained / 1e6:.2f} M trained parameters, {len(rows[0]):,} rows of {kind}{how}, {config.steps} steps")
 
         def save(target: Path) -> None:
             if config.full:
@@ -78,7 +81,9 @@ def finetune(
         loss = fused or plain_loss(model)
         result = "model" if config.full else "adapter"
         with Console(config.steps) as console:
-            summary = execute(config, options, fingerprint, model, lambda: loss, rows, console, baseline, save, result)
+            summary = execute(
+                config, options, fingerprint, model, lambda: loss, rows, console, baseline, save, result, packed
+            )
         if merge:
             del model
             base = merge_adapter(load_model(folder, base_dtype), run / "adapter", config.plain)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +26,25 @@ class Rows(Protocol):
     def count(self, indices: list[int]) -> int: ...
 
     def rows(self, indices: list[int]) -> tuple[Tensor, Tensor]: ...
+
+
+def packed_arguments(lengths: Sequence[int]) -> dict[str, Any]:
+    """What a Hugging Face model with :func:`shoestring.register_attention`'s attention takes for sequences in one row.
+
+    Returns:
+        ``position_ids`` (1, tokens) int64; ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (sequences + 1) int32;
+        ``max_length_q`` and ``max_length_k``, which other libraries want; and an ``attention_mask`` of one element, with
+        which transformers makes none of (tokens, tokens).
+    """
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    return {
+        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool),
+        "cu_seq_lens_q": starts,
+        "cu_seq_lens_k": starts,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    }
 
 
 @dataclass(frozen=True)
@@ -50,7 +70,8 @@ class Blocks:
 class Examples:
     """One example a row, padded on the right to the longest of its batch; labels outside the completion are IGNORE.
 
-    Padding needs no attention mask: under causal attention no real token sees a later one.
+    Padding needs no attention mask: under causal attention no real token sees a later one. ``packed`` has none: the same
+    examples one after the other in one row.
     """
 
     tokens: np.ndarray  # (count,), uint32, all examples one after the other
@@ -75,6 +96,16 @@ class Examples:
             inputs[row, : stop - start - 1] = ids[:-1]
             labels[row, : stop - start - 1] = torch.where(trained, ids[1:], IGNORE)
         return inputs, labels
+
+    def packed(self, indices: list[int]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Inputs and labels (1, tokens), and what the model has to be told so that each example sees itself alone."""
+        spans = [slice(int(self.starts[i]), int(self.starts[i + 1]) - 1) for i in indices]
+        inputs = np.concatenate([self.tokens[s] for s in spans]).astype(np.int64)
+        following = np.concatenate([self.tokens[s.start + 1 : s.stop + 1] for s in spans]).astype(np.int64)
+        trained = np.concatenate([self.trained[s.start + 1 : s.stop + 1] for s in spans])
+        labels = np.where(trained, following, IGNORE)
+        lengths = [s.stop - s.start for s in spans if s.stop > s.start]
+        return torch.from_numpy(inputs)[None], torch.from_numpy(labels)[None], packed_arguments(lengths)
 
     def subset(self, indices: list[int]) -> Examples:
         """Return the named examples as a data set of their own."""

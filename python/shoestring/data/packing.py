@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from shoestring.data.batches import IGNORE
+from shoestring.data.batches import IGNORE, packed_arguments
 
 _GROUP = 8192  # sequences that are packed at a time: enough to fill bins, few enough that an epoch stays shuffled
 
@@ -96,15 +96,8 @@ class PackingCollator:
                     f"input_ids {list(tokens.shape)} in sequence {i}"
                 )
             label[0] = IGNORE
-        lengths = [len(t) for t in ids]
-        starts = torch.tensor([0, *lengths]).cumsum(0).int()
         return {
             "input_ids": torch.cat(ids)[None],
             "labels": torch.cat(labels)[None],
-            "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
-            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool),
-            "cu_seq_lens_q": starts,
-            "cu_seq_lens_k": starts,
-            "max_length_q": max(lengths),
-            "max_length_k": max(lengths),
+            **packed_arguments([len(t) for t in ids]),
         }

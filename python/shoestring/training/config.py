@@ -98,6 +98,7 @@ class FinetuneConfig(LoopConfig):
     rank: int = 16
     alpha: float = 32.0
     target_modules: str | list[str] = "all-linear"
+    pack: bool = True  # examples one after the other, where the model's attention is ours
     lr: float = 2e-4
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shoestring.data.batches import IGNORE, BatchOrder, Rows
+from shoestring.data.batches import IGNORE, BatchOrder, Examples, Rows
 from shoestring.data.errors import InputError
 from shoestring.training import memory
 from shoestring.training.checkpoint import save_checkpoint
@@ -44,6 +44,7 @@ class Trainer:
     checkpoint_every: int
     progress: Progress
     fingerprint: dict[str, Any]
+    packed: bool = False  # rows of examples one after the other, in place of padded ones
     saved_activations: int = 0  # bytes that autograd kept in the first micro-batch of this process
     planned_activations: int | None = None  # bytes that they are to take, under a budget
     val_loss: float | None = None  # the last one
@@ -78,14 +79,14 @@ class Trainer:
     def _accumulate(self, step: int, order: BatchOrder, first: bool) -> tuple[float, int]:
         """Forward and backward of one step; the mean is over all labelled positions of all its micro-batches."""
         drawn = order.step(step)
-        batches = [self.train.rows(rows) for rows in drawn]
-        labelled = sum(int((labels != IGNORE).sum()) for _, labels in batches)
+        batches = [self._batch(self.train, rows) for rows in drawn]
+        labelled = sum(int((labels != IGNORE).sum()) for _, labels, _ in batches)
         total = 0.0
-        for number, (inputs, labels) in enumerate(batches):
+        for number, (inputs, labels, more) in enumerate(batches):
             saved = memory.SavedActivations(self.model)
             with saved if first and number == 0 else nullcontext():
                 with self.autocast():
-                    loss = self.loss(inputs, labels) / max(1, labelled)
+                    loss = self.loss(inputs, labels, **more) / max(1, labelled)
             if first and number == 0:
                 self.saved_activations = saved.bytes
             value = loss.item()
@@ -95,12 +96,18 @@ class Trainer:
             total += value
         return total, sum(self.train.count(rows) for rows in drawn)
 
+    def _batch(self, data: Rows, rows: list[int]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Inputs, labels, and what else the loss is told."""
+        if self.packed and isinstance(data, Examples):
+            return data.packed(rows)
+        return (*data.rows(rows), {})
+
     def largest_batch(self) -> Tensor:
         """Loss of a micro-batch of the rows with the most tokens: none needs more memory."""
         rows = sorted(range(len(self.train)), key=lambda row: -self.train.count([row]))[: self.config.batch_size]
-        inputs, labels = self.train.rows(rows)
+        inputs, labels, more = self._batch(self.train, rows)
         with self.autocast():
-            return self.loss(inputs, labels) / max(1, int((labels != IGNORE).sum()))
+            return self.loss(inputs, labels, **more) / max(1, int((labels != IGNORE).sum()))
 
     def autocast(self) -> AbstractContextManager[Any]:
         """bf16 matrix products over fp32 weights, or nothing."""
@@ -133,8 +140,8 @@ class Trainer:
         total, labelled = 0.0, 0
         with torch.no_grad(), self.autocast():
             for first in range(0, min(len(self.val), size * self.config.eval_batches), size):
-                inputs, labels = self.val.rows(list(range(first, min(first + size, len(self.val)))))
-                total += float(self.loss(inputs, labels))
+                inputs, labels, more = self._batch(self.val, list(range(first, min(first + size, len(self.val)))))
+                total += float(self.loss(inputs, labels, **more))
                 labelled += int((labels != IGNORE).sum())
         self.model.train()
         value = total / max(1, labelled)

@@ -133,18 +133,21 @@ def execute(
     baseline: int,
     save: Callable[[Path], None],
     result: str,
+    packed: bool = False,
 ) -> dict[str, Any]:
     """Train, save the result folder, write the summary and the report; return the summary.
 
-    ``baseline`` is the resident memory before the model was made; ``save`` fills the folder ``run/result``.
+    ``baseline`` is the resident memory before the model was made; ``save`` fills the folder ``run/result``; ``packed``:
+    examples one after the other, without padding.
     """
     run = options.out
     optimizer = make_optimizer(model, config)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainer = Trainer(
-        config, model, make_loss(), optimizer, *data, run, options.checkpoint_every, progress, fingerprint.values
-    )
+        config, model, make_loss(), optimizer, *data, run, options.checkpoint_every, progress, fingerprint.values,
+        packed,
+    )  # fmt: skip
     report = None
     if options.memory_budget is not None:
         report = _fit_memory(trainer, options.memory_budget)

@@ -17,35 +17,6 @@ namespace {
 constexpr int kWide = 2;  // registers of a row, as in gemm.cpp
 constexpr int kColumns = kWide * kLanes;
 
-// e^x for x <= 0 or NaN, within 2 ulp; 0 below the smallest normal number.
-SHOESTRING_INLINE F32 exp_of_negative(F32 x) {
-  const F32 t = x * 1.44269504f;
-#if defined(__AVX512F__)
-  const F32 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#else
-  const F32 clamped = max(splat(-126.f), t);
-  const F32 shifted = clamped + 12582912.f;  // 1.5 * 2^23: the integer part lands in the low bits
-  const F32 n = shifted - 12582912.f;
-#endif
-  F32 r = t - n;
-#if !defined(__AVX512F__)
-  r = t < -126.f ? F32{} : r;
-#endif
-  F32 p = splat(0.00015461447765119374f);
-  p = fma(p, r, splat(0.0013390866806730628f));
-  p = fma(p, r, splat(0.009618056938052177f));
-  p = fma(p, r, splat(0.055503569543361664f));
-  p = fma(p, r, splat(0.24022650718688965f));
-  p = fma(p, r, splat(0.6931471824645996f));
-  p = fma(p, r, splat(1.f));
-#if defined(__AVX512F__)
-  return _mm512_scalef_ps(p, n);
-#else
-  p = as_float(as_bits(p) + (as_bits(shifted) << 23));
-  return t < -126.f ? F32{} : p;
-#endif
-}
-
 SHOESTRING_INLINE F32 lanes_from(float first) {
   F32 v;
   for (int i = 0; i < kLanes; ++i) v[i] = first + static_cast<float>(i);

@@ -76,15 +76,6 @@ inline double weighted_total(const float* z, const CrossEntropyRule<float>& rule
   return total;
 }
 
-// exp(x) for x <= 0, with the error of exp: its exponent is one that a number may have, so that half of the
-// work falls away. 0 below the smallest normal number; NaN stays NaN.
-SHOESTRING_INLINE F32 exp_of_negative(F32 x) {
-  U32 steps;
-  F32 p = reduced_exp(x, &steps);
-  F32 y = p * as_float((steps + 127u) << 23);
-  return x < -87.3f ? F32{} : y;  // whatever became of it
-}
-
 struct Yes {
   constexpr operator bool() const { return true; }
 };

@@ -1,13 +1,20 @@
 #pragma once
 
-// A type that numbers have in memory, as registers of fp32 and back.
+// A type that numbers have in memory, as registers of fp32 and back. `Pair` is two registers' numbers in whatever order they
+// come cheapest, for where numbers stay by themselves.
 
 #include "cpu/vec.h"
 
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 
+struct Pair {
+  F32 first, second;
+};
+
 struct Float {
   using Type = float;
+  static SHOESTRING_METHOD Pair load_pair(const float* p) { return {load(p), load(p + kLanes)}; }
+  static SHOESTRING_METHOD void store_pair(float* p, Pair x) { store(p, x.first, x.second); }
   static SHOESTRING_METHOD F32 load(const float* p) { return load_as<F32>(p); }
   static SHOESTRING_METHOD void store(float* p, F32 x, F32 y) {
     __builtin_memcpy(p, &x, sizeof x);
@@ -16,6 +23,15 @@ struct Float {
 };
 struct BFloat16 {
   using Type = uint16_t;
+  static SHOESTRING_METHOD Pair load_pair(const uint16_t* p) {
+    const U32 both = load_as<U32>(p);
+    return {as_float(both << 16), as_float(both & 0xffff0000u)};
+  }
+  // Of what was made from bf16: a NaN among it has nothing in its lower half that rounding could carry over.
+  static SHOESTRING_METHOD void store_pair(uint16_t* p, Pair x) {
+    const U32 both = (round_upper_half(x.first) >> 16) | (round_upper_half(x.second) & 0xffff0000u);
+    __builtin_memcpy(p, &both, sizeof both);
+  }
   static SHOESTRING_METHOD F32 load(const uint16_t* p) { return from_bf16(load_as<U16>(p)); }
   static SHOESTRING_METHOD void store(uint16_t* p, F32 x, F32 y) {
     store_upper_halves(p, rounded_bf16(x), rounded_bf16(y));
@@ -23,6 +39,8 @@ struct BFloat16 {
 };
 struct Half {
   using Type = uint16_t;
+  static SHOESTRING_METHOD Pair load_pair(const uint16_t* p) { return {load(p), load(p + kLanes)}; }
+  static SHOESTRING_METHOD void store_pair(uint16_t* p, Pair x) { store(p, x.first, x.second); }
   static SHOESTRING_METHOD F32 load(const uint16_t* p) { return from_fp16(load_as<U16>(p)); }
   static SHOESTRING_METHOD void store(uint16_t* p, F32 x, F32 y) {
     const U16 both[2] = {to_fp16(x), to_fp16(y)};

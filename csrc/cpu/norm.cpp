@@ -16,16 +16,17 @@ constexpr int kWide = 4;  // registers of a step
 constexpr int64_t kStep = kWide * kLanes;
 
 using Row = Some<kWide>;  // a step of one
+constexpr int kRowsAtOnce = 2;  // of backward: with their sums they still fit the nearest cache
 
 SHOESTRING_INLINE F32 rounded(Float, F32 x) { return x; }
 SHOESTRING_INLINE F32 rounded(BFloat16, F32 x) { return as_float(rounded_bf16(x) & 0xffff0000u); }
 SHOESTRING_INLINE F32 rounded(Half, F32 x) { return from_fp16(to_fp16(x)); }
 
-// Asks for what the next row has where this one has p: while a row's last pass works in cache, memory would idle.
+// Asks for what the next rows have where these have p: while a row's last pass works in cache, memory would idle.
 template <class T>
-SHOESTRING_INLINE void ask_for(const T* p, int64_t features, int64_t n) {
+SHOESTRING_INLINE void ask_for(const T* p, int64_t ahead, int64_t n) {
 #pragma GCC unroll 4
-  for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(p + features + i, 0, 2);
+  for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(p + ahead + i, 0, 2);
 }
 
 // A sum over a row of body(offset, count, sums), which adds to kWide registers.
@@ -134,30 +135,28 @@ void forward(const Norm& norm, const kernels::NormForward& io, int64_t begin, in
   }
 }
 
-// With h the normalised row and g = grad * weight: rstd (g - mean(g) - h mean(g h)), the first mean only if centred.
+// What a row's gradient is made of besides its elements: with h the normalised row and g = grad * weight,
+// rstd (g - mean(g) - h mean(g h)), the first mean only if centred.
+struct RowStatistics {
+  float mean, rstd, level, slope;  // level: -rstd mean(g); slope: -rstd mean(g h)
+};
+
 template <class E, bool kCentred>
-SHOESTRING_INLINE void backward_row(const Norm& norm, const kernels::NormBackward& io, int64_t row) {
+SHOESTRING_INLINE RowStatistics statistics_of(const Norm& norm, const kernels::NormBackward& io, int64_t row) {
   using T = typename E::Type;
-  const int64_t features = norm.features, first = row * features;
-  const T *x = static_cast<const T*>(io.x) + first, *grad = static_cast<const T*>(io.grad) + first;
-  const T* grad_sum = io.grad_sum == nullptr ? nullptr : static_cast<const T*>(io.grad_sum) + first;
-  T* grad_x = static_cast<T*>(io.grad_x) + first;
+  const int64_t features = norm.features;
+  const T *x = static_cast<const T*>(io.x) + row * features, *grad = static_cast<const T*>(io.grad) + row * features;
   const auto* weight = static_cast<const float*>(io.weight);
   const float mean = kCentred ? io.mean[row] : 0.f, rstd = io.rstd[row];
-  const auto weighted = [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-    Row g = get_some<E, kWide>(grad + i, n);
-    if (weight == nullptr) return g;
-    const Row w = get_some<Float, kWide>(weight + i, n);
-#pragma GCC unroll 4
-    for (int k = 0; k < kWide; ++k) g.value[k] *= w.value[k] + norm.offset;
-    return g;
-  };
   F32 levels[kWide] = {};
   double level_sum = 0;
   const double along = row_sum(features, [&](int64_t i, int64_t n, F32* sums) __attribute__((always_inline)) {
-    const Row v = get_some<E, kWide>(x + i, n), g = weighted(i, n);
+    const Row v = get_some<E, kWide>(x + i, n);
+    Row g = get_some<E, kWide>(grad + i, n), w;
+    if (weight != nullptr) w = get_some<Float, kWide>(weight + i, n);
 #pragma GCC unroll 4
     for (int k = 0; k < kWide; ++k) {
+      if (weight != nullptr) g.value[k] *= w.value[k] + norm.offset;
       sums[k] = fma(g.value[k], v.value[k] - mean, sums[k]);
       if (kCentred) levels[k] += g.value[k];
     }
@@ -167,42 +166,68 @@ SHOESTRING_INLINE void backward_row(const Norm& norm, const kernels::NormBackwar
     }
   });
   level_sum += horizontal_sum((levels[0] + levels[1]) + (levels[2] + levels[3]));
-  const auto level = static_cast<float>(level_sum / static_cast<double>(features));
-  const auto slope = static_cast<float>(along * static_cast<double>(rstd) / static_cast<double>(features));
+  const double scale = -static_cast<double>(rstd) / static_cast<double>(features);
+  return {mean, rstd, static_cast<float>(level_sum * scale), static_cast<float>(along * static_cast<double>(rstd) * scale)};
+}
+
+// kRows rows, which share the way of the weight and of the sums to and from the cache.
+template <class E, bool kCentred, int kRows>
+SHOESTRING_INLINE void backward_rows(const Norm& norm, const kernels::NormBackward& io, int64_t row) {
+  using T = typename E::Type;
+  const int64_t features = norm.features, first = row * features;
+  const T *x = static_cast<const T*>(io.x) + first, *grad = static_cast<const T*>(io.grad) + first;
+  const T* grad_sum = io.grad_sum == nullptr ? nullptr : static_cast<const T*>(io.grad_sum) + first;
+  T* grad_x = static_cast<T*>(io.grad_x) + first;
+  const auto* weight = static_cast<const float*>(io.weight);
+  RowStatistics of[kRows];
+  for (int r = 0; r < kRows; ++r) of[r] = statistics_of<E, kCentred>(norm, io, row + r);
   sweep<kStep>(0, features, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-    ask_for(x + i, features, n);
-    ask_for(grad + i, features, n);
-    const Row v = get_some<E, kWide>(x + i, n), g = weighted(i, n), d = get_some<E, kWide>(grad + i, n);
-    Row result, to_weight, to_bias, more;
-    if (grad_sum != nullptr) {
-      ask_for(grad_sum + i, features, n);
-      more = get_some<E, kWide>(grad_sum + i, n);
+    Row w, to_weight, to_bias;
+    if (weight != nullptr) {
+      w = get_some<Float, kWide>(weight + i, n);
+#pragma GCC unroll 4
+      for (int k = 0; k < kWide; ++k) w.value[k] += norm.offset;
     }
     if (io.grad_weight != nullptr) to_weight = get_some<Float, kWide>(io.grad_weight + i, n);
     if (io.grad_bias != nullptr) to_bias = get_some<Float, kWide>(io.grad_bias + i, n);
 #pragma GCC unroll 4
-    for (int k = 0; k < kWide; ++k) {
-      const F32 h = (v.value[k] - mean) * rstd;
-      result.value[k] = rstd * (g.value[k] - level - h * slope);
-      if (grad_sum != nullptr) result.value[k] += more.value[k];
-      if (io.grad_weight != nullptr) to_weight.value[k] = fma(d.value[k], h, to_weight.value[k]);
-      if (io.grad_bias != nullptr) to_bias.value[k] += d.value[k];
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t at = r * features + i;
+      ask_for(x + at, kRows * features, n);
+      ask_for(grad + at, kRows * features, n);
+      const Row v = get_some<E, kWide>(x + at, n), d = get_some<E, kWide>(grad + at, n);
+      Row result, more;
+      if (grad_sum != nullptr) {
+        ask_for(grad_sum + at, kRows * features, n);
+        more = get_some<E, kWide>(grad_sum + at, n);
+      }
+#pragma GCC unroll 4
+      for (int k = 0; k < kWide; ++k) {
+        const F32 h = (kCentred ? v.value[k] - of[r].mean : v.value[k]) * of[r].rstd;
+        const F32 g = weight != nullptr ? d.value[k] * w.value[k] : d.value[k];
+        const F32 others = kCentred ? fma(h, splat(of[r].slope), splat(of[r].level)) : h * of[r].slope;
+        result.value[k] = fma(g, splat(of[r].rstd), others);
+        if (grad_sum != nullptr) result.value[k] += more.value[k];
+        if (io.grad_weight != nullptr) to_weight.value[k] = fma(d.value[k], h, to_weight.value[k]);
+        if (io.grad_bias != nullptr) to_bias.value[k] += d.value[k];
+      }
+      put_some<E>(grad_x + at, result, n);
     }
-    put_some<E>(grad_x + i, result, n);
     if (io.grad_weight != nullptr) put_some<Float>(io.grad_weight + i, to_weight, n);
     if (io.grad_bias != nullptr) put_some<Float>(io.grad_bias + i, to_bias, n);
   });
 }
 
+template <class E, bool kCentred>
+void backward_all(const Norm& norm, const kernels::NormBackward& io, int64_t begin, int64_t end) {
+  int64_t row = begin;
+  for (; row + kRowsAtOnce <= end; row += kRowsAtOnce) backward_rows<E, kCentred, kRowsAtOnce>(norm, io, row);
+  for (; row < end; ++row) backward_rows<E, kCentred, 1>(norm, io, row);
+}
+
 template <class E>
 void backward(const Norm& norm, const kernels::NormBackward& io, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; ++row) {
-    if (norm.centred) {
-      backward_row<E, true>(norm, io, row);
-    } else {
-      backward_row<E, false>(norm, io, row);
-    }
-  }
+  (norm.centred ? backward_all<E, true> : backward_all<E, false>)(norm, io, begin, end);
 }
 
 void sum_rows(const float* parts, int64_t rows, int64_t stride, int64_t begin, int64_t end, float* out) {

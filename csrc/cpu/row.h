@@ -4,7 +4,7 @@
 
 #include <math.h>
 
-#include "cpu/vec.h"
+#include "cpu/exp.h"
 
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 

@@ -7,9 +7,10 @@
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 namespace {
 
+template <bool kShort>
 struct Silu {
   F32 x;
-  Logistic s;
+  Logistic<kShort> s;
   explicit SHOESTRING_METHOD Silu(F32 x) : x(x), s(x) {}
   SHOESTRING_METHOD F32 of() const { return x * s.of; }
   SHOESTRING_METHOD F32 slope() const { return s.of + x * s.of * s.of_negative; }

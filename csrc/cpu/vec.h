@@ -183,12 +183,17 @@ SHOESTRING_INLINE F32 from_bf16(U16 x) { return as_float((U32)_mm256_cvtepu16_ep
 #else
 SHOESTRING_INLINE F32 from_bf16(U16 x) { return as_float(__builtin_convertvector(x, U32) << 16); }
 #endif
-// In the upper halves; what is below them is of no account.
-SHOESTRING_INLINE U32 rounded_bf16(F32 x) {
-  U32 bits = as_bits(x);
-  U32 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-  return x == x ? rounded : bits | 0x400000u;
+// In the upper halves; what is below them is of no account. The first may make a number of a NaN with bits there.
+SHOESTRING_INLINE U32 round_upper_half(F32 x) {
+  const U32 bits = as_bits(x), above = bits + 0x7fffu;
+#if defined(__AVX512F__)
+  const __mmask16 odd = _mm512_test_epi32_mask((__m512i)bits, _mm512_set1_epi32(0x10000));
+  return (U32)_mm512_mask_add_epi32((__m512i)above, odd, (__m512i)above, _mm512_set1_epi32(1));
+#else
+  return above + ((bits >> 16) & 1u);
+#endif
 }
+SHOESTRING_INLINE U32 rounded_bf16(F32 x) { return x == x ? round_upper_half(x) : as_bits(x) | 0x400000u; }
 SHOESTRING_INLINE U16 to_bf16(F32 x) { return __builtin_convertvector(rounded_bf16(x) >> 16, U16); }
 
 // The upper halves of two registers, in order.
@@ -241,36 +246,6 @@ SHOESTRING_INLINE U16 to_fp16(F32 x) {
   return __builtin_convertvector(half | sign, U16);
 }
 #endif
-
-// e^x as y 2^n, y in about [0.7, 1.42]: x = n ln2 + r, and a polynomial in r. n is in the low bits of `steps`.
-SHOESTRING_INLINE F32 reduced_exp(F32 x, U32* steps) {
-  F32 shifted = x * 1.44269504f + 12582912.f;  // 1.5 * 2^23: the integer part lands in the low bits
-  F32 n = shifted - 12582912.f;
-  F32 r = x - n * 0.693145752f;
-  r = r - n * 1.42860677e-6f;
-  F32 p = splat(1.98756915e-4f);
-  p = p * r + 1.39819995e-3f;
-  p = p * r + 8.33345192e-3f;
-  p = p * r + 4.16657957e-2f;
-  p = p * r + 1.66666655e-1f;
-  p = p * r + 5.00000012e-1f;
-  *steps = as_bits(shifted) - 0x4b400000u;
-  return p * (r * r) + r + 1.f;
-}
-
-// e^x within 1 ulp or so for normal results; those below the smallest normal number are 0, above the largest infinity;
-// NaN stays NaN.
-SHOESTRING_INLINE F32 exp(F32 x) {
-  F32 clamped = x < -87.3f ? splat(-87.3f) : x;
-  clamped = clamped > 88.72f ? splat(88.72f) : clamped;
-  U32 steps;
-  F32 p = reduced_exp(clamped, &steps);
-  // 2^n in two halves, so that n = 128 does not overflow the exponent field.
-  U32 half = (U32)((I32)steps >> 1);
-  F32 y = p * as_float((half + 127u) << 23) * as_float((steps - half + 127u) << 23);
-  y = x < -87.3f ? F32{} : y;
-  return x > 88.72f ? splat(__builtin_inff()) : y;
-}
 
 SHOESTRING_INLINE float horizontal_sum(F32 v) {
   float lanes[kLanes], total = 0;

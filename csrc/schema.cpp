@@ -123,12 +123,13 @@ TORCH_LIBRARY(shoestring, m) {
   // clip_coef (multiplies them) and found_inf (not zero: nothing changes) are one fp32 element each on params' device,
   // which reads them. accumulated (fp32 or bf16, an arena) is added to the gradients and becomes zero. bf16 weights:
   // stochastic_rounding, or with weight_remainder (int16, an arena) exactly the fp32 that both make. Random bits follow
-  // from seed, step, the parameter's number (none given: its index) and the element's place in the parameter.
+  // from seed, step, the parameter's number (none given: its index) and the element's place in the parameter. With blocks,
+  // the arenas hold just so many blocks of 256 elements, from first_block of the first parameter on: only these are stepped.
   const auto optimizer = [&](const std::string& name, const std::string& own) {
     const std::string schema = name + "(Tensor(a!)[] params, Tensor?[] grads, Tensor(b!) step, " + own +
         ", bool maximize=False, Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? clip_coef=None, "
         "Tensor? found_inf=None, Tensor(x!)? weight_remainder=None, Tensor(y!)? accumulated=None, "
-        "bool stochastic_rounding=False, int seed=0, int[] numbers=[]) -> ()";
+        "bool stochastic_rounding=False, int seed=0, int[] numbers=[], int first_block=0, int? blocks=None) -> ()";
     m.def(schema.c_str());
   };
   optimizer("adamw_",

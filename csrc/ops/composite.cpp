@@ -109,6 +109,7 @@ std::vector<Share> shares(const Call& call, const std::vector<Moment>& moments) 
   std::vector<Share> found;
   const std::vector<Stepped> stepped = checked(call, moments);
   if (stepped.empty()) return found;
+  TORCH_CHECK(call.is_whole(), call.op, ": blocks: expected None, received a part of a parameter");
   const Tensor before = call.step.clone();
   for (const Stepped& s : stepped) found.emplace_back(call, s, before);
   return found;

@@ -13,12 +13,6 @@ namespace {
 using kernels::ElementType;
 using kernels::StateType;
 
-int64_t total_blocks(const Call& call) {
-  int64_t blocks = 0;
-  for (const Tensor& p : call.params) blocks += blocks_of(p);
-  return blocks;
-}
-
 void check_arena(const char* op, const std::string& name, const Tensor& arena, at::ScalarType type, int64_t size,
                  c10::Device device) {
   TORCH_CHECK(arena.scalar_type() == type && arena.dim() == 1 && arena.numel() == size && arena.is_contiguous(), op,
@@ -106,6 +100,18 @@ Call::Call(const c10::OperatorHandle& handle, const torch::jit::Stack& stack)
     TORCH_CHECK(n >= 0 && n < 1 << kernels::kNumberBits, op, ": numbers: expected some in [0, 2^",
                 kernels::kNumberBits, "), received ", n);
   }
+  first_block = (*this)["first_block"].toInt();
+  int64_t last_one = 0;
+  blocks = -first_block;
+  for (const Tensor& p : params) blocks += last_one = optimizer::blocks_of(p);
+  if (const c10::IValue& given_blocks = (*this)["blocks"]; given_blocks.isInt()) {
+    const int64_t own = params.empty() ? 0 : optimizer::blocks_of(params[0]), n = given_blocks.toInt();
+    const int64_t least = params.size() < 2 ? 0 : blocks - last_one;
+    TORCH_CHECK(first_block >= 0 && first_block <= own && n >= least && n <= blocks, op,
+                ": first_block and blocks: expected blocks within the first and the last parameter, received ",
+                first_block, " and ", n);
+    blocks = n;
+  }
   step = tensor("step");
   lr_tensor = optional("lr_tensor");
   grad_scale = optional("grad_scale");
@@ -151,19 +157,21 @@ StateType state_of(const Call& call, const std::vector<Moment>& moments) {
   if (moments.empty()) return StateType::kFloat;
   const Moment& m = typical(moments);
   if (!m.scale) return m.values.scalar_type() == at::kBFloat16 ? StateType::kBFloat16 : StateType::kFloat;
-  return m.values.numel() * 2 == total_blocks(call) * kStateBlock ? StateType::k4Bit : StateType::k8Bit;
+  return m.values.numel() * 2 == call.blocks * kStateBlock ? StateType::k4Bit : StateType::k8Bit;
 }
 
 std::vector<Stepped> checked(const Call& call, const std::vector<Moment>& moments) {
   const auto device = call.params.empty() ? call.step.device() : call.params[0].device();
   std::vector<Stepped> work;
   work.reserve(call.params.size());
-  int64_t blocks = 0;
-  for (size_t i = 0; i < call.params.size(); blocks += blocks_of(call.params[i++])) {
+  const int64_t blocks = call.blocks;
+  int64_t begin = -call.first_block;
+  for (size_t i = 0; i < call.params.size(); begin += blocks_of(call.params[i++])) {
     if (!call.grads[i]) continue;
     check_param(call.op, i, call.params[i], device);
     check_grad(call.op, i, call.params[i], *call.grads[i]);
-    work.push_back({static_cast<int64_t>(i), blocks, call.params[i], *call.grads[i], {}});
+    const int64_t last = std::min(blocks_of(call.params[i]), blocks - begin);
+    work.push_back({static_cast<int64_t>(i), begin, std::max<int64_t>(-begin, 0), last, call.params[i], *call.grads[i], {}});
   }
   check_arena(call.op, "step", call.step, at::kFloat, call.params.size(), device);
   check_moments(call, moments, blocks, device);
@@ -183,7 +191,7 @@ std::vector<Stepped> checked(const Call& call, const std::vector<Moment>& moment
 void drop_accumulated(const Call& call, const std::vector<Stepped>& work) {
   if (!call.accumulated) return;
   for (const Stepped& s : work) {
-    call.accumulated->narrow(0, s.block * kStateBlock, blocks_of(s.param) * kStateBlock).zero_();
+    call.accumulated->narrow(0, (s.block + s.first) * kStateBlock, (s.last - s.first) * kStateBlock).zero_();
   }
 }
 
@@ -222,13 +230,13 @@ void below_autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 void over_blocks(const std::vector<Stepped>& work, c10::function_ref<void(size_t, int64_t, int64_t)> body) {
   std::vector<int64_t> ends;  // in blocks, of each tensor
   ends.reserve(work.size());
-  for (const Stepped& s : work) ends.push_back((ends.empty() ? 0 : ends.back()) + blocks_of(s.param));
+  for (const Stepped& s : work) ends.push_back((ends.empty() ? 0 : ends.back()) + s.last - s.first);
   constexpr int64_t kGrain = 64;  // blocks: some ten microseconds, what it takes to wake a thread
   at::parallel_for(0, ends.back(), kGrain, [&](int64_t first, int64_t last) {
     size_t i = std::upper_bound(ends.begin(), ends.end(), first) - ends.begin();
     for (int64_t block = first; block < last; ++i) {
       const int64_t begin = i == 0 ? 0 : ends[i - 1], end = std::min(last, ends[i]);
-      body(i, block - begin, end - begin);
+      body(i, work[i].first + block - begin, work[i].first + end - begin);
       block = end;
     }
   });

@@ -41,6 +41,10 @@ class Call : public BoxedArguments {
   std::vector<int64_t> numbers;
   Tensor step;
   OptionalTensor lr_tensor, grad_scale, clip_coef, found_inf, weight_remainder, accumulated;
+  int64_t first_block, blocks;  // of the first parameter; of the arenas
+
+  /// Whether the arenas hold the blocks of whole parameters.
+  bool is_whole() const { return first_block == 0 && !(*this)["blocks"].isInt(); }
 
   uint32_t number_of(int64_t param) const { return static_cast<uint32_t>(numbers.empty() ? param : numbers[param]); }
   double at_least_zero(const char* name) const;
@@ -52,7 +56,8 @@ class Call : public BoxedArguments {
 
 // A parameter with a gradient, both contiguous.
 struct Stepped {
-  int64_t index, block;  // among the parameters; of the arena, at which its state begins
+  int64_t index, block;  // among the parameters; of the arena, at which its state begins (or would, below 0)
+  int64_t first, last;   // of its own blocks, those to step
   Tensor param, grad;
   Tensor strided;  // the parameter itself, where `param` is a copy
 };
@@ -150,6 +155,7 @@ void step_cuda(const Call& call) {
   const auto options = Op::options(call);
   std::vector<Stepped> stepped = checked(call, moments);
   if (stepped.empty()) return;
+  TORCH_CHECK(call.is_whole(), call.op, ": blocks: expected None on CUDA, received a part of a parameter");
   const c10::OptionalDeviceGuard guard(call.step.device());
   check_aligned(call, moments);
   const auto arenas = arenas_of<Rule>(call, moments);

@@ -49,11 +49,28 @@ Arena::Arena(const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> 
   }
 }
 
-Arena::Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> members, std::vector<int64_t> numbers)
+Arena::Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> members, std::vector<int64_t> numbers,
+             const c10::intrusive_ptr<offload::Offload>& offload)
     : Arena(kind, std::move(members), std::move(numbers)) {
   const auto fp32 = at::TensorOptions().device(kind.device).dtype(at::kFloat);
   step = at::zeros({static_cast<int64_t>(params.size())}, fp32);
-  for (const Part& part : parts(rule, kind)) {
+  const auto every = parts(rule, kind);
+  if (offload != nullptr) {
+    std::vector<at::ScalarType> dtypes;
+    std::vector<int64_t> per_block, sizes;
+    for (const Part& part : every) {
+      dtypes.push_back(part.dtype);
+      per_block.push_back(part.per_block);
+    }
+    for (const Tensor& p : params) sizes.push_back(blocks_of(p));
+    offloaded = c10::make_intrusive<offload::State>(offload, dtypes, std::move(per_block), sizes,
+                                                    rule.takes_parts() && kind.device.is_cpu());
+    begins = offloaded->begins();
+    blocks = offloaded->total();
+    for (size_t i = 0; i < every.size(); ++i) values[every[i].name] = offloaded->values()[i];
+    return;
+  }
+  for (const Part& part : every) {
     values[part.name] = at::zeros({blocks * part.per_block}, fp32.dtype(part.dtype));
   }
 }
@@ -88,7 +105,48 @@ Arena Arena::only(const Rule& rule, size_t index) const {
     one.values[part.name] = all.narrow(0, begins[index] * part.per_block, one.blocks * part.per_block);
   }
   if (accumulated.defined()) one.accumulated = accumulated.narrow(0, begins[index] * kBlock, one.blocks * kBlock);
+  one.offloaded = offloaded;
+  one.start = start + static_cast<int64_t>(index);
   return one;
+}
+
+void Arena::in_pieces(const Rule& rule, const Gradients& grads, const Tensor& accumulated,
+                      c10::function_ref<void(const Arena&, const Gradients&, const Tensor&)> step_piece) {
+  const int64_t end = start + std::ssize(params);
+  const auto defined = [](const Tensor& g) { return g.defined(); };
+  const auto every = parts(rule, kind);
+  std::vector<int64_t> with_gradients;
+  for (const int64_t chunk : offloaded->chunks(start, end)) {
+    const auto at = offloaded->piece(chunk, start, end);
+    const auto first = grads.begin() + (at.first - start), last = grads.begin() + (at.last - start);
+    if (std::any_of(first, last, defined)) with_gradients.push_back(chunk);
+  }
+  if (!stepped.defined()) stepped = step.clone();
+  offloaded->start(with_gradients);
+  for (const int64_t chunk : with_gradients) {
+    if (offloaded->done(chunk)) continue;
+    const auto device = offloaded->take(chunk);
+    const auto at = offloaded->piece(chunk, start, end);
+    const int64_t first = at.first - start, last = at.last - start;
+    Arena piece(kind, {params.begin() + first, params.begin() + last}, {numbers.begin() + first, numbers.begin() + last});
+    if (at.first_block != 0 || at.blocks != piece.blocks) piece.part = {at.first_block, at.blocks};
+    piece.step = step.narrow(0, first, last - first).clone();
+    for (size_t i = 0; i < every.size(); ++i) {
+      const int64_t n = every[i].per_block;
+      piece.values[every[i].name] = device[i].narrow(0, at.offset * n, at.blocks * n);
+    }
+    const int64_t begin = (begins[static_cast<size_t>(first)] + at.first_block) * kBlock;
+    step_piece(piece, {grads.begin() + first, grads.begin() + last},
+               accumulated.defined() ? accumulated.narrow(0, begin, at.blocks * kBlock) : Tensor());
+    stepped.narrow(0, first, last - first).copy_(piece.step);
+    offloaded->put(chunk);
+  }
+}
+
+void Arena::commit() {
+  if (stepped.defined()) step.copy_(stepped);
+  stepped = Tensor();
+  offloaded->commit();
 }
 
 void check_state(const Rule& rule, const ParamState& state, const Tensor& param, const Kind& kind) {

@@ -4,13 +4,16 @@
 // Sizes, names and numbers are those of Python (shoestring/optim/arena.py), so that state and random bits are, too.
 
 #include <map>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <c10/util/FunctionRef.h>
 
 #include "kernels/map_4bit.h"
 #include "kernels/optimizer.h"
+#include "offload/state.h"
 #include "optim/rule.h"
 
 namespace shoestring::optim::detail {
@@ -58,8 +61,15 @@ struct Arena {
   std::vector<int64_t> numbers;          // of the parameters among all of the optimizer, for random bits
   Tensor accumulated;
 
+  // Where the state is offloaded (values are then host memory, or a file's):
+  c10::intrusive_ptr<offload::State> offloaded;
+  int64_t start = 0;  // of the parameters among those of offloaded
+  Tensor stepped;     // step, while a step is under way
+  std::optional<std::pair<int64_t, int64_t>> part;  // of a piece: the first parameter's first block, how many blocks
+
   /// Zeros.
-  Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> numbers);
+  Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> numbers,
+        const c10::intrusive_ptr<offload::Offload>& offload);
 
   /// A parameter's state: views.
   std::map<std::string, Tensor> views(const Rule& rule, size_t index) const;
@@ -67,6 +77,14 @@ struct Arena {
   std::vector<Tensor> accumulated_views(at::ScalarType dtype);
   /// The part of one parameter, as an arena of its own.
   Arena only(const Rule& rule, size_t index) const;
+
+  using Gradients = std::vector<Tensor>;
+  /// What is offloaded, in pieces that are on the device, with their gradients and sums. What had been stepped when the
+  /// same step failed before is left out.
+  void in_pieces(const Rule& rule, const Gradients& grads, const Tensor& accumulated,
+                 c10::function_ref<void(const Arena& piece, const Gradients& grads, const Tensor& accumulated)> step);
+  /// All pieces have been stepped.
+  void commit();
 
  private:
   Arena(const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> numbers);

@@ -73,10 +73,12 @@ Layout& Core::layout(size_t group) {
     found->params.push_back(p);
     found->numbers.push_back(own);
   }
+  bring_back();
   alone_.clear();  // views of other arenas
   layout = {{}, std::move(absent)};
   for (auto& [kind, same, numbers] : members) {
-    const Arena& arena = layout.arenas.emplace_back(rule, kind, std::move(same), std::move(numbers));
+    const Arena& arena =
+        layout.arenas.emplace_back(rule, kind, std::move(same), std::move(numbers), offload_of(kind.device));
     for (size_t i = 0; i < arena.params.size(); ++i) {
       auto views = arena.views(rule, i);
       if (const ParamState* old = state(arena.params[i])) {
@@ -102,20 +104,93 @@ Layout& Core::layout(size_t group) {
 void Core::step() {
   if (step_in_backward) finish_backward();
   std::vector<Call> calls;
-  for (size_t g = 0; g < optimizer->param_groups().size(); ++g) {
-    const auto& params = optimizer->param_groups()[g].params();
-    if (std::none_of(params.begin(), params.end(), [&](const Tensor& p) { return has_gradient(p); })) continue;
-    for (Arena& arena : layout(g).arenas) calls.push_back({g, &arena, {}, {}});
+  if (unfinished_) {
+    check_resumed();
+    calls = unfinished_->first;
+  } else {
+    for (size_t g = 0; g < optimizer->param_groups().size(); ++g) {
+      const auto& params = optimizer->param_groups()[g].params();
+      if (std::none_of(params.begin(), params.end(), [&](const Tensor& p) { return has_gradient(p); })) continue;
+      for (Arena& arena : layout(g).arenas) calls.push_back({g, &arena, {}, {}});
+    }
+    for (Call& call : calls) gather(call);
   }
-  for (Call& call : calls) gather(call);
   find_inf(calls);
   const Tensor coefficient = clip(calls);
+  if (!offload.empty() && !step_in_backward) unfinished_.emplace(calls, versions());
   for (const Call& call : calls) step_arena(call.group, *call.arena, call.grads, call.accumulated, coefficient);
+  bring_back();
+  for (const Call& call : calls) {
+    if (call.arena->offloaded != nullptr) call.arena->commit();
+  }
+  unfinished_.reset();
   drop_sums();
 }
 
-void Core::step_arena(size_t group, const Arena& arena, const std::vector<Tensor>& grads, const Tensor& accumulated,
+c10::intrusive_ptr<offload::Offload> Core::offload_of(at::Device device) {
+  if (offload.empty()) return nullptr;
+  auto& found = offloads_[device];
+  if (found == nullptr) {
+    found = c10::make_intrusive<offload::Offload>(c10::str("shoestring::optim::", name(), ": offload"), offload, device);
+  }
+  return found;
+}
+
+void Core::set_offload(const std::string& where) {
+  bring_back();
+  const auto old = std::exchange(offloads_, decltype(offloads_)(offloads_.key_comp()));
+  const std::string before = std::exchange(offload, where);
+  layouts.clear();
+  alone_.clear();
+  try {
+    for (size_t g = 0; g < optimizer->param_groups().size(); ++g) {
+      const auto& params = optimizer->param_groups()[g].params();
+      for (const Tensor& p : params) offload_of(p.device());
+      if (std::any_of(params.begin(), params.end(), [&](const Tensor& p) { return state(p) != nullptr; })) layout(g);
+    }
+  } catch (...) {
+    offloads_ = old;
+    offload = before;
+    layouts.clear();
+    throw;
+  }
+}
+
+void Core::bring_back() {
+  for (const auto& [group, layout] : layouts) {
+    for (const Arena& arena : layout.arenas) {
+      if (arena.offloaded != nullptr) arena.offloaded->finish();
+    }
+  }
+}
+
+Core::Versions Core::versions() const {
+  Versions found;
+  for (const auto& group : optimizer->param_groups()) {
+    for (const Tensor& p : group.params()) found.emplace_back(p.grad(), p.grad().defined() ? p.grad()._version() : 0);
+  }
+  return found;
+}
+
+void Core::check_resumed() const {
+  const auto same = [](const auto& a, const auto& b) { return a.first.is_same(b.first) && a.second == b.second; };
+  const Versions now = versions(), &before = unfinished_->second;
+  TORCH_CHECK(std::equal(now.begin(), now.end(), before.begin(), before.end(), same), "shoestring::optim::", name(),
+              ": step: expected the gradients of the step that failed, which this one finishes, received others; load "
+              "saved state to go on without it");
+}
+
+void Core::step_arena(size_t group, Arena& arena, const std::vector<Tensor>& grads, const Tensor& accumulated,
                       const Tensor& clip_coef) {
+  if (arena.offloaded == nullptr) return step_values(group, arena, grads, accumulated, clip_coef);
+  arena.in_pieces(rule(group), grads, accumulated, [&](const Arena& piece, const auto& own, const Tensor& sums) {
+    step_values(group, piece, own, sums, clip_coef);
+  });
+  if (!step_in_backward) arena.offloaded->finish();  // else the next parameter may need the same chunk
+}
+
+void Core::step_values(size_t group, const Arena& arena, const std::vector<Tensor>& grads, const Tensor& accumulated,
+                       const Tensor& clip_coef) {
   const LowMemoryOptions& o = options(group);
   c10::List<std::optional<Tensor>> optional_grads;
   for (const Tensor& g : grads) optional_grads.push_back(some(g));
@@ -131,6 +206,10 @@ void Core::step_arena(size_t group, const Arena& arena, const std::vector<Tensor
                            {"stochastic_rounding", Access::weights(o) == "stochastic"},
                            {"seed", Access::seed(o)},
                            {"numbers", arena.numbers}};
+  if (arena.part) {
+    arguments.emplace_back("first_block", arena.part->first);
+    arguments.emplace_back("blocks", arena.part->second);
+  }
   for (const auto& [name, tensor] : arena.values) arguments.emplace_back(name, tensor);
   for (const Extra& extra : rule(group).extra(arena.params[0])) {
     std::vector<Tensor> tensors;

@@ -2,6 +2,7 @@
 
 // What LowMemoryOptimizer does: steps (base.cpp), and what happens to gradients before one (gradients.cpp).
 
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -39,8 +40,15 @@ struct Core : std::enable_shared_from_this<Core> {
   Layout& layout(size_t group);
   void step();
   Tensor scaled_step(const Tensor& scale, const Tensor& skip);
-  void step_arena(size_t group, const Arena& arena, const std::vector<Tensor>& grads, const Tensor& accumulated,
+  void step_arena(size_t group, Arena& arena, const std::vector<Tensor>& grads, const Tensor& accumulated,
                   const Tensor& clip_coef);
+
+  std::string offload;  // "": on the device
+  /// What the arenas on a device share; null where nothing is offloaded.
+  c10::intrusive_ptr<offload::Offload> offload_of(at::Device device);
+  void set_offload(const std::string& where);
+  /// What has been stepped lies again where it is kept.
+  void bring_back();
 
   // ---- gradients --------------------------------------------------------------------------------------------------
 
@@ -67,6 +75,12 @@ struct Core : std::enable_shared_from_this<Core> {
     Arena arena;
   };
 
+  using Versions = std::vector<std::pair<Tensor, uint32_t>>;  // of gradients
+
+  void step_values(size_t group, const Arena& arena, const std::vector<Tensor>& grads, const Tensor& accumulated,
+                   const Tensor& clip_coef);
+  Versions versions() const;
+  void check_resumed() const;
   bool has_gradient(const Tensor& param) const;
   bool is_pending(const Tensor& param) const { return pending_.count(param.unsafeGetTensorImpl()) > 0; }
   bool any_pending(const Arena& arena) const;
@@ -82,6 +96,9 @@ struct Core : std::enable_shared_from_this<Core> {
   void find_alone();
   void finish_backward();
 
+  std::map<at::Device, c10::intrusive_ptr<offload::Offload>, bool (*)(at::Device, at::Device)> offloads_{
+      [](at::Device a, at::Device b) { return a.str() < b.str(); }};
+  std::optional<std::pair<std::vector<Call>, Versions>> unfinished_;  // a step of offloaded state that failed
   Tensor grad_scale_, found_inf_;         // of a scaled step, while it runs; the latter whether to skip
   std::unordered_map<Key, Tensor> sums_;  // of gradients, views of arenas once there are any
   std::unordered_set<Key> pending_;       // parameters whose sum is not empty

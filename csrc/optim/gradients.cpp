@@ -77,6 +77,7 @@ void Core::on_gradient(const Tensor& param) {
 
 void Core::forget() {
   layouts.clear();
+  unfinished_.reset();
   alone_.clear();
   sums_.clear();
   pending_.clear();
@@ -199,7 +200,7 @@ void Core::step_alone(const Tensor& param) {
     find_alone();
     found = alone_.find(key);
   }
-  const auto& [group, arena] = found->second;
+  auto& [group, arena] = found->second;
   Access::check_step(options(group));
   Tensor grad = param.grad(), accumulated = summed ? arena.accumulated : Tensor(), coefficient;
   if (max_grad_norm) {
@@ -209,6 +210,7 @@ void Core::step_alone(const Tensor& param) {
     if (grad_norm.defined()) coefficient = clip_coef();
   }
   step_arena(group, arena, {grad}, accumulated, coefficient);
+  if (arena.offloaded != nullptr) arena.commit();
   if (max_grad_norm && summed) grad.zero_();
   pending_.erase(key);
   param.mutable_grad() = Tensor();
@@ -255,6 +257,10 @@ void LowMemoryOptimizer::set_step_in_backward(bool step_in_backward) {
   core_->step_in_backward = step_in_backward;
   if (!step_in_backward) return;
   for (const auto& group : param_groups_) core_->watch(group.params());
+}
+
+void LowMemoryOptimizer::set_offload(const std::optional<std::string>& where) {
+  core_->set_offload(where.value_or(""));
 }
 
 void LowMemoryOptimizer::set_accumulate_dtype(at::ScalarType dtype) {

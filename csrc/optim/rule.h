@@ -62,10 +62,12 @@ struct Rule {
   /// The same names for every parameter: the operator has a list of each.
   std::vector<Extra> (*extra_of)(const Tensor& param) = nullptr;
   bool takes_matrices_alone = false;
+  bool takes_whole_parameters = false;  // the operator; one with the last two does, too
 
   std::vector<Extra> extra(const Tensor& param) const {
     return extra_of == nullptr ? std::vector<Extra>() : extra_of(param);
   }
+  bool takes_parts() const { return extra_of == nullptr && !takes_matrices_alone && !takes_whole_parameters; }
 };
 
 /// What the public classes keep to themselves.

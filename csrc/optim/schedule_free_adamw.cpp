@@ -40,14 +40,23 @@ void ScheduleFreeAdamW::set_mode(bool train_mode) {
     if (options.train_mode() == train_mode) continue;
     const double beta1 = std::get<0>(options.betas());
     for (const Arena& arena : core.layouts[g].arenas) {
-      c10::List<std::optional<Tensor>> offsets;
-      for (const Tensor& p : arena.params) offsets.push_back((*core.state(p))["offset"]);
-      NamedArguments arguments{{"params", arena.params},     {"grads", offsets},
-                               {"step", arena.step.clone()}, {"lr", (1 - beta1) / beta1},
-                               {"weight_decay", 0.0},        {"maximize", train_mode}};
-      const auto remainder = arena.values.find("weight_remainder");
-      if (remainder != arena.values.end()) arguments.emplace_back("weight_remainder", remainder->second);
-      call_by_name("shoestring::apply_", arguments);
+      const auto apply = [&](const Arena& some) {
+        c10::List<std::optional<Tensor>> offsets;
+        for (const Tensor& p : some.params) offsets.push_back((*core.state(p))["offset"].to(some.kind.device));
+        NamedArguments arguments{{"params", some.params},     {"grads", offsets},
+                                 {"step", some.step.clone()}, {"lr", (1 - beta1) / beta1},
+                                 {"weight_decay", 0.0},       {"maximize", train_mode}};
+        const auto kept = some.values.find("weight_remainder");
+        const Tensor remainder = kept == some.values.end() ? Tensor() : kept->second.to(some.kind.device);
+        if (remainder.defined()) arguments.emplace_back("weight_remainder", remainder);
+        call_by_name("shoestring::apply_", arguments);
+        if (remainder.defined() && !remainder.is_same(kept->second)) kept->second.copy_(remainder);
+      };
+      if (arena.offloaded == nullptr) {
+        apply(arena);
+      } else {  // one at a time: the device has room for no more
+        for (size_t i = 0; i < arena.params.size(); ++i) apply(arena.only(core.rule(g), i));
+      }
     }
     options.train_mode(train_mode);
   }

@@ -28,6 +28,9 @@ class StepArguments(TypedDict, total=False):
     seed: of all random bits, which are a function of it, the step, the parameter's number and the element's place in the
         parameter.
     numbers: of the parameters, below 2^20; none: their indices.
+    first_block, blocks: the arenas hold just so many blocks of 256 elements, from first_block of the first parameter on,
+        and only these are stepped (on the CPU; references step whole parameters, as do operators that are more than a
+        rule). None: those of whole parameters.
     """
 
     maximize: bool
@@ -40,6 +43,8 @@ class StepArguments(TypedDict, total=False):
     stochastic_rounding: bool
     seed: int
     numbers: Sequence[int]
+    first_block: int
+    blocks: int | None
 
 
 class Arena(NamedTuple):

@@ -45,6 +45,7 @@ class Adafactor(WholeTensorOptimizer):
     """
 
     _operator = staticmethod(adafactor_)
+    _splits = False
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shoestring.ops.quantize_8bit import STATE_BLOCK
 from shoestring.ops.quantize_state_4bit import GROUP_4BIT
+from shoestring.optim.offload import OffloadedState
 from shoestring.optim.sharded import Shards, is_dtensor, local
 
 STATES = ("8bit", "4bit", "bf16", "fp32")
@@ -95,9 +96,17 @@ class Arena:
     begins: list[int] = field(init=False)  # in blocks, of each parameter
     is_sharded: bool = field(init=False)  # whether any is a DTensor: to ask each takes as long as to step it
     accumulated: Tensor | None = None
+    offloaded: OffloadedState | None = None  # the state, where it is not in values
+    start: int = 0  # of the parameters among those of offloaded
+    stepped: Tensor | None = None  # step, while a step of what is offloaded is under way
+    parts: list[Part] = field(default_factory=list)
+    part: tuple[int, int] | None = None  # of a piece: the first parameter's first block, and the number of blocks
 
     def __post_init__(self) -> None:
         self.is_sharded = any(map(is_dtensor, self.params))
+        if self.offloaded is not None and len(self.params) == len(self.offloaded.begins()):
+            self.begins = self.offloaded.begins()
+            return
         self.begins, block = [], 0
         for p in self.params:
             self.begins.append(block)
@@ -110,12 +119,35 @@ class Arena:
     def accumulated_views(self, dtype: torch.dtype) -> list[Tensor]:
         """A gradient's sum for each parameter, in its shape; zeros, until something is added."""
         if self.accumulated is None:
-            count = sum(blocks(local(p).numel()) for p in self.params)
+            count = self.total
             self.accumulated = torch.zeros(count * STATE_BLOCK, dtype=dtype, device=self.kind.device)
         return [
             self.accumulated[begin * STATE_BLOCK :][: local(p).numel()].view(local(p).shape)
             for p, begin in zip(self.params, self.begins, strict=True)
         ]
+
+    @property
+    def total(self) -> int:
+        """Its blocks."""
+        if self.offloaded is not None:
+            return self.offloaded.total()
+        return sum(blocks(local(p).numel()) for p in self.params)
+
+    def blocks_of(self, arena: Tensor, index: int, first_block: int, count: int) -> Tensor:
+        """Elements of a flat tensor with 256 for each block, from a block of a parameter on."""
+        begin = self.begins[index] + first_block
+        return arena[begin * STATE_BLOCK : (begin + count) * STATE_BLOCK]
+
+    def piece(self, own: slice, first_block: int, offset: int, count: int, values: list[Tensor]) -> "Arena":
+        """Some of the parameters, whose state lies at block ``offset`` of ``values``; of the steps a copy."""
+        found = {
+            part.name: value[offset * part.per_block : (offset + count) * part.per_block]
+            for part, value in zip(self.parts, values, strict=True)
+        }
+        piece = Arena(self.kind, self.params[own], self.step[own].clone(), found, self.numbers[own])
+        whole = first_block == 0 and count == piece.total
+        piece.part = None if whole else (first_block, count)
+        return piece
 
     def only(self, index: int, moments: tuple[Moment, ...]) -> "Arena":
         """The part of one parameter, as an arena of its own."""
@@ -126,21 +158,38 @@ class Arena:
         }
         step, number = self.step[index : index + 1], self.numbers[index]
         arena = Arena(self.kind, [self.params[index]], step, slices, [number])
+        arena.offloaded, arena.start, arena.parts = self.offloaded, self.start + index, self.parts
         if self.accumulated is not None:
             arena.accumulated = self.accumulated[begin * STATE_BLOCK :][: count * STATE_BLOCK]
         return arena
 
 
 def make_arena(
-    members: dict[int, Tensor], kind: Kind, moments: tuple[Moment, ...], state: dict[Tensor, Any]
+    members: dict[int, Tensor],
+    kind: Kind,
+    moments: tuple[Moment, ...],
+    state: dict[Tensor, Any],
+    offload: Any = None,
+    splits: bool = True,
 ) -> Arena:
-    """An arena of parameters, by number; what ``state`` has of them moves into it, and becomes views of it."""
+    """An arena of parameters, by number; what ``state`` has of them moves into it, and becomes views of it.
+
+    splits: whether the operator steps parts of parameters.
+    """
     params = list(members.values())
-    count = sum(blocks(local(p).numel()) for p in params)
+    sizes = [blocks(local(p).numel()) for p in params]
     every = parts(moments, kind.state, kind.remainder)
     step = torch.zeros(len(params), dtype=torch.float32, device=kind.device)
-    values = {part.name: torch.zeros(count * part.per_block, dtype=part.dtype, device=kind.device) for part in every}
-    arena = Arena(kind, params, step, values, list(members))
+    if offload is None:
+        values = {p.name: torch.zeros(sum(sizes) * p.per_block, dtype=p.dtype, device=kind.device) for p in every}
+        arena = Arena(kind, params, step, values, list(members))
+    else:
+        like = [torch.empty(0, dtype=part.dtype, device="cpu") for part in every]
+        offloaded = torch.classes.shoestring.OffloadedState(
+            offload, like, [part.per_block for part in every], sizes, splits and kind.device.type == "cpu"
+        )
+        values = {part.name: value for part, value in zip(every, offloaded.values(), strict=True)}
+        arena = Arena(kind, params, step, values, list(members), offloaded=offloaded, parts=every)
     for i, (p, begin) in enumerate(zip(params, arena.begins, strict=True)):
         own = local(p)
         views = {"step": step[i]}

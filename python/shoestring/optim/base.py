@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 from shoestring.optim.arena import STATES, WEIGHTS, Arena, Kind, Layout, Moment, Part, make_arena, parts
 from shoestring.optim.convert import imported
 from shoestring.optim.gradients import Gradients, number_on
+from shoestring.optim.offload import Offloading, Work, is_place, pieces
 from shoestring.optim.sharded import is_dtensor, local, seed_of, shards
 from shoestring.optim.sharded_state import owned_entries, save_dtensors
 
@@ -39,6 +40,14 @@ class LowMemoryOptions(TypedDict, total=False):
         never all alive. ``step()`` still has to be called, after each backward; it only counts. Clipping then is by the
         norm of the step before (the first is not clipped), which is not the same. Not for a GradScaler.
     accumulate_dtype: torch.float32 or torch.bfloat16: what ``accumulate()`` adds gradients in.
+    offload: where the state lies: None, on the parameters' device; "stream", in host memory, page-locked for a GPU; or
+        "nvme:DIR", in a file without a name in the folder DIR, whose space is reserved first and free again when the
+        process ends. A step takes it to the device in chunks, some of which are read and written meanwhile, and does the
+        same, bit for bit. State takes 4 chunks of memory there, 8 MiB each (one that a step cannot divide, of a single
+        parameter, may be larger). ``state`` and ``state_dict()`` have CPU tensors then (the file's: mapped). Where
+        something cannot be read or written, ``step()`` raises RuntimeError with the file and the place; parameters
+        before it are stepped and the others are not, nothing is lost, and calling ``step()`` again, with the gradients as
+        they are, finishes that step. With ``step_in_backward`` gradients are gone by then: load a checkpoint.
     """
 
     state: str
@@ -49,6 +58,7 @@ class LowMemoryOptions(TypedDict, total=False):
     max_grad_norm: float | None
     step_in_backward: bool
     accumulate_dtype: torch.dtype
+    offload: str | None
 
 
 class _AsSaved:
@@ -58,7 +68,7 @@ class _AsSaved:
         self.tensor = tensor
 
 
-class LowMemoryOptimizer(Gradients, Optimizer):
+class LowMemoryOptimizer(Offloading, Gradients, Optimizer):
     """Everything but the rule. A subclass names its moments and its operator, and hands over its options.
 
     The operator is called as ``operator(params, grads, step, moment, scales, ..., lr=, **rule, **arguments)``, as
@@ -68,6 +78,7 @@ class LowMemoryOptimizer(Gradients, Optimizer):
 
     _moments: ClassVar[tuple[Moment, ...]]
     _operator: ClassVar[Callable[..., None]]
+    _splits: ClassVar[bool] = True  # the operator steps parts of parameters
     _step_supports_amp_scaling = True  # GradScaler.step then sets grad_scale and found_inf on the optimizer
 
     def __init__(
@@ -83,6 +94,7 @@ class LowMemoryOptimizer(Gradients, Optimizer):
         max_grad_norm: float | None = None,
         step_in_backward: bool = False,
         accumulate_dtype: torch.dtype = torch.float32,
+        offload: str | None = None,
         **unknown: object,
     ) -> None:
         if unknown:
@@ -92,8 +104,10 @@ class LowMemoryOptimizer(Gradients, Optimizer):
         self._expect(positive, "max_grad_norm", "None or a number above 0", max_grad_norm)
         is_known = accumulate_dtype in (torch.float32, torch.bfloat16)
         self._expect(is_known, "accumulate_dtype", "torch.float32 or torch.bfloat16", accumulate_dtype)
+        self._expect(is_place(offload), "offload", 'None, "stream" or "nvme:DIR"', offload)
         self._layouts: dict[int, Layout] = {}  # by the group's position
         self._init_gradients(max_grad_norm, step_in_backward, accumulate_dtype)
+        self._init_offload(offload)
         own = dict(state=state, min_quantize_size=min_quantize_size, weights=weights, seed=seed, maximize=maximize)
         super().__init__(params, defaults | own)
 
@@ -153,6 +167,8 @@ class LowMemoryOptimizer(Gradients, Optimizer):
             seen.add(id(param))
         super().add_param_group(param_group)
         self._watch(param_group["params"])
+        for p in param_group["params"]:
+            self._offload_of(local(p).device)
 
     @_disable_dynamo
     @torch.no_grad()
@@ -164,6 +180,20 @@ class LowMemoryOptimizer(Gradients, Optimizer):
                 loss = closure()
         if self.step_in_backward:
             self._finish_backward()
+        work = self._resumed()
+        if work is None:
+            work = self._work()
+        if self.offload is not None:
+            self._begin(work)
+        for group, arena, *gradients in work:
+            self._step_arena(group, arena, *gradients)
+        if self.offload is not None:
+            self._end()
+        self._drop_sums()
+        return loss
+
+    def _work(self) -> list[Work]:
+        """For each arena that has gradients, what ``_step_arena`` takes."""
         calls = []
         for index, group in enumerate(self.param_groups):
             if any(self._has_gradient(p) for p in group["params"]):
@@ -172,12 +202,25 @@ class LowMemoryOptimizer(Gradients, Optimizer):
         gradients = self._gathered([arena for _, arena in calls], found_inf is not None)
         shares = [(arena.kind.shards, grads) for (_, arena), (grads, _) in zip(calls, gradients, strict=True)]
         found_inf, coefficient = self._clip(shares, found_inf)
-        for (group, arena), (grads, accumulated) in zip(calls, gradients, strict=True):
-            self._step_arena(group, arena, grads, accumulated, coefficient, found_inf)
-        self._drop_sums()
-        return loss
+        return [(*call, *own, coefficient, found_inf) for call, own in zip(calls, gradients, strict=True)]
 
     def _step_arena(
+        self,
+        group: dict[str, Any],
+        arena: Arena,
+        grads: list[Tensor | None],
+        accumulated: Tensor | None,
+        coefficient: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        if arena.offloaded is None:
+            return self._step_values(group, arena, grads, accumulated, coefficient, found_inf)
+        for piece, own, sums in pieces(arena, grads, accumulated):
+            self._step_values(group, piece, own, sums, coefficient, found_inf)
+        if not self.step_in_backward:  # whose next parameter may need the same chunk
+            arena.offloaded.finish()
+
+    def _step_values(
         self,
         group: dict[str, Any],
         arena: Arena,
@@ -211,6 +254,7 @@ class LowMemoryOptimizer(Gradients, Optimizer):
             stochastic_rounding=group["weights"] == "stochastic",
             seed=seed_of(group["seed"], arena.kind.shards),
             numbers=arena.numbers,
+            **({} if arena.part is None else dict(zip(("first_block", "blocks"), arena.part, strict=True))),
         )
 
     def _kind(self, param: Tensor, group: dict[str, Any]) -> Kind:
@@ -231,9 +275,13 @@ class LowMemoryOptimizer(Gradients, Optimizer):
                 members.setdefault(self._kind(p, group), {})[number] = p
             else:
                 absent.append(p)
+        for arena in () if layout is None else layout.arenas:
+            if arena.offloaded is not None:  # what has been stepped in backward
+                arena.offloaded.finish()
         arenas = []
         for kind, params in members.items():
-            arenas.append(make_arena(params, kind, self._moments, self.state))
+            offload = self._offload_of(kind.device)
+            arenas.append(make_arena(params, kind, self._moments, self.state, offload, self._splits))
             for p in params.values():
                 for name, shape in self._extra(local(p), group).items():
                     self.state[p].setdefault(name, torch.zeros(shape, dtype=torch.float32, device=kind.device))
@@ -295,7 +343,7 @@ class LowMemoryOptimizer(Gradients, Optimizer):
         self._restore_norm(state_dict.get("grad_norm"))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **self._gradient_options()}
+        return {**super().__getstate__(), **self._gradient_options(), "offload": self.offload}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes the state of a load, a copy or an unpickling, after checking it, and moves it into new arenas."""
@@ -314,6 +362,8 @@ class LowMemoryOptimizer(Gradients, Optimizer):
         self._layouts = {}
         if "max_grad_norm" in state:  # a copy, which has no hooks yet
             self._init_gradients(*(state[name] for name in self._gradient_options()))
+            self._init_offload(state.get("offload"))
+        self._unfinished = None
         for index, group in enumerate(self.param_groups):
             if "max_grad_norm" in state:
                 self._watch(group["params"])

@@ -42,6 +42,7 @@ class CAME(WholeTensorOptimizer):
 
     _moments = (Moment("exp_avg", signed=True),)
     _operator = staticmethod(came_)
+    _splits = False
 
     def __init__(
         self,

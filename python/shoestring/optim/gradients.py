@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from shoestring.optim.arena import Arena, Layout, Moment
+from shoestring.optim.offload import commit
 from shoestring.optim.sharded import (
     Shards,
     gradient_in_hook,
@@ -237,6 +238,8 @@ class Gradients:
             if self.grad_norm is not None:
                 coefficient = clip_coef(self.grad_norm, self.max_grad_norm)
         self._step_arena(group, arena, [grad], accumulated, coefficient, None)
+        if arena.offloaded is not None:
+            commit([arena])
         if self.max_grad_norm is not None and param in self._pending:
             self._sums[param].zero_()
         self._pending.discard(param)

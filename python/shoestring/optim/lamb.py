@@ -38,6 +38,7 @@ class LAMB(WholeTensorOptimizer):
 
     _moments = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
     _operator = staticmethod(lamb_)
+    _splits = False
 
     def __init__(
         self,

@@ -53,6 +53,7 @@ class LowRankOptimizer(Optimizer):
         self._expect(plain, "base_optimizer", expected, kind)
         positive = max_grad_norm is None or max_grad_norm > 0
         self._expect(positive, "max_grad_norm", "None or a number above 0", max_grad_norm)
+        self._expect(options.get("offload") is None, "offload", "None", options.get("offload"))
         self.base_optimizer, self.max_grad_norm, self._options = base_optimizer, max_grad_norm, options
         self._virtual = VirtualParameters(base_optimizer, options, self._virtual_options)
         base = self._virtual.defaults

@@ -47,6 +47,7 @@ class Muon(WholeTensorOptimizer):
 
     _moments = (Moment("momentum_buffer", signed=True),)
     _operator = staticmethod(muon_)
+    _splits = False
 
     def __init__(
         self,

@@ -10,8 +10,9 @@ from typing_extensions import Unpack
 
 from shoestring.ops.apply import apply_
 from shoestring.ops.schedule_free_adamw import schedule_free_adamw_
-from shoestring.optim.arena import Moment
+from shoestring.optim.arena import Arena, Moment
 from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
+from shoestring.optim.sharded import local
 
 
 class ScheduleFreeAdamW(LowMemoryOptimizer):
@@ -89,16 +90,29 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
                 continue
             beta1 = group["betas"][0]
             for arena in self._layouts[index].arenas if index in self._layouts else ():
-                apply_(
-                    arena.local_params(),
-                    [self.state[p]["offset"] for p in arena.params],
-                    arena.step.clone(),
-                    lr=(1 - beta1) / beta1,
-                    weight_decay=0.0,
-                    maximize=train_mode,
-                    weight_remainder=arena.values.get("weight_remainder"),
-                )
+                if arena.offloaded is None:
+                    self._apply(arena, arena.params, beta1, train_mode, arena.values.get("weight_remainder"))
+                    continue
+                for i, p in enumerate(arena.params):  # one at a time: the device has room for no more
+                    kept = arena.only(i, self._moments).values.get("weight_remainder")
+                    remainder = None if kept is None else kept.to(arena.kind.device)
+                    self._apply(arena, [p], beta1, train_mode, remainder)
+                    if kept is not None:
+                        kept.copy_(remainder)
             group["train_mode"] = train_mode
+
+    def _apply(
+        self, arena: Arena, params: list[Tensor], beta1: float, train_mode: bool, remainder: Tensor | None
+    ) -> None:
+        apply_(
+            [local(p) for p in params],
+            [self.state[p]["offset"].to(arena.kind.device) for p in params],
+            arena.step[: len(params)].clone(),
+            lr=(1 - beta1) / beta1,
+            weight_decay=0.0,
+            maximize=train_mode,
+            weight_remainder=remainder,
+        )
 
     @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

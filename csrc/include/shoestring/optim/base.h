@@ -146,6 +146,16 @@ class SHOESTRING_API LowMemoryOptimizer : public torch::optim::Optimizer {
   /// before (the first is not clipped), which is not the same. Not saved.
   void set_step_in_backward(bool step_in_backward);
 
+  /// Where the state lies: none, on the parameters' device; "stream", in host memory, page-locked for a GPU; or
+  /// "nvme:DIR", in a file without a name in the folder DIR, whose space is reserved first and free again when the
+  /// process ends. A step takes it to the device in chunks, some of which are read and written meanwhile, and does the
+  /// same, bit for bit; state takes 4 chunks of memory there, 8 MiB each (one of a single parameter, in a step that is
+  /// more than a rule, may be larger). Where something cannot be read or written, step() raises c10::Error with the file
+  /// and the place; parameters before it are stepped and the others are not, nothing is lost, and calling step() again,
+  /// with the gradients as they are, finishes that step. (Steps within backward have freed them: load saved state.)
+  /// State that there is moves. Not saved.
+  void set_offload(const std::optional<std::string>& where);
+
   /// While the result lives, gradients are added up and grad() is freed: it stands around forward and backward of every
   /// micro-batch but the last of a step. That one runs outside; step(), or the step within backward, adds its gradient
   /// on the way. The loss has to be divided by the number of micro-batches, as ever. zero_grad does not drop the sums;

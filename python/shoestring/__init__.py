@@ -18,6 +18,8 @@ from shoestring.checkpointing import (  # noqa: E402
     checkpoint_sequential,
     simulate_checkpoint_plan,
     tag_activation,
+    tiled,
+    tiled_features,
 )
 from shoestring.ops import (  # noqa: E402
     add_rms_norm,
@@ -92,5 +94,7 @@ __all__ = [
     "simulate_checkpoint_plan",
     "swiglu",
     "tag_activation",
+    "tiled",
+    "tiled_features",
     "vocab_parallel_linear_cross_entropy",
 ]

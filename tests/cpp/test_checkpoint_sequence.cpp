@@ -66,3 +66,24 @@ TEST_CASE("errors of sequences", "[checkpoint]") {
   CHECK_THROWS_WITH(shoestring::checkpoint_sequential(layers.functions, shoestring::SequencePlan{}, x),
                     Catch::Matchers::Contains("checkpoint_sequential: plan: expected one for 7 functions, received one for 0"));
 }
+
+TEST_CASE("layers in tiles of tokens and of features", "[checkpoint]") {
+  torch::nn::Linear up(16, 48), down(48, 16);
+  const Tensor x = torch::randn({2, 7, 16}).requires_grad_();
+  const std::vector<Tensor> leaves{x, up->weight, up->bias, down->weight, down->bias};
+  const auto mlp = [=](const Tensor& x) mutable { return down(at::gelu(up(x))); };
+  const auto same = [&](const Tensor& y, const Tensor& expected, const std::vector<Tensor>& of) {
+    CHECK(at::allclose(y, expected, 1e-5, 1e-5));
+    const auto ours = torch::autograd::grad({y.square().sum()}, of), plain = torch::autograd::grad({expected.square().sum()}, of);
+    for (size_t i = 0; i < of.size(); ++i) CHECK(at::allclose(ours[i], plain[i], 1e-5, 1e-5));
+  };
+  for (const int64_t tiles : {1, 3, 7}) same(shoestring::tiled(mlp, x, tiles), down(at::gelu(up(x))), leaves);
+  const auto by_features = [](const Tensor& x, const std::vector<Tensor>& w) {
+    return at::linear(at::gelu(at::linear(x, w[0])), w[1]);
+  };
+  same(shoestring::tiled_features(by_features, x, {{up->weight, 0}, {down->weight, 1}}, 5), by_features(x, {up->weight, down->weight}),
+       {x, up->weight, down->weight});
+  CHECK_THROWS_WITH(shoestring::tiled(mlp, x, 8), Catch::Matchers::Contains("tiled: tiles: expected 1 to"));
+  CHECK_THROWS_WITH(shoestring::tiled_features(by_features, x, {{up->weight, 0}, {down->weight, 0}}, 2),
+                    Catch::Matchers::Contains("expected the same length"));
+}

@@ -200,6 +200,8 @@ def test_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str
         (["--optimizer-state", "4bit"], "--optimizer-state: expected 8bit | fp32, got 4bit"),
         (["--val-fraction", "1"], "--val-fraction: expected 0 to less than 1, got 1.0"),
         (["--threads", "0"], "--threads: expected at least 1, got 0"),
+        (["--memory-budget", "much"], "--memory-budget: expected bytes or such as"),
+        (["--memory-budget", "1GiB"], "--memory-budget 1GiB: expected without --plain"),
         (["--checkpoint-every", "0"], "--checkpoint-every: expected at least 1, got 0"),
         (["--tokenizer", "nowhere"], "nowhere: no tokenizer there"),
         (["--no-such-option"], "No such option: --no-such-option"),

@@ -83,9 +83,11 @@ def test_accumulation_gives_the_same_gradient(data: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "option", ["--gradient-checkpointing", "--dtype=bf16", "--optimizer-state=fp32", "--schedule=wsd"]
+    "option", ["--gradient-checkpointing", "--memory-budget=", "--dtype=bf16", "--optimizer-state=fp32", "--schedule=wsd"]
 )
 def test_options_reach_the_run(data: Path, twins: tuple[Path, Path], tmp_path: Path, option: str) -> None:
+    budget = json.loads((twins[0] / "summary.json").read_text())["memory"][4]["measured"]
+    option += str(budget) if option.endswith("=") else ""
     succeed(*command(data, tmp_path / "run", option))
     ours, reference = losses(tmp_path / "run"), losses(twins[0])
     assert ours[-1][0] == pytest.approx(reference[-1][0], rel=0.15)
@@ -95,6 +97,11 @@ def test_options_reach_the_run(data: Path, twins: tuple[Path, Path], tmp_path: P
     if option == "--gradient-checkpointing":
         assert [row[0] for row in ours] == [row[0] for row in reference]
         assert parts["activations"] < 0.5 * before["activations"]
+    elif option.startswith("--memory-budget"):  # what was held alone, and the peak is above that: some layer is recomputed
+        assert [row[0] for row in ours] == [row[0] for row in reference]
+        assert parts["activations"] < before["activations"]
+        activations = next(part for part in summary["memory"] if part["name"] == "activations")
+        assert activations["measured"] == pytest.approx(activations["expected"], rel=0.05)
     elif option == "--optimizer-state=fp32":
         assert parts["optimizer"] > 2.5 * before["optimizer"]
     elif option == "--dtype=bf16":

@@ -75,6 +75,18 @@ def test_loss_falls(whole: tuple[Path, str]) -> None:
     assert {p.name for p in out.glob("checkpoint-*")} == {"checkpoint-25.safetensors", "checkpoint-30.safetensors"}
 
 
+def test_a_memory_budget_changes_nothing_else(
+    program: Path, data: Path, whole: tuple[Path, str], tmp_path: Path
+) -> None:
+    done = train(program, data, tmp_path / "small", "--memory-budget", "1", "--steps", "3")
+    assert done.returncode == 0, done.stderr
+    assert "activations within 1 MiB: " in done.stdout
+    assert int(done.stdout.split("1 MiB: ")[1].split()[0]) > 0  # layers that are recomputed
+    assert losses(done.stdout)[:1] == losses(whole[1])[:1]
+    none = train(program, data, tmp_path / "none", "--memory-budget", "1", "--hidden", "256")
+    assert none.returncode == 2 and "budget: expected at least" in none.stderr and len(none.stderr.splitlines()) == 1
+
+
 def test_plain_is_the_same_training(program: Path, data: Path, whole: tuple[Path, str], tmp_path: Path) -> None:
     done = train(program, data, tmp_path / "plain", "--plain")
     assert done.returncode == 0, done.stderr

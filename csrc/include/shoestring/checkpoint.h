@@ -40,6 +40,14 @@ struct CheckpointOptions {
 namespace detail {
 
 SHOESTRING_API void check_segments(int64_t segments, int64_t count);
+SHOESTRING_API void check_tiles(const char* op, int64_t tiles, int64_t length, const char* what);
+/// The parts of a result one after the other, which is as long as x.
+SHOESTRING_API at::Tensor joined(const std::vector<at::Tensor>& parts, int64_t dim, const at::Tensor& x);
+/// By tile, then by weight.
+SHOESTRING_API std::vector<std::vector<at::Tensor>> tiles_of(const std::vector<std::pair<at::Tensor, int64_t>>& weights,
+                                                             int64_t tiles);
+/// total + part, in fp32 where they are of 16 bits.
+SHOESTRING_API at::Tensor added(const at::Tensor& total, const at::Tensor& part);
 
 /// The first run of a function whose saved tensors are forgotten: until finish(), or, where it throws, the destructor.
 class SHOESTRING_API CheckpointRun {
@@ -130,6 +138,30 @@ auto checkpoint(F fn, Inputs inputs, const CheckpointOptions& options = {}) {
     run.finish();
     return result;
   }
+}
+
+/// fn(x) in tiles of x along dim: what fn makes on the way exists for one tile at a time, in backward too. For what treats the
+/// places along dim apart, such as an MLP its tokens. fn takes a tile and returns one as long; backward keeps x alone.
+template <class F>
+at::Tensor tiled(F fn, const at::Tensor& x, int64_t tiles, int64_t dim = -2, const CheckpointOptions& options = {}) {
+  detail::check_tiles("tiled", tiles, x.size(dim), "places along dim");
+  std::vector<at::Tensor> parts;
+  for (const at::Tensor& tile : x.tensor_split(tiles, dim)) parts.push_back(checkpoint(fn, tile, options));
+  return detail::joined(parts, dim, x);
+}
+
+/// fn(x, tiles of the weights), added up over tiles of their features (in fp32, rounded once): what is made of them exists for
+/// one tile at a time. weights: each with the dimension along which its features lie, equally long there. fn takes x and
+/// a std::vector of a tile of each.
+template <class F>
+at::Tensor tiled_features(F fn, const at::Tensor& x, const std::vector<std::pair<at::Tensor, int64_t>>& weights, int64_t tiles,
+                          const CheckpointOptions& options = {}) {
+  at::Tensor part, total;
+  for (const auto& piece : detail::tiles_of(weights, tiles)) {
+    part = checkpoint(fn, std::tuple(x, piece), options);
+    total = detail::added(total, part);
+  }
+  return total.to(part.scalar_type());
 }
 
 /// x itself, which a checkpoint around this that was asked to `keep` the tag does not make again in backward: the results

@@ -9,6 +9,7 @@ from shoestring.checkpointing.plan import (
     checkpoint_plan,
     simulate_checkpoint_plan,
 )
+from shoestring.checkpointing.tiled import tiled, tiled_features
 
 __all__ = [
     "CheckpointPlan",
@@ -21,4 +22,6 @@ __all__ = [
     "checkpoint_sequential",
     "simulate_checkpoint_plan",
     "tag_activation",
+    "tiled",
+    "tiled_features",
 ]

@@ -44,13 +44,13 @@ class RunOptions:
         if self.out.exists() and not self.out.is_dir():
             raise InputError(f"--out {self.out}: exists and is not a directory")
         if self.memory_budget is not None:
-            if config.plain or config.gradient_checkpointing:
-                other = "--plain" if config.plain else "--gradient-checkpointing"
-                raise InputError(f"--memory-budget {self.memory_budget}: expected without {other}; leave one of them out")
             try:
                 parse_bytes(self.memory_budget)
             except ValueError as error:
                 raise InputError(f"--memory-budget: {error}") from None
+            if config.plain or config.gradient_checkpointing:
+                other = "--plain" if config.plain else "--gradient-checkpointing"
+                raise InputError(f"--memory-budget {self.memory_budget}: expected without {other}; leave one of them out")
         used = self.out.is_dir() and any(self.out.iterdir())
         if used and not self.resume:
             raise InputError(

@@ -4,6 +4,10 @@
 
 #include <torch/library.h>
 
+#include "checkpoint/activation_store.h"
+
+using shoestring::register_activation_store;
+
 TORCH_LIBRARY(shoestring, m) {
   // Which build of the CPU kernels runs: plain, avx2 or avx512; and a switch for tests (false: not supported here).
   m.def("cpu_capability() -> str");
@@ -281,6 +285,14 @@ TORCH_LIBRARY(shoestring, m) {
       "*, int budget, float out_bytes_per_second=0., float in_bytes_per_second=0., int prefetch=1) -> ";
   m.def(("checkpoint_plan" + planned + linked + "(int[] plan, int peak, float seconds, float least_seconds)").c_str());
   m.def(("simulate_checkpoint_plan" + planned + "int[] plan, " + linked + "(int peak, float seconds)").c_str());
+
+  // What autograd saves of x, in host memory or on a disk until it is wanted again. Python has
+  // torch.classes.shoestring.ActivationStore, and C++ shoestring/offload_activations.h.
+  register_activation_store(m);
+  m.def(
+      "store_activation(__torch__.torch.classes.shoestring.ActivationStore store, Tensor x) -> "
+      "__torch__.torch.classes.shoestring.StoredActivation");
+  m.def("reload_activation(__torch__.torch.classes.shoestring.StoredActivation activation) -> Tensor");
 
   // gain * (x W^T + scaling * low B^T) + bias with low = low_scale * dropped(x) A^T. W is frozen: dense (out_features,
   // in_features) in x's dtype, or, where absmax is given, the codes of a quantised weight. lora_A (rank, in_features), lora_B

@@ -7,6 +7,7 @@
 #include <shoestring/lora.h>
 #include <shoestring/model_files.h>
 #include <shoestring/nn.h>
+#include <shoestring/offload_activations.h>
 #include <shoestring/ops.h>
 #include <shoestring/optim.h>
 #include <shoestring/safetensors.h>

@@ -1,0 +1,106 @@
+#include "checkpoint/copy_lane.h"
+
+#include <utility>
+
+#include <c10/core/GradMode.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "io/disturb.h"
+
+namespace shoestring {
+
+std::optional<c10::Stream> current_stream(c10::Device device) {
+  if (device.is_cpu()) return std::nullopt;
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+std::shared_ptr<Fence> Fence::now(c10::Device device) {
+  auto fence = std::make_shared<Fence>();
+  fence->issued_ = true;
+  if (const auto stream = current_stream(device)) {
+    fence->event_.emplace(device.type());
+    fence->event_->record(*stream);
+  }
+  return fence;
+}
+
+void Fence::issue(std::optional<c10::Event> event, std::exception_ptr error) {
+  {
+    const std::lock_guard lock(mutex_);
+    event_ = std::move(event), error_ = std::move(error), issued_ = true;
+  }
+  issued_changed_.notify_all();
+}
+
+void Fence::wait_issued() const {
+  std::unique_lock lock(mutex_);
+  issued_changed_.wait(lock, [&] { return issued_; });
+  if (error_) std::rethrow_exception(error_);
+}
+
+void Fence::block(const std::optional<c10::Stream>& stream) const {
+  wait_issued();
+  if (stream && event_) event_->block(*stream);
+}
+
+void Fence::synchronize() const {
+  wait_issued();
+  if (event_) event_->synchronize();
+}
+
+bool Fence::is_done() const {
+  const std::lock_guard lock(mutex_);
+  return issued_ && (!event_ || event_->query());
+}
+
+CopyLane::~CopyLane() {
+  {
+    const std::lock_guard lock(mutex_);
+    ending_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+FencePtr CopyLane::run(std::vector<FencePtr> after, std::function<void()> copy) {
+  auto fence = std::make_shared<Fence>();
+  {
+    const std::lock_guard lock(mutex_);
+    jobs_.push_back({std::move(after), std::move(copy), fence});
+    if (!thread_.joinable()) thread_ = std::thread([this] { work(); });
+  }
+  changed_.notify_all();
+  return fence;
+}
+
+void CopyLane::work() {
+  const c10::NoGradGuard no_grad;
+  std::optional<c10::Stream> stream;
+  if (!device_.is_cpu()) stream = c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_);
+  const c10::OptionalStreamGuard guard(stream);
+  while (true) {
+    Job job;
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] { return ending_ || !jobs_.empty(); });
+      if (jobs_.empty()) return;
+      job = std::move(jobs_.front());
+      jobs_.pop_front();
+    }
+    std::optional<c10::Event> event;
+    std::exception_ptr error;
+    try {
+      for (const FencePtr& fence : job.after) fence->block(stream);
+      io::delay();
+      job.copy();
+      if (stream) event.emplace(device_.type()).record(*stream);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    job.copy = nullptr;  // before anybody hears that it is done
+    job.fence->issue(std::move(event), std::move(error));
+  }
+}
+
+}  // namespace shoestring

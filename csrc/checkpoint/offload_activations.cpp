@@ -1,0 +1,66 @@
+#include <shoestring/offload_activations.h>
+
+#include <utility>
+
+#include <ATen/Context.h>
+
+#include "checkpoint/activation_store.h"
+#include "checkpoint/hooks.h"
+
+namespace shoestring {
+namespace {
+
+struct Packed : activations::Packed {
+  explicit Packed(c10::intrusive_ptr<StoredActivation> activation) : activation(std::move(activation)) {}
+  at::Tensor unpack() override { return activation->reload(); }
+  c10::intrusive_ptr<StoredActivation> activation;
+};
+
+struct StoringHooks : activations::SavedTensorHooks {
+  explicit StoringHooks(c10::intrusive_ptr<ActivationStore> store) : store(std::move(store)) {}
+  std::shared_ptr<activations::Packed> pack(const at::Tensor& tensor) override {
+    return std::make_shared<Packed>(store->store(tensor));
+  }
+  c10::intrusive_ptr<ActivationStore> store;
+};
+
+}  // namespace
+
+struct OffloadActivations::Store {
+  c10::intrusive_ptr<ActivationStore> store;
+};
+
+struct OffloadActivations::Scope::Hooks {
+  activations::HooksGuard guard;
+};
+
+OffloadActivations::Scope::Scope(std::unique_ptr<Hooks> hooks) : hooks_(std::move(hooks)) {}
+OffloadActivations::Scope::~Scope() = default;
+
+OffloadActivations::OffloadActivations(const OffloadActivationsOptions& o, const std::vector<at::Tensor>& exclude) {
+  TORCH_CHECK(o.host_bytes() == 0 || !o.folder().empty(), "offload_activations: host_bytes: expected a folder for the rest, "
+              "received ", o.host_bytes(), " and none");
+  const std::string device = !o.device().empty() ? o.device() : at::globalContext().hasCUDA() ? "cuda" : "cpu";
+  store_ = std::make_unique<Store>(Store{c10::make_intrusive<ActivationStore>(
+      device, o.compression(), o.prefetch(), o.max_pending(), o.min_bytes(), o.folder(), o.host_bytes())});
+  this->exclude(exclude);
+}
+
+OffloadActivations::~OffloadActivations() = default;
+
+OffloadActivations::Scope OffloadActivations::scope() {
+  return Scope(std::unique_ptr<Scope::Hooks>(
+      new Scope::Hooks{{"offload_activations", std::make_shared<StoringHooks>(store_->store)}}));
+}
+
+void OffloadActivations::exclude(const std::vector<at::Tensor>& tensors) { store_->store->exclude(tensors); }
+
+void OffloadActivations::mark() { store_->store->mark(); }
+
+std::map<std::string, int64_t> OffloadActivations::statistics() const {
+  std::map<std::string, int64_t> result;
+  for (const auto& entry : store_->store->statistics()) result[entry.key()] = entry.value();
+  return result;
+}
+
+}  // namespace shoestring

@@ -1,0 +1,69 @@
+"""What the suites of offload_activations share: a model, its gradients, and copies that are late."""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoestring.activation_offload import offload_activations
+
+
+@pytest.fixture
+def device(backend: str) -> str:
+    if backend == "simt":
+        pytest.skip("there are no kernels here, and the emulator runs those of compression from one thread only")
+    return "cuda" if backend == "cuda" else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small operators on many threads wait for one another most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=[0, 400], ids=["at once", "delayed"])
+def delay(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Every copy, read and write begins a random time late, at most so many microseconds."""
+    torch.ops.shoestring.disturb_offload(request.param)
+    yield request.param
+    torch.ops.shoestring.disturb_offload()
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.LayerNorm(width)
+        self.register_buffer("gain", torch.rand(width))
+        self.frozen = nn.Parameter(torch.rand(width, width), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(torch.relu_(self.up(self.norm(x))))
+        y = torch.nn.functional.dropout(y, 0.2) * self.gain + (x @ self.frozen).tanh()
+        return x + y
+
+
+def model(depth: int = 5, width: int = 48) -> nn.Sequential:
+    return nn.Sequential(*(Block(width) for _ in range(depth)))
+
+
+def gradients(net: nn.Module, x: Tensor, context: contextlib.AbstractContextManager) -> list[Tensor]:
+    torch.manual_seed(5)
+    wanted = [x, *(p for p in net.parameters() if p.requires_grad)]
+    with context:
+        loss = net(x).square().mean()
+    return list(torch.autograd.grad(loss, wanted))
+
+
+def offload(device: str, **options: object) -> offload_activations:
+    return offload_activations(**{"device": device, "min_bytes": 64, **options})  # small tensors leave, too
+
+
+def assert_same(received: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(received) == len(expected)
+    for a, b in zip(received, expected, strict=True):
+        assert torch.equal(a, b)

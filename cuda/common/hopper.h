@@ -14,7 +14,7 @@
 #if defined(__CUDACC__)
 #include <cuda.h>  // the type alone: nothing of libcuda is linked
 #else
-#include "simt_hopper.h"
+#include "hopper_emulation.h"  // the emulator's twins have the same names
 #endif
 
 namespace shoestring::cuda {
@@ -88,31 +88,6 @@ template <int count>
 __device__ void registers_shrink() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count)); }
 template <int count>
 __device__ void registers_grow() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count)); }
-
-#else
-
-using TensorMap = simt::TensorMap;
-
-inline void mbarrier_init(Mbarrier& b, int arrivals, simt::Where where = simt::Where::current()) {
-  simt::mbarrier_init(&b, arrivals, where);
-}
-inline void mbarrier_init_fence(simt::Where where = simt::Where::current()) { simt::mbarrier_init_fence(where); }
-inline void mbarrier_arrive(Mbarrier& b, simt::Where where = simt::Where::current()) { simt::mbarrier_arrive(&b, where); }
-inline void mbarrier_arrive_expect(Mbarrier& b, int bytes, simt::Where where = simt::Where::current()) {
-  simt::mbarrier_arrive_expect(&b, bytes, where);
-}
-inline void mbarrier_wait(Mbarrier& b, int parity, simt::Where where = simt::Where::current()) {
-  simt::mbarrier_wait(&b, parity, where);
-}
-inline void async_fence(simt::Where where = simt::Where::current()) { simt::async_fence(where); }
-template <int rank>
-void tma_load(void* tile, const TensorMap& map, Mbarrier& b, const int (&at)[rank], simt::Where where = simt::Where::current()) {
-  simt::tensor_copy(tile, map, &b, at, rank, where);
-}
-template <int count>
-void registers_shrink(simt::Where where = simt::Where::current()) { simt::set_registers(count, false, where); }
-template <int count>
-void registers_grow(simt::Where where = simt::Where::current()) { simt::set_registers(count, true, where); }
 
 #endif
 

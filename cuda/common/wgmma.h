@@ -15,11 +15,7 @@ namespace shoestring::cuda {
 /// Of a swizzled tile (rows, 64) as tma_load leaves it, whose next 64 columns are `panel` bytes on. rows_together: what is
 /// summed over are the tile's rows. Plus wgmma_step(k): the operand that begins at row or column k, a multiple of 16.
 __device__ inline uint64_t wgmma_operand(const void* tile, bool rows_together = false, int panel = 16) {
-#if defined(__CUDACC__)
   const uint64_t at = shared_address(tile);
-#else
-  const uint64_t at = simt::shared_offset(tile, simt::Where::current());
-#endif
   const uint64_t leading = rows_together ? panel : 16, stride = 1024;
   return (at & 0x3ffff) >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | uint64_t{1} << 62;
 }
@@ -158,26 +154,6 @@ __device__ void wgmma(float (&d)[tiles][4], const uint32_t (&a)[4], uint64_t b, 
 #undef SHOESTRING_D64
 #undef SHOESTRING_D8
 #undef SHOESTRING_D
-
-#else
-
-template <class Registers>
-void wgmma_pin(Registers&) {}
-template <int tiles>
-void wgmma_fence(float (&)[tiles][4], simt::Where where = simt::Where::current()) { simt::wgmma_fence(where); }
-inline void wgmma_commit(simt::Where where = simt::Where::current()) { simt::wgmma_commit(where); }
-template <int pending, int tiles>
-void wgmma_wait(float (&)[tiles][4], simt::Where where = simt::Where::current()) { simt::wgmma_wait(pending, where); }
-template <class T, bool b_is_kn, int tiles>
-void wgmma(float (&d)[tiles][4], uint64_t a, uint64_t b, bool add, simt::Where where = simt::Where::current()) {
-  static_assert(tiles == 8 || tiles == 12 || tiles == 16 || tiles == 24 || tiles == 32, "wgmma: n is 64, 96, 128, 192 or 256");
-  simt::wgmma({&d[0][0], tiles * 8, nullptr, a, b, b_is_kn, std::is_same_v<T, __half>, add}, where);
-}
-template <class T, bool b_is_kn, int tiles>
-void wgmma(float (&d)[tiles][4], const uint32_t (&a)[4], uint64_t b, bool add, simt::Where where = simt::Where::current()) {
-  static_assert(tiles == 8 || tiles == 12 || tiles == 16 || tiles == 24 || tiles == 32, "wgmma: n is 64, 96, 128, 192 or 256");
-  simt::wgmma({&d[0][0], tiles * 8, a, 0, b, b_is_kn, std::is_same_v<T, __half>, add}, where);
-}
 
 #endif
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoestring.activation_offload import offload_activations
+from shoestring.checkpointing import offload_activations
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from activation_offload_steps import assert_same, delay, device, gradients, model, offload, one_thread  # noqa: F401
 from torch import nn
 
-from shoestring.activation_offload import offload_activations
+from shoestring.checkpointing import offload_activations
 
 pytestmark = pytest.mark.device
 

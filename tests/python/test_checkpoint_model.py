@@ -119,6 +119,20 @@ def test_a_budget_is_kept_and_predicted(part: float) -> None:
     assert "predicted:" in str(report)
 
 
+# Below what recomputing everything needs: inputs, or all that is saved, go to a disk.
+@pytest.mark.parametrize("part", [0.3, 0.2])
+def test_a_budget_with_offload(part: float, tmp_path: Any) -> None:
+    model = Model(depth=12)
+    plain, expected = step(model)
+    offload = shoestring.offload_activations(device="cpu", folder=str(tmp_path), exclude=model)
+    report = shoestring.checkpoint_model(model, budget=int(plain * part), example=lambda: model(TOKENS), offload=offload)
+    assert any("offload" in choice for _, choice in report.blocks)
+    for _ in range(2):
+        peak, gradients = step(model)
+        assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+        assert peak <= 1.05 * plain * part  # copies of a layer may be on their way a little longer than planned
+
+
 def test_examples() -> None:
     model = Model(2)
     for example in ({"tokens": TOKENS}, [TOKENS], lambda: model(TOKENS)):

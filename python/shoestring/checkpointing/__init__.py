@@ -2,6 +2,7 @@
 
 from shoestring.checkpointing.function import checkpoint, checkpoint_sequential, tag_activation
 from shoestring.checkpointing.model import CheckpointReport, checkpoint_model
+from shoestring.checkpointing.offload import offload_activations
 from shoestring.checkpointing.plan import (
     CheckpointPlan,
     PlanBlock,
@@ -20,6 +21,7 @@ __all__ = [
     "checkpoint_model",
     "checkpoint_plan",
     "checkpoint_sequential",
+    "offload_activations",
     "simulate_checkpoint_plan",
     "tag_activation",
     "tiled",

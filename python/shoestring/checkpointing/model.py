@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,22 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoestring.checkpointing.function import Keep, checkpoint
+from shoestring.checkpointing.blocks import Treatment, find_blocks, run_block, treat
+from shoestring.checkpointing.function import Keep
 from shoestring.checkpointing.measure import Cost, gradients_aside, measure, run_step
+from shoestring.checkpointing.offload import offload_activations
 from shoestring.checkpointing.plan import CheckpointPlan, PlanBlock, PlanChoice, checkpoint_plan
-from shoestring.patching.instances import PLAIN, derive
 
-CACHES = ("past_key_values", "past_key_value", "layer_past")  # a second run would write to them again
-CHECKPOINTED = "_shoestring_checkpointed"  # of a derived class
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
-# What a block may do with its activations, by name: the operators that a checkpoint keeps, or None for no checkpoint.
+# What a block may do with its activations, by name: what its checkpoint keeps, or None for no checkpoint.
 CHOICES: dict[str, tuple[str, ...] | None] = {
     "keep": None,
     "recompute": (),
     "keep attention": ("attention",),
     "keep attention and products": ("attention", "products"),
 }
+# The same where what is saved leaves the device, by the choice that it is made of.
+OFFLOADED = {"offload": "keep", "recompute, input offloaded": "recompute"}
+LINK_BYTES = 16 << 20  # moved to see how fast the link is
 
 
 @dataclass
@@ -76,6 +78,7 @@ def checkpoint_model(
     keep: Sequence[Keep] = (),
     budget: int | str | None = None,
     example: Callable[[], Tensor] | Mapping[str, Any] | Sequence[Any] | None = None,
+    offload: offload_activations | None = None,
 ) -> CheckpointReport:
     """Puts blocks of a model under :func:`checkpoint`, all of them or as many as a byte budget asks for.
 
@@ -95,17 +98,19 @@ def checkpoint_model(
         example: one training step's forward: a function that returns the loss, or the model's arguments (a mapping or
             a sequence; the loss is ``.loss`` of what the model returns, or the sum of its first tensor). The batch has
             to be as large as those of training. Gradients and random state are as before afterwards.
+        offload: with a budget, blocks may also move what they save (or, recomputed, their input) to the host or a disk,
+            through this; how fast that goes is measured, and part of the plan.
 
     Raises:
         ValueError: no or wrong blocks, a budget without an example; keyword arguments that cannot be recomputed.
         RuntimeError: the budget is below what any plan needs; the message says the least.
     """
-    modules = _find(model, blocks)
+    modules = find_blocks(model, blocks)
     names = {module: name for name, module in modules.items()}
     if budget is None:
         if example is not None:
             raise ValueError("checkpoint_model: example: expected with a budget only; give budget=, or leave it out")
-        undo = [_apply(module, keep) for module in modules.values()]
+        undo = [treat(module, Treatment(keep)) for module in modules.values()]
         choice = "recompute" if not keep else "recompute but for " + ", ".join(map(str, keep))
         return CheckpointReport([(name, choice) for name in modules], _undo=undo)
     if keep:
@@ -119,25 +124,22 @@ def checkpoint_model(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with gradients_aside(model):
         step, costs = _measure(list(modules.values()), _step(model, example), device)
-    planned = [
-        PlanBlock(
-            costs[kind]["keep"].forward_seconds,
-            costs[kind]["keep"].backward_seconds,
-            [_choice(name, cost, costs[kind]["keep"]) for name, cost in costs[kind].items()],
-        )
-        for kind in step.kinds
-    ]
+    planned = {kind: _block(cost, offload is not None) for kind, cost in costs.items()}
     held = step.before.held + sum(costs[kind]["recompute"].held for kind in step.kinds)
     after = replace(
         step.after,
         forward_bytes=max(0, step.after.forward_bytes - held),
         backward_bytes=max(0, step.after.backward_bytes - held),
     )
-    plan = checkpoint_plan([_around("before", step.before), *planned, _around("behind", after)], limit)
+    link = _link(offload, device) if offload is not None else {}
+    row = [_around("before", step.before), *(planned[kind] for kind in step.kinds), _around("behind", after)]
+    plan = checkpoint_plan(row, limit, **link)
     undo, chosen, chosen_bytes = [], [], step.before.held
     for module, kind, name in zip(step.modules, step.kinds, plan.names[1:-1], strict=True):
-        chosen_bytes += costs[kind][name].held
-        undo.append(_apply(module, CHOICES[name]))
+        away = offload if name in OFFLOADED else None
+        treatment = Treatment(CHOICES[OFFLOADED.get(name, name)], away, ends_layer=module is not step.modules[-1])
+        undo.append(treat(module, treatment))
+        chosen_bytes += 0 if away is not None else costs[kind][name].held
         chosen.append((names[module], name))
     return CheckpointReport(chosen, plan, limit, chosen_bytes, undo)
 
@@ -145,7 +147,7 @@ def checkpoint_model(
 def _measure(
     modules: list[nn.Module], step: Callable[[], Tensor], device: torch.device
 ) -> tuple[Any, dict[Any, dict[str, Cost]]]:
-    undo = [_apply(module, ()) for module in modules]
+    undo = [treat(module, Treatment()) for module in modules]
     try:
         run_step(modules, step, device)  # the first makes what lasts: caches, workspaces, lazily built parts
         whole = run_step(modules, step, device)
@@ -157,10 +159,40 @@ def _measure(
         module = whole.modules[whole.kinds.index(kind)]
         costs[kind] = {}
         for name, kept in CHOICES.items():
-            cost = measure(functools.partial(_run, kept, type(module).forward, module), call, device)
+            cost = measure(functools.partial(run_block, Treatment(kept), type(module).forward, module), call, device)
             if name in ("keep", "recompute") or cost.held > costs[kind]["recompute"].held:
                 costs[kind][name] = cost  # the others: nothing to keep here
     return whole, costs
+
+
+def _block(costs: dict[str, Cost], offload: bool) -> PlanBlock:
+    kept = costs["keep"]
+    choices = [_choice(name, cost, kept) for name, cost in costs.items()]
+    for name, made_of in OFFLOADED.items() if offload else ():
+        choice = next(choice for choice in choices if choice.name == made_of)
+        choices.append(replace(choice, name=name, bytes=0, link_bytes=choice.bytes))
+    return PlanBlock(kept.forward_seconds, kept.backward_seconds, choices)
+
+
+def _link(offload: offload_activations, device: torch.device) -> dict[str, float]:
+    """Bytes a second to where ``offload`` moves them, and back, by moving some."""
+    with offload:
+        (torch.zeros(LINK_BYTES // 4, device=device, requires_grad=True) * 1).exp()  # slabs and files are made
+    x = torch.rand(LINK_BYTES // 4, device=device, requires_grad=True) * 1
+    before = offload.statistics()["copied_out"]
+    with offload:
+        y = x.exp()  # saves its result
+    began = time.perf_counter()
+    offload.mark()
+    offload.mark()
+    while offload.statistics()["copied_out"] == before and time.perf_counter() - began < 10:
+        time.sleep(1e-4)
+    out = time.perf_counter() - began
+    edge, grad = torch.autograd.graph.get_gradient_edge(y), torch.ones_like(y)
+    del y
+    began = time.perf_counter()
+    torch.autograd.grad([edge], [x], [grad])
+    return {"out_bytes_per_second": LINK_BYTES / out, "in_bytes_per_second": LINK_BYTES / (time.perf_counter() - began)}
 
 
 def _choice(name: str, cost: Cost, kept: Cost) -> PlanChoice:
@@ -198,80 +230,3 @@ def parse_bytes(budget: int | str) -> int:
     if not match or isinstance(budget, bool) or float(match[1]) <= 0:
         raise ValueError(f'expected bytes or such as "6GiB" or "500 MB", received {budget!r}')
     return int(float(match[1]) * UNITS[match[2]])
-
-
-def _find(model: nn.Module, blocks: Sequence[str | type | nn.Module] | None) -> dict[str, nn.Module]:
-    if blocks is None:
-        found = _lists(model, "")
-        if not found:
-            raise ValueError(
-                "checkpoint_model: blocks: found no list of modules of one class; name the blocks, "
-                'such as blocks=["encoder.layers.*"]'
-            )
-        return found
-    if isinstance(blocks, (str, type, nn.Module)):
-        blocks = [blocks]
-    found = {}
-    for wanted in blocks:
-        matching = {name: module for name, module in model.named_modules() if name and _matches(name, module, wanted)}
-        if not matching:
-            raise ValueError(f"checkpoint_model: blocks: {wanted!r} matches no module of {type(model).__name__}")
-        found |= matching
-    for name in found:
-        outer = next((other for other in found if name.startswith(other + ".")), None)
-        if outer is not None:
-            raise ValueError(f"checkpoint_model: blocks: {name} is inside {outer}: name the one or the other")
-    return found
-
-
-def _matches(name: str, module: nn.Module, wanted: str | type | nn.Module) -> bool:
-    if isinstance(wanted, str):  # as far as the pattern goes: "layers.*" is not "layers.0.mlp"
-        return name.count(".") == wanted.count(".") and fnmatch.fnmatchcase(name, wanted)
-    return isinstance(module, wanted) if isinstance(wanted, type) else module is wanted
-
-
-def _lists(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
-    for name, child in module.named_children():
-        parts = list(child.children())
-        is_list = isinstance(child, (nn.ModuleList, nn.Sequential)) and len(parts) > 1
-        if is_list and len({getattr(part, PLAIN, type(part)) for part in parts}) == 1 and any(True for _ in parts[0].parameters()):
-            found |= {f"{prefix}{name}.{inner}": part for inner, part in child.named_children()}
-        else:
-            found |= _lists(child, f"{prefix}{name}.")
-    return found
-
-
-def _apply(module: nn.Module, keep: Sequence[Keep] | None) -> Callable[[], None]:
-    """Gives one module a forward that is checkpointed; ``keep`` None: that writes to no cache, no more."""
-    if getattr(module, "gradient_checkpointing", False):
-        raise ValueError(
-            f"checkpoint_model: {type(module).__name__} has gradient checkpointing already; "
-            "call model.gradient_checkpointing_disable() first"
-        )
-    if getattr(module, CHECKPOINTED, False):
-        raise ValueError("checkpoint_model: blocks: these have checkpoints already; call undo() of their report first")
-    return derive(module, {CHECKPOINTED: True, "forward": _forward(type(module).forward, keep)})
-
-
-def _forward(original: Callable[..., Any], keep: Sequence[Keep] | None) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return original(self, *args, **kwargs)
-        return _run(keep, original, self, *args, **kwargs)
-
-    return forward
-
-
-def _run(
-    keep: Sequence[Keep] | None, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
-) -> Any:
-    for name in CACHES:
-        if kwargs.get(name) is not None:
-            kwargs[name] = None
-    if kwargs.get("use_cache"):
-        kwargs["use_cache"] = False
-    if keep is None:
-        return original(module, *args, **kwargs)
-    return checkpoint(functools.partial(original, module, **kwargs), *args, keep=keep)

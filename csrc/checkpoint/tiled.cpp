@@ -1,3 +1,4 @@
+#include <ATen/ops/add.h>
 #include <ATen/ops/cat.h>
 #include <shoestring/checkpoint.h>
 
@@ -32,7 +33,7 @@ std::vector<std::vector<Tensor>> tiles_of(const std::vector<std::pair<Tensor, in
 
 Tensor added(const Tensor& total, const Tensor& part) {
   if (!total.defined()) return part.element_size() == 2 ? part.to(at::kFloat) : part;
-  return total + part;
+  return at::add(total, part);
 }
 
 }  // namespace shoestring::detail

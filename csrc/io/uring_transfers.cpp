@@ -76,7 +76,8 @@ class Ring final : public Engine {
         t.delay_ns[1] = us * 1000;
         static_assert(sizeof t.delay_ns == sizeof(__kernel_timespec));
         io_uring_sqe* wait = ::io_uring_get_sqe(&ring_);
-        ::io_uring_prep_timeout(wait, reinterpret_cast<__kernel_timespec*>(t.delay_ns), 0, IORING_TIMEOUT_ETIME_SUCCESS);
+        auto* until = reinterpret_cast<__kernel_timespec*>(t.delay_ns);
+        ::io_uring_prep_timeout(wait, until, 0, IORING_TIMEOUT_ETIME_SUCCESS);
         wait->flags |= IOSQE_IO_LINK;
         ::io_uring_sqe_set_data64(wait, kDelay);
       }

@@ -42,7 +42,8 @@ struct HostMemory::Slabs {
   }
 
   Slab& add(int64_t size) {
-    void* begin = ::mmap(nullptr, static_cast<size_t>(size), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    constexpr int kAccess = PROT_READ | PROT_WRITE, kFlags = MAP_PRIVATE | MAP_ANONYMOUS;
+    void* begin = ::mmap(nullptr, static_cast<size_t>(size), kAccess, kFlags, -1, 0);
     TORCH_CHECK(begin != MAP_FAILED, caller, ": expected ", size, " bytes of host memory, received none: ",
                 std::strerror(errno));
     ::madvise(begin, static_cast<size_t>(size), MADV_HUGEPAGE);  // a hint

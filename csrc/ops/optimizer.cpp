@@ -171,7 +171,8 @@ std::vector<Stepped> checked(const Call& call, const std::vector<Moment>& moment
     check_param(call.op, i, call.params[i], device);
     check_grad(call.op, i, call.params[i], *call.grads[i]);
     const int64_t last = std::min(blocks_of(call.params[i]), blocks - begin);
-    work.push_back({static_cast<int64_t>(i), begin, std::max<int64_t>(-begin, 0), last, call.params[i], *call.grads[i], {}});
+    const int64_t first = std::max<int64_t>(-begin, 0);
+    work.push_back({static_cast<int64_t>(i), begin, first, last, call.params[i], *call.grads[i], {}});
   }
   check_arena(call.op, "step", call.step, at::kFloat, call.params.size(), device);
   check_moments(call, moments, blocks, device);

@@ -128,7 +128,8 @@ void Arena::in_pieces(const Rule& rule, const Gradients& grads, const Tensor& ac
     const auto device = offloaded->take(chunk);
     const auto at = offloaded->piece(chunk, start, end);
     const int64_t first = at.first - start, last = at.last - start;
-    Arena piece(kind, {params.begin() + first, params.begin() + last}, {numbers.begin() + first, numbers.begin() + last});
+    Arena piece(kind, {params.begin() + first, params.begin() + last},
+                {numbers.begin() + first, numbers.begin() + last});
     if (at.first_block != 0 || at.blocks != piece.blocks) piece.part = {at.first_block, at.blocks};
     piece.step = step.narrow(0, first, last - first).clone();
     for (size_t i = 0; i < every.size(); ++i) {

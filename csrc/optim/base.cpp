@@ -131,7 +131,8 @@ c10::intrusive_ptr<offload::Offload> Core::offload_of(at::Device device) {
   if (offload.empty()) return nullptr;
   auto& found = offloads_[device];
   if (found == nullptr) {
-    found = c10::make_intrusive<offload::Offload>(c10::str("shoestring::optim::", name(), ": offload"), offload, device);
+    const std::string caller = c10::str("shoestring::optim::", name(), ": offload");
+    found = c10::make_intrusive<offload::Offload>(caller, offload, device);
   }
   return found;
 }

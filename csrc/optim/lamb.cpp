@@ -7,7 +7,8 @@ namespace shoestring::optim {
 using namespace detail;
 
 const Rule& LAMBOptions::rule() const {
-  static const Rule rule{"LAMB", "lamb_", {{"exp_avg", true}, {"exp_avg_sq", false}}, nullptr, false, /*takes_whole_parameters=*/true};
+  static const Rule rule{"LAMB",  "lamb_", {{"exp_avg", true}, {"exp_avg_sq", false}},
+                         nullptr, false,   /*takes_whole_parameters=*/true};
   return rule;
 }
 

@@ -90,7 +90,8 @@ def pieces(
     What had been stepped when the same step failed before is left out.
     """
     state, start = arena.offloaded, arena.start
-    in_chunk = {c: state.piece(c, start, start + len(arena.params)) for c in state.chunks(start, start + len(arena.params))}
+    members = (start, start + len(arena.params))
+    in_chunk = {chunk: state.piece(chunk, *members) for chunk in state.chunks(*members)}
     with_gradients = [
         chunk
         for chunk, (first, last, *_) in in_chunk.items()

@@ -1,0 +1,227 @@
+// How chunks come to the device and go back: a few slots, each of which holds one, and what happens to it.
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include <ATen/ops/empty.h>
+
+#include "offload/state.h"
+
+namespace shoestring::offload {
+namespace {
+
+// One that is stepped, two that are read, and one that is written.
+constexpr size_t kSlots = 4;
+
+}  // namespace
+
+// Buffers must not be freed below a transfer.
+State::~State() {
+  for (Slot& slot : slots_) {
+    try {
+      wait_all(slot, Phase::kClean);
+    } catch (const std::exception&) {  // nobody is left who would step with it
+    }
+  }
+}
+
+State::Slot* State::find(int64_t chunk) {
+  const auto found = std::find_if(slots_.begin(), slots_.end(), [&](const Slot& s) { return s.chunk == chunk; });
+  return found == slots_.end() ? nullptr : &*found;
+}
+
+bool State::is_over(const Slot& slot) {
+  return std::all_of(slot.tickets.begin(), slot.tickets.end(), [&](int64_t ticket) {
+    const bool in_file = offload_->file != nullptr && slot.phase != Phase::kFetching;
+    return in_file ? offload_->file->is_finished(ticket) : offload_->copies.is_finished(ticket);
+  });
+}
+
+// The slot that has been of no use for longest; null where all are needed.
+State::Slot* State::idle() {
+  Slot* oldest = nullptr;
+  for (Slot& slot : slots_) {
+    if (slot.phase == Phase::kFetching && is_over(slot)) await_write(slot);
+    if (slot.phase == Phase::kWriting && is_over(slot)) await_write(slot);
+    if (slot.phase == Phase::kClean && (oldest == nullptr || slot.used < oldest->used)) oldest = &slot;
+  }
+  return oldest;
+}
+
+State::Slot& State::make_idle() {
+  if (Slot* slot = idle()) return *slot;
+  Slot* oldest = nullptr;
+  for (Slot& slot : slots_) {
+    if (slot.phase == Phase::kTaken || (oldest != nullptr && oldest->used <= slot.used)) continue;
+    oldest = &slot;
+  }
+  TORCH_INTERNAL_ASSERT(oldest != nullptr);
+  if (oldest->phase == Phase::kReading) await_read(*oldest);  // read ahead, and not taken: the plan has changed
+  if (oldest->phase == Phase::kDirty) write(*oldest);
+  while (oldest->phase == Phase::kFetching || oldest->phase == Phase::kWriting) await_write(*oldest);
+  return *oldest;
+}
+
+// Waits for a slot's transfers; where one has failed, all are over nevertheless, and the slot is as `failed` says.
+void State::wait_all(Slot& slot, Phase failed) {
+  const bool in_file = offload_->file != nullptr && slot.phase != Phase::kFetching;
+  std::exception_ptr error;
+  for (const int64_t ticket : std::exchange(slot.tickets, {})) {
+    try {
+      in_file ? offload_->file->wait(ticket) : offload_->copies.wait(ticket);
+    } catch (...) {
+      if (error == nullptr) error = std::current_exception();
+    }
+  }
+  if (error == nullptr) return;
+  slot.phase = failed;
+  if (failed == Phase::kClean) slot.chunk = -1;
+  std::rethrow_exception(error);
+}
+
+void State::read(Slot& slot, int64_t chunk) {
+  const int64_t begin = edges_[static_cast<size_t>(chunk)], blocks = edges_[static_cast<size_t>(chunk) + 1] - begin;
+  slot.chunk = chunk;
+  slot.phase = Phase::kReading;
+  if (offload_->file == nullptr) {
+    const auto to = parts_of(slot.device, 0, blocks), from = parts_of(values_, begin, blocks);
+    std::vector<Copies::Copy> copies;
+    for (size_t i = 0; i < to.size(); ++i) copies.push_back({to[i], from[i]});
+    slot.tickets = {offload_->copies.send(std::move(copies))};
+    return;
+  }
+  const auto to = parts_of(slot.host, 0, blocks);
+  for (size_t i = 0; i < to.size(); ++i) {
+    const auto size = static_cast<int64_t>(to[i].nbytes());
+    slot.tickets.push_back(offload_->file->read(file_offset(i, begin), to[i].mutable_data_ptr(), size));
+  }
+}
+
+void State::await_read(Slot& slot) {
+  if (offload_->file == nullptr) {
+    for (const int64_t ticket : std::exchange(slot.tickets, {})) offload_->copies.receive(ticket);
+  } else {
+    wait_all(slot, Phase::kClean);
+    if (!offload_->device.is_cpu()) {
+      std::vector<Copies::Copy> copies;
+      for (size_t i = 0; i < slot.host.size(); ++i) copies.push_back({slot.device[i], slot.host[i]});
+      offload_->copies.receive(offload_->copies.send(std::move(copies)));
+    }
+  }
+  slot.phase = Phase::kReady;
+}
+
+// A file's writes on behalf of a GPU begin once its copy has come.
+void State::write(Slot& slot) {
+  const int64_t begin = edges_[static_cast<size_t>(slot.chunk)];
+  const int64_t blocks = edges_[static_cast<size_t>(slot.chunk) + 1] - begin;
+  const bool in_file = offload_->file != nullptr;
+  if (slot.phase == Phase::kDirty && !(in_file && offload_->device.is_cpu())) {
+    const auto from = parts_of(slot.device, 0, blocks);
+    const auto to = in_file ? parts_of(slot.host, 0, blocks) : parts_of(values_, begin, blocks);
+    std::vector<Copies::Copy> copies;
+    for (size_t i = 0; i < to.size(); ++i) copies.push_back({to[i], from[i]});
+    slot.tickets = {offload_->copies.fetch(std::move(copies))};
+    slot.phase = Phase::kFetching;
+    return;
+  }
+  const auto from = parts_of(slot.host, 0, blocks);
+  slot.phase = Phase::kWriting;
+  for (size_t i = 0; i < from.size(); ++i) {
+    const auto size = static_cast<int64_t>(from[i].nbytes());
+    slot.tickets.push_back(offload_->file->write(file_offset(i, begin), from[i].const_data_ptr(), size));
+  }
+}
+
+// Or for the copy alone, where a write follows.
+void State::await_write(Slot& slot) {
+  const bool fetched = slot.phase == Phase::kFetching && offload_->file != nullptr;
+  wait_all(slot, Phase::kDirty);
+  if (fetched) return write(slot);
+  slot.phase = Phase::kClean;
+}
+
+void State::write_dirty(const Slot* but) {
+  for (Slot& slot : slots_) {
+    if (slot.phase == Phase::kDirty && &slot != but) write(slot);
+  }
+}
+
+void State::read_ahead() {
+  for (; planned_ < plan_.size(); ++planned_) {
+    const int64_t chunk = plan_[planned_];
+    if (done(chunk) || find(chunk) != nullptr) continue;
+    Slot* slot = idle();
+    if (slot == nullptr) return;
+    slot->used = ++clock_;
+    read(*slot, chunk);
+  }
+}
+
+// ---- steps --------------------------------------------------------------------------------------------------------
+
+void State::start(std::vector<int64_t> chunks) {
+  int64_t largest = 0;
+  for (size_t i = 1; i < edges_.size(); ++i) largest = std::max(largest, edges_[i] - edges_[i - 1]);
+  while (slots_.size() < std::min(kSlots, edges_.size() - 1)) {
+    Slot& slot = slots_.emplace_back();
+    for (size_t i = 0; i < values_.size(); ++i) {
+      const int64_t size = largest * per_block_[i];
+      const auto dtype = values_[i].scalar_type();
+      if (offload_->file != nullptr) slot.host.push_back(offload_->memory.empty({size}, dtype));
+      if (offload_->device.is_cpu()) {
+        slot.device.push_back(offload_->file != nullptr ? slot.host.back() : offload_->memory.empty({size}, dtype));
+      } else {
+        slot.device.push_back(at::empty({size}, at::TensorOptions().dtype(dtype).device(offload_->device)));
+      }
+    }
+  }
+  plan_ = std::move(chunks);
+  planned_ = 0;
+  read_ahead();
+}
+
+std::vector<Tensor> State::take(int64_t chunk) {
+  Slot* slot = find(chunk);
+  write_dirty(slot);
+  if (slot == nullptr) {
+    slot = &make_idle();
+    read(*slot, chunk);
+  }
+  slot->used = ++clock_;
+  while (slot->phase == Phase::kFetching || slot->phase == Phase::kWriting) await_write(*slot);
+  if (slot->phase == Phase::kReading) await_read(*slot);
+  slot->phase = Phase::kTaken;
+  read_ahead();
+  return parts_of(slot->device, 0, edges_[static_cast<size_t>(chunk) + 1] - edges_[static_cast<size_t>(chunk)]);
+}
+
+void State::put(int64_t chunk) {
+  Slot* slot = find(chunk);
+  TORCH_INTERNAL_ASSERT(slot != nullptr && slot->phase == Phase::kTaken);
+  slot->phase = Phase::kDirty;
+  done_.insert(chunk);
+}
+
+void State::finish() {
+  std::exception_ptr error;
+  const auto guarded = [&](auto&& what) {
+    try {
+      what();
+    } catch (...) {
+      if (error == nullptr) error = std::current_exception();
+    }
+  };
+  write_dirty(nullptr);
+  for (Slot& slot : slots_) {
+    guarded([&] {
+      if (slot.phase == Phase::kReading) await_read(slot);
+      while (slot.phase == Phase::kFetching || slot.phase == Phase::kWriting) await_write(slot);
+    });
+  }
+  if (error != nullptr) std::rethrow_exception(error);
+  slots_.clear();
+}
+
+}  // namespace shoestring::offload

@@ -32,8 +32,12 @@ void delay() {
   if (const int64_t us = random_delay_us(); us > 0) std::this_thread::sleep_for(std::chrono::microseconds(us));
 }
 
-ssize_t disturbed(ssize_t result, int64_t asked) {
-  if (until_failure.load(std::memory_order_relaxed) >= 0 && until_failure.fetch_sub(1) == 0) return -error;
+std::optional<ssize_t> failure() {
+  if (until_failure.load(std::memory_order_relaxed) < 0 || until_failure.fetch_sub(1) != 0) return std::nullopt;
+  return -error;
+}
+
+ssize_t shortened(ssize_t result, int64_t asked) {
   if (short_transfers && result == asked && asked > 8192) return asked / 8192 * 4096;
   return result;
 }

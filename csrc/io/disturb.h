@@ -3,6 +3,7 @@
 #include <sys/types.h>
 
 #include <cstdint>
+#include <optional>
 
 #include <shoestring/export.h>
 
@@ -21,7 +22,9 @@ SHOESTRING_API void disturb(const Disturbance& disturbance);
 int64_t random_delay_us();
 /// Waits for so long.
 void delay();
+/// The result of a read or write that has to fail, in the place of doing it; asked once for each system call.
+std::optional<ssize_t> failure();
 /// A system call's result as the disturbance wants it.
-ssize_t disturbed(ssize_t result, int64_t asked);
+ssize_t shortened(ssize_t result, int64_t asked);
 
 }  // namespace shoestring::io

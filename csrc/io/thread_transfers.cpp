@@ -81,11 +81,15 @@ class Threads final : public Engine {
     delay();
     ssize_t result;
     do {
+      if (const auto fails = failure()) {
+        result = *fails;
+        continue;
+      }
       const auto size = static_cast<size_t>(std::min(t.size - t.done, kAtOnce));
       result = t.is_write ? ::pwrite(fd_, t.memory + t.done, size, t.offset + t.done)
                           : ::pread(fd_, t.memory + t.done, size, t.offset + t.done);
       if (result < 0) result = -errno;
-      result = disturbed(result, t.size - t.done);
+      result = shortened(result, t.size - t.done);
     } while (!advance(t, result, alignment_));
   }
 

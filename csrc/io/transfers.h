@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 
 namespace shoestring::io {
 
@@ -18,7 +19,8 @@ struct Transfer {
   int64_t done = 0;
   int error = 0;          // an errno; kEndOfFile where a read met the end
   bool finished = false;  // the owner's
-  int64_t delay_ns[2] = {0, 0};  // a test's: seconds and nanoseconds, as io_uring reads them
+  int64_t delay_ns[2] = {0, 0};   // a test's: seconds and nanoseconds, as io_uring reads them
+  std::optional<ssize_t> failure = std::nullopt;  // a test's
 };
 inline constexpr int kEndOfFile = -1;
 

@@ -83,7 +83,10 @@ class Ring final : public Engine {
       }
       io_uring_sqe* entry = ::io_uring_get_sqe(&ring_);
       const auto size = static_cast<unsigned>(std::min(t.size - t.done, kAtOnce));
-      if (t.is_write) {
+      t.failure = failure();
+      if (t.failure) {
+        ::io_uring_prep_nop(entry);
+      } else if (t.is_write) {
         ::io_uring_prep_write(entry, fd_, t.memory + t.done, size, static_cast<uint64_t>(t.offset + t.done));
       } else {
         ::io_uring_prep_read(entry, fd_, t.memory + t.done, size, static_cast<uint64_t>(t.offset + t.done));
@@ -113,7 +116,7 @@ class Ring final : public Engine {
       if (data == kStop) return;
       if (data == kDelay) continue;
       auto& t = *reinterpret_cast<Transfer*>(data);
-      const bool done = advance(t, disturbed(result, t.size - t.done), alignment_);
+      const bool done = advance(t, t.failure.value_or(shortened(result, t.size - t.done)), alignment_);
       {
         const std::lock_guard lock(mutex_);
         --in_kernel_;

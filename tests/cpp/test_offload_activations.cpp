@@ -9,6 +9,7 @@
 #include <thread>
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 
 #include "folder.h"
 #include "io/disturb.h"
@@ -26,6 +27,13 @@ namespace {
 struct Disturbed {
   explicit Disturbed(const shoestring::io::Disturbance& d) { shoestring::io::disturb(d); }
   ~Disturbed() { shoestring::io::disturb({}); }
+};
+
+// Small operators on many threads wait for one another most of the time.
+struct OneThread {
+  OneThread() { at::set_num_threads(1); }
+  ~OneThread() { at::set_num_threads(before); }
+  int before = at::get_num_threads();
 };
 
 struct Model {
@@ -79,6 +87,7 @@ bool same(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
 }  // namespace
 
 TEST_CASE("offload_activations gives the same gradients, from the host and from a disk", "[offload]") {
+  const OneThread one_thread;
   const Folder folder;
   const Model model;
   const Tensor x = at::randn({16, 32}).requires_grad_();
@@ -107,6 +116,7 @@ TEST_CASE("offload_activations gives the same gradients, from the host and from 
 }
 
 TEST_CASE("offload_activations leaves parameters where they are, and stores a storage once", "[offload]") {
+  const OneThread one_thread;
   OffloadActivations offload(OffloadActivationsOptions().device("cpu").min_bytes(0));
   const Tensor weight = at::randn({50, 50}).requires_grad_(), x = at::randn({50, 50}).requires_grad_();
   offload.exclude({weight, x});
@@ -120,6 +130,7 @@ TEST_CASE("offload_activations leaves parameters where they are, and stores a st
 }
 
 TEST_CASE("offload_activations: a graph that is kept, a second derivative, and steps that end early", "[offload]") {
+  const OneThread one_thread;
   const Model model(3);
   const Tensor x = at::randn({16, 32}).requires_grad_();
   const auto derivatives = [&](OffloadActivations* offload) {
@@ -156,6 +167,7 @@ TEST_CASE("offload_activations: a graph that is kept, a second derivative, and s
 }
 
 TEST_CASE("offload_activations: errors of the disk and of changes in place", "[offload]") {
+  const OneThread one_thread;
   const Folder folder;
   const Model model;
   const Tensor x = at::randn({16, 32}).requires_grad_();
@@ -184,6 +196,7 @@ TEST_CASE("offload_activations: errors of the disk and of changes in place", "[o
 }
 
 TEST_CASE("offload_activations from several threads, and around a checkpoint", "[offload]") {
+  const OneThread one_thread;
   const Model model;
   const Tensor x = at::randn({16, 32}).requires_grad_();
   OffloadActivations offload(OffloadActivationsOptions().device("cpu").min_bytes(64));

@@ -28,7 +28,8 @@ class offload_activations(torch.autograd.graph.saved_tensors_hooks):  # noqa: N8
     that live on anyway (buffers, inputs) may be excluded: they are found where they were in any case, but copied for nothing.
     A saved tensor that is changed in place before backward is an error, as it is without this. No CUDA graphs.
 
-    Memory on the device: of the layer that runs, and of max_pending layers before it. On the host: of all saved storages
+    Memory on the device: of the layer that runs, and of max_pending layers before it (on the CPU glibc keeps freed memory to
+    itself unless MALLOC_MMAP_THRESHOLD_=1048576 is in the environment). On the host: of all saved storages
     (bf16: half of fp32; 8bit: 65/256 of fp32); with a folder, host_bytes and what is on its way.
 
     Args:

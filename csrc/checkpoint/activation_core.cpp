@@ -157,7 +157,6 @@ void ActivationStoreCore::begin_out(ActivationEntry& e) {
     const int64_t count = entry->bytes / static_cast<int64_t>(c10::elementSize(entry->dtype));
     encode(entry->encoding, elements(entry->source, entry->dtype, count), entry->host);
   });
-  copied_out += e.encoding.bytes;
   if (e.at < 0) return;
   e.out = write.run({}, [entry, file = file.get(), copied = e.out] {
     copied->synchronize();
@@ -238,6 +237,7 @@ void ActivationStoreCore::settle() {
     pending.pop_front();
     if (e == nullptr) continue;
     e->out->block(e->stream);  // throws where it has failed: then the source stays
+    copied_out += e->encoding.bytes;
     gone.push_back(std::move(e->source));
     e->source = c10::Storage();
     if (e->at >= 0) retire(std::exchange(e->host, at::Tensor()), e->out);

@@ -86,6 +86,7 @@ void ActivationStore::mark() {
 
 c10::Dict<std::string, int64_t> ActivationStore::statistics() const {
   const ActivationTurn turn(core_);
+  core_->settle();
   c10::Dict<std::string, int64_t> result;
   result.insert("stored", core_->stored);
   result.insert("copied_out", core_->copied_out);

@@ -54,8 +54,8 @@ class ActivationStore : public torch::CustomClassHolder {
   void exclude(const std::vector<at::Tensor>& tensors);
   /// What is stored from here on belongs to the next layer. Without it each storage is a layer of its own.
   void mark();
-  /// For tests and reports: bytes "stored" by forward so far, "copied_out" and "reloaded"; now in "host" slabs, in "live"
-  /// extents of them, and in the "disk" file; "entries" alive.
+  /// For tests and reports: bytes "stored" by forward so far, "copied_out" and freed, and "reloaded"; now in "host" slabs,
+  /// in "live" extents of them, and in the "disk" file; "entries" alive.
   c10::Dict<std::string, int64_t> statistics() const;
 
  private:

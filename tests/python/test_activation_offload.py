@@ -127,6 +127,23 @@ def test_sources_are_freed_and_memory_does_not_grow_with_depth(device: str, dela
                 assert sum(not ref.expired() for ref in alive) <= 2  # the last layer never left
 
 
+def test_what_is_copied_out_counts_when_it_is_done(device: str) -> None:
+    torch.ops.shoestring.disturb_offload(60_000)
+    try:
+        context = offload(device, max_pending=100)
+        handle = context.pack_hook(torch.randn(1000))
+        context.mark()
+        began = time.perf_counter()
+        while context.statistics()["copied_out"] == 0:
+            assert time.perf_counter() - began < 10
+            time.sleep(1e-3)
+        assert context.statistics()["copied_out"] == 4032  # a multiple of 64
+        context.unpack_hook(handle)
+        assert context.statistics()["reloaded"] == 4000
+    finally:
+        torch.ops.shoestring.disturb_offload()
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_layers_come_back_ahead_of_backward(device: str, delay: int, prefetch: int) -> None:
     context = offload(device, prefetch=prefetch, max_pending=0)

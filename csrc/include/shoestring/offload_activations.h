@@ -82,8 +82,8 @@ class SHOESTRING_API OffloadActivations {
   void exclude(const std::vector<at::Tensor>& tensors);
   /// A layer ends, and the next one begins. Without marks each saved storage is a layer of its own.
   void mark();
-  /// Bytes "stored", "copied_out" (encoded) and "reloaded" so far; now "live" in the slabs of the "host", and the size of
-  /// the file on "disk"; and how many storages there are ("entries").
+  /// Bytes "stored", "copied_out" (encoded) and freed, and "reloaded" so far; now "live" in the slabs of the "host", and
+  /// the size of the file on "disk"; and how many storages there are ("entries").
   std::map<std::string, int64_t> statistics() const;
 
  private:

@@ -89,8 +89,8 @@ class offload_activations(torch.autograd.graph.saved_tensors_hooks):  # noqa: N8
         return [layer.register_forward_pre_hook(lambda *_: self.mark()) for layer in layers]
 
     def statistics(self) -> dict[str, int]:
-        """Bytes ``stored``, ``copied_out`` (encoded) and ``reloaded`` so far; now ``live`` in the slabs of the ``host``, and
-        the size of the file on ``disk``; and how many storages there are (``entries``)."""
+        """Bytes ``stored``, ``copied_out`` (encoded) and freed, and ``reloaded`` so far; now ``live`` in the slabs of the
+        ``host``, and the size of the file on ``disk``; and how many storages there are (``entries``)."""
         return dict(self._store.statistics())
 
     def _pack(self, x: Tensor) -> torch.ScriptObject:

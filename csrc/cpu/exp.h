@@ -31,7 +31,11 @@ SHOESTRING_INLINE F32 scale_by_power(F32 y, F32 power) {
 // e^x as y 2^n: x = (n + r) ln2, and a polynomial in r, |r| <= 1/2, of 2^r. x from -105 to 89, or NaN.
 SHOESTRING_INLINE F32 reduced_exp(F32 x, F32* power) {
   const Whole whole = nearest_whole(x * 1.44269502f);
+#if defined(__FMA__)
   const F32 r = fma(x, splat(1.92596299e-8f), fma(x, splat(1.44269502f), -whole.n)), square = r * r;
+#else  // products that need no rounding
+  const F32 rest = x - whole.n * 0.693145752f - whole.n * 1.42860677e-6f, r = rest * 1.44269502f, square = r * r;
+#endif
   const F32 high = fma(splat(1.54614477e-4f), square, fma(splat(1.33908668e-3f), r, splat(9.61805694e-3f)));
   const F32 middle = fma(splat(5.55035695e-2f), r, splat(0.240226507f)), low = fma(splat(0.693147182f), r, splat(1.f));
   *power = whole.power;
@@ -53,7 +57,7 @@ SHOESTRING_INLINE F32 unless_too_small(F32 x, F32 y) {
 #endif
 }
 
-// e^x for x <= 0, within 2 ulp; what is below the smallest normal number is 0 or, with AVX-512, as it is. NaN stays NaN.
+// e^x for x <= 0, within 1 ulp or so; what is below the smallest normal number is 0 or, with AVX-512, as it is. NaN stays NaN.
 SHOESTRING_INLINE F32 exp_of_negative(F32 x) {
   F32 power;
   const F32 y = reduced_exp(max(splat(kLeastExp), x), &power);

@@ -196,3 +196,36 @@ def test_compiled() -> None:
     ids = batch()["input_ids"]
     compiled = torch.compile(model, backend="aot_eager")
     torch.testing.assert_close(compiled(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2"])
+def test_residual_sums_join_the_norms(name: str) -> None:
+    model = make(name)
+    report = patch_layers(model)
+    assert sum("residual sum" in change.what for change in report.changes) == 2, str(report)
+    calls: list[str] = []
+
+    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Counting(), torch.no_grad():
+        model(batch()["input_ids"])
+    assert sum("add_rms_norm" in call for call in calls) == 2, calls
+
+
+def test_a_layer_that_does_more_is_left_alone() -> None:
+    """Dropout on the residual, as a module and by a function: neither shows in eval."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    class Dropping(LlamaDecoderLayer):
+        def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            return nn.functional.dropout(super().forward(hidden_states, **kwargs), 0.5, self.training)
+
+    model = make("Llama")
+    model.model.layers[0].__class__ = Dropping
+    model.model.layers[1].resid_dropout = nn.Dropout(0.1)
+    report = patch_layers(model)
+    assert not any("residual sum" in change.what for change in report.changes)
+    assert any("Llama's or Gemma's" in why for _, why in report.left)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from shoestring.ops.geglu import geglu
 from shoestring.ops.layer_norm import layer_norm
-from shoestring.ops.rms_norm import rms_norm, rms_norm_reference
+from shoestring.ops.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from shoestring.ops.rope import rope, rope_reference
 from shoestring.ops.swiglu import swiglu
 from shoestring.patching.instances import derive
@@ -26,6 +26,7 @@ Found = tuple[str, str, Callable[[], None]]  # where, what, how to take it back
 Left = tuple[str, str]  # where, and why it is left alone
 ROTATION = "apply_rotary_pos_emb"  # transformers' name of the function in a model's file
 MLP = ("gate_proj", "up_proj", "down_proj")
+ADD = "_shoestring_add"  # of a fused RMSNorm: (x + residual normalised, and that sum)
 
 
 def fuse_norms(model: nn.Module) -> tuple[list[Found], list[Left]]:
@@ -50,7 +51,7 @@ def fuse_norms(model: nn.Module) -> tuple[list[Found], list[Left]]:
                 left.append((name, "a norm that computes something else"))
                 continue
             what = f"fused RMSNorm, casting {options['casting']!r}" + (", offset 1" if options["offset"] else "")
-            changes.append((name, what, derive(module, {"forward": _rms_norm(type(module).forward, options)})))
+            changes.append((name, what, derive(module, _rms_norm(type(module).forward, options))))
     return changes, left
 
 
@@ -79,14 +80,23 @@ def _norm_options(module: Any) -> dict[str, Any] | None:
     return {"offset": offset, "casting": casting} if share > 0.99 else None
 
 
-def _rms_norm(original: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+def _rms_norm(original: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    def widens(self: Any, x: Tensor) -> bool:  # its result has the wider type of the two
+        return bool(options["casting"] == "llama" and self.weight.dtype != x.dtype)
+
     @functools.wraps(original)
     def forward(self: Any, x: Tensor) -> Tensor:
-        if options["casting"] == "llama" and self.weight.dtype != x.dtype:  # its result has the wider of the two
+        if widens(self, x):
             return original(self, x)
         return rms_norm(x, self.weight, eps=_eps(self, x), **options)
 
-    return forward
+    def add(self: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        if widens(self, x) or x.dtype != residual.dtype:
+            total = residual + x
+            return forward(self, total), total
+        return add_rms_norm(x, residual, self.weight, eps=_eps(self, x), **options)
+
+    return {"forward": forward, ADD: add}
 
 
 def _layer_norm(original: Callable[..., Any]) -> Callable[..., Any]:

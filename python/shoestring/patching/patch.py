@@ -16,6 +16,7 @@ from shoestring.patching.head import has_meta, weights
 from shoestring.patching.layers import fuse_mlps, fuse_norms, fuse_rotations
 from shoestring.patching.logits import Logits
 from shoestring.patching.projections import fuse
+from shoestring.patching.residuals import fuse_residuals
 
 RECORDING = "_shoestring_recording"  # an attribute of a patched model, true while its forward makes no logits
 
@@ -80,9 +81,10 @@ def patch(
     "sdpa" (:func:`shoestring.register_attention`); what needs attention weights has to leave it out. The setting is the
     configuration's, so copies and pickles have it too, though no file that ``save_pretrained`` writes.
 
-    RMSNorm (in Llama's or Gemma's manner of rounding) and LayerNorm, rotary embeddings and the products of SwiGLU's and
-    GeGLU's MLPs are one operator each, whose results are the model's own within rounding. What a module computes is found
-    out on random numbers; one that computes something else stays as it is, and the report says so.
+    RMSNorm (in Llama's or Gemma's manner of rounding; with the residual's sum before it, where a decoder layer has no more
+    than that) and LayerNorm, rotary embeddings and the products of SwiGLU's and GeGLU's MLPs are one operator each, whose
+    results are the model's own within rounding. What a module computes is found out on random numbers; one that computes
+    something else stays as it is, and the report says so.
 
     Only this instance changes: it gets a class of its own, derived from its class and with that one's name. A deep copy
     of it, and what is unpickled, is the plain model. Undo, or not, before ``save_pretrained``: the files are the same.
@@ -138,6 +140,10 @@ def patch(
             changes, left = fused(target)
             report.changes += [Change(*change) for change in changes]
             report.left += left
+    if norms:
+        changes, left = fuse_residuals(target, lambda: _loss_of_few(target))
+        report.changes += [Change(*change) for change in changes]
+        report.left += left
     if projections:
         report.changes += [Change(*change) for change in fuse(target)]
     if attention:

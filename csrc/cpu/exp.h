@@ -36,10 +36,11 @@ SHOESTRING_INLINE F32 reduced_exp(F32 x, F32* power) {
 #else  // products that need no rounding
   const F32 rest = x - whole.n * 0.693145752f - whole.n * 1.42860677e-6f, r = rest * 1.44269502f, square = r * r;
 #endif
-  const F32 high = fma(splat(1.54614477e-4f), square, fma(splat(1.33908668e-3f), r, splat(9.61805694e-3f)));
-  const F32 middle = fma(splat(5.55035695e-2f), r, splat(0.240226507f)), low = fma(splat(0.693147182f), r, splat(1.f));
+  const F32 high = fma(splat(1.54614477e-4f), r, splat(1.33908668e-3f));
+  const F32 middle = fma(splat(9.61805694e-3f), r, splat(5.55035695e-2f));
+  const F32 low = fma(splat(0.240226507f), r, splat(0.693147182f));
   *power = whole.power;
-  return fma(fma(high, square, middle), square, low);
+  return fma(fma(fma(high, square, middle), square, low), r, splat(1.f));
 }
 
 #if defined(__AVX512F__)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shoestring.checkpointing.blocks import Treatment, find_blocks, run_block, treat
 from shoestring.checkpointing.function import Keep
-from shoestring.checkpointing.measure import Cost, gradients_aside, measure, run_step
+from shoestring.checkpointing.measure import Cost, gradients_aside, measure, run_step, synchronize
 from shoestring.checkpointing.offload import offload_activations
 from shoestring.checkpointing.plan import CheckpointPlan, PlanBlock, PlanChoice, checkpoint_plan
 
@@ -176,52 +176,26 @@ def _block(costs: dict[str, Cost], offload: bool) -> PlanBlock:
 
 def _link(offload: offload_activations, device: torch.device) -> dict[str, float]:
     """Bytes a second to where ``offload`` moves them, and back, by moving some."""
-    with offload:
-        (torch.zeros(LINK_BYTES // 4, device=device, requires_grad=True) * 1).exp()  # slabs and files are made
-    x = torch.rand(LINK_BYTES // 4, device=device, requires_grad=True) * 1
-    before = offload.statistics()["copied_out"]
-    with offload:
-        y = x.exp()  # saves its result
-    began = time.perf_counter()
-    offload.mark()
-    offload.mark()
-    while offload.statistics()["copied_out"] == before and time.perf_counter() - began < 10:
-        time.sleep(1e-4)
-    out = time.perf_counter() - began
-    edge, grad = torch.autograd.graph.get_gradient_edge(y), torch.ones_like(y)
-    del y
-    began = time.perf_counter()
-    torch.autograd.grad([edge], [x], [grad])
-    return {"out_bytes_per_second": LINK_BYTES / out, "in_bytes_per_second": LINK_BYTES / (time.perf_counter() - began)}
-
-
-def _choice(name: str, cost: Cost, kept: Cost) -> PlanChoice:
-    extra = cost.forward_seconds + cost.backward_seconds - kept.forward_seconds - kept.backward_seconds
-    return PlanChoice(
-        name,
-        bytes=cost.held,
-        extra_seconds=max(0.0, extra),
-        forward_bytes=max(cost.forward_bytes, cost.held),
-        backward_bytes=max(cost.backward_bytes, cost.held),
-    )
-
-
-def _around(name: str, cost: Cost) -> PlanBlock:
-    return PlanBlock(max(0.0, cost.forward_seconds), max(0.0, cost.backward_seconds), [_choice(name, cost, cost)])
-
-
-def _step(model: nn.Module, example: Any) -> Callable[[], Tensor]:
-    if callable(example):
-        return example
-
-    def step() -> Tensor:
-        result = model(**example) if isinstance(example, Mapping) else model(*example)
-        loss = getattr(result, "loss", None)
-        if isinstance(loss, Tensor):
-            return loss
-        return next(leaf for leaf in torch.utils._pytree.tree_leaves(result) if isinstance(leaf, Tensor)).float().sum()
-
-    return step
+    seconds = [0.0, 0.0]
+    for _ in range(2):  # the first makes slabs and files
+        x = torch.rand(LINK_BYTES // 4, device=device, requires_grad=True) * 1
+        before = offload.statistics()["copied_out"]
+        synchronize(device)
+        seconds[0] = -time.perf_counter()
+        with offload:
+            y = x.exp()  # saves its result; this itself is quick beside the copy
+        offload.mark()  # its layer is over, and is not the last
+        while offload.statistics()["copied_out"] == before and seconds[0] + time.perf_counter() < 10:
+            time.sleep(1e-4)
+        seconds[0] += time.perf_counter()
+        edge, grad = torch.autograd.graph.get_gradient_edge(y), torch.ones_like(y)
+        del y
+        synchronize(device)
+        seconds[1] = -time.perf_counter()
+        torch.autograd.grad([edge], [x], [grad])
+        synchronize(device)
+        seconds[1] += time.perf_counter()
+    return {"out_bytes_per_second": LINK_BYTES / seconds[0], "in_bytes_per_second": LINK_BYTES / seconds[1]}
 
 
 def parse_bytes(budget: int | str) -> int:

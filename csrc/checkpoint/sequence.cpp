@@ -25,6 +25,8 @@ namespace {
 using activations::MemoryMeter;
 
 constexpr int kRuns = 3;  // of each function; the quickest counts
+// Seconds that a second run takes at least, whatever was measured: nothing is gained where all fits.
+constexpr double kLeastExtra = 1e-6;
 
 struct Choice {
   const char* name;
@@ -147,7 +149,7 @@ PlanBlock planned(const BlockFunction& function, const Tensor& x, bool different
       continue;  // nothing of the kind to keep here
     }
     const double extra = cost.forward_seconds + cost.backward_seconds - kept.forward_seconds - kept.backward_seconds;
-    block.choices.push_back({choice.name, cost.held, std::max(0.0, extra), 0, std::max(cost.forward_bytes, cost.held),
+    block.choices.push_back({choice.name, cost.held, choice.checkpointed ? std::max(kLeastExtra, extra) : 0.0, 0, std::max(cost.forward_bytes, cost.held),
                              std::max(cost.backward_bytes, cost.held)});
   }
   return block;

@@ -29,6 +29,7 @@ CHOICES: dict[str, tuple[str, ...] | None] = {
 }
 # The same where what is saved leaves the device, by the choice that it is made of.
 OFFLOADED = {"offload": "keep", "recompute, input offloaded": "recompute"}
+LEAST_EXTRA = 1e-6  # seconds that a second run takes at least, whatever was measured: nothing is gained where all fits
 LINK_BYTES = 16 << 20  # moved to see how fast the link is
 
 
@@ -196,6 +197,35 @@ def _link(offload: offload_activations, device: torch.device) -> dict[str, float
         synchronize(device)
         seconds[1] += time.perf_counter()
     return {"out_bytes_per_second": LINK_BYTES / seconds[0], "in_bytes_per_second": LINK_BYTES / seconds[1]}
+
+
+def _choice(name: str, cost: Cost, kept: Cost) -> PlanChoice:
+    extra = cost.forward_seconds + cost.backward_seconds - kept.forward_seconds - kept.backward_seconds
+    return PlanChoice(
+        name,
+        bytes=cost.held,
+        extra_seconds=0.0 if cost is kept else max(LEAST_EXTRA, extra),
+        forward_bytes=max(cost.forward_bytes, cost.held),
+        backward_bytes=max(cost.backward_bytes, cost.held),
+    )
+
+
+def _around(name: str, cost: Cost) -> PlanBlock:
+    return PlanBlock(max(0.0, cost.forward_seconds), max(0.0, cost.backward_seconds), [_choice(name, cost, cost)])
+
+
+def _step(model: nn.Module, example: Any) -> Callable[[], Tensor]:
+    if callable(example):
+        return example
+
+    def step() -> Tensor:
+        result = model(**example) if isinstance(example, Mapping) else model(*example)
+        loss = getattr(result, "loss", None)
+        if isinstance(loss, Tensor):
+            return loss
+        return next(leaf for leaf in torch.utils._pytree.tree_leaves(result) if isinstance(leaf, Tensor)).float().sum()
+
+    return step
 
 
 def parse_bytes(budget: int | str) -> int:

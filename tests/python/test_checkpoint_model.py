@@ -144,6 +144,13 @@ def test_examples() -> None:
         report.undo()
 
 
+def test_an_input_that_was_there_before() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    x = torch.randn(64, 8)
+    report = shoestring.checkpoint_model(model, ["0", "1", "2"], budget="1MiB", example=[x])
+    assert report.plan is not None and report.plan.peak_bytes < 64 * 8 * 4 * 12
+
+
 def test_errors() -> None:
     model = Model(2)
 

@@ -135,9 +135,10 @@ def process(depth: int, width: int, tokens: int, budget: int) -> None:
     model, x = Model(depth, width), torch.randn(1, tokens, width)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
+    before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
     if budget:
         shoestring.checkpoint_model(model, budget=budget, example=lambda: model(x))
-    before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before, file=sys.stderr)
     times = []
     for _ in range(3):
         began = time.perf_counter()

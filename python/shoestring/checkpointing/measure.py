@@ -85,16 +85,23 @@ def metered() -> Iterator[Any]:
 
 @contextmanager
 def gradients_aside(model: nn.Module) -> Iterator[None]:
-    """Backward may run inside without leaving a trace; gradients are there, as after a first micro-batch."""
+    """Backward may run inside without leaving a trace: what it adds to a gradient is there as long as it adds it."""
     before = [(p, p.grad) for p in model.parameters() if p.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(_forget) for p, _ in before if p.is_leaf]
     for p, _ in before:
-        p.grad = torch.zeros_like(p)
+        p.grad = None
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
             yield
     finally:
+        for hook in hooks:
+            hook.remove()
         for p, grad in before:
             p.grad = grad
+
+
+def _forget(p: Tensor) -> None:
+    p.grad = None
 
 
 def measure(run: Forward, call: Call, device: torch.device) -> Cost:

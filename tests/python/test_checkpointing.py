@@ -104,6 +104,27 @@ def test_computes_what_it_keeps_once() -> None:
     assert computed([torch.ops.aten.gelu.default])["aten::gelu"] == 1
 
 
+def test_what_is_kept_goes_through_hooks_around() -> None:
+    block, x = Block(), torch.randn(6, 8, requires_grad=True)
+    packed: list[Tensor] = []
+
+    def loss(keep: list[Any]) -> Tensor:
+        def pack(t: Tensor) -> int:
+            packed.append(t)
+            return len(packed) - 1
+
+        packed.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda i: packed[i]):
+            return checkpoint(block, x, keep=keep).sum()
+
+    of = [x, *block.parameters()]
+    expected = gradients(lambda: block(x).sum(), of)
+    check_same(gradients(lambda: loss([]), of), expected)
+    assert [tuple(t.shape) for t in packed if t.numel()] == [(6, 8)]  # the input; PyTorch's anchor is empty
+    check_same(gradients(lambda: loss(["hidden", "attention"]), of), expected)
+    assert sorted(tuple(t.shape) for t in packed if t.numel()) == [(1, 2, 6), (1, 2, 6, 4), (6, 8), (6, 32)]
+
+
 def test_runs_up_to_the_last_saved_tensor() -> None:
     ends = []
 

@@ -238,5 +238,5 @@ def run_step(modules: list[nn.Module], step: Callable[[], Tensor], device: torch
     at_blocks, blocks_back = marks.get("back at blocks", end), marks.get("blocks are back", end)
     below = max(0, blocks[1] - own[0])  # the first block's input may have been there before the step
     before = Cost(blocks[0] - began, end[0] - blocks_back[0], below, blocks[2], max(0, end[2] - still_here))
-    after = Cost(forward[0] - behind[0], at_blocks[0] - forward[0], 0, forward[2], at_blocks[2])
+    after = Cost(forward[0] - behind[0], at_blocks[0] - forward[0], forward[1], forward[2], at_blocks[2])
     return Step(order, kinds, calls, before, after)

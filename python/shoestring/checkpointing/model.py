@@ -129,13 +129,14 @@ def checkpoint_model(
     held = step.before.held + sum(costs[kind]["recompute"].held for kind in step.kinds)
     after = replace(
         step.after,
+        held=max(0, step.after.held - held),
         forward_bytes=max(0, step.after.forward_bytes - held),
         backward_bytes=max(0, step.after.backward_bytes - held),
     )
     link = _link(offload, device) if offload is not None else {}
     row = [_around("before", step.before), *(planned[kind] for kind in step.kinds), _around("behind", after)]
     plan = checkpoint_plan(row, limit, **link)
-    undo, chosen, chosen_bytes = [], [], step.before.held
+    undo, chosen, chosen_bytes = [], [], step.before.held + after.held
     for module, kind, name in zip(step.modules, step.kinds, plan.names[1:-1], strict=True):
         away = offload if name in OFFLOADED else None
         treatment = Treatment(CHOICES[OFFLOADED.get(name, name)], away, ends_layer=module is not step.modules[-1])

@@ -160,7 +160,8 @@ def high_water(report: Report, depth: int, width: int, tokens: int, threads: int
     (plain, plain_seconds), (fitted, fitted_seconds) = run(0), run(free // 3)
     print(
         f"\n{depth} blocks of {width}, {tokens} tokens, a process each: high-water mark {plain / 2**20:.0f} MiB above the model, "
-        f"{fitted / 2**20:.0f} under a third of the activations ({fitted / plain:.2f}), {fitted_seconds / plain_seconds:.2f} times the time"
+        f"{fitted / 2**20:.0f} under a third of the activations ({fitted / plain:.2f}), "
+        f"{fitted_seconds / plain_seconds:.2f} times the time"
     )
     row = {"plain": plain, "fitted": fitted, "plain_seconds": plain_seconds, "fitted_seconds": fitted_seconds}
     report.data["tables"].append({"title": f"high-water mark, {depth} x {width}, {tokens} tokens", "rows": [row]})

@@ -218,7 +218,8 @@ void OperatorTape::call(const c10::OperatorHandle& handle, c10::DispatchKeySet k
     if (number >= op.calls.size() || op.calls[number].values.empty()) return handle.redispatchBoxed(keys, arguments);
     Result& result = op.calls[number];
     TORCH_CHECK(sizes_of(given) == result.arguments, "checkpoint: ", handle.schema().name(),
-                " is kept, and received arguments of other sizes or dtypes in backward than in forward: the function has to do the same both times");
+                " is kept, and received arguments of other sizes or dtypes in backward than in forward: the function has to do "
+                "the same both times");
     std::vector<c10::IValue> handed_out;
     size_t next = 0;
     for (const auto& value : result.values) {

@@ -149,8 +149,8 @@ PlanBlock planned(const BlockFunction& function, const Tensor& x, bool different
       continue;  // nothing of the kind to keep here
     }
     const double extra = cost.forward_seconds + cost.backward_seconds - kept.forward_seconds - kept.backward_seconds;
-    block.choices.push_back({choice.name, cost.held, choice.checkpointed ? std::max(kLeastExtra, extra) : 0.0, 0, std::max(cost.forward_bytes, cost.held),
-                             std::max(cost.backward_bytes, cost.held)});
+    block.choices.push_back({choice.name, cost.held, choice.checkpointed ? std::max(kLeastExtra, extra) : 0.0, 0,
+                             std::max(cost.forward_bytes, cost.held), std::max(cost.backward_bytes, cost.held)});
   }
   return block;
 }

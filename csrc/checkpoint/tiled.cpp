@@ -7,13 +7,14 @@ using at::Tensor;
 namespace shoestring::detail {
 
 void check_tiles(const char* op, int64_t tiles, int64_t length, const char* what) {
-  TORCH_CHECK(tiles >= 1 && tiles <= length, op, ": tiles: expected 1 to the number of ", what, " (", length, "), received ", tiles);
+  TORCH_CHECK(tiles >= 1 && tiles <= length, op, ": tiles: expected 1 to the number of ", what, " (", length,
+              "), received ", tiles);
 }
 
 Tensor joined(const std::vector<Tensor>& parts, int64_t dim, const Tensor& x) {
   Tensor all = at::cat(parts, dim);
-  TORCH_CHECK(all.size(dim) == x.size(dim), "tiled: fn: expected results as long along dim ", dim, " as their tiles, ", x.size(dim),
-              " in all, received ", all.size(dim));
+  TORCH_CHECK(all.size(dim) == x.size(dim), "tiled: fn: expected results as long along dim ", dim, " as their tiles, ",
+              x.size(dim), " in all, received ", all.size(dim));
   return all;
 }
 
@@ -23,8 +24,8 @@ std::vector<std::vector<Tensor>> tiles_of(const std::vector<std::pair<Tensor, in
   check_tiles("tiled_features", tiles, length, "features");
   std::vector<std::vector<Tensor>> all(tiles);
   for (const auto& [weight, dim] : weights) {
-    TORCH_CHECK(weight.size(dim) == length, "tiled_features: weights: expected the same length along each's dim, received ", length,
-                " and ", weight.size(dim));
+    TORCH_CHECK(weight.size(dim) == length, "tiled_features: weights: expected the same length along each's dim, received ",
+                length, " and ", weight.size(dim));
     const auto pieces = weight.tensor_split(tiles, dim);
     for (int64_t i = 0; i < tiles; ++i) all[i].push_back(pieces[i]);
   }

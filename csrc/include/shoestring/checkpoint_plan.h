@@ -68,6 +68,7 @@ SHOESTRING_API CheckpointPlan checkpoint_plan(const std::vector<PlanBlock>& bloc
 
 /// What the same model predicts for given choices. Where they do not fit, the peak is above budget_bytes.
 SHOESTRING_API CheckpointPlan simulate_checkpoint_plan(const std::vector<PlanBlock>& blocks,
-                                                       const std::vector<int64_t>& choices, int64_t budget_bytes, const CheckpointPlanOptions& options = {});
+                                                       const std::vector<int64_t>& choices, int64_t budget_bytes,
+                                                       const CheckpointPlanOptions& options = {});
 
 }  // namespace shoestring

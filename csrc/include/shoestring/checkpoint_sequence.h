@@ -35,6 +35,7 @@ SHOESTRING_API SequencePlan plan_sequential(const std::vector<BlockFunction>& fu
                                             int64_t budget_bytes, const std::vector<int64_t>& kinds = {});
 
 /// Runs the functions one after the other as the plan says.
-SHOESTRING_API at::Tensor checkpoint_sequential(const std::vector<BlockFunction>& functions, const SequencePlan& plan, at::Tensor x);
+SHOESTRING_API at::Tensor checkpoint_sequential(const std::vector<BlockFunction>& functions, const SequencePlan& plan,
+                                                at::Tensor x);
 
 }  // namespace shoestring

@@ -142,6 +142,7 @@ std::string LlamaConfig::json() const {
                   ",\n  \"num_key_value_heads\": ", kv_heads, ",\n  \"head_dim\": ", head_dim,
                   ",\n  \"max_position_embeddings\": ", max_tokens, ",\n  \"rms_norm_eps\": ", rms_norm_eps,
                   ",\n  \"rope_theta\": ", rope_theta,
-                  ",\n  \"hidden_act\": \"silu\",\n  \"tie_word_embeddings\": ", tied ? "true" : "false", ",\n  \"bos_token_id\": null,\n  "
+                  ",\n  \"hidden_act\": \"silu\",\n  \"tie_word_embeddings\": ", tied ? "true" : "false",
+                  ",\n  \"bos_token_id\": null,\n  "
                   "\"eos_token_id\": null,\n  \"dtype\": \"float32\"\n}\n");
 }

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointError
 
 import shoestring
 from shoestring import checkpoint
@@ -198,6 +203,60 @@ def test_an_error_inside_leaves_everything_as_it_was() -> None:
     with Calls() as calls:  # no tape is left on the thread
         x.exp()
     assert calls.count["aten::exp"] == 1
+
+
+def test_nothing_is_left_behind() -> None:
+    class Function:
+        def __call__(self, x: Tensor) -> Tensor:
+            return x.exp().sin()
+
+    def used(ends: Callable[[Tensor], object]) -> None:
+        fn, x = Function(), torch.randn(4, requires_grad=True)
+        alive = weakref.ref(fn)
+        y = checkpoint(fn, x, keep=["aten::exp"])
+        del fn
+        assert alive() is not None
+        ends(y)
+        del y
+        assert alive() is None
+
+    gc.disable()  # no circle that only the collector would find
+    try:
+        used(lambda y: y.sum().backward())
+        used(lambda y: y.sum().backward(retain_graph=True))
+        used(lambda y: None)
+    finally:
+        gc.enable()
+
+
+def test_another_second_run_is_an_error() -> None:
+    x, runs = torch.randn(4, 4, requires_grad=True), [0]
+
+    def other_shape(x: Tensor) -> Tensor:
+        runs[0] += 1
+        return (x if runs[0] == 1 else x[:2]).exp().sin()
+
+    def less(x: Tensor) -> Tensor:
+        runs[0] += 1
+        return x.exp().sin() if runs[0] == 1 else x.exp()
+
+    shapes = r"float32\[4, 4\] on cpu in forward and is float32\[2, 4\]"
+    for fn, message in ((other_shape, shapes), (less, "saved 2 tensors in forward and 1")):
+        runs[0] = 0
+        with pytest.raises(CheckpointError, match=message):
+            checkpoint(fn, x).sum().backward()
+    with pytest.raises(RuntimeError, match="inplace"):
+        checkpoint(lambda t: t.mul_(2).sin(), x * 1).sum().backward()
+
+
+def test_the_compiler_is_not_imported() -> None:
+    code = (
+        "import sys, torch, shoestring\n"
+        "x = torch.randn(4, requires_grad=True)\n"
+        "shoestring.checkpoint(torch.sin, x, keep=['attention']).sum().backward()\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_refusals() -> None:

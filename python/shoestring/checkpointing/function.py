@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
+
+from shoestring.checkpointing.frame import Frame
 
 Keep = str | torch._ops.OpOverload | torch._ops.OpOverloadPacket
 
@@ -92,19 +94,21 @@ def checkpoint(
     Raises:
         torch.utils.checkpoint.CheckpointError: in backward, where ``fn`` did something else the second time.
     """
-    options: dict[str, Any] = {}
     if isinstance(keep, str):
         raise TypeError(f'checkpoint: keep: expected a list, received {keep!r}; write ["{keep}"]')
-    if keep:
-        names = tuple(_name(item) for item in keep)
-        if torch.compiler.is_compiling():
+    names = tuple(_name(item) for item in keep)
+    if torch.compiler.is_compiling():  # which knows PyTorch's own
+        options: dict[str, Any] = {"preserve_rng_state": preserve_rng_state, "early_stop": early_stop}
+        if names:
             make = torch_checkpoint.create_selective_checkpoint_contexts
             options["context_fn"] = functools.partial(make, functools.partial(_policy, names))
-        else:
-            options["context_fn"] = functools.partial(_runs, names)
-    return torch_checkpoint.checkpoint(
-        fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, early_stop=early_stop, **options, **kwargs
-    )
+        return torch_checkpoint.checkpoint(fn, *args, use_reentrant=False, **options, **kwargs)
+    if not torch.is_grad_enabled():
+        return fn(*args, **kwargs)
+    record, replay = _runs(names) if names else (nullcontext(), None)
+    frame = Frame(fn, args, kwargs, preserve_rng_state=preserve_rng_state, early_stop=early_stop, replay=replay)
+    with frame.first_run(), record:
+        return fn(*args, **kwargs)
 
 
 def checkpoint_sequential(

@@ -142,13 +142,15 @@ def execute(
     """
     run = options.out
     optimizer = make_optimizer(model, config)
-    if config.gradient_checkpointing:
+    if config.gradient_checkpointing and config.plain:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainer = Trainer(
         config, model, make_loss(), optimizer, *data, run, options.checkpoint_every, progress, fingerprint.values,
         packed,
     )  # fmt: skip
     report = None
+    if config.gradient_checkpointing and not config.plain:
+        report = checkpoint_model(model)
     if options.memory_budget is not None:
         report = _fit_memory(trainer, options.memory_budget)
         trainer.planned_activations = report.held_bytes
@@ -161,7 +163,7 @@ def execute(
     began = time.time()
     trainer.fit(start)
     peak = memory.peak_bytes()
-    if config.gradient_checkpointing:
+    if config.gradient_checkpointing and config.plain:
         model.gradient_checkpointing_disable()
     if report is not None:
         report.undo()

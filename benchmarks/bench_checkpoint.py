@@ -7,7 +7,7 @@ the allocator; --process runs the model once alone and prints the process's high
 
 import argparse
 import functools
-import resource
+import os
 import statistics
 import subprocess
 import sys
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import shoestring
 from shoestring.checkpointing.measure import metered
+from shoestring.training import memory
 
 SELECTED = [torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
 
@@ -135,16 +136,15 @@ def process(depth: int, width: int, tokens: int, budget: int) -> None:
     model, x = Model(depth, width), torch.randn(1, tokens, width)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+    before = memory.resident_bytes()
     if budget:
         shoestring.checkpoint_model(model, budget=budget, example=lambda: model(x))
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before, file=sys.stderr)
     times = []
     for _ in range(3):
         began = time.perf_counter()
         model(x).backward()
         times.append(time.perf_counter() - began)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before, min(times))
+    print(memory.peak_bytes() - before, min(times))
 
 
 def high_water(report: Report, depth: int, width: int, tokens: int, threads: int) -> None:
@@ -154,7 +154,10 @@ def high_water(report: Report, depth: int, width: int, tokens: int, threads: int
 
     def run(budget: int) -> tuple[int, float]:
         command = [sys.executable, __file__, "--threads", str(threads), "--process", f"{depth},{width},{tokens},{budget}"]
-        size, seconds = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        # Or glibc keeps in its heap what is freed, and the mark says how that is broken up, not what is needed.
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576"}
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+        size, seconds = done.stdout.split()
         return int(size), float(seconds)
 
     (plain, plain_seconds), (fitted, fitted_seconds) = run(0), run(free // 3)
@@ -180,8 +183,7 @@ def main() -> None:
     report = Report("checkpoint", options)
     depth, width, tokens = (4, 128, 128) if options.quick else (24, 384, 1024)
     if options.only in (None, "overhead"):
-        for length in (tokens,) if options.quick else (1024, 2048):
-            overhead(report, depth // 4, width if options.quick else 768, length, options.repeats)
+        overhead(report, 4, width if options.quick else 768, tokens, options.repeats)
     if options.only in (None, "budget"):
         budgets(report, depth, width, tokens, options.repeats)
     if options.only in (None, "process"):

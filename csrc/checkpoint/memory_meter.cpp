@@ -1,9 +1,14 @@
 #include "checkpoint/memory_meter.h"
 
+#include <c10/util/Logging.h>
 #include <torch/csrc/profiler/orchestration/observer.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 namespace shoestring::activations {
+
+constexpr int kErrorsAlone = 2;  // of c10's log levels
 
 // PyTorch's allocators tell a profiler, where this thread has one, of every block. So this is one, to all that ask.
 struct MemoryMeter::Counter : torch::profiler::impl::ProfilerStateBase {
@@ -23,17 +28,23 @@ struct MemoryMeter::Counter : torch::profiler::impl::ProfilerStateBase {
 };
 
 MemoryMeter::MemoryMeter() : counter_(std::make_shared<Counter>()) {}
-MemoryMeter::~MemoryMeter() = default;
+MemoryMeter::~MemoryMeter() { end(); }
 
 void MemoryMeter::begin() {
   TORCH_CHECK(guard_ == nullptr, "MemoryMeter: begin: expected a meter that does not run");
   TORCH_CHECK(c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE) == nullptr,
               "MemoryMeter: begin: expected no profiler on this thread; stop it first");
   counter_->current = counter_->peak = 0;
+  // The allocator warns of blocks that are freed and were there before: a meter asks for the others.
+  log_level_ = FLAGS_caffe2_log_level;
+  FLAGS_caffe2_log_level = std::max(log_level_, kErrorsAlone);
   guard_ = std::make_unique<c10::DebugInfoGuard>(c10::DebugInfoKind::PROFILER_STATE, counter_);
 }
 
-void MemoryMeter::end() { guard_.reset(); }
+void MemoryMeter::end() {
+  if (guard_) FLAGS_caffe2_log_level = log_level_;
+  guard_.reset();
+}
 
 int64_t MemoryMeter::current() const { return counter_->current; }
 

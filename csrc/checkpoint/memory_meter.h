@@ -26,6 +26,7 @@ class MemoryMeter : public torch::CustomClassHolder {
   struct Counter;
   std::shared_ptr<Counter> counter_;
   std::unique_ptr<c10::DebugInfoGuard> guard_;
+  int log_level_ = 0;
 };
 
 }  // namespace shoestring::activations

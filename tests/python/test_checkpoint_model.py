@@ -124,13 +124,14 @@ def test_a_budget_is_kept_and_predicted(part: float) -> None:
 def test_a_budget_with_offload(part: float, tmp_path: Any) -> None:
     model = Model(depth=12)
     plain, expected = step(model)
-    offload = shoestring.offload_activations(device="cpu", folder=str(tmp_path), exclude=model)
+    offload = shoestring.offload_activations(device="cpu", folder=str(tmp_path), exclude=model, max_pending=1)
     report = shoestring.checkpoint_model(model, budget=int(plain * part), example=lambda: model(TOKENS), offload=offload)
     assert any("offload" in choice for _, choice in report.blocks)
     for _ in range(2):
         peak, gradients = step(model)
         assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
-        assert peak <= 1.05 * plain * part  # copies of a layer may be on their way a little longer than planned
+        # How long a copy takes is the machine's affair: that of one layer may be on its way longer than planned.
+        assert peak <= plain * part + plain / 12
 
 
 def test_examples() -> None:

@@ -124,14 +124,13 @@ Tensor Frame::value(Number& number) {
 void Frame::run_again(int pass) {
   std::vector<Tensor> given;
   for (const auto& input : inputs) given.push_back(input.unpack());
-  const auto forget = [](Frame& frame, int pass) {
-    for (const auto& weak : frame.numbers) {
-      if (const auto number = weak.lock()) number->values.erase(pass);
-    }
-  };
   if (pass >= 0) {  // what this pass leaves unused goes with it
-    torch::autograd::Engine::get_default_engine().queue_callback([forget, pass, weak = weak_from_this()] {
-      if (const auto frame = weak.lock()) forget(*frame, pass);
+    torch::autograd::Engine::get_default_engine().queue_callback([pass, weak = weak_from_this()] {
+      const auto frame = weak.lock();
+      if (!frame) return;
+      for (const auto& one : frame->numbers) {
+        if (const auto number = one.lock()) number->values.erase(pass);
+      }
     });
   }
   const auto hooks = std::make_shared<SecondRun>(*this, pass);

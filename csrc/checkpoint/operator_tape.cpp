@@ -1,13 +1,11 @@
 #include "checkpoint/operator_tape.h"
 
-#include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <shoestring/checkpoint.h>
 #include <torch/library.h>
 
-#include <exception>
 #include <map>
 #include <optional>
 #include <utility>
@@ -166,19 +164,9 @@ void OperatorTape::end() {
   pop();
   made_.clear();
   if (!std::exchange(recording_, false)) return;
-  // Python's checkpoint is still there with its hooks; what is kept goes to those around it.
-  const bool python = !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
-  auto hooks = python ? std::optional(at::SavedTensorDefaultHooks::pop_hooks()) : std::nullopt;
-  std::exception_ptr error;
-  try {
-    for (auto& [handle, op] : operators_) {
-      for (Result& result : op.calls) save(handle.schema().name(), result);
-    }
-  } catch (...) {
-    error = std::current_exception();
+  for (auto& [handle, op] : operators_) {
+    for (Result& result : op.calls) save(handle.schema().name(), result);
   }
-  if (hooks) at::SavedTensorDefaultHooks::push_hooks(std::move(hooks->first), std::move(hooks->second));
-  if (error) std::rethrow_exception(error);
 }
 
 void OperatorTape::save(const std::string& op, Result& result) {

@@ -1,34 +1,14 @@
 // Wrong use of the primitives of cuda/common/ptx.h, one mistake at a time: the emulator says which.
 
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <string>
 #include <vector>
 
 #include "catch2.h"
+#include "check_caught.h"
 #include "device_array.h"
 #include "kernels/primitives.h"
 
 using namespace simt_tests;
-
-namespace {
-
-// The launch has to fail with this text under every order.
-template <class Launch>
-void check_caught(Flaw flaw, const std::string& expected, Launch launch) {
-  for (int order = 0; order < 5; ++order) {
-    simt::set_order(order);
-    const char* said = launch(flaw);
-    const std::string error = said == nullptr ? "" : said;
-    if (std::getenv("SIMT_SHOW")) std::printf("%2d  %s\n", static_cast<int>(flaw), error.c_str());
-    INFO("flaw " << static_cast<int>(flaw) << ", expected '" << expected << "', received '" << error << "'");
-    CHECK(error.find(expected) != std::string::npos);
-  }
-  simt::set_order(0);
-}
-
-}  // namespace
 
 TEST_CASE("the emulator catches wrong use of the primitives") {
   DeviceArray<uint16_t> a(std::vector<uint16_t>(64 * 128)), b(std::vector<uint16_t>(64 * 128));

@@ -11,30 +11,20 @@
 #include <utility>
 #include <vector>
 
+#include <torch/arg.h>
+
 #include <shoestring/export.h>
 
 namespace shoestring {
 
 struct CheckpointOptions {
-  CheckpointOptions() = default;
-#define SHOESTRING_OPTION(type, name)                    \
-  const type& name() const { return name##_; }           \
-  CheckpointOptions& name(type value) {                  \
-    name##_ = std::move(value);                          \
-    return *this;                                        \
-  }
   /// Operators whose results are kept, so that backward does not compute them again: names ("aten::mm"), the groups
   /// "attention" and "products", and tags (tag_activation).
-  SHOESTRING_OPTION(std::vector<std::string>, keep)
+  TORCH_ARG(std::vector<std::string>, keep);
   /// Draw the same random numbers in both runs.
-  SHOESTRING_OPTION(bool, preserve_rng_state)
+  TORCH_ARG(bool, preserve_rng_state) = true;
   /// End the second run at the last tensor that backward needs.
-  SHOESTRING_OPTION(bool, early_stop)
-#undef SHOESTRING_OPTION
-
- private:
-  std::vector<std::string> keep_;
-  bool preserve_rng_state_ = true, early_stop_ = true;
+  TORCH_ARG(bool, early_stop) = true;
 };
 
 namespace detail {

@@ -107,7 +107,7 @@ def checkpoint(
         return fn(*args, **kwargs)
     record, replay = _runs(names) if names else (nullcontext(), None)
     frame = Frame(fn, args, kwargs, preserve_rng_state=preserve_rng_state, early_stop=early_stop, replay=replay)
-    with frame.first_run(), record:
+    with record, frame.first_run():  # whose hooks end first: what the tape keeps goes to those around
         return fn(*args, **kwargs)
 
 

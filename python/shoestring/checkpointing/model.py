@@ -103,7 +103,7 @@ def checkpoint_model(
             through this; how fast that goes is measured, and part of the plan.
 
     Raises:
-        ValueError: no or wrong blocks, a budget without an example; keyword arguments that cannot be recomputed.
+        ValueError: no or wrong blocks, a budget without an example; blocks that have checkpoints already.
         RuntimeError: the budget is below what any plan needs; the message says the least.
     """
     modules = find_blocks(model, blocks)

@@ -14,7 +14,7 @@
 
 #include "checkpoint/activation_codec.h"
 #include "checkpoint/activation_store.h"
-#include "checkpoint/copy_lane.h"
+#include "offload/copy_lane.h"
 #include "io/swap_file.h"
 #include "offload/host_memory.h"
 

@@ -3,7 +3,7 @@
 #include <torch/library.h>
 
 #include "io/disturb.h"
-#include "offload/state.h"
+#include "offload/host_params.h"
 
 namespace shoestring::offload {
 namespace {
@@ -35,6 +35,13 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
       .def("finish", &State::finish)
       .def("done", &State::done)
       .def("commit", &State::commit);
+  m.class_<HostParams>("HostParams")
+      .def(torch::init<c10::intrusive_ptr<Offload>, std::vector<Tensor>>())
+      .def("weights", [](const c10::intrusive_ptr<HostParams>& h) { return h->weights(); })
+      .def("fetch", &HostParams::fetch)
+      .def("collect", &HostParams::collect)
+      .def("send", &HostParams::send)
+      .def("receive", &HostParams::receive);
   // For tests: what happens to every copy, read and write from now on (io/disturb.h).
   m.def("disturb_offload(int max_delay_us=0, int fail_after=-1, int error=0, bool short_transfers=False) -> ()",
         [](int64_t max_delay_us, int64_t fail_after, int64_t error, bool short_transfers) {

@@ -31,11 +31,16 @@ State::Slot* State::find(int64_t chunk) {
   return found == slots_.end() ? nullptr : &*found;
 }
 
-bool State::is_over(const Slot& slot) {
-  return std::all_of(slot.tickets.begin(), slot.tickets.end(), [&](int64_t ticket) {
-    const bool in_file = offload_->file != nullptr && slot.phase != Phase::kFetching;
-    return in_file ? offload_->file->is_finished(ticket) : offload_->copies.is_finished(ticket);
+void State::copy(CopyLane& lane, Slot& slot, FencePtr after, std::vector<Tensor> to, std::vector<Tensor> from) {
+  slot.copied = lane.run({std::move(after)}, [to = std::move(to), from = std::move(from)] {
+    for (size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i], /*non_blocking=*/true);
   });
+}
+
+bool State::is_over(const Slot& slot) {
+  if (!is_in_file(slot)) return slot.copied->is_done();
+  return std::all_of(slot.tickets.begin(), slot.tickets.end(),
+                     [&](int64_t ticket) { return offload_->file->is_finished(ticket); });
 }
 
 // The slot that has been of no use for longest; null where all are needed.
@@ -65,15 +70,20 @@ State::Slot& State::make_idle() {
 
 // Waits for a slot's transfers; where one has failed, all are over nevertheless, and the slot is as `failed` says.
 void State::wait_all(Slot& slot, Phase failed) {
-  const bool in_file = offload_->file != nullptr && slot.phase != Phase::kFetching;
   std::exception_ptr error;
-  for (const int64_t ticket : std::exchange(slot.tickets, {})) {
+  const auto guarded = [&](auto&& wait) {
     try {
-      in_file ? offload_->file->wait(ticket) : offload_->copies.wait(ticket);
+      wait();
     } catch (...) {
       if (error == nullptr) error = std::current_exception();
     }
+  };
+  if (!is_in_file(slot)) {
+    guarded([copied = std::exchange(slot.copied, nullptr)] {
+      if (copied != nullptr) copied->synchronize();
+    });
   }
+  for (const int64_t ticket : std::exchange(slot.tickets, {})) guarded([&] { offload_->file->wait(ticket); });
   if (error == nullptr) return;
   slot.phase = failed;
   if (failed == Phase::kClean) slot.chunk = -1;
@@ -85,11 +95,7 @@ void State::read(Slot& slot, int64_t chunk) {
   slot.chunk = chunk;
   slot.phase = Phase::kReading;
   if (offload_->file == nullptr) {
-    const auto to = parts_of(slot.device, 0, blocks), from = parts_of(values_, begin, blocks);
-    std::vector<Copies::Copy> copies;
-    for (size_t i = 0; i < to.size(); ++i) copies.push_back({to[i], from[i]});
-    slot.tickets = {offload_->copies.send(std::move(copies))};
-    return;
+    return copy(offload_->in, slot, slot.made, parts_of(slot.device, 0, blocks), parts_of(values_, begin, blocks));
   }
   const auto to = parts_of(slot.host, 0, blocks);
   for (size_t i = 0; i < to.size(); ++i) {
@@ -99,16 +105,11 @@ void State::read(Slot& slot, int64_t chunk) {
 }
 
 void State::await_read(Slot& slot) {
-  if (offload_->file == nullptr) {
-    for (const int64_t ticket : std::exchange(slot.tickets, {})) offload_->copies.receive(ticket);
-  } else {
+  if (offload_->file != nullptr) {
     wait_all(slot, Phase::kClean);
-    if (!offload_->device.is_cpu()) {
-      std::vector<Copies::Copy> copies;
-      for (size_t i = 0; i < slot.host.size(); ++i) copies.push_back({slot.device[i], slot.host[i]});
-      offload_->copies.receive(offload_->copies.send(std::move(copies)));
-    }
+    if (!offload_->device.is_cpu()) copy(offload_->in, slot, slot.made, slot.device, slot.host);
   }
+  if (const auto copied = std::exchange(slot.copied, nullptr)) copied->block(current_stream(offload_->device));
   slot.phase = Phase::kReady;
 }
 
@@ -118,11 +119,8 @@ void State::write(Slot& slot) {
   const int64_t blocks = edges_[static_cast<size_t>(slot.chunk) + 1] - begin;
   const bool in_file = offload_->file != nullptr;
   if (slot.phase == Phase::kDirty && !(in_file && offload_->device.is_cpu())) {
-    const auto from = parts_of(slot.device, 0, blocks);
-    const auto to = in_file ? parts_of(slot.host, 0, blocks) : parts_of(values_, begin, blocks);
-    std::vector<Copies::Copy> copies;
-    for (size_t i = 0; i < to.size(); ++i) copies.push_back({to[i], from[i]});
-    slot.tickets = {offload_->copies.fetch(std::move(copies))};
+    copy(offload_->out, slot, Fence::now(offload_->device),
+         in_file ? parts_of(slot.host, 0, blocks) : parts_of(values_, begin, blocks), parts_of(slot.device, 0, blocks));
     slot.phase = Phase::kFetching;
     return;
   }
@@ -176,6 +174,7 @@ void State::start(std::vector<int64_t> chunks) {
         slot.device.push_back(at::empty({size}, at::TensorOptions().dtype(dtype).device(offload_->device)));
       }
     }
+    slot.made = Fence::now(offload_->device);
   }
   plan_ = std::move(chunks);
   planned_ = 0;

@@ -46,11 +46,11 @@ std::shared_ptr<Region> map(const c10::intrusive_ptr<Offload>& offload, int64_t 
 }  // namespace
 
 Offload::Offload(std::string caller, const std::string& where, c10::Device device)
-    : caller(std::move(caller)), device(device), memory(this->caller, device), copies(device) {
+    : caller(std::move(caller)), device(device), memory(this->caller, device), in(device), out(device) {
   constexpr const char* kDisk = "nvme:";
   const bool disk = where.rfind(kDisk, 0) == 0 && where.size() > std::strlen(kDisk);
-  TORCH_CHECK_VALUE(disk || where == "stream", this->caller, ": expected None, \"stream\" or \"nvme:DIR\", received \"",
-                    where, "\"");
+  TORCH_CHECK_VALUE(disk || where == "cpu" || where == "stream", this->caller,
+                    ": expected None, \"cpu\", \"stream\" or \"nvme:DIR\", received \"", where, "\"");
   if (disk) file = std::make_unique<SwapFile>(this->caller, where.substr(std::strlen(kDisk)));
 }
 

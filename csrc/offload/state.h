@@ -13,7 +13,7 @@
 #include <torch/custom_class.h>
 
 #include "io/swap_file.h"
-#include "offload/copies.h"
+#include "offload/copy_lane.h"
 #include "offload/host_memory.h"
 
 namespace shoestring::offload {
@@ -23,14 +23,14 @@ using at::Tensor;
 /// What the arenas of an optimizer on one device share: host memory, the file, and the way to the device.
 class SHOESTRING_API Offload : public torch::CustomClassHolder {
  public:
-  /// where: "stream" (state in host memory) or "nvme:DIR" (in a file in the folder DIR).
+  /// where: "cpu" or "stream" (state in host memory), or "nvme:DIR" (in a file in the folder DIR).
   Offload(std::string caller, const std::string& where, c10::Device device);
 
   const std::string caller;
   const c10::Device device;
   HostMemory memory;
   std::unique_ptr<SwapFile> file;  // null: in host memory
-  Copies copies;
+  CopyLane in, out;                // to the device, and from it
 };
 
 /// The state of an arena: parts (codes, scales, ...), each of them flat and of so many elements for each block of 256
@@ -75,7 +75,8 @@ class SHOESTRING_API State : public torch::CustomClassHolder {
     int64_t chunk = -1, used = 0;
     Phase phase = Phase::kClean;
     std::vector<Tensor> host, device;  // the same tensors where the device is the CPU; host alone with a file
-    std::vector<int64_t> tickets;
+    std::vector<int64_t> tickets;  // of the file
+    FencePtr made, copied;         // what used the device's memory before is over; the last copy is
   };
 
   Slot* find(int64_t chunk);
@@ -87,6 +88,8 @@ class SHOESTRING_API State : public torch::CustomClassHolder {
   void await_write(Slot& slot);
   void write_dirty(const Slot* but);
   void read_ahead();
+  static void copy(CopyLane& lane, Slot& slot, FencePtr after, std::vector<Tensor> to, std::vector<Tensor> from);
+  bool is_in_file(const Slot& slot) const { return offload_->file != nullptr && slot.phase != Phase::kFetching; }
   bool is_over(const Slot& slot);
   void wait_all(Slot& slot, Phase failed);
   std::vector<Tensor> parts_of(const std::vector<Tensor>& whole, int64_t begin, int64_t blocks) const;

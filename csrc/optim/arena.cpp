@@ -50,12 +50,15 @@ Arena::Arena(const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> 
 }
 
 Arena::Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> members, std::vector<int64_t> numbers,
-             const c10::intrusive_ptr<offload::Offload>& offload)
+             const c10::intrusive_ptr<offload::Offload>& offload, bool on_host)
     : Arena(kind, std::move(members), std::move(numbers)) {
   const auto fp32 = at::TensorOptions().device(kind.device).dtype(at::kFloat);
   step = at::zeros({static_cast<int64_t>(params.size())}, fp32);
   const auto every = parts(rule, kind);
-  if (offload != nullptr) {
+  if (on_host) {
+    host = c10::make_intrusive<offload::HostParams>(offload, params);
+    weights = host->weights();
+  } else if (offload != nullptr) {
     std::vector<at::ScalarType> dtypes;
     std::vector<int64_t> per_block, sizes;
     for (const Part& part : every) {
@@ -97,17 +100,19 @@ std::vector<Tensor> Arena::accumulated_views(at::ScalarType dtype) {
   return views;
 }
 
-Arena Arena::only(const Rule& rule, size_t index) const {
-  Arena one(kind, {params[index]}, {numbers[index]});
-  one.step = step.narrow(0, static_cast<int64_t>(index), 1);
+Arena Arena::run(const Rule& rule, size_t first, size_t last) const {
+  const auto from = static_cast<int64_t>(first), to = static_cast<int64_t>(last);
+  Arena some(kind, {params.begin() + from, params.begin() + to}, {numbers.begin() + from, numbers.begin() + to});
+  some.step = step.narrow(0, from, to - from);
   for (const Part& part : parts(rule, kind)) {
     const Tensor& all = values.at(part.name);
-    one.values[part.name] = all.narrow(0, begins[index] * part.per_block, one.blocks * part.per_block);
+    some.values[part.name] = all.narrow(0, begins[first] * part.per_block, some.blocks * part.per_block);
   }
-  if (accumulated.defined()) one.accumulated = accumulated.narrow(0, begins[index] * kBlock, one.blocks * kBlock);
-  one.offloaded = offloaded;
-  one.start = start + static_cast<int64_t>(index);
-  return one;
+  if (accumulated.defined()) some.accumulated = accumulated.narrow(0, begins[first] * kBlock, some.blocks * kBlock);
+  if (!weights.empty()) some.weights = {weights.begin() + from, weights.begin() + to};
+  some.offloaded = offloaded;
+  some.start = start + from;
+  return some;
 }
 
 void Arena::in_pieces(const Rule& rule, const Gradients& grads, const Tensor& accumulated,

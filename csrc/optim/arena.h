@@ -13,7 +13,7 @@
 
 #include "kernels/map_4bit.h"
 #include "kernels/optimizer.h"
-#include "offload/state.h"
+#include "offload/host_params.h"
 #include "optim/rule.h"
 
 namespace shoestring::optim::detail {
@@ -67,16 +67,23 @@ struct Arena {
   Tensor stepped;     // step, while a step is under way
   std::optional<std::pair<int64_t, int64_t>> part;  // of a piece: the first parameter's first block, how many blocks
 
+  // Where the CPU steps what lies on a device:
+  c10::intrusive_ptr<offload::HostParams> host;
+  std::vector<Tensor> weights;  // in host memory
+  bool has_fetched = false;     // gradients of the step that is under way
+
   /// Zeros.
   Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> numbers,
-        const c10::intrusive_ptr<offload::Offload>& offload);
+        const c10::intrusive_ptr<offload::Offload>& offload, bool on_host);
 
   /// A parameter's state: views.
   std::map<std::string, Tensor> views(const Rule& rule, size_t index) const;
   /// A gradient's sum for each parameter, in its shape; zeros, until something is added.
   std::vector<Tensor> accumulated_views(at::ScalarType dtype);
-  /// The part of one parameter, as an arena of its own.
-  Arena only(const Rule& rule, size_t index) const;
+  /// What an operator steps.
+  const std::vector<Tensor>& stepped_params() const { return weights.empty() ? params : weights; }
+  /// The part of some parameters, side by side, as an arena of its own.
+  Arena run(const Rule& rule, size_t first, size_t last) const;
 
   using Gradients = std::vector<Tensor>;
   /// What is offloaded, in pieces that are on the device, with their gradients and sums. What had been stepped when the

@@ -18,7 +18,7 @@ std::optional<Tensor> some(const Tensor& t) { return t.defined() ? std::optional
 
 // A number as the operators take it.
 std::optional<Tensor> number_on(at::Device device, const Tensor& t) {
-  return some(t.defined() ? t.to(device, at::kFloat, /*non_blocking=*/true) : t);
+  return some(t.defined() ? t.to(device, at::kFloat, /*non_blocking=*/!device.is_cpu()) : t);
 }
 
 }  // namespace
@@ -61,11 +61,14 @@ Layout& Core::layout(size_t group) {
   for (size_t g = 0; g < group; ++g) number += std::ssize(optimizer->param_groups()[g].params());
   for (const Tensor& p : params) {
     const int64_t own = number++;
-    if (state(p) == nullptr && !has_gradient(p) && !(step_in_backward && p.requires_grad())) {
+    // What hooks are on may get a gradient or a sum that must not wait for state to be made.
+    const bool from_hooks = step_in_backward || (on_cpu() && !watched_.empty());
+    if (state(p) == nullptr && !has_gradient(p) && !(from_hooks && p.requires_grad())) {
       absent.push_back(p);
       continue;
     }
-    const Kind kind = kind_of(p, options(group));
+    Kind kind = kind_of(p, options(group));
+    if (on_cpu()) kind.device = at::kCPU;
     if (state(p) != nullptr) check_state(rule, *state(p), p, kind);
     auto found = members.begin();
     while (found != members.end() && !(found->kind == kind)) ++found;
@@ -75,10 +78,11 @@ Layout& Core::layout(size_t group) {
   }
   bring_back();
   alone_.clear();  // views of other arenas
+  drop_buckets();
   layout = {{}, std::move(absent)};
   for (auto& [kind, same, numbers] : members) {
     const Arena& arena =
-        layout.arenas.emplace_back(rule, kind, std::move(same), std::move(numbers), offload_of(kind.device));
+        layout.arenas.emplace_back(rule, kind, same, std::move(numbers), offload_of(same[0].device()), on_cpu());
     for (size_t i = 0; i < arena.params.size(); ++i) {
       auto views = arena.views(rule, i);
       if (const ParamState* old = state(arena.params[i])) {
@@ -102,6 +106,7 @@ Layout& Core::layout(size_t group) {
 }
 
 void Core::step() {
+  drain();
   if (step_in_backward) finish_backward();
   std::vector<Call> calls;
   if (unfinished_) {
@@ -117,7 +122,7 @@ void Core::step() {
   }
   find_inf(calls);
   const Tensor coefficient = clip(calls);
-  if (!offload.empty() && !step_in_backward) unfinished_.emplace(calls, versions());
+  if (streams() && !step_in_backward) unfinished_.emplace(calls, versions());
   for (const Call& call : calls) step_arena(call.group, *call.arena, call.grads, call.accumulated, coefficient);
   bring_back();
   for (const Call& call : calls) {
@@ -138,11 +143,13 @@ c10::intrusive_ptr<offload::Offload> Core::offload_of(at::Device device) {
 }
 
 void Core::set_offload(const std::string& where) {
+  drain();
   bring_back();
   const auto old = std::exchange(offloads_, decltype(offloads_)(offloads_.key_comp()));
   const std::string before = std::exchange(offload, where);
   layouts.clear();
   alone_.clear();
+  drop_buckets();
   try {
     for (size_t g = 0; g < optimizer->param_groups().size(); ++g) {
       const auto& params = optimizer->param_groups()[g].params();
@@ -183,6 +190,7 @@ void Core::check_resumed() const {
 
 void Core::step_arena(size_t group, Arena& arena, const std::vector<Tensor>& grads, const Tensor& accumulated,
                       const Tensor& clip_coef) {
+  if (arena.host != nullptr) return step_on_host(group, arena, grads, accumulated, clip_coef);
   if (arena.offloaded == nullptr) return step_values(group, arena, grads, accumulated, clip_coef);
   arena.in_pieces(rule(group), grads, accumulated, [&](const Arena& piece, const auto& own, const Tensor& sums) {
     step_values(group, piece, own, sums, clip_coef);
@@ -195,7 +203,7 @@ void Core::step_values(size_t group, const Arena& arena, const std::vector<Tenso
   const LowMemoryOptions& o = options(group);
   c10::List<std::optional<Tensor>> optional_grads;
   for (const Tensor& g : grads) optional_grads.push_back(some(g));
-  NamedArguments arguments{{"params", arena.params},
+  NamedArguments arguments{{"params", arena.stepped_params()},
                            {"grads", optional_grads},
                            {"step", arena.step},
                            {"lr", o.get_lr()},

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -44,6 +45,8 @@ struct Core : std::enable_shared_from_this<Core> {
                   const Tensor& clip_coef);
 
   std::string offload;  // "": on the device
+  bool on_cpu() const { return offload == "cpu"; }
+  bool streams() const { return !offload.empty() && !on_cpu(); }
   /// What the arenas on a device share; null where nothing is offloaded.
   c10::intrusive_ptr<offload::Offload> offload_of(at::Device device);
   void set_offload(const std::string& where);
@@ -63,6 +66,11 @@ struct Core : std::enable_shared_from_this<Core> {
   /// After a load.
   void forget();
 
+  // ---- steps by the CPU (host.cpp) --------------------------------------------------------------------------------
+
+  void flush();
+  void drain();
+
  private:
   struct Call {  // an arena, its parameters' gradients, and what the step itself adds to them
     size_t group;
@@ -73,6 +81,21 @@ struct Core : std::enable_shared_from_this<Core> {
   struct Alone {
     size_t group;
     Arena arena;
+  };
+
+  struct Bucket {  // parameters of an arena, side by side, that the CPU steps together
+    size_t group;
+    Arena* arena;
+    size_t first, last;
+    std::set<size_t> arrived{};  // whose gradient is on its way
+    std::set<size_t> given{};    // whose gradient of this step has come
+    FencePtr job{};
+    struct Result {
+      size_t index;
+      Tensor grad, norm;
+      bool is_sum;
+    };
+    std::vector<Result> results{};  // of the job
   };
 
   using Versions = std::vector<std::pair<Tensor, uint32_t>>;  // of gradients
@@ -92,6 +115,15 @@ struct Core : std::enable_shared_from_this<Core> {
   static std::vector<Tensor> gradients_of(const std::vector<Call>& calls);
   Tensor clip(const std::vector<Call>& calls);
   Tensor clip_coef() const;
+  static std::vector<Bucket> buckets(size_t group, Arena& arena);
+  std::vector<Tensor> on_host(Arena& arena, std::vector<Tensor> grads);
+  void step_on_host(size_t group, Arena& arena, std::vector<Tensor> grads, const Tensor& accumulated,
+                    const Tensor& clip_coef);
+  void step_bucket(const Bucket& bucket, const std::vector<Tensor>& grads, bool summed, const Tensor& clip_coef);
+  void arrive(const Tensor& param);
+  void find_buckets();
+  void drop_buckets();
+  void send_job(Bucket& bucket);
   void step_alone(const Tensor& param);
   void find_alone();
   void finish_backward();
@@ -107,6 +139,12 @@ struct Core : std::enable_shared_from_this<Core> {
   std::unordered_map<Key, Alone> alone_;  // in backward: each parameter's state
   std::vector<Tensor> norms_;             // of gradients that have been freed
   std::mutex mutex_;                      // backward has a thread for each device
+  std::vector<std::unique_ptr<Bucket>> buckets_;
+  std::unordered_map<Key, std::pair<Bucket*, size_t>> bucket_of_;  // and which of the arena's parameters it is
+  std::vector<Bucket*> jobs_;                                      // with gradients on their way, or a job
+  std::unordered_map<Key, Tensor> collected_;  // gradients in host memory, which wait for the norm of all
+  std::unordered_map<const void*, Tensor> known_norms_;  // of those, by address
+  std::unique_ptr<CopyLane> worker_;                     // the last: it ends first
 };
 
 }  // namespace shoestring::optim::detail

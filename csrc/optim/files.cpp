@@ -82,7 +82,8 @@ std::vector<Saved::Group> read_groups(const Json& json, const LowMemoryOptimizer
 }  // namespace
 
 void save_optimizer(const LowMemoryOptimizer& optimizer, const std::string& path) {
-  const Core& core = Access::core(optimizer);
+  Core& core = Access::core(optimizer);
+  core.drain();
   TensorDict tensors;
   Json groups = Json::array();
   for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {

@@ -26,7 +26,8 @@ struct Hook final : torch::autograd::PostAccumulateGradHook {
 };
 
 // The norm of all gradients together, fp32 on the first one's device; nothing waits for it.
-Tensor total_norm(const std::vector<Tensor>& grads, double order = 2) {
+Tensor total_norm(const std::vector<Tensor>& grads, double order = 2,
+                  const std::unordered_map<const void*, Tensor>& known = {}) {
   std::vector<std::vector<Tensor>> by_kind;  // the one-launch norm takes one of them at a time
   for (const Tensor& g : grads) {
     const auto found = std::find_if(by_kind.begin(), by_kind.end(), [&](const auto& same) {
@@ -36,16 +37,25 @@ Tensor total_norm(const std::vector<Tensor>& grads, double order = 2) {
   }
   std::vector<Tensor> norms;
   for (const auto& same : by_kind) {
-    for (const Tensor& norm : at::_foreach_norm(same, order, at::kFloat)) {
-      norms.push_back(norms.empty() ? norm : norm.to(norms[0].device()));
+    const auto is_known = [&](const Tensor& g) { return g.numel() > 0 && known.count(g.const_data_ptr()) > 0; };
+    std::vector<Tensor> own;
+    if (known.empty()) {
+      own = at::_foreach_norm(same, order, at::kFloat);
+    } else {
+      for (const Tensor& g : same) {
+        own.push_back(is_known(g) ? known.at(g.const_data_ptr()) : at::_foreach_norm({g}, order, at::kFloat)[0]);
+      }
     }
+    for (const Tensor& norm : own) norms.push_back(norms.empty() ? norm : norm.to(norms[0].device()));
   }
   return at::linalg_vector_norm(at::stack(norms), order);
 }
 
 }  // namespace
 
-bool Core::has_gradient(const Tensor& param) const { return param.grad().defined() || is_pending(param); }
+bool Core::has_gradient(const Tensor& param) const {
+  return param.grad().defined() || is_pending(param) || collected_.count(param.unsafeGetTensorImpl()) > 0;
+}
 
 bool Core::any_pending(const Arena& arena) const {
   return std::any_of(arena.params.begin(), arena.params.end(), [&](const Tensor& p) { return is_pending(p); });
@@ -68,7 +78,9 @@ void Core::watch(const std::vector<Tensor>& params) {
 void Core::on_gradient(const Tensor& param) {
   const std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
-  if (accumulating) {
+  if (on_cpu() && (accumulating || step_in_backward)) {
+    arrive(param);
+  } else if (accumulating) {
     add(param);
   } else if (step_in_backward) {
     step_alone(param);
@@ -76,6 +88,10 @@ void Core::on_gradient(const Tensor& param) {
 }
 
 void Core::forget() {
+  drain();
+  drop_buckets();
+  collected_.clear();
+  known_norms_.clear();
   layouts.clear();
   unfinished_.reset();
   alone_.clear();
@@ -108,7 +124,12 @@ std::vector<Tensor> Core::into_arena(Arena& arena) {
 
 // Where the norm of the whole gradient is needed first, sums are completed here and stand for the gradients.
 void Core::gather(Call& call) {
-  for (const Tensor& p : call.arena->params) call.grads.push_back(p.grad());
+  bool here = false;  // in host memory
+  for (const Tensor& p : call.arena->params) {
+    call.grads.push_back(p.grad());
+    here |= is_pending(p) || collected_.count(p.unsafeGetTensorImpl()) > 0;
+  }
+  if (here && call.arena->host != nullptr) call.grads = on_host(*call.arena, std::move(call.grads));
   if (!any_pending(*call.arena)) return;
   const auto views = into_arena(*call.arena);
   const bool whole = max_grad_norm || grad_scale_.defined();
@@ -121,7 +142,7 @@ void Core::gather(Call& call) {
       if (grad.defined()) views[i].add_(grad);
       grad = views[i];
     } else if (!grad.defined()) {
-      grad = at::zeros_like(p);
+      grad = at::zeros_like(p, at::TensorOptions().device(call.arena->kind.device));
     }
   }
   if (!whole) call.accumulated = call.arena->accumulated;
@@ -131,6 +152,8 @@ void Core::drop_sums() {
   for (const Tensor& view : used_) view.zero_();
   used_.clear();
   pending_.clear();
+  collected_.clear();
+  known_norms_.clear();
 }
 
 // ---- scaled losses ------------------------------------------------------------------------------------------------
@@ -177,12 +200,12 @@ Tensor Core::scaled_step(const Tensor& scale, const Tensor& skip) {
 
 // An undefined tensor where nothing is clipped.
 Tensor Core::clip(const std::vector<Call>& calls) {
-  if (step_in_backward) return {};
+  if (step_in_backward && !on_cpu()) return {};
   grad_norm = Tensor();
   if (!max_grad_norm) return {};
   const auto grads = gradients_of(calls);
   if (grads.empty()) return {};
-  grad_norm = total_norm(grads);
+  grad_norm = total_norm(grads, 2, known_norms_);
   if (grad_scale_.defined()) grad_norm = grad_norm / grad_scale_.to(grad_norm.device()).squeeze();
   return clip_coef();
 }
@@ -223,7 +246,7 @@ void Core::find_alone() {
     for (Arena& arena : layout(g).arenas) {
       if (any_pending(arena)) into_arena(arena);
       for (size_t i = 0; i < arena.params.size(); ++i) {
-        alone_.insert({arena.params[i].unsafeGetTensorImpl(), Alone{g, arena.only(rule(g), i)}});
+        alone_.insert({arena.params[i].unsafeGetTensorImpl(), Alone{g, arena.run(rule(g), i, i + 1)}});
       }
     }
   }
@@ -272,7 +295,10 @@ void LowMemoryOptimizer::set_accumulate_dtype(at::ScalarType dtype) {
 std::shared_ptr<void> LowMemoryOptimizer::accumulate() {
   for (const auto& group : param_groups_) core_->watch(group.params());
   const bool before = std::exchange(core_->accumulating, true);
-  const auto end = [before](Core* core) { core->accumulating = before; };
+  const auto end = [before](Core* core) {
+    core->flush();
+    core->accumulating = before;
+  };
   // The deleter is what counts; it keeps the core alive as long.
   return std::shared_ptr<void>(core_.get(), [core = core_, end](void*) { end(core.get()); });
 }

@@ -42,20 +42,21 @@ void ScheduleFreeAdamW::set_mode(bool train_mode) {
     for (const Arena& arena : core.layouts[g].arenas) {
       const auto apply = [&](const Arena& some) {
         c10::List<std::optional<Tensor>> offsets;
-        for (const Tensor& p : some.params) offsets.push_back((*core.state(p))["offset"].to(some.kind.device));
+        const auto device = some.params[0].device();
+        for (const Tensor& p : some.params) offsets.push_back((*core.state(p))["offset"].to(device));
         NamedArguments arguments{{"params", some.params},     {"grads", offsets},
-                                 {"step", some.step.clone()}, {"lr", (1 - beta1) / beta1},
+                                 {"step", some.step.to(device, some.step.scalar_type(), false, /*copy=*/true)}, {"lr", (1 - beta1) / beta1},
                                  {"weight_decay", 0.0},       {"maximize", train_mode}};
         const auto kept = some.values.find("weight_remainder");
-        const Tensor remainder = kept == some.values.end() ? Tensor() : kept->second.to(some.kind.device);
+        const Tensor remainder = kept == some.values.end() ? Tensor() : kept->second.to(device);
         if (remainder.defined()) arguments.emplace_back("weight_remainder", remainder);
         call_by_name("shoestring::apply_", arguments);
         if (remainder.defined() && !remainder.is_same(kept->second)) kept->second.copy_(remainder);
       };
-      if (arena.offloaded == nullptr) {
+      if (arena.offloaded == nullptr && arena.host == nullptr) {
         apply(arena);
       } else {  // one at a time: the device has room for no more
-        for (size_t i = 0; i < arena.params.size(); ++i) apply(arena.only(core.rule(g), i));
+        for (size_t i = 0; i < arena.params.size(); ++i) apply(arena.run(core.rule(g), i, i + 1));
       }
     }
     options.train_mode(train_mode);

@@ -47,7 +47,7 @@ TEST_CASE("every optimizer does the same with its state offloaded", "[offload]")
   const Disturbed slow({.max_delay_us = 100, .short_transfers = true});
   for (const RuleCase& rule : rule_cases()) {
     for (const std::string state : {"8bit", "fp32"}) {
-      for (const std::string place : {std::string("stream"), "nvme:" + folder.path}) {
+      for (const std::string place : {std::string("cpu"), std::string("stream"), "nvme:" + folder.path}) {
         for (const std::string weights : {"plain", "remainder"}) {
           CAPTURE(rule.name, state, place, weights);
           const auto device = params_of(rule, at::kBFloat16), offloaded = params_of(rule, at::kBFloat16);
@@ -81,7 +81,7 @@ TEST_CASE("state moves, and checkpoints are the same wherever it lies", "[offloa
   train(two, moved, 0, 2);
   two.set_offload(disk);
   train(two, moved, 2, 3);
-  two.set_offload("stream");
+  two.set_offload("cpu");
   train(two, moved, 3, 4);
   two.set_offload(disk);
   copy(moved, resumed);
@@ -100,12 +100,13 @@ TEST_CASE("sums of micro-batches and steps within backward, offloaded", "[offloa
   const Folder folder;
   const Disturbed slow({.max_delay_us = 100});
   for (const bool in_backward : {false, true}) {
-    for (const std::string place : {std::string("stream"), "nvme:" + folder.path}) {
+    for (const std::string place : {std::string("cpu"), std::string("stream"), "nvme:" + folder.path}) {
       CAPTURE(in_backward, place);
+      const bool exact = place == "cpu";  // clips by the norm of all gradients, and not of those of the step before
       const auto device = parameters(), offloaded = parameters();
       AdEMAMix one(groups_of(device)), other(groups_of(offloaded));
       other.set_offload(place);
-      const auto run = [&](AdEMAMix& opt, const std::vector<Tensor>& params) {
+      const auto run = [&](AdEMAMix& opt, const std::vector<Tensor>& params, bool in_backward) {
         opt.set_step_in_backward(in_backward);
         opt.set_max_grad_norm(9);
         at::manual_seed(5);
@@ -120,8 +121,9 @@ TEST_CASE("sums of micro-batches and steps within backward, offloaded", "[offloa
           opt.zero_grad();
         }
       };
-      run(one, device);
-      run(other, offloaded);
+      run(one, device, in_backward && !exact);
+      run(other, offloaded, in_backward);
+      CHECK(at::equal(one.grad_norm(), other.grad_norm()));
       check_same(one, device, other, offloaded);
     }
   }
@@ -161,7 +163,7 @@ TEST_CASE("a place that is none is refused, and nothing changes", "[offload]") {
   Lion opt(params);
   train(opt, params, 0, 1);
   CHECK_THROWS_WITH(opt.set_offload("disk"),
-                    Contains("Lion: offload: expected None, \"stream\" or \"nvme:DIR\", received \"disk\""));
+                    Contains("Lion: offload: expected None, \"cpu\", \"stream\" or \"nvme:DIR\", received \"disk\""));
   CHECK_THROWS_WITH(opt.set_offload("nvme:" + folder / "none"), Contains("No such file"));
   train(opt, params, 1, 2);
   CHECK(state_of(opt, params[1])["step"].item<float>() == 2);

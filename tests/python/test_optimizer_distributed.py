@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoestring.optim import APOLLO, CAME, LAMB, SGD, Adafactor, AdamW, APOLLOMini, GaLore, Lion, Muon
 from shoestring.optim.base import LowMemoryOptimizer
+from shoestring.optim.sharded import local
 
 # ---- FSDP2 -----------------------------------------------------------------------------------------------------------
 
@@ -245,6 +246,31 @@ def _ddp(rank: int) -> None:
                     assert_replicated(opt.state[p]["exp_avg"])
         for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=0.02, atol=2e-3)  # gradients that were summed in bf16 and in fp32
+
+
+def _on_the_cpu(rank: int) -> None:
+    """Sharded or replicated parameters that the CPU steps, as they are without: bit for bit, clipping included."""
+    for sharded in (True, False):
+        for in_backward in (False, True) if sharded else (False,):
+            nets = [fully_shard(model()) if sharded else DistributedDataParallel(model()) for _ in range(2)]
+            plain = AdamW(nets[0].parameters(), max_grad_norm=0.5)
+            opt = AdamW(nets[1].parameters(), max_grad_norm=0.5, offload="cpu", step_in_backward=in_backward)
+            for step in range(3):
+                for net, each in zip(nets, (plain, opt), strict=True):
+                    each.zero_grad()
+                    for micro in range(3):
+                        with each.accumulate() if micro < 2 else nullcontext():
+                            with net.no_sync() if micro < 2 and not sharded else nullcontext():
+                                (net(batch(100 * rank + 3 * step + micro)).square().mean() / 3).backward()
+                    each.step()
+                assert torch.equal(plain.grad_norm, opt.grad_norm)
+            for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+                assert torch.equal(local(p), local(q))
+                assert torch.equal(plain.state[p]["exp_avg"], opt.state[q]["exp_avg"])
+
+
+def test_sharded_and_replicated_on_the_cpu(tmp_path: Path) -> None:
+    run(2, tmp_path, _on_the_cpu)
 
 
 def _ddp_refusals(rank: int) -> None:

@@ -101,6 +101,10 @@ class Arena:
     stepped: Tensor | None = None  # step, while a step of what is offloaded is under way
     parts: list[Part] = field(default_factory=list)
     part: tuple[int, int] | None = None  # of a piece: the first parameter's first block, and the number of blocks
+    # Where the CPU steps what lies on a device:
+    host: Any = None  # HostParams (csrc/offload/host_params.h): parameters and gradients in host memory
+    weights: list[Tensor] | None = None  # there
+    has_fetched: bool = False  # gradients of the step that is under way
 
     def __post_init__(self) -> None:
         self.is_sharded = any(map(is_dtensor, self.params))
@@ -112,9 +116,13 @@ class Arena:
             self.begins.append(block)
             block += blocks(local(p).numel())
 
+    def device_params(self) -> list[Tensor]:
+        """The parameters, of DTensors what this process has."""
+        return [local(p) for p in self.params] if self.is_sharded else self.params
+
     def local_params(self) -> list[Tensor]:
         """What an operator steps."""
-        return [local(p) for p in self.params] if self.is_sharded else self.params
+        return self.device_params() if self.weights is None else self.weights
 
     def accumulated_views(self, dtype: torch.dtype) -> list[Tensor]:
         """A gradient's sum for each parameter, in its shape; zeros, until something is added."""
@@ -149,16 +157,18 @@ class Arena:
         piece.part = None if whole else (first_block, count)
         return piece
 
-    def only(self, index: int, moments: tuple[Moment, ...]) -> "Arena":
-        """The part of one parameter, as an arena of its own."""
-        count, begin = blocks(local(self.params[index]).numel()), self.begins[index]
+    def run(self, first: int, last: int, moments: tuple[Moment, ...]) -> "Arena":
+        """The part of some parameters, side by side, as an arena of its own."""
+        begin = self.begins[first]
+        count = self.begins[last - 1] + blocks(local(self.params[last - 1]).numel()) - begin
         slices = {
             part.name: self.values[part.name][begin * part.per_block :][: count * part.per_block]
             for part in parts(moments, self.kind.state, self.kind.remainder)
         }
-        step, number = self.step[index : index + 1], self.numbers[index]
-        arena = Arena(self.kind, [self.params[index]], step, slices, [number])
-        arena.offloaded, arena.start, arena.parts = self.offloaded, self.start + index, self.parts
+        arena = Arena(self.kind, self.params[first:last], self.step[first:last], slices, self.numbers[first:last])
+        arena.offloaded, arena.start, arena.parts = self.offloaded, self.start + first, self.parts
+        if self.weights is not None:
+            arena.weights = self.weights[first:last]
         if self.accumulated is not None:
             arena.accumulated = self.accumulated[begin * STATE_BLOCK :][: count * STATE_BLOCK]
         return arena
@@ -171,18 +181,22 @@ def make_arena(
     state: dict[Tensor, Any],
     offload: Any = None,
     splits: bool = True,
+    on_host: bool = False,
 ) -> Arena:
     """An arena of parameters, by number; what ``state`` has of them moves into it, and becomes views of it.
 
-    splits: whether the operator steps parts of parameters.
+    splits: whether the operator steps parts of parameters. on_host: whether the CPU steps them, in host memory.
     """
     params = list(members.values())
     sizes = [blocks(local(p).numel()) for p in params]
     every = parts(moments, kind.state, kind.remainder)
     step = torch.zeros(len(params), dtype=torch.float32, device=kind.device)
-    if offload is None:
+    if offload is None or on_host:
         values = {p.name: torch.zeros(sum(sizes) * p.per_block, dtype=p.dtype, device=kind.device) for p in every}
         arena = Arena(kind, params, step, values, list(members))
+        if on_host:
+            arena.host = torch.classes.shoestring.HostParams(offload, arena.device_params())
+            arena.weights = arena.host.weights()
     else:
         like = [torch.empty(0, dtype=part.dtype, device="cpu") for part in every]
         offloaded = torch.classes.shoestring.OffloadedState(

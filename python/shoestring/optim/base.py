@@ -10,13 +10,12 @@ from torch.optim import Optimizer
 from typing_extensions import TypedDict
 
 from shoestring.optim.arena import STATES, WEIGHTS, Arena, Kind, Layout, Moment, Part, make_arena, parts
-from shoestring.optim.convert import imported
 from shoestring.optim.gradients import Gradients, number_on
+from shoestring.optim.host import HostSteps
 from shoestring.optim.offload import Offloading, Work, is_place, pieces
 from shoestring.optim.sharded import is_dtensor, local, seed_of, shards
-from shoestring.optim.sharded_state import owned_entries, save_dtensors
+from shoestring.optim.state_dicts import StateDicts
 
-FORMAT_VERSION = 1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -61,14 +60,7 @@ class LowMemoryOptions(TypedDict, total=False):
     offload: str | None
 
 
-class _AsSaved:
-    """Carries a tensor through Optimizer.load_state_dict, which would cast it to the parameter's dtype."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-class LowMemoryOptimizer(Offloading, Gradients, Optimizer):
+class LowMemoryOptimizer(StateDicts, Offloading, HostSteps, Gradients, Optimizer):
     """Everything but the rule. A subclass names its moments and its operator, and hands over its options.
 
     The operator is called as ``operator(params, grads, step, moment, scales, ..., lr=, **rule, **arguments)``, as
@@ -104,7 +96,7 @@ class LowMemoryOptimizer(Offloading, Gradients, Optimizer):
         self._expect(positive, "max_grad_norm", "None or a number above 0", max_grad_norm)
         is_known = accumulate_dtype in (torch.float32, torch.bfloat16)
         self._expect(is_known, "accumulate_dtype", "torch.float32 or torch.bfloat16", accumulate_dtype)
-        self._expect(is_place(offload), "offload", 'None, "stream" or "nvme:DIR"', offload)
+        self._expect(is_place(offload), "offload", 'None, "cpu", "stream" or "nvme:DIR"', offload)
         self._layouts: dict[int, Layout] = {}  # by the group's position
         self._init_gradients(max_grad_norm, step_in_backward, accumulate_dtype)
         self._init_offload(offload)
@@ -178,16 +170,17 @@ class LowMemoryOptimizer(Offloading, Gradients, Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._drain()
         if self.step_in_backward:
             self._finish_backward()
         work = self._resumed()
         if work is None:
             work = self._work()
-        if self.offload is not None:
+        if self._streams:
             self._begin(work)
         for group, arena, *gradients in work:
             self._step_arena(group, arena, *gradients)
-        if self.offload is not None:
+        if self._streams:
             self._end()
         self._drop_sums()
         return loss
@@ -213,6 +206,8 @@ class LowMemoryOptimizer(Offloading, Gradients, Optimizer):
         coefficient: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
+        if arena.host is not None:
+            return self._step_on_host(group, arena, grads, accumulated, coefficient, found_inf)
         if arena.offloaded is None:
             return self._step_values(group, arena, grads, accumulated, coefficient, found_inf)
         for piece, own, sums in pieces(arena, grads, accumulated):
@@ -259,8 +254,9 @@ class LowMemoryOptimizer(Offloading, Gradients, Optimizer):
 
     def _kind(self, param: Tensor, group: dict[str, Any]) -> Kind:
         own = local(param)
+        device = torch.device("cpu") if self.offload == "cpu" else own.device
         state = group["state"] if param.numel() >= group["min_quantize_size"] else "fp32"
-        return Kind(state, group["weights"] == "remainder" and own.dtype == torch.bfloat16, own.device, shards(param))
+        return Kind(state, group["weights"] == "remainder" and own.dtype == torch.bfloat16, device, shards(param))
 
     def _layout(self, index: int, group: dict[str, Any]) -> Layout:
         """The group's arenas: of parameters that have state or a gradient (or will have, in backward)."""
@@ -271,7 +267,8 @@ class LowMemoryOptimizer(Offloading, Gradients, Optimizer):
         absent = []
         first = sum(len(g["params"]) for g in self.param_groups[:index])
         for number, p in enumerate(group["params"], first):
-            if self.state.get(p) or self._has_gradient(p) or (self.step_in_backward and p.requires_grad):
+            # What hooks are on may get a gradient or a sum that must not wait for state to be made.
+            if self.state.get(p) or self._has_gradient(p) or (self._steps_from_hooks and p.requires_grad):
                 members.setdefault(self._kind(p, group), {})[number] = p
             else:
                 absent.append(p)
@@ -280,108 +277,26 @@ class LowMemoryOptimizer(Offloading, Gradients, Optimizer):
                 arena.offloaded.finish()
         arenas = []
         for kind, params in members.items():
-            offload = self._offload_of(kind.device)
-            arenas.append(make_arena(params, kind, self._moments, self.state, offload, self._splits))
+            offload = self._offload_of(local(next(iter(params.values()))).device)
+            on_host = self.offload == "cpu"
+            arenas.append(make_arena(params, kind, self._moments, self.state, offload, self._splits, on_host))
             for p in params.values():
                 for name, shape in self._extra(local(p), group).items():
                     self.state[p].setdefault(name, torch.zeros(shape, dtype=torch.float32, device=kind.device))
         self._alone.clear()  # views of other arenas
+        self._buckets.clear()
         layout = self._layouts[index] = Layout(arenas, absent)
         return layout
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state as in ``torch.optim.Optimizer``, with the ``format_version`` of the entries."""
-        extra = {"format_version": FORMAT_VERSION}
-        if self.step_in_backward and self.grad_norm is not None:
-            extra["grad_norm"] = self.grad_norm
-        first = self.register_state_dict_post_hook(save_dtensors, prepend=True)  # before those that the user registered
-        try:
-            return {**super().state_dict(), **extra}
-        finally:
-            first.remove()
+    @property
+    def _streams(self) -> bool:
+        """Whether state comes to the device chunk by chunk."""
+        return self.offload is not None and self.offload != "cpu"
+
+    @property
+    def _steps_from_hooks(self) -> bool:
+        return self.step_in_backward or (self.offload == "cpu" and bool(self._watched))
 
     def _parts(self, param: Tensor, group: dict[str, Any]) -> list[Part]:
         kind = self._kind(param, group)
         return parts(self._moments, kind.state, kind.remainder)
-
-    @_disable_dynamo
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict, bit for bit whatever the parameters' dtype; everything is copied.
-
-        One without ``format_version`` may also be that of the optimizer of the same rule in ``torch.optim`` (moments of
-        any floating dtype) or in bitsandbytes (8-bit in blocks of 256, or 32-bit). Moments are then taken into this
-        optimizer's ``state``: 8-bit codes as they are where the map is the standard one, else quantised again. A second
-        moment that bitsandbytes has rounded to zero, though the first is not zero, becomes the smallest code instead.
-        Options that the other optimizer does not have keep this one's values.
-
-        Raises:
-            ValueError: what is loaded does not fit; nothing has changed then.
-        """
-        where = f"{self._name}: load_state_dict"
-        for key in ("state", "param_groups"):
-            if key not in state_dict:
-                raise ValueError(f"{where}: expected an optimizer's state dict, received no {key!r}")
-        version = state_dict.get("format_version", FORMAT_VERSION)
-        if version != FORMAT_VERSION:
-            raise ValueError(f"{where}: expected format_version {FORMAT_VERSION}, received {version!r}")
-
-        def keep(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            if "format_version" not in loaded:
-                state_of = lambda p, group: self._kind(p, group).state  # noqa: E731
-                loaded = imported(self, self._moments, loaded, state_of, self._extra)
-            entries = {
-                key: {k: _AsSaved(v) if isinstance(v, Tensor) else v for k, v in entry.items()}
-                for key, entry in owned_entries(self, self._moments, loaded).items()
-            }
-            return {**loaded, "state": entries}
-
-        last = self.register_load_state_dict_pre_hook(keep)  # after those that the user registered
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            last.remove()
-        self._restore_norm(state_dict.get("grad_norm"))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **self._gradient_options(), "offload": self.offload}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes the state of a load, a copy or an unpickling, after checking it, and moves it into new arenas."""
-        if "state" in state:
-            for group in state["param_groups"]:
-                for name, default in state.get("defaults", self.__dict__.get("defaults", {})).items():
-                    group.setdefault(name, default)
-                self._check_options(group)
-            for param, entry in state["state"].items():
-                for name, value in entry.items():
-                    entry[name] = value.tensor if isinstance(value, _AsSaved) else value
-                group = next((g for g in state["param_groups"] if any(p is param for p in g["params"])), None)
-                if group is not None and entry:
-                    self._check_entry(param, entry, group)
-        super().__setstate__(state)
-        self._layouts = {}
-        if "max_grad_norm" in state:  # a copy, which has no hooks yet
-            self._init_gradients(*(state[name] for name in self._gradient_options()))
-            self._init_offload(state.get("offload"))
-        self._unfinished = None
-        for index, group in enumerate(self.param_groups):
-            if "max_grad_norm" in state:
-                self._watch(group["params"])
-            if any(self.state.get(p) for p in group["params"]):
-                self._layout(index, group)
-
-    def _check_entry(self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]) -> None:
-        kind, own = self._kind(param, group), local(param)
-        expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"step": (torch.float32, ())}
-        expected |= {p.name: (p.dtype, p.shape(own)) for p in self._parts(param, group)}
-        expected |= {name: (torch.float32, shape) for name, shape in self._extra(own, group).items()}
-        where = f"{self._name}: load_state_dict"
-        if entry.keys() != expected.keys():
-            raise ValueError(
-                f'{where}: state="{kind.state}" expects the entries {sorted(expected)}, received {sorted(entry)}'
-            )
-        for name, (dtype, shape) in expected.items():
-            value = entry[name]
-            if not isinstance(value, Tensor) or value.dtype != dtype or value.shape != torch.Size(shape):
-                received = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-                raise ValueError(f"{where}: {name}: expected {dtype} {shape}, received {received}")

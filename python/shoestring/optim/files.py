@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shoestring.data.files import atomic_path
-from shoestring.optim.base import FORMAT_VERSION, LowMemoryOptimizer
+from shoestring.optim.base import LowMemoryOptimizer
+from shoestring.optim.state_dicts import FORMAT_VERSION
 
 # Entries are called "<group>.<index in the group>.<name>"; the metadata has this, format_version, optimizer (the class)
 # and groups: JSON, a list of {"size": parameters, "options": {...}, "extra": what schedulers keep there}.

@@ -25,25 +25,32 @@ from shoestring.optim.sharded import (
 
 def number_on(device: torch.device, number: Tensor | None) -> Tensor | None:
     """A number as the operators take it."""
-    return None if number is None else number.to(device, torch.float32, non_blocking=True)
+    return None if number is None else number.to(device, torch.float32, non_blocking=device.type != "cpu")
 
 
-def total_norm(grads: list[Tensor]) -> Tensor:
+def norms_of(grads: list[Tensor]) -> list[Tensor]:
+    """The norm of each of some gradients of one device and dtype."""
+    # With its own dtype, the norm of finite fp16 gradients under a loss scale would overflow.
+    return list(torch._foreach_norm(grads, 2, dtype=torch.float32))
+
+
+def total_norm(grads: list[Tensor], norms_of: Callable[[list[Tensor]], list[Tensor]] = norms_of) -> Tensor:
     """The norm of all gradients together, fp32 on the first one's device; nothing waits for it."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for g in grads:
         by_kind.setdefault((g.device, g.dtype), []).append(g)
-    # With its own dtype, the norm of finite fp16 gradients under a loss scale would overflow.
-    norms = [n for same in by_kind.values() for n in torch._foreach_norm(same, 2, dtype=torch.float32)]
+    norms = [n for same in by_kind.values() for n in norms_of(same)]
     return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
 
 
-def norm_over(shares: list[tuple[Shards | None, list[Tensor]]]) -> Tensor:
+def norm_over(
+    shares: list[tuple[Shards | None, list[Tensor]]], norms_of: Callable[[list[Tensor]], list[Tensor]] = norms_of
+) -> Tensor:
     """The norm of all gradients together, those that other processes have the rest of among them; the same on each."""
     by_shards: dict[Shards | None, list[Tensor]] = {}
     for piece, grads in shares:
         by_shards.setdefault(piece, []).extend(grads)
-    norms = [whole_norm(total_norm(grads), piece) for piece, grads in by_shards.items() if grads]
+    norms = [whole_norm(total_norm(grads, norms_of), piece) for piece, grads in by_shards.items() if grads]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
 
 
@@ -62,6 +69,14 @@ class Gradients:
     # Of the optimizer:
     param_groups: list[dict[str, Any]]
     _moments: tuple[Moment, ...]
+    offload: str | None
+    _collected: dict[Tensor, Tensor]
+    _arrive: Callable[[Tensor], None]
+    _flush: Callable[[], None]
+    _drain: Callable[[], None]
+    _on_host: Callable[[Arena, list[Tensor | None]], list[Tensor | None]]
+    _drop_collected: Callable[[], None]
+    _norms_of: Callable[[list[Tensor]], list[Tensor]]
     _layout: Callable[[int, dict[str, Any]], Layout]
     _step_arena: Callable[..., None]
 
@@ -85,7 +100,7 @@ class Gradients:
         }
 
     def _has_gradient(self, param: Tensor) -> bool:
-        return param.grad is not None or param in self._pending
+        return param.grad is not None or param in self._pending or param in self._collected
 
     # ---- sums over micro-batches ---------------------------------------------------------------------------------
 
@@ -104,6 +119,7 @@ class Gradients:
         try:
             yield
         finally:
+            self._flush()
             self._accumulating = before
 
     def _watch(self, params: Iterable[Tensor], always: bool = False) -> None:
@@ -131,12 +147,15 @@ class Gradients:
                 f"{type(self).__name__}: step_in_backward: expected gradients that are complete in backward, received those "
                 "of DistributedDataParallel, which all-reduces them later; use fully_shard, or step_in_backward=False"
             )
-        if self._accumulating:
+        if self.offload == "cpu" and (self._accumulating or self.step_in_backward):
+            self._arrive(param)
+        elif self._accumulating:
             self._add(param)
         elif self.step_in_backward:
             self._step_alone(param)
         elif self._is_replicated and param in self._pending:  # so that the sum is all-reduced
-            param.grad.add_(self._sums[param])
+            self._drain()
+            param.grad.add_(self._sums[param].to(param.grad.device))
             self._sums[param].zero_()
             self._pending.discard(param)
 
@@ -175,6 +194,8 @@ class Gradients:
         found: list[tuple[list[Tensor | None], Tensor | None]] = []
         for arena in arenas:
             grads = [local_gradient(p) if arena.is_sharded else p.grad for p in arena.params]
+            if arena.host is not None and any(p in self._pending or p in self._collected for p in arena.params):
+                grads = self._on_host(arena, grads)
             if not self._pending or not any(p in self._pending for p in arena.params):
                 found.append((grads, None))
                 continue
@@ -187,7 +208,7 @@ class Gradients:
                     self._used.append(view)
                     grads[i] = view if grads[i] is None else view.add_(grads[i])
                 elif grads[i] is None:
-                    grads[i] = torch.zeros_like(local(p))
+                    grads[i] = torch.zeros_like(local(p), device=arena.kind.device)
             found.append((grads, None if whole else arena.accumulated))
         return found
 
@@ -196,6 +217,7 @@ class Gradients:
             view.zero_()
         self._used.clear()
         self._pending.clear()
+        self._drop_collected()
 
     # ---- clipping ------------------------------------------------------------------------------------------------
 
@@ -203,14 +225,14 @@ class Gradients:
         self, shares: list[tuple[Shards | None, list[Tensor | None]]], found_inf: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """Whether to skip, sums looked at too, and the factor of all gradients."""
-        if self.step_in_backward:
+        if self.step_in_backward and self.offload != "cpu":
             return found_inf, None
         self.grad_norm = None
         present = [(piece, [g for g in grads if g is not None]) for piece, grads in shares]
         looks = found_inf is not None and self._pending
         if not any(grads for _, grads in present) or (self.max_grad_norm is None and not looks):
             return found_inf, None
-        norm = norm_over(present)
+        norm = norm_over(present, self._norms_of)
         if looks:  # a GradScaler has seen the last micro-batch alone
             found_inf = torch.maximum(number_on(norm.device, found_inf), (~norm.isfinite()).float())
         if self.max_grad_norm is None:
@@ -252,7 +274,7 @@ class Gradients:
                 if any(p in self._pending for p in arena.params):
                     self._into_arena(arena)
                 for i, p in enumerate(arena.params):
-                    self._alone[p] = (group, arena.only(i, self._moments))
+                    self._alone[p] = (group, arena.run(i, i + 1, self._moments))
 
     def _finish_backward(self) -> None:
         self._watch(p for group in self.param_groups for p in group["params"])  # some may have been replaced
@@ -270,5 +292,6 @@ class Gradients:
         self._alone.clear()
         self._sums.clear()
         self._pending.clear()
+        self._init_host_steps()
         if self.step_in_backward:
             self.grad_norm = None if norm is None else norm.clone()

@@ -12,19 +12,11 @@ from shoestring.optim.gradients import clip_coef, total_norm
 from shoestring.optim.projections import is_left
 from shoestring.optim.schedule_free_adamw import ScheduleFreeAdamW
 from shoestring.optim.sgd import SGD
+from shoestring.optim.state_dicts import FORMAT_VERSION, AsSaved
 from shoestring.optim.virtual import DTYPES, VirtualParameters
 from shoestring.optim.whole import expect_whole
 
-FORMAT_VERSION = 1
-
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]] | None]  # of entries, by name; None: a whole number
-
-
-class _AsSaved:
-    """Carries a tensor through Optimizer.load_state_dict, which would cast it to the parameter's dtype."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
 
 
 class LowRankOptimizer(Optimizer):
@@ -225,7 +217,7 @@ class LowRankOptimizer(Optimizer):
 
         def keep(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             entries = {
-                key: {k: _AsSaved(v) if isinstance(v, Tensor) else v for k, v in entry.items()}
+                key: {k: AsSaved(v) if isinstance(v, Tensor) else v for k, v in entry.items()}
                 for key, entry in loaded["state"].items()
             }
             return {**loaded, "state": entries}
@@ -271,7 +263,7 @@ class LowRankOptimizer(Optimizer):
         entries = {}
         for p, entry in state.items():
             for name, value in entry.items():
-                entry[name] = value.tensor if isinstance(value, _AsSaved) else value
+                entry[name] = value.tensor if isinstance(value, AsSaved) else value
             if p in owner and entry:
                 own = self._own_entries(p, entry, owner[p]) if p in self._virtual.of else {}
                 entries[p] = {k: v for k, v in entry.items() if k not in own}

@@ -1,6 +1,6 @@
 """Optimizer state where the device has no room for it: how a step takes it there, chunk by chunk."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ OffloadedState = Any
 
 def is_place(offload: object) -> bool:
     """Whether it is one of the places that state may be offloaded to."""
-    return offload is None or offload == "stream" or (isinstance(offload, str) and offload[:5] == "nvme:" < offload)
+    return offload in (None, "cpu", "stream") or (isinstance(offload, str) and offload[:5] == "nvme:" < offload)
 
 
 def make_offload(caller: str, offload: str, device: torch.device) -> Any:
@@ -40,10 +40,12 @@ class Offloading:
     param_groups: list[dict[str, Any]]
     _layouts: dict[int, Any]
     step_in_backward: bool
+    _init_host_steps: Callable[[], None]
 
     def _init_offload(self, offload: str | None) -> None:
         self.offload = offload
         self._offloads: dict[torch.device, Any] = {}
+        self._init_host_steps()
         self._unfinished: tuple[list[Work], list[tuple[Tensor | None, int]]] | None = None  # a step that failed
 
     def _offload_of(self, device: torch.device) -> Any:

@@ -90,12 +90,12 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
                 continue
             beta1 = group["betas"][0]
             for arena in self._layouts[index].arenas if index in self._layouts else ():
-                if arena.offloaded is None:
+                if arena.offloaded is None and arena.host is None:
                     self._apply(arena, arena.params, beta1, train_mode, arena.values.get("weight_remainder"))
                     continue
                 for i, p in enumerate(arena.params):  # one at a time: the device has room for no more
-                    kept = arena.only(i, self._moments).values.get("weight_remainder")
-                    remainder = None if kept is None else kept.to(arena.kind.device)
+                    kept = arena.run(i, i + 1, self._moments).values.get("weight_remainder")
+                    remainder = None if kept is None else kept.to(local(p).device)
                     self._apply(arena, [p], beta1, train_mode, remainder)
                     if kept is not None:
                         kept.copy_(remainder)
@@ -106,8 +106,8 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
     ) -> None:
         apply_(
             [local(p) for p in params],
-            [self.state[p]["offset"].to(arena.kind.device) for p in params],
-            arena.step[: len(params)].clone(),
+            [self.state[p]["offset"].to(local(p).device) for p in params],
+            arena.step[: len(params)].to(local(params[0]).device, copy=True),
             lr=(1 - beta1) / beta1,
             weight_decay=0.0,
             maximize=train_mode,
@@ -123,6 +123,10 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
     def _step_alone(self, param: Tensor) -> None:
         self._expect_train()
         super()._step_alone(param)
+
+    def _arrive(self, param: Tensor) -> None:
+        self._expect_train()
+        super()._arrive(param)
 
     def _expect_train(self) -> None:
         if not all(group["train_mode"] for group in self.param_groups):

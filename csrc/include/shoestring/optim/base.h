@@ -146,13 +146,19 @@ class SHOESTRING_API LowMemoryOptimizer : public torch::optim::Optimizer {
   /// before (the first is not clipped), which is not the same. Not saved.
   void set_step_in_backward(bool step_in_backward);
 
-  /// Where the state lies: none, on the parameters' device; "stream", in host memory, page-locked for a GPU; or
-  /// "nvme:DIR", in a file without a name in the folder DIR, whose space is reserved first and free again when the
+  /// Where the state lies: none, on the parameters' device; "cpu" (below); "stream", in host memory, page-locked for a
+  /// GPU; or "nvme:DIR", in a file without a name in the folder DIR, whose space is reserved first and free again when the
   /// process ends. A step takes it to the device in chunks, some of which are read and written meanwhile, and does the
   /// same, bit for bit; state takes 4 chunks of memory there, 8 MiB each (one of a single parameter, in a step that is
   /// more than a rule, may be larger). Where something cannot be read or written, step() raises c10::Error with the file
   /// and the place; parameters before it are stepped and the others are not, nothing is lost, and calling step() again,
   /// with the gradients as they are, finishes that step. (Steps within backward have freed them: load saved state.)
+  /// "cpu": in host memory, and the CPU steps it. Gradients go there and weights come back, both page-locked for a GPU and
+  /// of exactly their size, in buckets of some 8 MiB; while one is copied another is stepped. Changes of parameters between
+  /// steps are seen by their version counters (those made below, through data pointers or .data, are not). With
+  /// set_step_in_backward gradients leave as soon as they are complete and are stepped while backward runs on; with
+  /// set_max_grad_norm as well, gradients are collected and their norms taken in backward, and step() applies them: this
+  /// clipping is exact. Each backward then needs its step(). Sums of accumulate() are in host memory, too.
   /// State that there is moves. Not saved.
   void set_offload(const std::optional<std::string>& where);
 

@@ -50,7 +50,8 @@ using FencePtr = std::shared_ptr<Fence>;
 /// Copies, one after the other, beside the computation: a thread, and on a GPU a stream of its own.
 class CopyLane {
  public:
-  explicit CopyLane(c10::Device device) : device_(device) {}
+  /// threads: that operators in it may use; 0: as many as elsewhere.
+  explicit CopyLane(c10::Device device, int threads = 1) : device_(device), threads_(threads) {}
   /// After all copies.
   ~CopyLane();
   CopyLane(const CopyLane&) = delete;
@@ -69,6 +70,7 @@ class CopyLane {
   void work();
 
   const c10::Device device_;
+  const int threads_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Job> jobs_;

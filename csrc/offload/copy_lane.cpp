@@ -1,4 +1,4 @@
-#include "checkpoint/copy_lane.h"
+#include "offload/copy_lane.h"
 
 #include <omp.h>
 
@@ -80,7 +80,7 @@ FencePtr CopyLane::run(std::vector<FencePtr> after, std::function<void()> copy) 
 void CopyLane::work() {
   const c10::NoGradGuard no_grad;
   at::internal::lazy_init_num_threads();  // else the first operator would undo the next line
-  omp_set_num_threads(1);                 // of this thread: the others compute
+  if (threads_ > 0) omp_set_num_threads(threads_);  // of this thread: the others compute
   std::optional<c10::Stream> stream;
   if (!device_.is_cpu()) stream = c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_);
   const c10::OptionalStreamGuard guard(stream);

@@ -1,0 +1,120 @@
+#include "offload/host_params.h"
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+namespace shoestring::offload {
+namespace {
+
+// Tensors of any strides, one after the other in memory of 64 bytes' alignment.
+constexpr int64_t kAlignment = 64;
+
+int64_t bytes_of(const Tensor& t) {
+  const int64_t bytes = t.numel() * static_cast<int64_t>(t.element_size());
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+std::function<void()> copying(std::vector<std::pair<Tensor, Tensor>> copies) {
+  return [copies = std::move(copies)] {
+    for (const auto& [to, from] : copies) to.copy_(from, /*non_blocking=*/true);
+  };
+}
+
+uint32_t version_of(const Tensor& t) { return t.is_inference() ? 0 : static_cast<uint32_t>(t._version()); }
+
+}  // namespace
+
+HostParams::HostParams(c10::intrusive_ptr<Offload> offload, const std::vector<Tensor>& params)
+    : offload_(std::move(offload)), weights_(slab(params)), own_(params.size()) {}
+
+// Of the shapes and dtypes of these, contiguous, not initialised.
+std::vector<Tensor> HostParams::slab(const std::vector<Tensor>& like) {
+  int64_t total = 0, begin = 0;
+  for (const Tensor& t : like) total += bytes_of(t);
+  const Tensor all = offload_->memory.empty({total}, at::kByte);
+  std::vector<Tensor> found;
+  for (const Tensor& t : like) {
+    const int64_t bytes = t.numel() * static_cast<int64_t>(t.element_size());
+    found.push_back(all.narrow(0, begin, bytes).view(t.scalar_type()).view(t.sizes()));
+    begin += bytes_of(t);
+  }
+  return found;
+}
+
+// Memory must not be freed below a copy.
+HostParams::~HostParams() {
+  for (Own& own : own_) {
+    for (const FencePtr& fence : {own.fetched, own.sent}) {
+      try {
+        if (fence != nullptr) fence->synchronize();
+      } catch (const std::exception&) {  // nobody is left who would step with it
+      }
+    }
+  }
+}
+
+void HostParams::mark(Own& own, const Tensor& param) {
+  own.version = version_of(param);
+  own.data = param.const_data_ptr();
+  own.is_new = false;
+}
+
+void HostParams::fetch(int64_t index, const Tensor& param, const std::optional<Tensor>& grad) {
+  Own& own = own_[static_cast<size_t>(index)];
+  std::vector<std::pair<Tensor, Tensor>> copies;
+  if (own.is_new || own.version != version_of(param) || own.data != param.const_data_ptr()) {
+    copies.emplace_back(weights_[static_cast<size_t>(index)], param.variable_data());
+    mark(own, param);
+  }
+  if (grad) {
+    if (gradients_.empty()) {
+      offload_->memory.trim();  // of arenas that this one has taken the place of
+      gradients_ = slab(weights_);
+    }
+    Tensor& on_host = gradients_[static_cast<size_t>(index)];
+    if (on_host.scalar_type() != grad->scalar_type()) {
+      on_host = offload_->memory.empty(grad->sizes(), grad->scalar_type());
+    }
+    own.source = grad->variable_data();  // until it has gone: its memory belongs to the stream that computes
+    own.has_gradient = true;
+    copies.emplace_back(on_host, own.source);
+  }
+  if (copies.empty()) return;
+  own.fetched = offload_->out.run({Fence::now(offload_->device)}, copying(std::move(copies)));
+}
+
+std::vector<std::optional<Tensor>> HostParams::collect(int64_t first, int64_t last) {
+  std::vector<std::optional<Tensor>> found;
+  for (int64_t i = first; i < last; ++i) {
+    Own& own = own_[static_cast<size_t>(i)];
+    for (FencePtr* fence : {&own.fetched, &own.sent}) {
+      if (const FencePtr over = std::exchange(*fence, nullptr)) over->synchronize();
+    }
+    own.source = Tensor();
+    const bool has = std::exchange(own.has_gradient, false);
+    found.push_back(has ? std::optional<Tensor>(gradients_[static_cast<size_t>(i)]) : std::nullopt);
+  }
+  return found;
+}
+
+void HostParams::send(const std::vector<int64_t>& indices, const std::vector<Tensor>& params) {
+  std::vector<std::pair<Tensor, Tensor>> copies;
+  for (size_t i = 0; i < params.size(); ++i) {
+    const auto index = static_cast<size_t>(indices[i]);
+    copies.emplace_back(params[i].variable_data(), weights_[index]);
+    if (!params[i].is_inference()) params[i].unsafeGetTensorImpl()->bump_version();
+    mark(own_[index], params[i]);
+  }
+  const FencePtr sent = offload_->in.run({}, copying(std::move(copies)));
+  for (const int64_t index : indices) own_[static_cast<size_t>(index)].sent = sent;
+}
+
+void HostParams::receive() {
+  const auto stream = current_stream(offload_->device);
+  for (const Own& own : own_) {
+    if (own.sent != nullptr) own.sent->block(stream);
+  }
+}
+
+}  // namespace shoestring::offload

@@ -1,0 +1,201 @@
+// Steps by the CPU of what lies on a device: gradients come to host memory and weights go back, beside what it does.
+
+#include <algorithm>
+#include <exception>
+
+#include <ATen/Functions.h>
+
+#include "optim/core.h"
+
+namespace shoestring::optim::detail {
+namespace {
+
+// Of parameters: long enough for a link to be fast, short enough for copies and steps to overlap.
+constexpr size_t kBucketBytes = size_t{8} << 20;
+
+std::optional<Tensor> some(const Tensor& t) { return t.defined() ? std::optional<Tensor>(t) : std::nullopt; }
+
+Tensor norm_of(const Tensor& grad) { return at::_foreach_norm({grad}, 2, at::kFloat)[0]; }
+
+}  // namespace
+
+// An arena's parameters in buckets, and larger ones alone.
+std::vector<Core::Bucket> Core::buckets(size_t group, Arena& arena) {
+  std::vector<Bucket> found;
+  size_t size = 0;
+  for (size_t i = 0; i < arena.params.size(); ++i) {
+    const size_t bytes = arena.params[i].nbytes();
+    if (found.empty() || size + bytes > kBucketBytes) {
+      found.push_back({group, &arena, i, i});
+      size = 0;
+    }
+    found.back().last = i + 1;
+    size += bytes;
+  }
+  return found;
+}
+
+// ---- a step of all ------------------------------------------------------------------------------------------------
+
+// Gradients in host memory, now.
+std::vector<Tensor> Core::on_host(Arena& arena, std::vector<Tensor> grads) {
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (has_gradient(arena.params[i])) arena.host->fetch(static_cast<int64_t>(i), arena.params[i], some(grads[i]));
+  }
+  const auto fetched = arena.host->collect(0, std::ssize(grads));
+  arena.has_fetched = true;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    const auto kept = collected_.find(arena.params[i].unsafeGetTensorImpl());
+    grads[i] = kept != collected_.end() ? kept->second : fetched[i].value_or(Tensor());
+  }
+  return grads;
+}
+
+// All gradients are on their way before the first is there; weights go back while others are stepped.
+void Core::step_on_host(size_t group, Arena& arena, std::vector<Tensor> grads, const Tensor& accumulated,
+                        const Tensor& clip_coef) {
+  for (size_t i = 0; i < grads.size() && !arena.has_fetched; ++i) {
+    if (grads[i].defined()) arena.host->fetch(static_cast<int64_t>(i), arena.params[i], grads[i]);
+  }
+  for (const Bucket& bucket : buckets(group, arena)) {
+    const auto fetched = arena.host->collect(static_cast<int64_t>(bucket.first), static_cast<int64_t>(bucket.last));
+    for (size_t i = 0; i < fetched.size() && !arena.has_fetched; ++i) {
+      grads[bucket.first + i] = fetched[i].value_or(Tensor());
+    }
+    const auto begin = grads.begin();
+    step_bucket(bucket, {begin + static_cast<int64_t>(bucket.first), begin + static_cast<int64_t>(bucket.last)},
+                accumulated.defined(), clip_coef);
+  }
+  arena.has_fetched = false;
+  arena.host->receive();
+}
+
+// With gradients in host memory.
+void Core::step_bucket(const Bucket& bucket, const std::vector<Tensor>& grads, bool summed, const Tensor& clip_coef) {
+  const Arena piece = bucket.arena->run(rule(bucket.group), bucket.first, bucket.last);
+  step_values(bucket.group, piece, grads, summed ? piece.accumulated : Tensor(), clip_coef);
+  std::vector<int64_t> stepped;
+  std::vector<Tensor> params;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (!grads[i].defined()) continue;
+    stepped.push_back(static_cast<int64_t>(bucket.first + i));
+    params.push_back(piece.params[i]);
+  }
+  bucket.arena->host->send(stepped, params);
+}
+
+// ---- within backward ----------------------------------------------------------------------------------------------
+
+// A gradient that is complete, or one to be added up: it leaves, and is freed once it has left.
+void Core::arrive(const Tensor& param) {
+  const Key key = param.unsafeGetTensorImpl();
+  auto found = bucket_of_.find(key);
+  if (found == bucket_of_.end() || (accumulating && !found->second.first->arena->accumulated.defined())) {
+    find_buckets();
+    found = bucket_of_.find(key);
+  }
+  auto& [bucket, index] = found->second;
+  Access::check_step(options(bucket->group));
+  const bool here = bucket->arrived.count(index) > 0;
+  TORCH_CHECK(bucket->given.count(index) == 0 && (!here || accumulating), "shoestring::optim::", name(),
+              ": step_in_backward: expected step() after each backward, received a second gradient of a parameter; use "
+              "accumulate() around all backwards but the last of a step");
+  if (here) send_job(*bucket);  // in another backward of the same micro-batch
+  if (bucket->job != nullptr) bucket->job->synchronize();
+  bucket->arena->host->fetch(static_cast<int64_t>(index), param, param.grad());
+  param.mutable_grad() = Tensor();
+  if (bucket->arrived.empty()) jobs_.push_back(bucket);
+  bucket->arrived.insert(index);
+  if (accumulating) pending_.insert(key);
+  bool complete = true;
+  for (size_t i = bucket->first; i < bucket->last; ++i) {
+    complete &= bucket->arrived.count(i) > 0 || !bucket->arena->params[i].requires_grad();
+  }
+  if (complete) send_job(*bucket);
+}
+
+void Core::find_buckets() {
+  drain();
+  drop_buckets();
+  const size_t groups = optimizer->param_groups().size();
+  for (size_t g = 0; g < groups; ++g) layout(g);
+  for (size_t g = 0; g < groups; ++g) {
+    for (Arena& arena : layout(g).arenas) {
+      if (accumulating || any_pending(arena)) into_arena(arena);
+      for (Bucket& bucket : buckets(g, arena)) {
+        const auto& kept = buckets_.emplace_back(std::make_unique<Bucket>(std::move(bucket)));
+        for (size_t i = kept->first; i < kept->last; ++i) {
+          bucket_of_[arena.params[i].unsafeGetTensorImpl()] = {kept.get(), i};
+        }
+      }
+    }
+  }
+}
+
+void Core::drop_buckets() {
+  bucket_of_.clear();
+  buckets_.clear();
+}
+
+// What the gradients of a bucket that have come are for, by the worker; in the order of calls.
+void Core::send_job(Bucket& bucket) {
+  if (worker_ == nullptr) worker_ = std::make_unique<CopyLane>(at::kCPU, /*threads=*/0);
+  std::vector<Tensor> sums(bucket.last - bucket.first);  // of what has one
+  for (const size_t i : bucket.arrived) {
+    const Key key = bucket.arena->params[i].unsafeGetTensorImpl();
+    if (pending_.count(key) > 0) sums[i - bucket.first] = sums_.at(key);
+    if (!accumulating) pending_.erase(key);
+  }
+  enum class Aim { kAdd, kKeep, kStep };
+  const Aim aim = accumulating ? Aim::kAdd : max_grad_norm ? Aim::kKeep : Aim::kStep;
+  if (!accumulating) bucket.given.insert(bucket.arrived.begin(), bucket.arrived.end());
+  bucket.arrived.clear();
+  bucket.job = worker_->run({}, [this, &bucket, sums = std::move(sums), aim] {
+    std::vector<Tensor> grads;
+    const auto fetched = bucket.arena->host->collect(static_cast<int64_t>(bucket.first), static_cast<int64_t>(bucket.last));
+    for (const auto& grad : fetched) grads.push_back(grad.value_or(Tensor()));
+    if (aim == Aim::kStep) {
+      const bool summed = std::any_of(sums.begin(), sums.end(), [](const Tensor& sum) { return sum.defined(); });
+      return step_bucket(bucket, grads, summed, {});
+    }
+    for (size_t i = 0; i < grads.size(); ++i) {
+      if (!grads[i].defined()) continue;
+      const Tensor grad = sums[i].defined() ? sums[i].add_(grads[i]) : grads[i];
+      if (aim == Aim::kKeep) bucket.results.push_back({bucket.first + i, grad, norm_of(grad), sums[i].defined()});
+    }
+  });
+}
+
+// Jobs also for buckets that some gradients have not come for.
+void Core::flush() {
+  const std::lock_guard lock(mutex_);
+  for (Bucket* bucket : jobs_) {
+    if (!bucket->arrived.empty()) send_job(*bucket);
+  }
+}
+
+// Until all that has come has been seen to; what the device does next sees the weights.
+void Core::drain() {
+  for (Bucket* bucket : jobs_) {
+    if (!bucket->arrived.empty()) send_job(*bucket);
+  }
+  std::exception_ptr error;
+  for (Bucket* bucket : std::exchange(jobs_, {})) {
+    const FencePtr job = std::exchange(bucket->job, nullptr);
+    try {
+      if (job != nullptr) job->synchronize();
+      bucket->arena->host->receive();
+    } catch (...) {
+      if (error == nullptr) error = std::current_exception();
+    }
+    bucket->given.clear();
+    for (auto& [index, grad, norm, is_sum] : std::exchange(bucket->results, {})) {
+      if (is_sum) used_.push_back(grad);
+      known_norms_[grad.const_data_ptr()] = norm;
+      collected_[bucket->arena->params[index].unsafeGetTensorImpl()] = grad;
+    }
+  }
+  if (error != nullptr) std::rethrow_exception(error);
+}
+
+}  // namespace shoestring::optim::detail

@@ -1,0 +1,225 @@
+"""Steps by the CPU of what lies on a device: gradients come to host memory and weights go back, beside what it does."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoestring.optim.arena import Arena, Layout, Moment
+from shoestring.optim.gradients import norms_of, number_on
+from shoestring.optim.sharded import gradient_in_hook, local
+
+BUCKET_BYTES = 8 << 20  # of parameters: long enough for a link to be fast, short enough for copies and steps to overlap
+
+
+@dataclass
+class Bucket:
+    """Parameters of an arena, side by side, that are stepped together."""
+
+    group: dict[str, Any]
+    arena: Arena
+    first: int
+    last: int
+    arrived: set[int] = field(default_factory=set)  # of the arena's parameters, whose gradient is on its way
+    given: set[int] = field(default_factory=set)  # whose gradient of this step has come
+    job: "Future[None] | None" = None
+
+    @property
+    def params(self) -> list[Tensor]:
+        """Its parameters."""
+        return self.arena.params[self.first : self.last]
+
+    def is_complete(self) -> bool:
+        """Whether every gradient that will come has come."""
+        return all(self.first + i in self.arrived for i, p in enumerate(self.params) if p.requires_grad)
+
+    def wait(self) -> None:
+        """Until it may be used again; raises what went wrong."""
+        if self.job is not None:
+            self.job.result()
+
+
+def buckets(group: dict[str, Any], arena: Arena) -> list[Bucket]:
+    """The arena's parameters in buckets of some 8 MiB, and larger ones alone."""
+    found: list[Bucket] = []
+    size = 0
+    for i, p in enumerate(arena.local_params()):
+        if not found or size + p.nbytes > BUCKET_BYTES:
+            found.append(Bucket(group, arena, i, i))
+            size = 0
+        found[-1].last = i + 1
+        size += p.nbytes
+    return found
+
+
+class HostSteps:
+    """The part of an optimizer that steps on the CPU what lies on a device (``offload="cpu"``)."""
+
+    # Of the optimizer:
+    offload: str | None
+    max_grad_norm: float | None
+    param_groups: list[dict[str, Any]]
+    _moments: tuple[Moment, ...]
+    _accumulating: bool
+    _pending: set[Tensor]
+    _used: list[Tensor]
+    _sums: dict[Tensor, Tensor]
+    _layout: Callable[[int, dict[str, Any]], Layout]
+    _into_arena: Callable[[Arena], list[Tensor]]
+    _step_values: Callable[..., None]
+
+    def _init_host_steps(self) -> None:
+        self._buckets: dict[Tensor, tuple[Bucket, int]] = {}  # and which of the arena's parameters it is
+        self._jobs: list[Bucket] = []  # with gradients on their way, or a job
+        self._worker: ThreadPoolExecutor | None = None
+        self._collected: dict[Tensor, Tensor] = {}  # gradients in host memory, which wait for the norm of all
+        self._known_norms: dict[int, Tensor] = {}  # of those, by address
+
+    def _norms_of(self, grads: list[Tensor]) -> list[Tensor]:
+        """Of gradients of one device and dtype, each; some have been taken in backward."""
+        known = [self._known_norms.get(g.data_ptr()) if g.numel() else None for g in grads]
+        if not self._known_norms:
+            return norms_of(grads)
+        return [norms_of([g])[0] if norm is None else norm for g, norm in zip(grads, known, strict=True)]
+
+    # ---- a step of all -------------------------------------------------------------------------------------------
+
+    def _on_host(self, arena: Arena, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Gradients in host memory, now."""
+        for i, (p, own, grad) in enumerate(zip(arena.params, arena.device_params(), grads, strict=True)):
+            if grad is not None or p in self._pending or p in self._collected:
+                arena.host.fetch(i, own, grad)
+        fetched = arena.host.collect(0, len(grads))
+        arena.has_fetched = True
+        return [self._collected.get(p, grad) for p, grad in zip(arena.params, fetched, strict=True)]
+
+    def _step_on_host(
+        self, group: dict[str, Any], arena: Arena, grads: list[Tensor | None], accumulated: Tensor | None, *factors: Any
+    ) -> None:
+        """All gradients are on their way before the first is there; weights go back while others are stepped."""
+        every, params = buckets(group, arena), arena.device_params()
+        if not arena.has_fetched:
+            for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
+                if grad is not None:
+                    arena.host.fetch(i, p, grad)
+        factors = tuple(number_on(arena.kind.device, factor) for factor in factors)
+        for bucket in every:
+            own = slice(bucket.first, bucket.last)
+            fetched = arena.host.collect(bucket.first, bucket.last)
+            piece = arena.run(bucket.first, bucket.last, self._moments)
+            sums = None if accumulated is None else piece.accumulated
+            self._step_values(group, piece, grads[own] if arena.has_fetched else fetched, sums, *factors)
+            stepped = [i for i in range(bucket.first, bucket.last) if grads[i] is not None]
+            arena.host.send(stepped, [params[i] for i in stepped])
+        arena.has_fetched = False
+        arena.host.receive()
+
+    # ---- within backward -----------------------------------------------------------------------------------------
+
+    def _arrive(self, param: Tensor) -> None:
+        """A gradient that is complete, or one to be added up: it leaves, and is freed once it has left."""
+        if param not in self._buckets or self._buckets[param][0].arena.accumulated is None and self._accumulating:
+            self._find_buckets()
+        bucket, index = self._buckets[param]
+        if index in bucket.given or (index in bucket.arrived and not self._accumulating):
+            raise RuntimeError(
+                f"{type(self).__name__}: step_in_backward: expected step() after each backward, received a second gradient "
+                "of a parameter; use accumulate() around all backwards but the last of a step"
+            )
+        if index in bucket.arrived:  # in another backward of the same micro-batch
+            self._send_job(bucket)
+        bucket.wait()
+        bucket.arena.host.fetch(index, local(param), gradient_in_hook(param))
+        param.grad = None
+        if not bucket.arrived:
+            self._jobs.append(bucket)
+        bucket.arrived.add(index)
+        if self._accumulating:
+            self._pending.add(param)
+        if bucket.is_complete():
+            self._send_job(bucket)
+
+    def _find_buckets(self) -> None:
+        self._drain()
+        self._buckets.clear()
+        layouts = [self._layout(index, group) for index, group in enumerate(self.param_groups)]
+        for group, layout in zip(self.param_groups, layouts, strict=True):
+            for arena in layout.arenas:
+                if self._accumulating or any(p in self._pending for p in arena.params):
+                    self._into_arena(arena)
+                for bucket in buckets(group, arena):
+                    for i, p in enumerate(bucket.params, bucket.first):
+                        self._buckets[p] = (bucket, i)
+
+    def _send_job(self, bucket: Bucket) -> None:
+        """What the gradients of a bucket that have come are for, by the worker; in the order of calls."""
+        if self._accumulating:
+            job = self._add_up
+        elif self.max_grad_norm is not None:
+            job = self._keep
+        else:
+            job = self._step_bucket
+        arrived, bucket.arrived = bucket.arrived, set()
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, f"{type(self).__name__} on the CPU")
+        summed = {bucket.arena.params[i] for i in arrived} & self._pending
+        if not self._accumulating:
+            self._pending -= summed
+            bucket.given |= arrived
+        bucket.job = self._worker.submit(self._without_grad, job, bucket, summed)
+
+    @staticmethod
+    def _without_grad(job: Callable[[Bucket, set[Tensor]], None], bucket: Bucket, summed: set[Tensor]) -> None:
+        with torch.no_grad():
+            job(bucket, summed)
+
+    def _add_up(self, bucket: Bucket, summed: set[Tensor]) -> None:
+        grads = bucket.arena.host.collect(bucket.first, bucket.last)
+        for p, grad in zip(bucket.params, grads, strict=True):
+            if grad is not None:
+                self._sums[p].add_(grad)
+
+    def _keep(self, bucket: Bucket, summed: set[Tensor]) -> None:
+        grads = bucket.arena.host.collect(bucket.first, bucket.last)
+        for p, grad in zip(bucket.params, grads, strict=True):
+            if grad is None:
+                continue
+            if p in summed:
+                grad = self._sums[p].add_(grad)
+                self._used.append(grad)
+            self._collected[p] = grad
+            self._known_norms[grad.data_ptr()] = norms_of([grad])[0]
+
+    def _step_bucket(self, bucket: Bucket, summed: set[Tensor]) -> None:
+        grads = bucket.arena.host.collect(bucket.first, bucket.last)
+        piece = bucket.arena.run(bucket.first, bucket.last, self._moments)
+        self._step_values(bucket.group, piece, grads, piece.accumulated if summed else None, None, None)
+        stepped = [i for i, grad in enumerate(grads, bucket.first) if grad is not None]
+        params = bucket.arena.device_params()
+        bucket.arena.host.send(stepped, [params[i] for i in stepped])
+
+    def _flush(self) -> None:
+        """Jobs also for buckets that some gradients have not come for."""
+        for bucket in self._jobs:
+            if bucket.arrived:
+                self._send_job(bucket)
+
+    def _drain(self) -> None:
+        """Until all that has come has been seen to; what the device does next sees the weights."""
+        self._flush()
+        jobs, self._jobs = self._jobs, []
+        errors = [bucket.job.exception() for bucket in jobs if bucket.job is not None]
+        for bucket in jobs:
+            bucket.job = None
+            bucket.given.clear()
+            bucket.arena.host.receive()
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def _drop_collected(self) -> None:
+        self._collected.clear()
+        self._known_norms.clear()

@@ -1,0 +1,145 @@
+"""State dicts of the optimizers, loads of them, copies and pickles."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+
+from shoestring.optim.arena import Kind, Layout, Moment, Part
+from shoestring.optim.convert import imported
+from shoestring.optim.sharded import local
+from shoestring.optim.sharded_state import owned_entries, save_dtensors
+
+FORMAT_VERSION = 1
+
+
+class AsSaved:
+    """Carries a tensor through Optimizer.load_state_dict, which would cast it to the parameter's dtype."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class StateDicts:
+    """The part of an optimizer that saves and loads."""
+
+    # Of the optimizer:
+    offload: str | None
+    step_in_backward: bool
+    grad_norm: Tensor | None
+    param_groups: list[dict[str, Any]]
+    state: dict[Tensor, Any]
+    _name: str
+    _moments: tuple[Moment, ...]
+    _layouts: dict[int, Layout]
+    _drain: Callable[[], None]
+    _kind: Callable[[Tensor, dict[str, Any]], Kind]
+    _parts: Callable[[Tensor, dict[str, Any]], list[Part]]
+    _layout: Callable[[int, dict[str, Any]], Layout]
+    _extra: Callable[[Tensor, dict[str, Any]], dict[str, tuple[int, ...]]]
+    _check_options: Callable[[dict[str, Any]], None]
+    _gradient_options: Callable[[], dict[str, Any]]
+    _init_gradients: Callable[..., None]
+    _init_offload: Callable[[str | None], None]
+    _restore_norm: Callable[[Tensor | None], None]
+    _watch: Callable[..., None]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as in ``torch.optim.Optimizer``, with the ``format_version`` of the entries."""
+        self._drain()
+        extra = {"format_version": FORMAT_VERSION}
+        if self.step_in_backward and self.grad_norm is not None:
+            extra["grad_norm"] = self.grad_norm
+        first = self.register_state_dict_post_hook(save_dtensors, prepend=True)  # before those that the user registered
+        try:
+            return {**super().state_dict(), **extra}
+        finally:
+            first.remove()
+
+    @_disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict, bit for bit whatever the parameters' dtype; everything is copied.
+
+        One without ``format_version`` may also be that of the optimizer of the same rule in ``torch.optim`` (moments of
+        any floating dtype) or in bitsandbytes (8-bit in blocks of 256, or 32-bit). Moments are then taken into this
+        optimizer's ``state``: 8-bit codes as they are where the map is the standard one, else quantised again. A second
+        moment that bitsandbytes has rounded to zero, though the first is not zero, becomes the smallest code instead.
+        Options that the other optimizer does not have keep this one's values.
+
+        Raises:
+            ValueError: what is loaded does not fit; nothing has changed then.
+        """
+        self._drain()
+        where = f"{self._name}: load_state_dict"
+        for key in ("state", "param_groups"):
+            if key not in state_dict:
+                raise ValueError(f"{where}: expected an optimizer's state dict, received no {key!r}")
+        version = state_dict.get("format_version", FORMAT_VERSION)
+        if version != FORMAT_VERSION:
+            raise ValueError(f"{where}: expected format_version {FORMAT_VERSION}, received {version!r}")
+
+        def keep(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            if "format_version" not in loaded:
+                state_of = lambda p, group: self._kind(p, group).state  # noqa: E731
+                loaded = imported(self, self._moments, loaded, state_of, self._extra)
+            entries = {
+                key: {k: AsSaved(v) if isinstance(v, Tensor) else v for k, v in entry.items()}
+                for key, entry in owned_entries(self, self._moments, loaded).items()
+            }
+            return {**loaded, "state": entries}
+
+        last = self.register_load_state_dict_pre_hook(keep)  # after those that the user registered
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+        self._restore_norm(state_dict.get("grad_norm"))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **self._gradient_options(), "offload": self.offload}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes the state of a load, a copy or an unpickling, after checking it, and moves it into new arenas."""
+        if "offload" in state:  # a copy
+            self.offload = state["offload"]
+        if "state" in state:
+            for group in state["param_groups"]:
+                for name, default in state.get("defaults", self.__dict__.get("defaults", {})).items():
+                    group.setdefault(name, default)
+                self._check_options(group)
+            for param, entry in state["state"].items():
+                for name, value in entry.items():
+                    entry[name] = value.tensor if isinstance(value, AsSaved) else value
+                group = next((g for g in state["param_groups"] if any(p is param for p in g["params"])), None)
+                if group is not None and entry:
+                    self._check_entry(param, entry, group)
+        super().__setstate__(state)
+        self._layouts = {}
+        if "max_grad_norm" in state:  # a copy, which has no hooks yet
+            self._init_gradients(*(state[name] for name in self._gradient_options()))
+            self._init_offload(state.get("offload"))
+        self._unfinished = None
+        for index, group in enumerate(self.param_groups):
+            if "max_grad_norm" in state:
+                self._watch(group["params"])
+            if any(self.state.get(p) for p in group["params"]):
+                self._layout(index, group)
+
+    def _check_entry(self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]) -> None:
+        kind, own = self._kind(param, group), local(param)
+        expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"step": (torch.float32, ())}
+        expected |= {p.name: (p.dtype, p.shape(own)) for p in self._parts(param, group)}
+        expected |= {name: (torch.float32, shape) for name, shape in self._extra(own, group).items()}
+        where = f"{self._name}: load_state_dict"
+        if entry.keys() != expected.keys():
+            raise ValueError(
+                f'{where}: state="{kind.state}" expects the entries {sorted(expected)}, received {sorted(entry)}'
+            )
+        for name, (dtype, shape) in expected.items():
+            value = entry[name]
+            if not isinstance(value, Tensor) or value.dtype != dtype or value.shape != torch.Size(shape):
+                received = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                raise ValueError(f"{where}: {name}: expected {dtype} {shape}, received {received}")

@@ -136,6 +136,8 @@ TORCH_LIBRARY(shoestring, m) {
         "bool stochastic_rounding=False, int seed=0, int[] numbers=[], int first_block=0, int? blocks=None) -> ()";
     m.def(schema.c_str());
   };
+  // The L2 norm of all elements of all tensors, fp32, bf16 or fp16, together: fp32 (). What gradients are clipped by.
+  m.def("total_norm(Tensor[] grads) -> Tensor");
   optimizer("adamw_",
             "Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, Tensor(e!) exp_avg_sq, Tensor(f!)? exp_avg_sq_scale, *, "
             "float lr, float beta1, float beta2, float eps, float weight_decay");

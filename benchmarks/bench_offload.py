@@ -1,12 +1,22 @@
 """A step of AdamW whose state lies on a disk or in host memory: the step, its transfers alone, and fio as the limit.
+And the step of a CPU for a GPU's weights, beside DeepSpeed's and the memory's limit.
 
 Every row moves the state once each way; the rate counts both. "transfers alone" takes and puts every chunk and steps
-nothing; fio reads and writes as many bytes, half of each, in blocks of a chunk's parts (`apt install fio`; left out where
-there is none). Reads and writes pass the page cache by.
+nothing; fio reads and writes as many bytes, half of each, in blocks of a chunk's parts (`apt install fio`; left out
+where there is none). Reads and writes pass the page cache by.
+
+The step of a CPU takes bf16 gradients, clips them to a norm and leaves bf16 weights, with fp32 state. Ours is one pass
+over weights and gradients (2 bytes each), their remainders (2) and two moments (8), all read and all but gradients
+written, 26 bytes a parameter; and before it one over the gradients, for the norm: 2. DeepSpeed's is what its
+ZeRO-Offload does around DeepSpeedCPUAdam: cast to fp32, norm, clip, step of an fp32 master, cast to bf16. Left out
+where it is not installed: `pip install wheel && pip install --no-build-isolation deepspeed`; its first use builds an
+operator with g++.
 """
 
 import argparse
+import functools
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -15,10 +25,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import Report, arguments, interleave
+from common import Candidates, Report, arguments, interleave
+from torch import Tensor
 from torch.nn import Parameter
 
+from shoestring.ops import total_norm
 from shoestring.optim import AdamW
+
+MAX_NORM = 1.0
 
 
 def own(parser: argparse.ArgumentParser) -> None:
@@ -66,10 +80,96 @@ def fio_seconds(folder: str, size: int, rounds: int) -> list[float]:
     return found
 
 
+@functools.cache
+def deepspeed() -> Callable[[list[Parameter]], torch.optim.Optimizer] | None:
+    """DeepSpeedCPUAdam (as AdamW), where it is installed and can be built."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1"} | dict(os.environ)
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        DeepSpeedCPUAdam([Parameter(torch.zeros(1))])  # builds
+        return functools.partial(DeepSpeedCPUAdam, weight_decay=1e-2)
+    except ImportError:
+        print("DeepSpeed is left out: it is not installed")
+    except Exception as error:  # no compiler, another toolkit: that must not cost our figures
+        print(f"DeepSpeed is left out: {error}")
+    return None
+
+
+def deepspeed_step(opt: torch.optim.Optimizer, master: Parameter, weights: Tensor, grad: Tensor) -> None:
+    """What ZeRO-Offload does on the CPU with a gradient that has come, up to the weights that go."""
+    torch._foreach_copy_([master.grad], [grad])
+    norm = torch.linalg.vector_norm(master.grad)
+    master.grad.mul_((MAX_NORM / (norm + 1e-6)).clamp(max=1.0))
+    opt.step()
+    weights.copy_(master.detach())
+
+
+def streams(grad: Tensor, changed: list[Tensor], norm: bool) -> Callable[[], None]:
+    """The traffic of a step, stream after stream: gradients read (twice with a norm), the others changed in place."""
+    grad, changed = grad.view(torch.int64), [t.view(torch.int64) for t in changed]
+
+    def run() -> None:
+        if norm:
+            grad.sum()
+        changed[0].add_(grad)
+        for t in changed[1:]:
+            t.add_(1)
+
+    return run
+
+
+def cpu_step(report: Report, count: int, repeats: int) -> None:
+    """bf16 gradients in, bf16 weights out: casts, norm and clip included."""
+    weights, grad = (torch.randn(count).mul_(0.1).bfloat16() for _ in range(2))
+    ours = Parameter(weights.clone())
+    ours.grad = grad
+    opt = AdamW([ours], state="fp32", weights="remainder", max_grad_norm=MAX_NORM)
+    state = [torch.zeros(count, dtype=t) for t in (torch.int16, torch.float32, torch.float32)]
+    candidates: Candidates = {
+        "shoestring": opt.step,
+        "limit: its streams": streams(grad, [weights.clone(), *state], norm=True),
+    }
+    master = Parameter(weights.float())
+    master.grad = torch.zeros_like(master)
+    if (make := deepspeed()) is not None:
+        other = make([master])
+        candidates["DeepSpeedCPUAdam, all of it"] = lambda: deepspeed_step(other, master, weights, grad)
+        candidates["DeepSpeedCPUAdam, its step alone"] = other.step
+    times = interleave(candidates, repeats)
+    report.table(f"Step of a CPU, fp32 state, bf16 gradients and weights, clipped, {count / 1e6:.0f} M parameters, "
+                 f"{28 * count * 1e-9:.2f} GB", times, 28 * count * 1e-9, "GB/s")
+    norms: Candidates = {
+        "shoestring": lambda: total_norm([grad]),
+        "torch, in fp32": lambda: torch.linalg.vector_norm(grad, dtype=torch.float32),
+        "limit: gradients read": grad.view(torch.int64).sum,
+    }
+    report.table("The norm alone", interleave(norms, repeats), 2 * count * 1e-9, "GB/s")
+
+
+def plain_step(report: Report, count: int, repeats: int) -> None:
+    """Everything fp32, in place: 28 bytes a parameter."""
+    params = [Parameter(torch.zeros(count)) for _ in range(3)]
+    grad = torch.randn(count)
+    for p in params:
+        p.grad = grad
+    candidates: Candidates = {
+        "shoestring": AdamW(params[:1], state="fp32").step,
+        "torch fused": torch.optim.AdamW(params[1:2], fused=True).step,
+        "limit: its streams": streams(grad, [torch.zeros(count) for _ in range(3)], norm=False),
+    }
+    if (make := deepspeed()) is not None:
+        candidates["DeepSpeedCPUAdam"] = make(params[2:]).step
+    report.table(f"AdamW, all fp32, {count / 1e6:.0f} M parameters", interleave(candidates, repeats), count / 1e6,
+                 "M params/s")
+
+
 def main() -> None:
     options = arguments(str(__doc__), more=own)
     report = Report("offload", options)
     count = (4 if options.quick else options.millions) * 1_000_000
+    cpu_step(report, count, options.repeats)
+    plain_step(report, count, options.repeats)
     for state in ("8bit", "fp32"):
         disk, host, plain = (optimizer(count, state, where) for where in (f"nvme:{options.folder}", "stream", None))
         kept = disk._layouts[0].arenas[0].values

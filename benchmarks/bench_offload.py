@@ -29,7 +29,7 @@ from common import Candidates, Report, arguments, interleave
 from torch import Tensor
 from torch.nn import Parameter
 
-from shoestring.ops import total_norm
+from shoestring.ops import foreach_norm
 from shoestring.optim import AdamW
 
 MAX_NORM = 1.0
@@ -140,7 +140,7 @@ def cpu_step(report: Report, count: int, repeats: int) -> None:
     report.table(f"Step of a CPU, fp32 state, bf16 gradients and weights, clipped, {count / 1e6:.0f} M parameters, "
                  f"{28 * count * 1e-9:.2f} GB", times, 28 * count * 1e-9, "GB/s")
     norms: Candidates = {
-        "shoestring": lambda: total_norm([grad]),
+        "shoestring": lambda: foreach_norm([grad]),
         "torch, in fp32": lambda: torch.linalg.vector_norm(grad, dtype=torch.float32),
         "limit: gradients read": grad.view(torch.int64).sum,
     }

@@ -137,7 +137,7 @@ TORCH_LIBRARY(shoestring, m) {
     m.def(schema.c_str());
   };
   // The L2 norm of all elements of all tensors, fp32, bf16 or fp16, together: fp32 (). What gradients are clipped by.
-  m.def("total_norm(Tensor[] grads) -> Tensor");
+  m.def("foreach_norm(Tensor[] tensors) -> Tensor");
   optimizer("adamw_",
             "Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, Tensor(e!) exp_avg_sq, Tensor(f!)? exp_avg_sq_scale, *, "
             "float lr, float beta1, float beta2, float eps, float weight_decay");

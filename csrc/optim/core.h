@@ -114,7 +114,6 @@ struct Core : std::enable_shared_from_this<Core> {
   void drop_sums();
   static std::vector<Tensor> gradients_of(const std::vector<Call>& calls);
   Tensor clip(const std::vector<Call>& calls);
-  Tensor clip_coef() const;
   static std::vector<Bucket> buckets(size_t group, Arena& arena);
   std::vector<Tensor> on_host(Arena& arena, std::vector<Tensor> grads);
   void step_on_host(size_t group, Arena& arena, std::vector<Tensor> grads, const Tensor& accumulated,

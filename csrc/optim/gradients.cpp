@@ -7,7 +7,9 @@
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "ops/foreach_norm.h"
 #include "optim/core.h"
+#include "optim/norm.h"
 
 namespace shoestring::optim {
 namespace detail {
@@ -24,32 +26,6 @@ struct Hook final : torch::autograd::PostAccumulateGradHook {
     if (alive != nullptr && param.grad().defined()) alive->on_gradient(param);
   }
 };
-
-// The norm of all gradients together, fp32 on the first one's device; nothing waits for it.
-Tensor total_norm(const std::vector<Tensor>& grads, double order = 2,
-                  const std::unordered_map<const void*, Tensor>& known = {}) {
-  std::vector<std::vector<Tensor>> by_kind;  // the one-launch norm takes one of them at a time
-  for (const Tensor& g : grads) {
-    const auto found = std::find_if(by_kind.begin(), by_kind.end(), [&](const auto& same) {
-      return same[0].device() == g.device() && same[0].scalar_type() == g.scalar_type();
-    });
-    (found == by_kind.end() ? by_kind.emplace_back() : *found).push_back(g);
-  }
-  std::vector<Tensor> norms;
-  for (const auto& same : by_kind) {
-    const auto is_known = [&](const Tensor& g) { return g.numel() > 0 && known.count(g.const_data_ptr()) > 0; };
-    std::vector<Tensor> own;
-    if (known.empty()) {
-      own = at::_foreach_norm(same, order, at::kFloat);
-    } else {
-      for (const Tensor& g : same) {
-        own.push_back(is_known(g) ? known.at(g.const_data_ptr()) : at::_foreach_norm({g}, order, at::kFloat)[0]);
-      }
-    }
-    for (const Tensor& norm : own) norms.push_back(norms.empty() ? norm : norm.to(norms[0].device()));
-  }
-  return at::linalg_vector_norm(at::stack(norms), order);
-}
 
 }  // namespace
 
@@ -173,8 +149,9 @@ void Core::find_inf(const std::vector<Call>& calls) {
   if (!grad_scale_.defined()) return;
   auto grads = gradients_of(calls);
   std::erase_if(grads, [](const Tensor& g) { return g.numel() == 0; });  // which have no largest
-  Tensor found = grads.empty() ? at::zeros({}, grad_scale_.options())
-                               : total_norm(grads, INFINITY).isfinite().logical_not().to(at::kFloat);
+  std::vector<Tensor> largest{at::zeros({}, grad_scale_.options())};
+  for (const Tensor& g : grads) largest.push_back(at::linalg_vector_norm(g, INFINITY).to(largest[0]));
+  Tensor found = at::stack(largest).amax().isfinite().logical_not().to(at::kFloat);
   if (found_inf_.defined()) found = found.logical_or(found_inf_.to(found.device()).reshape({})).to(at::kFloat);
   found_inf_ = found;
 }
@@ -205,12 +182,10 @@ Tensor Core::clip(const std::vector<Call>& calls) {
   if (!max_grad_norm) return {};
   const auto grads = gradients_of(calls);
   if (grads.empty()) return {};
-  grad_norm = total_norm(grads, 2, known_norms_);
+  grad_norm = total_norm(grads, known_norms_);
   if (grad_scale_.defined()) grad_norm = grad_norm / grad_scale_.to(grad_norm.device()).squeeze();
-  return clip_coef();
+  return clip_coef(grad_norm, *max_grad_norm);
 }
-
-Tensor Core::clip_coef() const { return ((grad_norm + 1e-6).reciprocal() * *max_grad_norm).clamp_max(1); }
 
 // ---- steps within backward ----------------------------------------------------------------------------------------
 
@@ -229,8 +204,8 @@ void Core::step_alone(const Tensor& param) {
   if (max_grad_norm) {
     if (summed) grad = sums_.at(key).add_(grad);
     accumulated = Tensor();
-    norms_.push_back(at::linalg_vector_norm(grad, 2, {}, false, at::kFloat));
-    if (grad_norm.defined()) coefficient = clip_coef();
+    norms_.push_back(foreach_norm({grad})[0]);
+    if (grad_norm.defined()) coefficient = clip_coef(grad_norm, *max_grad_norm);
   }
   step_arena(group, arena, {grad}, accumulated, coefficient);
   if (arena.offloaded != nullptr) arena.commit();

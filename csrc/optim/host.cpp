@@ -5,6 +5,7 @@
 
 #include <ATen/Functions.h>
 
+#include "ops/foreach_norm.h"
 #include "optim/core.h"
 
 namespace shoestring::optim::detail {
@@ -14,8 +15,6 @@ namespace {
 constexpr size_t kBucketBytes = size_t{8} << 20;
 
 std::optional<Tensor> some(const Tensor& t) { return t.defined() ? std::optional<Tensor>(t) : std::nullopt; }
-
-Tensor norm_of(const Tensor& grad) { return at::_foreach_norm({grad}, 2, at::kFloat)[0]; }
 
 }  // namespace
 
@@ -161,7 +160,7 @@ void Core::send_job(Bucket& bucket) {
     for (size_t i = 0; i < grads.size(); ++i) {
       if (!grads[i].defined()) continue;
       const Tensor grad = sums[i].defined() ? sums[i].add_(grads[i]) : grads[i];
-      if (aim == Aim::kKeep) bucket.results.push_back({bucket.first + i, grad, norm_of(grad), sums[i].defined()});
+      if (aim == Aim::kKeep) bucket.results.push_back({bucket.first + i, grad, foreach_norm({grad}), sums[i].defined()});
     }
   });
 }

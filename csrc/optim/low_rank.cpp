@@ -6,6 +6,7 @@
 
 #include <shoestring/optim_wrappers.h>
 
+#include "optim/norm.h"
 #include "optim/subspace.h"
 
 namespace shoestring::optim::detail {
@@ -99,25 +100,19 @@ void LowRankCore::set_max_grad_norm(std::optional<double> max_grad_norm) {
   max_grad_norm_ = max_grad_norm;
 }
 
-// An undefined tensor where nothing is clipped. Norms are fp32 also for 16-bit gradients; nothing waits for a
-// device.
+// An undefined tensor where nothing is clipped.
 Tensor LowRankCore::clip_coef() {
   grad_norm_ = Tensor();
   if (!max_grad_norm_) return {};
-  std::vector<Tensor> norms;
+  std::vector<Tensor> grads;
   for (auto& group : param_groups_) {
-    std::map<at::ScalarType, std::vector<Tensor>> grads;
     for (const auto& p : group.params()) {
-      if (p.grad().defined()) grads[p.grad().scalar_type()].push_back(p.grad());
-    }
-    for (const auto& [type, same] : grads) {
-      for (const auto& norm : at::_foreach_norm(same, 2, at::kFloat)) norms.push_back(norm);
+      if (p.grad().defined()) grads.push_back(p.grad());
     }
   }
-  if (norms.empty()) return {};
-  for (auto& norm : norms) norm = norm.to(norms[0].device());
-  grad_norm_ = at::linalg_vector_norm(at::stack(norms));
-  return ((grad_norm_ + 1e-6).reciprocal() * *max_grad_norm_).clamp_max(1);
+  if (grads.empty()) return {};
+  grad_norm_ = total_norm(grads);
+  return detail::clip_coef(grad_norm_, *max_grad_norm_);
 }
 
 void LowRankCore::make_virtual(OptimizerOptions& options) const {

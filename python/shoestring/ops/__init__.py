@@ -67,7 +67,7 @@ from shoestring.ops.schedule_free_adamw import schedule_free_adamw_, schedule_fr
 from shoestring.ops.seeded_dropout import seeded_dropout, seeded_dropout_reference
 from shoestring.ops.sgd import sgd_, sgd_reference
 from shoestring.ops.swiglu import swiglu, swiglu_reference
-from shoestring.ops.total_norm import total_norm, total_norm_reference
+from shoestring.ops.foreach_norm import foreach_norm, foreach_norm_reference
 from shoestring.ops.vocab_parallel import linear_cross_entropy_shard, vocab_parallel_linear_cross_entropy
 
 __all__ = [
@@ -148,7 +148,7 @@ __all__ = [
     "sgd_reference",
     "swiglu",
     "swiglu_reference",
-    "total_norm",
-    "total_norm_reference",
+    "foreach_norm",
+    "foreach_norm_reference",
     "vocab_parallel_linear_cross_entropy",
 ]

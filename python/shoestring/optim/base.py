@@ -39,14 +39,21 @@ class LowMemoryOptions(TypedDict, total=False):
         never all alive. ``step()`` still has to be called, after each backward; it only counts. Clipping then is by the
         norm of the step before (the first is not clipped), which is not the same. Not for a GradScaler.
     accumulate_dtype: torch.float32 or torch.bfloat16: what ``accumulate()`` adds gradients in.
-    offload: where the state lies: None, on the parameters' device; "stream", in host memory, page-locked for a GPU; or
-        "nvme:DIR", in a file without a name in the folder DIR, whose space is reserved first and free again when the
+    offload: where the state lies: None, on the parameters' device; "cpu" (below); "stream", in host memory, page-locked for
+        a GPU; or "nvme:DIR", in a file without a name in the folder DIR, whose space is reserved first and free again when the
         process ends. A step takes it to the device in chunks, some of which are read and written meanwhile, and does the
         same, bit for bit. State takes 4 chunks of memory there, 8 MiB each (one that a step cannot divide, of a single
         parameter, may be larger). ``state`` and ``state_dict()`` have CPU tensors then (the file's: mapped). Where
         something cannot be read or written, ``step()`` raises RuntimeError with the file and the place; parameters
         before it are stepped and the others are not, nothing is lost, and calling ``step()`` again, with the gradients as
         they are, finishes that step. With ``step_in_backward`` gradients are gone by then: load a checkpoint.
+        "cpu": in host memory, and the CPU steps it. Gradients go there and weights come back, page-locked for a GPU, each
+        2 bytes a bf16 parameter, in buckets of some 8 MiB: while one is copied, another is stepped. ``.grad`` stays until
+        ``step()``, so that GradScaler, clipping by hand and logging work as ever. With ``step_in_backward`` gradients
+        leave as soon as they are complete and are stepped while backward runs on. With ``max_grad_norm`` as well they are
+        collected, their norms taken in backward, and ``step()`` applies them: this clipping is exact. Each backward then
+        needs its ``step()``. Sums of ``accumulate()`` are in host memory, too. Changes of parameters between steps are
+        seen by their version counters; those through ``.data`` that keep the memory are not.
     """
 
     state: str

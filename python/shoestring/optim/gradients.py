@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from shoestring.ops.foreach_norm import foreach_norm
 from shoestring.optim.arena import Arena, Layout, Moment
 from shoestring.optim.offload import commit
 from shoestring.optim.sharded import (
@@ -28,23 +29,16 @@ def number_on(device: torch.device, number: Tensor | None) -> Tensor | None:
     return None if number is None else number.to(device, torch.float32, non_blocking=device.type != "cpu")
 
 
-def norms_of(grads: list[Tensor]) -> list[Tensor]:
-    """The norm of each of some gradients of one device and dtype."""
-    # With its own dtype, the norm of finite fp16 gradients under a loss scale would overflow.
-    return list(torch._foreach_norm(grads, 2, dtype=torch.float32))
-
-
-def total_norm(grads: list[Tensor], norms_of: Callable[[list[Tensor]], list[Tensor]] = norms_of) -> Tensor:
+def total_norm(grads: list[Tensor], norms_of: Callable[[list[Tensor]], Tensor] = foreach_norm) -> Tensor:
     """The norm of all gradients together, fp32 on the first one's device; nothing waits for it."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    by_device: dict[torch.device, list[Tensor]] = {}
     for g in grads:
-        by_kind.setdefault((g.device, g.dtype), []).append(g)
-    norms = [n for same in by_kind.values() for n in norms_of(same)]
-    return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+        by_device.setdefault(g.device, []).append(g)
+    return torch.linalg.vector_norm(torch.cat([norms_of(same).to(grads[0].device) for same in by_device.values()]))
 
 
 def norm_over(
-    shares: list[tuple[Shards | None, list[Tensor]]], norms_of: Callable[[list[Tensor]], list[Tensor]] = norms_of
+    shares: list[tuple[Shards | None, list[Tensor]]], norms_of: Callable[[list[Tensor]], Tensor] = foreach_norm
 ) -> Tensor:
     """The norm of all gradients together, those that other processes have the rest of among them; the same on each."""
     by_shards: dict[Shards | None, list[Tensor]] = {}
@@ -76,7 +70,7 @@ class Gradients:
     _drain: Callable[[], None]
     _on_host: Callable[[Arena, list[Tensor | None]], list[Tensor | None]]
     _drop_collected: Callable[[], None]
-    _norms_of: Callable[[list[Tensor]], list[Tensor]]
+    _norms_of: Callable[[list[Tensor]], Tensor]
     _layout: Callable[[int, dict[str, Any]], Layout]
     _step_arena: Callable[..., None]
 
@@ -256,7 +250,7 @@ class Gradients:
             if accumulated is not None:
                 grad = self._sums[param].add_(grad)
                 accumulated = None
-            self._norms.append((shards(param), torch.linalg.vector_norm(grad, dtype=torch.float32)))
+            self._norms.append((shards(param), foreach_norm([grad])[0]))
             if self.grad_norm is not None:
                 coefficient = clip_coef(self.grad_norm, self.max_grad_norm)
         self._step_arena(group, arena, [grad], accumulated, coefficient, None)

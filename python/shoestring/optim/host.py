@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoestring.ops.foreach_norm import foreach_norm
 from shoestring.optim.arena import Arena, Layout, Moment
-from shoestring.optim.gradients import norms_of, number_on
+from shoestring.optim.gradients import number_on
 from shoestring.optim.sharded import gradient_in_hook, local
 
 BUCKET_BYTES = 8 << 20  # of parameters: long enough for a link to be fast, short enough for copies and steps to overlap
@@ -78,12 +79,12 @@ class HostSteps:
         self._collected: dict[Tensor, Tensor] = {}  # gradients in host memory, which wait for the norm of all
         self._known_norms: dict[int, Tensor] = {}  # of those, by address
 
-    def _norms_of(self, grads: list[Tensor]) -> list[Tensor]:
-        """Of gradients of one device and dtype, each; some have been taken in backward."""
-        known = [self._known_norms.get(g.data_ptr()) if g.numel() else None for g in grads]
+    def _norms_of(self, grads: list[Tensor]) -> Tensor:
+        """Of gradients of one device, each; some have been taken in backward."""
         if not self._known_norms:
-            return norms_of(grads)
-        return [norms_of([g])[0] if norm is None else norm for g, norm in zip(grads, known, strict=True)]
+            return foreach_norm(grads)
+        known = [self._known_norms.get(g.data_ptr()) if g.numel() else None for g in grads]
+        return torch.cat([foreach_norm([g]) if norm is None else norm for g, norm in zip(grads, known, strict=True)])
 
     # ---- a step of all -------------------------------------------------------------------------------------------
 
@@ -191,7 +192,7 @@ class HostSteps:
                 grad = self._sums[p].add_(grad)
                 self._used.append(grad)
             self._collected[p] = grad
-            self._known_norms[grad.data_ptr()] = norms_of([grad])[0]
+            self._known_norms[grad.data_ptr()] = foreach_norm([grad])
 
     def _step_bucket(self, bucket: Bucket, summed: set[Tensor]) -> None:
         grads = bucket.arena.host.collect(bucket.first, bucket.last)

@@ -1,7 +1,7 @@
 // Everything is read once, in its own type: eight sums of one register each, so that neither the additions' latency nor
 // their rounding counts for much, and then all of their lanes in double.
 
-#include "kernels/total_norm.h"
+#include "kernels/foreach_norm.h"
 
 #include "cpu/element.h"
 
@@ -37,7 +37,7 @@ double squares(const void* from, int64_t count) {
 
 }  // namespace
 
-extern const kernels::TotalNormTable total_norm;
-const kernels::TotalNormTable total_norm{squares<Float>, squares<BFloat16>, squares<Half>};
+extern const kernels::ForeachNormTable foreach_norm;
+const kernels::ForeachNormTable foreach_norm{squares<Float>, squares<BFloat16>, squares<Half>};
 
 }  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

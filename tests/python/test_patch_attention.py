@@ -89,8 +89,44 @@ def test_no_mask_of_tokens_by_tokens() -> None:
     assert mask(2, 9, 9, mask_function=sliding, local_size=4) is None
     # Other forms are those of sdpa: chunks, and queries that are not the last tokens.
     chunks = masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.long))
-    assert _is_sliding(sliding, 4) and not _is_sliding(chunks, 4)
+    assert _is_sliding(sliding, 4, None) and not _is_sliding(chunks, 4, None)
     assert mask(2, 3, 9).shape == (2, 1, 3, 9)
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Gemma2", "GptOss"])
+def test_compiled_models_have_their_windows(name: str) -> None:
+    """As numbers, and no tensor of (tokens, tokens), though compiled no mask function can be tried."""
+    eager, ours = pair(name)
+    ids, seen = tokens()
+    for options in ({}, {"attention_mask": seen}, {"attention_mask": seen, "use_cache": False}):
+        windows: list[list[int]] = []
+        sizes: set[int] = set()
+
+        def look(graph: torch.fx.GraphModule, _: Any, windows: list[list[int]] = windows, sizes: set[int] = sizes) -> Any:
+            for node in graph.graph.nodes:
+                if str(node.target).removeprefix("shoestring.").removesuffix(".default") == "attention":
+                    windows.append(node.kwargs["window"])
+                    bias = node.args[3]
+                    sizes.add(0 if bias is None else bias.meta["example_value"].numel())
+            return graph
+
+        torch._dynamo.reset()
+        logits = torch.compile(ours, backend=look)(ids, **options).logits
+        assert relative_error(logits[0, 3:], eager(ids, **options).logits[0, 3:]) < 2e-6
+        layers = ours.config.num_hidden_layers
+        assert len(windows) == layers and [4, -1] in windows and ((name == "Mistral") == ([-1, -1] not in windows)), windows
+        assert sizes == ({2 * 12} if options else {0})
+
+
+def test_compiled_chunks_are_no_windows() -> None:
+    """Both forms have a size; the configuration says which of them it is."""
+    from types import SimpleNamespace
+
+    sliding, chunks, both = ({"sliding_window": 4}, {"attention_chunk_size": 4}, {"sliding_window": 4, "attention_chunk_size": 4})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        found = [_is_sliding(lambda *_: None, 4, SimpleNamespace(**config)) for config in (sliding, chunks, both, {"sliding_window": 5})]
+    assert found == [True, False, False, False]
 
 
 def test_packed_batch() -> None:

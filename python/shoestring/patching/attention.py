@@ -102,12 +102,12 @@ def mask(
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
+    config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
     """transformers' mask function: None, or which keys are padding, (batch, keys), where ``attend`` knows the rest.
 
-    Else, with another mask than a causal one, a sliding window or none, what ``sdpa`` would get; and for a sliding window
-    where a compiler traces this, since what the mask function says is then not known.
+    Else, with another mask than a causal one, a sliding window or none, what ``sdpa`` would get.
     """
     function = masking.causal_mask_function if mask_function is None else mask_function
     known = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length  # queries are the last tokens
@@ -116,7 +116,7 @@ def mask(
     elif not allow_is_causal_skip:
         known = False
     elif function is not masking.causal_mask_function:
-        known = known and local_size is not None and not torch.compiler.is_compiling() and _is_sliding(function, local_size)
+        known = known and local_size is not None and _is_sliding(function, local_size, config)
     if attention_mask is not None:
         known = known and attention_mask.shape[-1] >= kv_offset + kv_length
     if not known:
@@ -131,8 +131,14 @@ def mask(
     return None if not torch.compiler.is_compiling() and seen.all() else seen
 
 
-def _is_sliding(function: Callable[..., Tensor], size: int) -> bool:
-    """Whether a query sees itself and the size - 1 tokens before it, where chunks of that size would say otherwise."""
+def _is_sliding(function: Callable[..., Tensor], size: int, config: Any) -> bool:
+    """Whether a query sees itself and the size - 1 tokens before it, where chunks of that size would say otherwise.
+
+    A compiler cannot try it. Of the two the configuration then tells which the size belongs to: nothing else has a size
+    and may be left to a flag.
+    """
+    if torch.compiler.is_compiling():
+        return getattr(config, "sliding_window", None) == size and getattr(config, "attention_chunk_size", None) is None
     query = torch.tensor(3 * size)
     keys = {0: True, size - 1: True, size: False, 1 - 2 * size: False, -1: False}
     zero = torch.tensor(0)

@@ -198,20 +198,26 @@ def test_compiled() -> None:
     torch.testing.assert_close(compiled(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
 
 
+def operators(run: Any) -> list[str]:
+    """The names of the operators that run calls."""
+    calls: list[str] = []
+
+    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    with Counting(), torch.no_grad():
+        run()
+    return calls
+
+
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2"])
 def test_residual_sums_join_the_norms(name: str) -> None:
     model = make(name)
     report = patch_layers(model)
     assert sum("residual sum" in change.what for change in report.changes) == 2, str(report)
-    calls: list[str] = []
-
-    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            calls.append(str(function))
-            return function(*args, **(kwargs or {}))
-
-    with Counting(), torch.no_grad():
-        model(batch()["input_ids"])
+    calls = operators(lambda: model(batch()["input_ids"]))
     assert sum("add_rms_norm" in call for call in calls) == 2, calls
 
 

@@ -1,7 +1,9 @@
 #pragma once
 
 #include <shoestring/nn/adapter.h>
+#include <shoestring/nn/attention.h>
 #include <shoestring/nn/embedding.h>
+#include <shoestring/nn/gated_mlp.h>
 #include <shoestring/nn/linear.h>
 #include <shoestring/nn/norm.h>
 #include <shoestring/nn/quantized_linear.h>

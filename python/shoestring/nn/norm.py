@@ -35,6 +35,9 @@ class RMSNorm(nn.Module):
         self.casting = casting
         self.weight = nn.Parameter(torch.full((features,), 1.0 - offset, device=device, dtype=dtype))
 
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 1.0 - self.offset)
+
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """x (..., features), normalised, in x's dtype; with a residual, ``x + residual`` normalised, and that sum."""
         return rms_norm(x, self.weight, eps=self.eps, residual=residual, offset=self.offset, casting=self.casting)
@@ -68,6 +71,11 @@ class LayerNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(features, device=device, dtype=dtype)) if bias else None
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., features), normalised, in x's dtype."""

@@ -20,6 +20,7 @@ from shoestring.ops.layer_norm import layer_norm
 from shoestring.ops.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from shoestring.ops.rope import rope, rope_reference
 from shoestring.ops.swiglu import swiglu
+from shoestring.patching.head_norms import JOINT, TURNS, joint, made
 from shoestring.patching.instances import derive
 
 Found = tuple[str, str, Callable[[], None]]  # where, what, how to take it back
@@ -96,7 +97,11 @@ def _rms_norm(original: Callable[..., Any], options: dict[str, Any]) -> dict[str
             return forward(self, total), total
         return add_rms_norm(x, residual, self.weight, eps=_eps(self, x), **options)
 
-    return {"forward": forward, ADD: add}
+    def alone(self: Any, x: Tensor) -> dict[str, Any] | None:
+        fits = x.shape[-1] == len(self.weight) and not widens(self, x)
+        return {"weight": self.weight, "eps": _eps(self, x), "offset": options["offset"]} if fits else None
+
+    return {"forward": forward, ADD: add, JOINT: alone}
 
 
 def _layer_norm(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,7 +133,7 @@ def fuse_rotations(model: nn.Module) -> tuple[list[Found], list[Left]]:
             left.append((name, "a rotary embedding that computes something else"))
         else:
             own = forwards.setdefault(forward, _with_rotation(forward, _rotation(function, *kind)))
-            changes.append((name, "fused rotary embedding", derive(module, {"forward": own})))
+            changes.append((name, "fused rotary embedding", derive(module, {"forward": own, TURNS: True})))
     return changes, left
 
 
@@ -166,14 +171,16 @@ def _kind(function: Callable[..., Any]) -> tuple[bool, bool] | None:
 
 def _rotation(original: Callable[..., Any], interleaved: bool, of_halves: bool) -> Callable[..., Any]:
     @functools.wraps(original)
-    def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def apply_rotary_pos_emb(q: Any, k: Any, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         ours = q.ndim == 4 and cos.ndim == 3 and q.dtype == k.dtype == cos.dtype == sin.dtype and not cos.requires_grad
-        if args or kwargs or not ours:
+        ours = ours and not args and not kwargs
+        q, k, norms = joint(q, k) if ours else (made(q), made(k), {})
+        if not ours:
             return original(q, k, cos, sin, *args, **kwargs)
         width = cos.shape[-1]
         if of_halves:
             cos, sin = cos[..., : width // 2], sin[..., : width // 2]
-        return rope(q, k, cos, sin, rotary_dim=width, interleaved=interleaved)
+        return rope(q, k, cos, sin, rotary_dim=width, interleaved=interleaved, **norms)
 
     return apply_rotary_pos_emb
 

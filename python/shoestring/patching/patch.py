@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shoestring.patching.attention import use_attention
 from shoestring.patching.head import has_meta, weights
+from shoestring.patching.head_norms import fuse_head_norms
 from shoestring.patching.layers import fuse_mlps, fuse_norms, fuse_rotations
 from shoestring.patching.logits import Logits
 from shoestring.patching.projections import fuse
@@ -81,10 +82,11 @@ def patch(
     "sdpa" (:func:`shoestring.register_attention`); what needs attention weights has to leave it out. The setting is the
     configuration's, so copies and pickles have it too, though no file that ``save_pretrained`` writes.
 
-    RMSNorm (in Llama's or Gemma's manner of rounding; with the residual's sum before it, where a decoder layer has no more
-    than that) and LayerNorm, rotary embeddings and the products of SwiGLU's and GeGLU's MLPs are one operator each, whose
-    results are the model's own within rounding. What a module computes is found out on random numbers; one that computes
-    something else stays as it is, and the report says so.
+    RMSNorm (in Llama's or Gemma's manner of rounding; with the residual's sum before it, where a decoder layer has no
+    more than that) and LayerNorm, rotary embeddings (with the norms of each head of queries and keys before them, where
+    there are such) and the products of SwiGLU's and GeGLU's MLPs are one operator each, with the model's own results
+    within rounding. What a module computes is found out on random numbers; one that computes something else stays as it
+    is, and the report says so.
 
     Only this instance changes: it gets a class of its own, derived from its class and with that one's name. A deep copy
     of it, and what is unpickled, is the plain model. Undo, or not, before ``save_pretrained``: the files are the same.
@@ -135,15 +137,18 @@ def patch(
     target.__dict__[RECORDING] = False
     target.__class__ = patched
     report = PatchReport([Change(name, f"loss without logits, from {head_name}", undo)])
-    for wanted, fused in ((norms, fuse_norms), (rope, fuse_rotations), (mlp, fuse_mlps)):
+    run = functools.partial(_loss_of_few, target)
+    for wanted, fused in (
+        (norms, fuse_norms),
+        (rope, fuse_rotations),
+        (mlp, fuse_mlps),
+        (norms and rope, functools.partial(fuse_head_norms, run=run)),
+        (norms, functools.partial(fuse_residuals, run=run)),
+    ):
         if wanted:
             changes, left = fused(target)
             report.changes += [Change(*change) for change in changes]
             report.left += left
-    if norms:
-        changes, left = fuse_residuals(target, lambda: _loss_of_few(target))
-        report.changes += [Change(*change) for change in changes]
-        report.left += left
     if projections:
         report.changes += [Change(*change) for change in fuse(target)]
     if attention:

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoestring.lora.linear import LoraLinear
-from shoestring.nn.quantized_linear import QuantizedLinear
-from shoestring.ops.lora_linear import LoraWeight, lora_linear, lora_linear_group
+from shoestring.nn.together import adapted_swiglu, together
 from shoestring.ops.swiglu import swiglu
 from shoestring.patching.instances import derive
 
@@ -50,42 +48,11 @@ def _has_linears(module: nn.Module, names: Sequence[str]) -> bool:
     return all(isinstance(module._modules.get(name), nn.Linear) for name in names)
 
 
-def weight_of(layer: nn.Module) -> tuple[LoraWeight, float] | None:
-    """A frozen layer as the operator takes it, and its dropout; None where calling it is more, or it is trained."""
-    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or "forward" in layer.__dict__:
-        return None
-    if getattr(layer, "compute_dtype", None) is not None:
-        return None
-    if type(layer) is LoraLinear:
-        return layer.lora_weight()
-    if type(layer) not in (nn.Linear, QuantizedLinear) or layer.weight.requires_grad:
-        return None
-    return LoraWeight(layer.weight, bias=layer.bias), 0.0
-
-
-def together(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor] | None:
-    """The layers' outputs from one call; None where that cannot be."""
-    found = [weight_of(layer) for layer in layers]
-    if any(f is None for f in found):
-        return None
-    weights = [f[0] for f in found if f is not None]
-    dropouts = {f[1] for f in found if f is not None and f[0].lora_A is not None}
-    if len(dropouts) > 1 or all(w.lora_A is None and type(w.weight) in (Tensor, nn.Parameter) for w in weights):
-        return None
-    return lora_linear_group(x, weights, dropout=dropouts.pop() if dropouts else 0.0)
-
-
 def _mlp(original: type) -> dict[str, Any]:
     @functools.wraps(original.forward)
     def forward(self: Any, x: Tensor) -> Tensor:
-        down = weight_of(self.down_proj)
-        if down is None or down[0].lora_A is None:  # it would keep the product for a gradient of its weight
-            return original.forward(self, x)
-        gate, up = together([self.gate_proj, self.up_proj], x) or (self.gate_proj(x), self.up_proj(x))
-        w, dropout = down
-        return lora_linear(
-            up, w.weight, w.lora_A, w.lora_B, w.bias, scaling=w.scaling, gain=w.gain, gate=gate, dropout=dropout
-        )
+        y = adapted_swiglu(x, self.gate_proj, self.up_proj, self.down_proj)
+        return original.forward(self, x) if y is None else y
 
     return {"forward": forward}
 

@@ -149,6 +149,47 @@ def finetune(
 
 
 @app.command()
+def estimate(
+    model: Annotated[
+        str, typer.Option(help="Hugging Face model directory or config.json (no weights are read), or a preset of train.")
+    ],
+    vocab_size: Annotated[int, typer.Option(help="Tokens of a preset's vocabulary.")] = 16384,
+    optimizer: Annotated[
+        str,
+        typer.Option(help="adamw, lion, sgd, ademamix, schedule-free-adamw, lamb, adafactor, came; muon with adamw."),
+    ] = "adamw",
+    state: Annotated[str, typer.Option(help="8bit, 4bit, bf16 or fp32: how moments are kept.")] = "8bit",
+    weights: Annotated[str, typer.Option(help="plain, stochastic or remainder, how bf16 weights are kept.")] = "plain",
+    offload: Annotated[str, typer.Option(help="none, cpu, stream or nvme:DIR: where the state lies.")] = "none",
+    device: Annotated[str, typer.Option(help="cuda, or cpu, where device and host are one memory.")] = "cuda",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32: of the model's weights and activations.")] = "bf16",
+    batch_size: BatchSize = 1,
+    seq_len: SeqLen = 2048,
+    accumulate: Accumulate = 1,
+    step_in_backward: Annotated[
+        bool, typer.Option("--step-in-backward", help="Each parameter is stepped once its gradient is complete.")
+    ] = False,
+    gradient_checkpointing: Checkpointing = False,
+    memory_budget: MemoryBudget = None,
+    rank: Annotated[Optional[int], typer.Option(help="Train adapters of this rank; by default all weights.")] = None,
+    quantize: Annotated[str, typer.Option(help="nf4, int4, int8 or none: frozen weights, with --rank.")] = "none",
+    target_modules: Annotated[str, typer.Option(help="all-linear, or names separated by commas.")] = "all-linear",
+    workspace_mb: Workspace = 64,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, all sizes in bytes.")] = False,
+) -> None:
+    """Say what training a model holds on the device, the host and a disk, and what a step moves between them."""
+    values = locals()
+    from shoestring.cli.estimate import Request, options_of, run
+    from shoestring.training.estimate import Options
+
+    own = pick(Options, values)
+    for name in ("offload", "memory_budget"):
+        own.pop(name)
+    options = options_of(own, dtype, offload, memory_budget)
+    run(Request(**pick(Request, values)), options, as_json)
+
+
+@app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     model: Annotated[str, typer.Option(help="Hugging Face model directory, or an id of the Hub.")],

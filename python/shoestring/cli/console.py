@@ -78,14 +78,11 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')}  {text}" if sys.stdout.isatty() else text, flush=True)
 
 
-def print_table(rows: list[list[str]]) -> None:
-    """Print rows in columns, the first row being the head; all but the first column are numbers."""
+def print_table(rows: list[list[str]], texts: tuple[int, ...] = (0,)) -> None:
+    """Print rows in columns, the first row being the head; all columns but `texts` are numbers."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for number, row in enumerate(rows):
-        print(
-            "  ".join(
-                cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))
-            )
-        )
+        cells = enumerate(zip(row, widths))
+        print("  ".join(cell.ljust(n) if i in texts else cell.rjust(n) for i, (cell, n) in cells).rstrip())
         if number == 0:
             print("  ".join("-" * width for width in widths))

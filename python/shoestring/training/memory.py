@@ -49,7 +49,7 @@ def storages(tensor: Tensor) -> Iterable[tuple[int, int]]:
             yield from storages(getattr(tensor, name))
     else:
         storage = tensor.untyped_storage()
-        yield storage.data_ptr(), storage.nbytes()
+        yield storage.data_ptr() or storage._cdata, storage.nbytes()  # on the meta device nothing has an address
 
 
 def _state_tensors(value: Any) -> Iterable[Tensor]:

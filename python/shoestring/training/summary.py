@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shoestring.training import memory
+from shoestring.training import formulas, memory
 from shoestring.training.memory import Part
 from shoestring.training.metrics import read_metrics
 
@@ -48,18 +48,16 @@ def summarise(trainer: Trainer, baseline: int, peak: int, seconds: float) -> dic
 def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
     """Split the peak of this process: what each part should take by its formula, and what it took."""
     config, model = trainer.config, trainer.model
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = formulas.trained(model)
     count = sum(p.numel() for p in trained)
     weights, expected_weights, weights_formula = _weights(model)
-    blocks = sum(-(-p.numel() // 256) for p in trained)  # ours begins each tensor at a whole block of its state
     if config.plain:
-        optimizer_formula, expected_optimizer = "8 B x trained", 8 * count
-    elif config.optimizer_state == "fp32":
-        optimizer_formula, expected_optimizer = "8 B x trained, tensors in blocks of 256", 2048 * blocks
+        optimizer_formula, expected_optimizer = "8 B x trained", 8 * count + 4 * len(trained)  # and each tensor's step
     else:  # two 8-bit codes for each element, and two fp32 scales for each block
-        optimizer_formula, expected_optimizer = "(2 + 8/256) B x trained, tensors in blocks of 256", 520 * blocks
-    expected_optimizer += 4 * len(trained)  # each tensor's step
-    gradients = sum(p.numel() * p.element_size() for p in trained)
+        each = "8" if config.optimizer_state == "fp32" else "(2 + 8/256)"
+        optimizer_formula = f"{each} B x trained, tensors in blocks of 256"
+        expected_optimizer = sum(formulas.optimizer_state(trainer.optimizer).bytes().values())
+    gradients = formulas.tensor_bytes(trained)
     activations, activations_formula = _activations(trainer)
     parts = [
         Part("program", "Python, PyTorch, libraries", None, baseline),
@@ -101,32 +99,11 @@ def _weights(model: nn.Module) -> tuple[int, int, str]:
 
 
 def _activations(trainer: Trainer) -> tuple[int | None, str]:
-    """Estimate of what autograd keeps of each token.
-
-    A Llama block keeps about 12 hidden and 4 MLP vectors; patched, the inputs and outputs of both norms, query, attention's
-    output, key, value, gate, up and their product (which an adapted ``down_proj`` does not keep).
-    """
-    config, shape = trainer.config, trainer.model.config
-    layers, hidden = getattr(shape, "num_hidden_layers", None), getattr(shape, "hidden_size", None)
-    mlp = getattr(shape, "intermediate_size", None)
-    if not (layers and hidden and mlp):
-        return None, "not known for this architecture"
+    config = trainer.config
     if trainer.planned_activations is not None:
         return trainer.planned_activations, "as planned under --memory-budget"
     tokens = config.batch_size * config.seq_len
-    if config.gradient_checkpointing:
-        estimate, formula = tokens * 4 * layers * hidden, f"{tokens} x {layers} x {hidden} x 4 B (block inputs)"
-    else:
-        heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-        narrow = heads * (getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads)
-        vectors = [(12, hidden), (4, mlp)] if config.plain else [(6, hidden), (2, narrow), (3, mlp)]
-        estimate = tokens * 4 * layers * sum(count * size for count, size in vectors)
-        formula = f"{tokens} x {layers} x ({' + '.join(f'{count}x{size}' for count, size in vectors)}) x 4 B"
-    head = trainer.model.get_output_embeddings().weight
-    vocab = head.shape[0]
-    if config.plain:
-        estimate, formula = estimate + 4 * tokens * vocab, formula + f" + {tokens} x {vocab} x 4 B"
-    elif not config.gradient_checkpointing:  # the last norm's input, and the loss's gradients
-        rows = 2 * tokens + (vocab if head.requires_grad else 0)
-        estimate, formula = estimate + 4 * rows * hidden, formula + f" + {rows} x {hidden} x 4 B"
-    return estimate, formula
+    found = formulas.activations(
+        trainer.model, tokens, plain=config.plain, gradient_checkpointing=config.gradient_checkpointing
+    )
+    return (None, "not known for this architecture") if found is None else (found.bytes, found.formula)

@@ -1,0 +1,140 @@
+"""`shoestring estimate`: what a training step holds and moves, of a model that need not exist."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoestring.checkpointing.model import parse_bytes
+from shoestring.cli.console import gigabytes, print_table
+from shoestring.data.errors import InputError
+from shoestring.optim.arena import STATES, WEIGHTS
+from shoestring.optim.offload import is_place
+from shoestring.training.config import PRESETS
+from shoestring.training.estimate import OPTIMIZERS, Estimate, Options, estimate
+from shoestring.training.models import build_llama, quiet_transformers
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+QUANTIZE = ("nf4", "int4", "int8")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command's options that are not those of ``Options``, as they were given."""
+
+    model: str
+    vocab_size: int
+    dtype: str
+    rank: int | None
+    quantize: str
+    target_modules: str
+
+
+def options_of(values: dict[str, Any], dtype: str, offload: str, memory_budget: str | None) -> Options:
+    """The checked options; raises InputError for the first that no run can have."""
+
+    def expect(good: bool, name: str, expected: str, received: object) -> None:
+        if not good:
+            raise InputError(f"--{name}: expected {expected}, got {received}")
+
+    for name in ("batch_size", "seq_len", "accumulate", "workspace_mb"):
+        expect(values[name] >= 1, name.replace("_", "-"), "at least 1", values[name])
+    choices = {"optimizer": OPTIMIZERS, "state": STATES, "weights": WEIGHTS, "device": ("cuda", "cpu")}
+    for name, known in choices.items():
+        expect(values[name] in known, name, " | ".join(known), values[name])
+    expect(dtype in DTYPES, "dtype", " | ".join(DTYPES), dtype)
+    expect(dtype != "fp16" or values["weights"] == "plain", "weights", "plain with --dtype fp16", values["weights"])
+    place = None if offload == "none" else offload
+    expect(place in (None, "cpu") or is_place(place), "offload", "none | cpu | stream | nvme:DIR", offload)
+    budget = None
+    if memory_budget is not None:
+        checkpointing = values["gradient_checkpointing"]
+        expect(not checkpointing, "memory-budget", "it without --gradient-checkpointing; leave one of them out", "both")
+        try:
+            budget = parse_bytes(memory_budget)
+        except ValueError as error:
+            raise InputError(f"--memory-budget: {error}") from None
+    return Options(offload=place, activation_bytes=DTYPES[dtype].itemsize, memory_budget=budget, **values)
+
+
+def load(request: Request, seq_len: int) -> nn.Module:
+    """The model on the meta device, with adapters where there are to be some."""
+    quiet_transformers()
+    with torch.device("meta"):
+        if request.model in PRESETS:
+            model = build_llama(PRESETS[request.model], request.vocab_size, seq_len, 0).to(DTYPES[request.dtype])
+        else:
+            model = _from_config(Path(request.model), DTYPES[request.dtype])
+    if request.rank is None:
+        if request.quantize != "none":
+            raise InputError(f"--quantize {request.quantize}: expected with --rank: trained weights stay as they are")
+        return model
+    if request.rank < 1:
+        raise InputError(f"--rank: expected at least 1, got {request.rank}")
+    if request.quantize not in (*QUANTIZE, "none"):
+        raise InputError(f"--quantize: expected {' | '.join(QUANTIZE)} | none, got {request.quantize}")
+    from shoestring import lora
+
+    targets = request.target_modules if request.target_modules == "all-linear" else request.target_modules.split(",")
+    model.requires_grad_(False)
+    try:
+        return lora.apply(
+            model, rank=request.rank, target_modules=targets,
+            quantize=None if request.quantize == "none" else request.quantize,
+        )  # fmt: skip
+    except ValueError as error:  # no module of that name, a rank that does not fit
+        raise InputError(f"--target-modules {request.target_modules}, --rank {request.rank}: {error}") from None
+
+
+def _from_config(path: Path, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        presets = ", ".join(PRESETS)
+        raise InputError(f"--model {path}: expected a directory with a config.json, such a file, or one of {presets}")
+    try:
+        config = AutoConfig.from_pretrained(str(file), local_files_only=True)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except Exception as error:  # whatever a configuration may have wrong
+        reason = f"{type(error).__name__}: {error}"
+        raise InputError(f"--model {path}: {file.name} does not describe a causal language model ({reason})") from None
+
+
+def run(request: Request, options: Options, as_json: bool) -> None:
+    """Print the estimate: a table, or JSON."""
+    found = estimate(load(request, options.seq_len), options)
+    if as_json:
+        memory = {place: [asdict(item) for item in items] for place, items in found.memory.items()}
+        print(json.dumps({
+            "model": asdict(request), "options": asdict(options), "parameters": found.parameters,
+            "trained": found.trained, "memory": memory, "totals": found.totals(), "traffic": found.traffic,
+        }, indent=1))  # fmt: skip
+    else:
+        show(found, options)
+
+
+def show(found: Estimate, options: Options) -> None:
+    """Tables for a person: bytes, and bytes of each trained parameter."""
+
+    def row(name: str, size: int | None, note: str = "") -> list[str]:
+        if size is None:
+            return [f"  {name}", "?", "", note]
+        return [f"  {name}", gigabytes(size), f"{size / max(found.trained, 1):.3f}", note]
+
+    rows = [["", "bytes", "a trained parameter", ""]]
+    for place, items in found.memory.items():
+        if items:
+            rows += [[f"{place}, {gigabytes(found.totals()[place])}", "", "", ""]]
+            rows += [row(item.name, item.bytes, item.note) for item in items]
+    rows += [["each step moves", "" if found.traffic else "nothing", "", ""]]
+    rows += [row(name, size) for name, size in found.traffic.items()]
+    print(f"{found.parameters / 1e6:,.1f} M parameters, {found.trained / 1e6:,.1f} M of them trained")
+    print_table(rows, texts=(0, 3))
+    if options.device == "cpu":
+        print("device and host are the same memory")

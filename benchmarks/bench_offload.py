@@ -2,8 +2,9 @@
 And the step of a CPU for a GPU's weights, beside DeepSpeed's and the memory's limit.
 
 Every row moves the state once each way; the rate counts both. "transfers alone" takes and puts every chunk and steps
-nothing; fio reads and writes as many bytes, half of each, in blocks of a chunk's parts (`apt install fio`; left out
-where there is none). Reads and writes pass the page cache by.
+nothing; fio reads and writes the same parts of chunks, in the same order and as many at a time, in a file of its own on
+that disk, from and to huge pages, as ours; and as many bytes in blocks of 4 MiB, sequential, half of each, 8 at a time
+(`apt install fio`; left out where there is none). Reads and writes pass the page cache by.
 
 The step of a CPU takes bf16 gradients, clips them to a norm and leaves bf16 weights, with fp32 state. Ours is one pass
 over weights and gradients (2 bytes each), their remainders (2) and two moments (8), all read and all but gradients
@@ -18,7 +19,6 @@ import functools
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -33,6 +33,7 @@ from shoestring.ops import foreach_norm
 from shoestring.optim import AdamW
 
 MAX_NORM = 1.0
+SLOTS = 4  # chunks of state on the device
 
 
 def own(parser: argparse.ArgumentParser) -> None:
@@ -65,18 +66,61 @@ def transfers(opt: AdamW) -> Callable[[], None]:
     return run
 
 
-def fio_seconds(folder: str, size: int, rounds: int) -> list[float]:
-    """Of reading and writing `size` bytes each, mixed, in each round."""
-    if shutil.which("fio") is None:
-        return []
-    # 4 MiB: a moment's part of a chunk; 8 at a time: the slots' parts.
-    command = ["fio", "--name=swap", f"--directory={folder}", "--rw=randrw", "--bs=4m", "--iodepth=8", "--direct=1",
-               "--ioengine=io_uring", f"--size={2 * size}", "--output-format=json", "--fallocate=posix", "--unlink=1"]
-    found = []
-    for _ in range(rounds):
-        job = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["jobs"][0]
-        bytes_moved = job["read"]["io_bytes"] + job["write"]["io_bytes"]
-        found.append(job["job_runtime"] * 1e-3 * 2 * size / bytes_moved)
+class Fio:
+    """The transfers of a step, of the same sizes at the same places in the same order, by fio; as many at a time."""
+
+    STEPS = 4  # in a run, which lasts too short a time else
+
+    def __init__(self, opt: AdamW, folder: Path) -> None:
+        offloaded = opt._layouts[0].arenas[0].offloaded
+        sizes = [part.nbytes for part in offloaded.values()]
+        self.file, log = folder / "fio.data", folder / "fio.log"
+        block = os.urandom(8 << 20)
+        with open(self.file, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, sum(sizes))
+            for at in range(0, sum(sizes), len(block)):
+                file.write(block[: sum(sizes) - at])
+            os.fsync(file.fileno())
+        places = [sum(sizes[:i]) for i in range(len(sizes))]
+        extents: list[list[str]] = []  # "<offset> <size>" of a chunk's parts
+        chunks = offloaded.chunks(0, 1)
+        offloaded.start(chunks)
+        for chunk in chunks:
+            parts = [part.nbytes for part in offloaded.take(chunk)]
+            offloaded.put(chunk)
+            extents.append([f"{at} {size}" for at, size in zip(places, parts, strict=True)])
+            places = [at + size for at, size in zip(places, parts, strict=True)]
+        offloaded.finish()
+        offloaded.commit()
+        lines = [f"{self.file} {kind} {place}" for kind, chunk in order(len(extents)) for place in extents[chunk]]
+        head = ["fio version 2 iolog", f"{self.file} add", f"{self.file} open"]
+        log.write_text("\n".join([*head, *(lines * self.STEPS), f"{self.file} close"]) + "\n")
+        depth = (SLOTS - 1) * len(sizes)
+        self.same = [f"--read_iolog={log}", "--replay_no_stall=1", f"--iodepth={depth}"]
+        self.mixed = [f"--filename={self.file}", "--rw=rw", "--bs=4m", "--iodepth=8", f"--size={sum(sizes)}",
+                      f"--io_size={2 * sum(sizes) * self.STEPS}", "--overwrite=1"]  # fmt: skip
+        self.seconds: dict[str, list[float]] = {}
+
+    def run(self, name: str, job: list[str]) -> None:
+        """Keeps the seconds of a step: fio's own, without its start. Its memory is in huge pages, as ours."""
+        command = ["fio", "--name=swap", *job, "--direct=1", "--ioengine=io_uring", "--output-format=json"]
+        env = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+        out = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
+        self.seconds.setdefault(name, []).append(json.loads(out)["jobs"][0]["job_runtime"] * 1e-3 / self.STEPS)
+
+    def candidates(self) -> Candidates:
+        """A step's transfers as they are, and as many bytes in blocks of 4 MiB, sequential, half of each."""
+        jobs = {"fio, the same transfers": self.same, "fio, mixed, 4 MiB, depth 8": self.mixed}
+        return {name: functools.partial(self.run, name, job) for name, job in jobs.items()}
+
+
+def order(chunks: int) -> list[tuple[str, int]]:
+    """When a step reads and writes which chunk: all slots are filled first, and each again once it is written."""
+    found = [("read", chunk) for chunk in range(min(SLOTS, chunks))]
+    for chunk in range(chunks):
+        found.append(("write", chunk))
+        if chunk + SLOTS < chunks:
+            found.append(("read", chunk + SLOTS))
     return found
 
 
@@ -174,18 +218,19 @@ def main() -> None:
         disk, host, plain = (optimizer(count, state, where) for where in (f"nvme:{options.folder}", "stream", None))
         kept = disk._layouts[0].arenas[0].values
         size = sum(part.numel() * part.element_size() for part in kept.values())
-        times = interleave(
-            {
-                "step, state on the disk": disk.step,
-                "the disk's transfers alone": transfers(disk),
-                "step, state in host memory": host.step,
-                "step, state on the device": plain.step,
-            },
-            options.repeats,
-        )
-        fio = fio_seconds(options.folder, size, 1 if options.quick else 3)
-        if fio:
-            times["fio, as many bytes"] = [statistics.median(fio)] * options.repeats
+        candidates: Candidates = {
+            "step, state on the disk": disk.step,
+            "the disk's transfers alone": transfers(disk),
+            "step, state in host memory": host.step,
+            "step, state on the device": plain.step,
+        }
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            fio = Fio(disk, Path(folder)) if shutil.which("fio") is not None else None
+            if fio is not None:
+                candidates |= fio.candidates()
+            times = interleave(candidates, options.repeats)
+            if fio is not None:
+                times |= {name: seconds[1:] for name, seconds in fio.seconds.items()}
         report.table(f"AdamW, {state} state, {count / 1e6:.0f} M bf16 parameters, {size / 1e6:.0f} MB",
                      times, 2 * size * 1e-9, "GB/s")
 

@@ -18,7 +18,9 @@ c10::intrusive_ptr<State> make_state(const c10::intrusive_ptr<Offload>& offload,
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(shoestring, m) {
-  m.class_<Offload>("Offload").def(torch::init<std::string, std::string, c10::Device>());
+  m.class_<Offload>("Offload")
+      .def(torch::init<std::string, std::string, c10::Device>())
+      .def("host_bytes", [](const c10::intrusive_ptr<Offload>& o) { return o->memory.bytes(); });
   m.class_<State>("OffloadedState")
       .def(torch::init(&make_state))
       .def("begins", [](const c10::intrusive_ptr<State>& s) { return s->begins(); })

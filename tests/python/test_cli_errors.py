@@ -202,6 +202,8 @@ def test_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str
         (["--threads", "0"], "--threads: expected at least 1, got 0"),
         (["--memory-budget", "much"], "--memory-budget: expected bytes or such as"),
         (["--memory-budget", "1GiB"], "--memory-budget 1GiB: expected without --plain"),
+        (["--offload", "disk"], "--offload: expected none | cpu | stream | nvme:DIR, got disk"),
+        (["--offload", "cpu"], "--offload cpu: expected without --plain; leave one of them out"),
         (["--checkpoint-every", "0"], "--checkpoint-every: expected at least 1, got 0"),
         (["--tokenizer", "nowhere"], "nowhere: no tokenizer there"),
         (["--no-such-option"], "No such option: --no-such-option"),
@@ -212,6 +214,13 @@ def test_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str
 def test_bad_option(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
     data = write(text(50).encode())(tmp_path)
     assert message in refuse(capsys, "train", "--data", data, "--out", tmp_path / "run", *TINY, "--plain", *options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_such_folder_for_the_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, place = write(text(50).encode())(tmp_path), f"nvme:{tmp_path}/none"
+    line = refuse(capsys, "train", "--data", data, "--out", tmp_path / "run", *TINY, "--offload", place)
+    assert f"--offload {place}: AdamW: offload: {tmp_path}/none/shoestring-swap-" in line and "No such file" in line
     assert not (tmp_path / "run").exists()
 
 

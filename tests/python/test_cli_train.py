@@ -110,6 +110,25 @@ def test_options_reach_the_run(data: Path, twins: tuple[Path, Path], tmp_path: P
         assert ours[-1][0] != reference[-1][0]
 
 
+@pytest.mark.parametrize("where", ["cpu", "stream", "nvme"])
+def test_offloaded_state_changes_nothing_else(data: Path, twins: tuple[Path, Path], tmp_path: Path, where: str) -> None:
+    place = f"nvme:{tmp_path}" if where == "nvme" else where
+    succeed(*command(data, tmp_path / "run", "--offload", place))
+    assert losses(tmp_path / "run") == losses(twins[0])
+    before, after = (
+        {part["name"]: part for part in json.loads((run / "summary.json").read_text())["memory"]}
+        for run in (twins[0], tmp_path / "run")
+    )
+    if where == "nvme":
+        assert after["optimizer"]["measured"] == 0 and "MB in a file" in after["optimizer"]["formula"]
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    else:  # "stream" has it in whole pages of 1024 blocks, two codes an element and two scales each, in two groups
+        rounding = 2 * 1024 * (2 * 256 + 2 * 4) if where == "stream" else 0
+        assert 0 <= after["optimizer"]["measured"] - before["optimizer"]["measured"] <= rounding
+    if where == "cpu":
+        assert after["offload"]["measured"] == pytest.approx(after["offload"]["expected"], rel=0.01)
+
+
 class Killed(BaseException):
     """Stands for a kill inside this process."""
 

@@ -87,6 +87,19 @@ def test_a_memory_budget_changes_nothing_else(
     assert none.returncode == 2 and "budget: expected at least" in none.stderr and len(none.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("where", ["cpu", "stream", "nvme"])
+def test_offloaded_state_changes_nothing_else(
+    program: Path, data: Path, whole: tuple[Path, str], tmp_path: Path, where: str
+) -> None:
+    place = f"nvme:{tmp_path}" if where == "nvme" else where
+    done = train(program, data, tmp_path / "run", "--offload", place)
+    assert done.returncode == 0, done.stderr
+    assert losses(done.stdout) == losses(whole[1])
+    none = train(program, data, tmp_path / "none", "--offload", f"nvme:{tmp_path}/none")
+    assert none.returncode == 2 and "No such file" in none.stderr and len(none.stderr.splitlines()) == 1
+    assert not (tmp_path / "none").exists()
+
+
 def test_plain_is_the_same_training(program: Path, data: Path, whole: tuple[Path, str], tmp_path: Path) -> None:
     done = train(program, data, tmp_path / "plain", "--plain")
     assert done.returncode == 0, done.stderr

@@ -82,10 +82,12 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(LlamaForCausalLM& model,
     std::vector<torch::optim::OptimizerParamGroup> groups;
     groups.emplace_back(matrices, std::make_unique<AdamWOptions>(defaults));
     groups.emplace_back(norms, std::move(undecayed));
-    return std::unique_ptr<torch::optim::Optimizer>(std::make_unique<AdamW>(groups, defaults));
+    return std::make_unique<AdamW>(groups, defaults);
   };
   if (options.plain) return make.operator()<torch::optim::AdamW, torch::optim::AdamWOptions>();
-  return make.operator()<shoestring::optim::AdamW, shoestring::optim::AdamWOptions>();  // shoestring: 8-bit state
+  auto ours = make.operator()<shoestring::optim::AdamW, shoestring::optim::AdamWOptions>();  // shoestring: 8-bit state
+  if (options.offload != "none") ours->set_offload(options.offload);  // shoestring: elsewhere
+  return ours;
 }
 
 double validate(LlamaForCausalLM& model, const Blocks& blocks, const Options& options) {

@@ -24,6 +24,7 @@ const Flag<Options> kFlags[] = {
     {"threads", &Options::threads, 0, false, "0: as many as PyTorch chooses; bits can depend on the number"},
     {"memory-budget", &Options::memory_budget, 0, false,
      "MiB for activations: as many layers are recomputed in backward as that needs; 0: none"},
+    {"offload", &Options::offload, 0, false, "where AdamW's state lies: none, cpu, stream or nvme:DIR"},
     {"resume", &Options::resume, 0, false, "continue the run in --out"},
     {"plain", &Options::plain, 0, true, "LibTorch's own loss and AdamW, for comparison"},
 };
@@ -36,6 +37,7 @@ void check(const Options& o) {
   require(!o.out.empty(), "--out: missing; give a folder for checkpoints and the trained model");
   require(o.hidden % (2 * o.heads) == 0, "--hidden: expected a multiple of twice --heads, " +
                                              std::to_string(2 * o.heads) + ", received " + std::to_string(o.hidden));
+  require(o.offload == "none" || !o.plain, "--offload: expected none with --plain, received " + o.offload);
   require(o.heads % o.kv_heads == 0, "--kv-heads: expected a divisor of --heads, " + std::to_string(o.heads) +
                                          ", received " + std::to_string(o.kv_heads));
 }

@@ -5,7 +5,7 @@
 #include <string>
 
 struct Options {
-  std::string data, out;
+  std::string data, out, offload = "none";
   int64_t layers = 6, hidden = 256, heads = 4, kv_heads = 4;
   int64_t steps = 200, batch_size = 8, seq_len = 256, accumulate = 1;
   double lr = 1e-3;

@@ -44,6 +44,7 @@ MemoryBudget = Annotated[
     Optional[str],
     typer.Option(help="Largest memory for activations, such as 2GiB: as many blocks are recomputed as that needs."),
 ]
+Offload = Annotated[str, typer.Option(help="none, cpu, stream or nvme:DIR: where the optimizer's state lies.")]
 OptimizerState = Annotated[str, typer.Option(help="8bit or fp32; plain runs always keep fp32.")]
 Workspace = Annotated[int, typer.Option(help="Memory of the fused loss, in MiB.")]
 Resume = Annotated[
@@ -81,6 +82,7 @@ def train(
     gradient_checkpointing: Checkpointing = False,
     memory_budget: MemoryBudget = None,
     optimizer_state: OptimizerState = "8bit",
+    offload: Offload = "none",
     workspace_mb: Workspace = 64,
     resume: Resume = False,
     plain: Plain = False,
@@ -93,7 +95,7 @@ def train(
     from shoestring.training.run import RunOptions
 
     config = TrainConfig(**pick(TrainConfig, values, tokenizer=str(tokenizer) if tokenizer else None))
-    finish(run(config, RunOptions(out, resume, checkpoint_every, threads, memory_budget), data, glob), out)
+    finish(run(config, RunOptions(out, resume, checkpoint_every, threads, memory_budget, offload), data, glob), out)
 
 
 @app.command()
@@ -131,6 +133,7 @@ def finetune(
     gradient_checkpointing: Checkpointing = False,
     memory_budget: MemoryBudget = None,
     optimizer_state: OptimizerState = "8bit",
+    offload: Offload = "none",
     workspace_mb: Workspace = 64,
     resume: Resume = False,
     plain: Plain = False,
@@ -145,7 +148,7 @@ def finetune(
     targets = target_modules if target_modules == "all-linear" else target_modules.split(",")
     kept = None if full or quantize == "none" else quantize
     config = FinetuneConfig(**pick(FinetuneConfig, values, quantize=kept, target_modules=targets))
-    finish(run(config, RunOptions(out, resume, checkpoint_every, threads, memory_budget), data, glob, merge), out)
+    finish(run(config, RunOptions(out, resume, checkpoint_every, threads, memory_budget, offload), data, glob, merge), out)
 
 
 @app.command()
@@ -160,7 +163,7 @@ def estimate(
     ] = "adamw",
     state: Annotated[str, typer.Option(help="8bit, 4bit, bf16 or fp32: how moments are kept.")] = "8bit",
     weights: Annotated[str, typer.Option(help="plain, stochastic or remainder, how bf16 weights are kept.")] = "plain",
-    offload: Annotated[str, typer.Option(help="none, cpu, stream or nvme:DIR: where the state lies.")] = "none",
+    offload: Offload = "none",
     device: Annotated[str, typer.Option(help="cuda, or cpu, where device and host are one memory.")] = "cuda",
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32: of the model's weights and activations.")] = "bf16",
     batch_size: BatchSize = 1,

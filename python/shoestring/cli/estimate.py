@@ -14,7 +14,7 @@ from shoestring.checkpointing.model import parse_bytes
 from shoestring.cli.console import gigabytes, print_table
 from shoestring.data.errors import InputError
 from shoestring.optim.arena import STATES, WEIGHTS
-from shoestring.optim.offload import is_place
+from shoestring.optim.offload import PLACES, is_place
 from shoestring.training.config import PRESETS
 from shoestring.training.estimate import OPTIMIZERS, Estimate, Options, estimate
 from shoestring.training.models import build_llama, quiet_transformers
@@ -50,7 +50,7 @@ def options_of(values: dict[str, Any], dtype: str, offload: str, memory_budget: 
     expect(dtype in DTYPES, "dtype", " | ".join(DTYPES), dtype)
     expect(dtype != "fp16" or values["weights"] == "plain", "weights", "plain with --dtype fp16", values["weights"])
     place = None if offload == "none" else offload
-    expect(place in (None, "cpu") or is_place(place), "offload", "none | cpu | stream | nvme:DIR", offload)
+    expect(is_place(place), "offload", PLACES, offload)
     budget = None
     if memory_budget is not None:
         checkpointing = values["gradient_checkpointing"]

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 OffloadedState = Any
 
 
+PLACES = "none | cpu | stream | nvme:DIR"  # as a command says it
+
+
 def is_place(offload: object) -> bool:
     """Whether it is one of the places that state may be offloaded to."""
     return offload in (None, "cpu", "stream") or (isinstance(offload, str) and offload[:5] == "nvme:" < offload)
@@ -54,6 +57,11 @@ class Offloading:
         if device not in self._offloads:
             self._offloads[device] = make_offload(type(self).__name__, self.offload, device)
         return self._offloads[device]
+
+    @property
+    def host_bytes(self) -> int:
+        """What offloading takes of host memory, page-locked for a GPU (with "cpu", state is ordinary memory beside it)."""
+        return sum(offload.host_bytes() for offload in self._offloads.values())
 
     def _gradients(self) -> list[tuple[Tensor | None, int]]:
         grads = [p.grad for group in self.param_groups for p in group["params"]]

@@ -163,11 +163,12 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def make_optimizer(model: nn.Module, config: LoopConfig) -> torch.optim.Optimizer:
-    """AdamW: PyTorch's fused one for plain runs, ours otherwise."""
+def make_optimizer(model: nn.Module, config: LoopConfig, offload: str | None = None) -> torch.optim.Optimizer:
+    """AdamW: PyTorch's fused one for plain runs, ours otherwise, with its state in ``offload``."""
     groups = parameter_groups(model, config.weight_decay)
     if config.plain:
         return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     from shoestring.optim import AdamW
 
-    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, state=config.optimizer_state)
+    own = {"state": config.optimizer_state, "offload": offload}
+    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, **own)

@@ -16,6 +16,7 @@ from torch import nn
 from shoestring.data.batches import Rows
 from shoestring.data.errors import InputError
 from shoestring.data.files import atomic_directory, remove_partial, write_json
+from shoestring.optim.offload import PLACES, is_place
 from shoestring.training import memory
 from shoestring.checkpointing.model import CheckpointReport, checkpoint_model, parse_bytes
 from shoestring.training.checkpoint import checkpoints, load_checkpoint
@@ -34,6 +35,7 @@ class RunOptions:
     checkpoint_every: int = 50
     threads: int | None = None
     memory_budget: str | None = None  # bytes of activations, such as "2GiB"
+    offload: str = "none"  # where the optimizer's state lies
 
     def check(self, config: LoopConfig) -> None:
         """Refuse a folder that is in use, and options that do not go together, before anything else happens."""
@@ -51,6 +53,10 @@ class RunOptions:
             if config.plain or config.gradient_checkpointing:
                 other = "--plain" if config.plain else "--gradient-checkpointing"
                 raise InputError(f"--memory-budget {self.memory_budget}: expected without {other}; leave one of them out")
+        if self.offload != "none" and not is_place(self.offload):
+            raise InputError(f"--offload: expected {PLACES}, got {self.offload}")
+        if self.offload != "none" and config.plain:
+            raise InputError(f"--offload {self.offload}: expected without --plain; leave one of them out")
         used = self.out.is_dir() and any(self.out.iterdir())
         if used and not self.resume:
             raise InputError(
@@ -141,7 +147,10 @@ def execute(
     examples one after the other, without padding.
     """
     run = options.out
-    optimizer = make_optimizer(model, config)
+    try:
+        optimizer = make_optimizer(model, config, None if options.offload == "none" else options.offload)
+    except RuntimeError as error:  # no such folder, or no room in it
+        raise InputError(f"--offload {options.offload}: {str(error).splitlines()[0]}") from None
     if config.gradient_checkpointing and config.plain:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainer = Trainer(

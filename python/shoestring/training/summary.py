@@ -57,13 +57,20 @@ def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
         each = "8" if config.optimizer_state == "fp32" else "(2 + 8/256)"
         optimizer_formula = f"{each} B x trained, tensors in blocks of 256"
         expected_optimizer = sum(formulas.optimizer_state(trainer.optimizer).bytes().values())
+    optimizer = [Part("optimizer", optimizer_formula, expected_optimizer, memory.optimizer_bytes(trainer.optimizer))]
+    offload = getattr(trainer.optimizer, "offload", None)
+    if offload == "cpu":
+        copies, taken = sum(2 * p.nbytes for p in trained), trainer.optimizer.host_bytes
+        optimizer.append(Part("offload", "trained weights and their gradients once more, for the CPU", copies, taken))
+    elif offload is not None and offload != "stream":
+        optimizer = [Part("optimizer", f"{optimizer_formula}: {expected_optimizer / 1e6:.2f} MB in a file", 0, 0)]
     gradients = formulas.tensor_bytes(trained)
     activations, activations_formula = _activations(trainer)
     parts = [
         Part("program", "Python, PyTorch, libraries", None, baseline),
         Part("weights", weights_formula, expected_weights, weights),
         Part("gradients", "4 B x trained", 4 * count, gradients),
-        Part("optimizer", optimizer_formula, expected_optimizer, memory.optimizer_bytes(trainer.optimizer)),
+        *optimizer,
         Part("activations", activations_formula, activations, trainer.saved_activations),
     ]
     tokens = config.batch_size * config.seq_len

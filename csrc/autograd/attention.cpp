@@ -110,22 +110,17 @@ void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   call_autocast(op, stack, device, {"q", "k", "v"});
 }
 
-template <auto kFunction>
-auto boxed() {
-  return torch::CppFunction::makeFromBoxedFunction<kFunction>();
-}
-
 TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
-  m.impl("attention", boxed<&autograd<false>>());
-  m.impl("attention_with_lse", boxed<&autograd<true>>());
+  m.impl("attention", attend::boxed<&autograd<false>>());
+  m.impl("attention_with_lse", attend::boxed<&autograd<true>>());
 }
 TORCH_LIBRARY_IMPL(shoestring, AutocastCPU, m) {
-  m.impl("attention", boxed<&autocast<at::kCPU>>());
-  m.impl("attention_with_lse", boxed<&autocast<at::kCPU>>());
+  m.impl("attention", attend::boxed<&autocast<at::kCPU>>());
+  m.impl("attention_with_lse", attend::boxed<&autocast<at::kCPU>>());
 }
 TORCH_LIBRARY_IMPL(shoestring, AutocastCUDA, m) {
-  m.impl("attention", boxed<&autocast<at::kCUDA>>());
-  m.impl("attention_with_lse", boxed<&autocast<at::kCUDA>>());
+  m.impl("attention", attend::boxed<&autocast<at::kCUDA>>());
+  m.impl("attention_with_lse", attend::boxed<&autocast<at::kCUDA>>());
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <torch/library.h>
 
 #include "kernels/attention.h"
 #include "ops/call.h"
@@ -75,6 +76,11 @@ Gradients backward_cuda(const Call& call, const Upstream& upstream);
 // fp64, with operators of PyTorch, a block of queries at a time.
 Result forward_double(const Call& call);
 Gradients backward_double(const Call& call, const Upstream& upstream);
+
+template <auto kFunction>
+auto boxed() {
+  return torch::CppFunction::makeFromBoxedFunction<kFunction>();
+}
 
 /// The sinks' gradient; delta is sum(grad_out out) - grad_lse of each query, in lse's shape.
 Tensor sinks_gradient(const Call& call, const Tensor& lse, const Tensor& delta);

@@ -11,11 +11,11 @@
 
 #include "kernels/gemm.h"
 #include "ops/attention.h"
+#include "ops/gemm.h"
 #include "ops/huge_pages.h"
 
 namespace shoestring::attend {
 
-inline int64_t parts_of(int64_t total, int64_t size) { return (total + size - 1) / size; }
 inline int64_t round_up(int64_t x, int64_t to) { return parts_of(x, to) * to; }
 
 struct Sequence {

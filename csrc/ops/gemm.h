@@ -4,6 +4,9 @@
 
 namespace shoestring {
 
+/// How many pieces of a size there are, the last one perhaps smaller.
+constexpr int64_t parts_of(int64_t total, int64_t size) { return (total + size - 1) / size; }
+
 /// out (m, n) = beta * out + alpha * a (m, k) b (k, n), accumulated in fp32 (fp64 for fp64).
 ///
 /// a and b: fp32, fp64, bf16 or fp16, on CUDA of one dtype; out: that dtype or, for 16 bits, fp32. Each may be a

@@ -27,8 +27,6 @@ constexpr int64_t kSharedBytes = int64_t{8} << 20;    // of panels for all
 constexpr int64_t kSkinny = 48;  // columns; more, and packing is repaid
 constexpr int64_t kFewLines = 8;                      // fewer, and the product is no faster than packing
 
-int64_t parts_of(int64_t total, int64_t size) { return (total + size - 1) / size; }
-
 // One operand: the rows of a, or the columns of b, in panels of `width`.
 struct Side {
   Side(const kernels::GemmProduct& product, const Tensor& matrix, int line_dim, int64_t width)

@@ -272,6 +272,9 @@ TORCH_LIBRARY(shoestring, m) {
   m.def("tag_activation(Tensor x, str tag) -> Tensor");
   // The operators that names for a checkpoint's `keep` stand for; tags are left out.
   m.def("checkpoint_operators(str[] keep) -> str[]");
+  // What a plan may do with a block's activations: the name, whether it is recomputed, but for the results of which operators,
+  // and whether what is saved leaves the device.
+  m.def("checkpoint_choices() -> (str[] names, bool[] recomputed, str[][] keep, bool[] offloaded)");
 
   // The bin, from 0 on, that each sequence is put into, so that none has more than capacity tokens: the longest first, each
   // into the first bin with room for it. lengths (sequences) int64, on the CPU.
@@ -284,9 +287,9 @@ TORCH_LIBRARY(shoestring, m) {
       "(float[] forward_seconds, float[] backward_seconds, int[] choices, int[] bytes, float[] extra_seconds, "
       "int[] link_bytes, int[] forward_bytes, int[] backward_bytes, ";
   const std::string linked =
-      "*, int budget, float out_bytes_per_second=0., float in_bytes_per_second=0., int prefetch=1) -> ";
-  m.def(("checkpoint_plan" + planned + linked + "(int[] plan, int peak, float seconds, float least_seconds)").c_str());
-  m.def(("simulate_checkpoint_plan" + planned + "int[] plan, " + linked + "(int peak, float seconds)").c_str());
+      "*, int budget, float out_bytes_per_second=0., float in_bytes_per_second=0., float copy_share=0., int prefetch=1) -> (";
+  m.def(("checkpoint_plan" + planned + linked + "int[] plan, int[] pending, int peak, float seconds, float least_seconds)").c_str());
+  m.def(("simulate_checkpoint_plan" + planned + "int[] plan, " + linked + "int[] pending, int peak, float seconds)").c_str());
 
   // What autograd saves of x, in host memory or on a disk until it is wanted again. Python has
   // torch.classes.shoestring.ActivationStore, and C++ shoestring/offload_activations.h.

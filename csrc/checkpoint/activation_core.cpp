@@ -71,9 +71,9 @@ ActivationTurn::~ActivationTurn() {
 }
 
 ActivationStoreCore::ActivationStoreCore(c10::Device on, Compression compress, int64_t ahead, int64_t behind, int64_t least,
-                                         const std::string& folder, int64_t limit)
+                                         const std::string& in_folder, int64_t limit)
     : device(on), compression(compress), prefetch(ahead), max_pending(behind), min_bytes(least), host_bytes(limit),
-      memory(kOp, on), write(c10::kCPU), read(c10::kCPU), out(on), in(on) {
+      folder(in_folder), memory(kOp, on), write(c10::kCPU), read(c10::kCPU), out(on), in(on) {
   TORCH_CHECK(prefetch >= 0, kOp, ": prefetch: expected a number of layers of at least 0, received ", prefetch);
   TORCH_CHECK(max_pending >= 0, kOp, ": max_pending: expected a number of layers of at least 0, received ", max_pending);
   TORCH_CHECK(min_bytes >= 0, kOp, ": min_bytes: expected at least 0, received ", min_bytes);
@@ -229,13 +229,18 @@ void ActivationStoreCore::prefetch_before(int64_t of) {
   }
 }
 
-void ActivationStoreCore::settle() {
+void ActivationStoreCore::settle(int64_t most) {
+  int64_t behind = 0;  // bytes of layers that are over
+  for (const auto& one : pending) {
+    if (const auto e = one.lock(); e && e->layer < layer) behind += e->bytes;
+  }
   while (!pending.empty()) {
     const auto e = pending.front().lock();
     if (e && e->layer >= layer) return;  // backward begins with the last layer, which stays
-    if (e && layer - e->layer <= max_pending && !e->out->is_done()) return;
+    if (e && layer - e->layer <= max_pending && behind <= most && !e->out->is_done()) return;
     pending.pop_front();
     if (e == nullptr) continue;
+    behind -= e->bytes;
     e->out->block(e->stream);  // throws where it has failed: then the source stays
     copied_out += e->encoding.bytes;
     gone.push_back(std::move(e->source));

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <deque>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -74,8 +75,9 @@ struct ActivationStoreCore : std::enable_shared_from_this<ActivationStoreCore> {
   /// The storage on the device, from where it is quickest.
   c10::Storage on_device(ActivationEntry& e);
   void prefetch_before(int64_t layer);
-  /// Gives sources back that have been copied, and waits for those that are too far behind.
-  void settle();
+  /// Gives sources back that have been copied, and waits for those that are too far behind, or until at most `most` bytes
+  /// of them are left.
+  void settle(int64_t most = std::numeric_limits<int64_t>::max());
   at::Tensor host_memory(int64_t bytes);
   /// Host memory that a stream may still use.
   void retire(at::Tensor host, const FencePtr& fence);
@@ -83,6 +85,7 @@ struct ActivationStoreCore : std::enable_shared_from_this<ActivationStoreCore> {
   const c10::Device device;
   const Compression compression;
   const int64_t prefetch, max_pending, min_bytes, host_bytes;
+  const std::string folder;
 
   mutable std::recursive_mutex mutex;  // an entry may go while it is held
   std::map<c10::StorageImpl*, ActivationEntry::Weak> excluded;

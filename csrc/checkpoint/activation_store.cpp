@@ -84,6 +84,11 @@ void ActivationStore::mark() {
   core_->settle();
 }
 
+void ActivationStore::wait(int64_t bytes) {
+  const ActivationTurn turn(core_);
+  core_->settle(bytes);
+}
+
 c10::Dict<std::string, int64_t> ActivationStore::statistics() const {
   const ActivationTurn turn(core_);
   core_->settle();
@@ -104,6 +109,12 @@ void register_activation_store(torch::Library& library) {
       .def(torch::init<std::string, std::string, int64_t, int64_t, int64_t, std::string, int64_t>())
       .def("exclude", &ActivationStore::exclude)
       .def("mark", &ActivationStore::mark)
+      .def("wait", &ActivationStore::wait)
+      .def("measure_link",
+           [](const c10::intrusive_ptr<ActivationStore>& store, int64_t bytes) {
+             const CheckpointPlanOptions link = store->measure_link(bytes);
+             return std::tuple(link.out_bytes_per_second(), link.in_bytes_per_second(), link.copy_share(), link.prefetch());
+           })
       .def("statistics", &ActivationStore::statistics);
   // Here and not in a block of their own: a kernel's signature may name a class only after it.
   constexpr auto key = c10::DispatchKey::CompositeExplicitAutograd;

@@ -10,6 +10,8 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
+#include <shoestring/checkpoint_plan.h>
+
 namespace shoestring {
 
 struct ActivationEntry;
@@ -54,6 +56,11 @@ class ActivationStore : public torch::CustomClassHolder {
   void exclude(const std::vector<at::Tensor>& tensors);
   /// What is stored from here on belongs to the next layer. Without it each storage is a layer of its own.
   void mark();
+  /// On the host until at most so many bytes of layers that are over are still there.
+  void wait(int64_t bytes);
+  /// How quick copies are beside a computation, and what they take from it, by moving some: to the disk where there is one and
+  /// so many bytes are more than host_bytes.
+  CheckpointPlanOptions measure_link(int64_t bytes) const;
   /// For tests and reports: bytes "stored" by forward so far, "copied_out" and freed, and "reloaded"; now in "host" slabs,
   /// in "live" extents of them, and in the "disk" file; "entries" alive.
   c10::Dict<std::string, int64_t> statistics() const;

@@ -2,6 +2,7 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
+#include <shoestring/export.h>
 #include <torch/custom_class.h>
 
 #include <atomic>
@@ -12,7 +13,7 @@ namespace shoestring::activations {
 
 /// Counts the bytes of tensors that this thread allocates and frees between begin() and end(), and backward passes begun
 /// by it: those of PyTorch's allocators, on every device, to the byte, whatever the process does besides.
-class MemoryMeter : public torch::CustomClassHolder {
+class SHOESTRING_API MemoryMeter : public torch::CustomClassHolder {
  public:
   MemoryMeter();
   ~MemoryMeter() override;

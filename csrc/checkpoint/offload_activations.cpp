@@ -57,6 +57,10 @@ void OffloadActivations::exclude(const std::vector<at::Tensor>& tensors) { store
 
 void OffloadActivations::mark() { store_->store->mark(); }
 
+void OffloadActivations::wait(int64_t bytes) { store_->store->wait(bytes); }
+
+CheckpointPlanOptions OffloadActivations::measure_link(int64_t bytes) const { return store_->store->measure_link(bytes); }
+
 std::map<std::string, int64_t> OffloadActivations::statistics() const {
   std::map<std::string, int64_t> result;
   for (const auto& entry : store_->store->statistics()) result[entry.key()] = entry.value();

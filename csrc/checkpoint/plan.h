@@ -18,6 +18,7 @@ struct Choice {
   int64_t held, link;          // bytes
   int64_t forward, backward;   // bytes at the peak of either pass, held and link at least
   int64_t extra, out, in;      // time
+  int64_t slower;              // forward, for its copy
 };
 
 struct Block {
@@ -29,6 +30,7 @@ struct Model {
   std::vector<Block> blocks;
   double out_bytes, in_bytes;  // a picosecond
   int prefetch;
+  double copy_share;
 };
 
 /// After some blocks. Forward's times count from its start; backward's are known from its end: how long it still lasts from

@@ -43,7 +43,7 @@ Bound::Price Bound::at(const Model& model, double held, double out) const {
         for (int j = 1; j < prefetch_; ++j) next[j] = std::max(0.0, lead[j - 1] - took);
         // Behind the last block nothing is held; its own peaks have to fit.
         const double memory = i + 1 == n ? std::max(c.forward, c.backward) : c.held;
-        least = std::min(least, (1 - out) * block.forward + out * c.out + took + held * memory +
+        least = std::min(least, (1 - out) * (block.forward + c.slower) + out * c.out + took + held * memory +
                                     price.rest[(i + 1) * places_ + place(next)]);
       }
       price.rest[i * places_ + p] = down(least);
@@ -64,7 +64,7 @@ Bound::Bound(const Model& model, int64_t budget)
   double time = 1, bytes = 1, longest = 0;
   for (const Block& block : model.blocks) {
     for (const Choice& choice : block.choices) {
-      time = std::max(time, double(block.forward + block.backward + choice.extra + choice.out + choice.in));
+      time = std::max(time, double(block.forward + choice.slower + block.backward + choice.extra + choice.out + choice.in));
       bytes = std::max(bytes, double(choice.held + choice.link));
       longest = std::max(longest, double(choice.in));
     }

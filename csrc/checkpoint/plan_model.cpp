@@ -34,9 +34,11 @@ Model make_model(const char* op, const std::vector<PlanBlock>& blocks, int64_t b
   TORCH_CHECK(budget >= 0, op, ": budget: expected bytes, received ", budget);
   TORCH_CHECK(options.prefetch() >= 1 && options.prefetch() <= kMaxPrefetch, op, ": prefetch: expected 1 to ", kMaxPrefetch,
               " blocks, received ", options.prefetch());
+  TORCH_CHECK(options.copy_share() >= 0 && options.copy_share() <= 1, op, ": copy_share: expected 0 to 1, received ",
+              options.copy_share());
   TORCH_CHECK(blocks.size() <= 1000, op, ": blocks: expected at most 1000, received ", blocks.size());
   Model model{{}, options.out_bytes_per_second() / kTicks, options.in_bytes_per_second() / kTicks,
-              static_cast<int>(options.prefetch())};
+              static_cast<int>(options.prefetch()), options.copy_share()};
   for (size_t i = 0; i < blocks.size(); ++i) {
     const PlanBlock& from = blocks[i];
     TORCH_CHECK(!from.choices.empty(), op, ": choices of block ", i, ": expected one or more, received none");
@@ -47,12 +49,15 @@ Model make_model(const char* op, const std::vector<PlanBlock>& blocks, int64_t b
       TORCH_CHECK(link == 0 || (options.out_bytes_per_second() > 0 && options.in_bytes_per_second() > 0), op,
                   ": link_bytes of block ", i, ": expected bandwidths above 0, received ", options.out_bytes_per_second(),
                   " bytes per second out and ", options.in_bytes_per_second(), " in");
-      to.choices.push_back({held, link, std::max(bytes(op, "forward_bytes", i, choice.forward_bytes), held + link),
-                            std::max(bytes(op, "backward_bytes", i, choice.backward_bytes), held + link),
-                            ticks(op, "extra_seconds", i, choice.extra_seconds), copy_time(link, model.out_bytes),
-                            copy_time(link, model.in_bytes)});
-      TORCH_CHECK(to.choices.back().out <= kMost && to.choices.back().in <= kMost, op, ": link_bytes of block ", i,
+      Choice one{held, link, std::max(bytes(op, "forward_bytes", i, choice.forward_bytes), held + link),
+                 std::max(bytes(op, "backward_bytes", i, choice.backward_bytes), held + link),
+                 ticks(op, "extra_seconds", i, choice.extra_seconds), copy_time(link, model.out_bytes),
+                 copy_time(link, model.in_bytes), 0};
+      TORCH_CHECK(one.out <= kMost && one.in <= kMost, op, ": link_bytes of block ", i,
                   ": expected copies of at most 4500 seconds, received ", link, " bytes for this bandwidth");
+      one.slower = std::llround(model.copy_share * static_cast<double>(one.out));
+      one.extra += std::llround(model.copy_share * static_cast<double>(one.in));
+      to.choices.push_back(one);
     }
     model.blocks.push_back(std::move(to));
   }
@@ -68,7 +73,7 @@ State step(const Model& model, const State& s, const Block& block, const Choice&
   const int64_t start = s.out > s.compute ? std::max(s.compute, s.out - latest) : s.compute;
   int64_t waiting = s.out > start ? static_cast<int64_t>(std::ceil((s.out - start) * model.out_bytes)) : 0;
   if (room >= 0) waiting = std::min(waiting, room);
-  next.compute = start + block.forward;
+  next.compute = start + block.forward + choice.slower;
   next.out = std::max(s.out, next.compute) + choice.out;
   next.held = s.held + choice.held;
 
@@ -86,12 +91,17 @@ State step(const Model& model, const State& s, const Block& block, const Choice&
 
 CheckpointPlan simulate(const Model& model, std::vector<int64_t> choices, int64_t budget) {
   State state;
+  std::vector<int64_t> pending;
   for (size_t i = 0; i < model.blocks.size(); ++i) {
     const Block& block = model.blocks[i];
-    state = step(model, state, block, block.choices[choices[i]], budget);
+    const Choice& choice = block.choices[choices[i]];
+    pending.push_back(state.held + choice.forward);
+    state = step(model, state, block, choice, budget);
   }
+  const int64_t most = std::min(budget, state.peak + state.peak / 20);
+  for (int64_t& bytes : pending) bytes = std::max<int64_t>(0, most - bytes);
   const double seconds = state.seconds() / kTicks;
-  return {std::move(choices), state.peak, seconds, seconds};
+  return {std::move(choices), std::move(pending), state.peak, seconds, seconds};
 }
 
 }  // namespace shoestring::plan

@@ -14,6 +14,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "checkpoint/choices.h"
 #include "checkpoint/memory_meter.h"
 #include "checkpoint/rng_state.h"
 
@@ -22,28 +23,19 @@ using at::Tensor;
 namespace shoestring {
 namespace {
 
+using activations::Choice;
 using activations::MemoryMeter;
 
 constexpr int kRuns = 3;  // of each function; the quickest counts
 // Seconds that a second run takes at least, whatever was measured: nothing is gained where all fits.
 constexpr double kLeastExtra = 1e-6;
 
-struct Choice {
-  const char* name;
-  bool checkpointed;
-  std::vector<std::string> keep;
-};
-
-const std::vector<Choice>& all_choices() {
-  static const std::vector<Choice> all{{"keep", false, {}},
-                                       {"recompute", true, {}},
-                                       {"keep attention", true, {"attention"}},
-                                       {"keep attention and products", true, {"attention", "products"}}};
-  return all;
-}
-
-Tensor run(const Choice& choice, const BlockFunction& function, const Tensor& x) {
-  return choice.checkpointed ? checkpoint(function, x, CheckpointOptions().keep(choice.keep)) : function(x);
+Tensor run(const Choice& choice, const BlockFunction& function, const Tensor& x, OffloadActivations* offload) {
+  if (choice.offloaded && c10::GradMode::is_enabled()) {
+    const auto scope = offload->scope();
+    return run({choice.name, choice.recomputed, choice.keep, false}, function, x, nullptr);
+  }
+  return choice.recomputed ? checkpoint(function, x, CheckpointOptions().keep(choice.keep)) : function(x);
 }
 
 // A tensor that is no leaf, so that nothing but what uses it keeps it.
@@ -96,14 +88,16 @@ double seconds_since(std::chrono::steady_clock::time_point began, const Tensor& 
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 
-Cost measure(const Choice& choice, const BlockFunction& function, const Tensor& given, bool differentiable) {
+Cost measure(const Choice& choice, const BlockFunction& function, const Tensor& given, bool differentiable,
+             OffloadActivations* offload = nullptr) {
   const Tensor anchor = at::zeros({}, at::kFloat).set_requires_grad(true);
   const auto meter = c10::make_intrusive<MemoryMeter>();
   meter->begin();
   Cost cost{};
   Tensor x = differentiable ? Source::apply(anchor, given) : given.clone();
   auto began = std::chrono::steady_clock::now();
-  Tensor y = run(choice, function, x);
+  Tensor y = run(choice, function, x, offload);
+  if (choice.offloaded) offload->mark(), offload->wait(0);
   cost.forward_seconds = seconds_since(began, given);
   cost.forward_bytes = meter->peak();
   if (y.requires_grad()) {
@@ -125,11 +119,20 @@ Cost measure(const Choice& choice, const BlockFunction& function, const Tensor& 
   return cost;
 }
 
-PlanBlock planned(const BlockFunction& function, const Tensor& x, bool differentiable) {
+PlanBlock planned(const BlockFunction& function, const Tensor& x, bool differentiable, OffloadActivations* offload) {
   PlanBlock block;
   Cost kept{};
   int64_t least = 0;
-  for (const Choice& choice : all_choices()) {
+  for (const Choice& choice : activations::choices()) {
+    if (choice.offloaded) {
+      if (offload == nullptr) continue;
+      PlanChoice moved = block.choices[choice.recomputed ? 1 : 0];
+      moved.name = choice.name;
+      const int64_t stays = measure(choice, function, x, differentiable, offload).held;
+      moved.link_bytes = std::max<int64_t>(0, std::exchange(moved.bytes, stays) - stays);
+      block.choices.push_back(std::move(moved));
+      continue;
+    }
     Cost cost = measure(choice, function, x, differentiable);  // what lasts is made in the first: workspaces, caches
     for (int i = 0; i < kRuns; ++i) {
       const Cost again = measure(choice, function, x, differentiable);
@@ -139,7 +142,7 @@ PlanBlock planned(const BlockFunction& function, const Tensor& x, bool different
       cost.forward_seconds = forward;
       cost.backward_seconds = backward;
     }
-    if (!choice.checkpointed) {
+    if (!choice.recomputed) {
       kept = cost;
       block.forward_seconds = cost.forward_seconds;
       block.backward_seconds = cost.backward_seconds;
@@ -149,7 +152,7 @@ PlanBlock planned(const BlockFunction& function, const Tensor& x, bool different
       continue;  // nothing of the kind to keep here
     }
     const double extra = cost.forward_seconds + cost.backward_seconds - kept.forward_seconds - kept.backward_seconds;
-    block.choices.push_back({choice.name, cost.held, choice.checkpointed ? std::max(kLeastExtra, extra) : 0.0, 0,
+    block.choices.push_back({choice.name, cost.held, choice.recomputed ? std::max(kLeastExtra, extra) : 0.0, 0,
                              std::max(cost.forward_bytes, cost.held), std::max(cost.backward_bytes, cost.held)});
   }
   return block;
@@ -158,7 +161,7 @@ PlanBlock planned(const BlockFunction& function, const Tensor& x, bool different
 }  // namespace
 
 SequencePlan plan_sequential(const std::vector<BlockFunction>& functions, const Tensor& x, int64_t budget_bytes,
-                             const std::vector<int64_t>& kinds) {
+                             const std::vector<int64_t>& kinds, OffloadActivations* offload) {
   TORCH_CHECK(kinds.empty() || kinds.size() == functions.size(), "plan_sequential: kinds: expected a number for each of the ",
               functions.size(), " functions, or none, received ", kinds.size());
   const activations::RngState rng(std::vector<Tensor>{x});
@@ -174,26 +177,39 @@ SequencePlan plan_sequential(const std::vector<BlockFunction>& functions, const 
     const Tensor y = functions[i](differentiable ? input.detach().requires_grad_() : input);
     if (!known.contains(kind)) {
       aside.add(y);
-      known.emplace(kind, planned(functions[i], input, differentiable));
+      known.emplace(kind, planned(functions[i], input, differentiable, offload));
     }
     blocks.push_back(known.at(kind));
     differentiable = y.requires_grad();
     input = y.detach();
   }
-  SequencePlan plan{checkpoint_plan(blocks, budget_bytes), {}};
+  CheckpointPlanOptions link;
+  if (offload != nullptr) {
+    int64_t most = 0;
+    for (const PlanBlock& block : blocks) most += block.choices[0].bytes;
+    link = offload->measure_link(most);
+  }
+  SequencePlan plan{checkpoint_plan(blocks, budget_bytes, link), {}};
   for (size_t i = 0; i < functions.size(); ++i) plan.names.push_back(blocks[i].choices[plan.choices[i]].name);
   return plan;
 }
 
-Tensor checkpoint_sequential(const std::vector<BlockFunction>& functions, const SequencePlan& plan, Tensor x) {
+Tensor checkpoint_sequential(const std::vector<BlockFunction>& functions, const SequencePlan& plan, Tensor x,
+                             OffloadActivations* offload) {
   TORCH_CHECK(plan.names.size() == functions.size(), "checkpoint_sequential: plan: expected one for ", functions.size(),
               " functions, received one for ", plan.names.size());
-  const auto& all = all_choices();
+  const auto& all = activations::choices();
   for (size_t i = 0; i < functions.size(); ++i) {
     const auto choice = std::find_if(all.begin(), all.end(), [&](const Choice& one) { return plan.names[i] == one.name; });
     TORCH_CHECK(choice != all.end(), "checkpoint_sequential: plan: expected \"keep\", \"recompute\" and the like, received \"",
                 plan.names[i], "\"");
-    x = run(*choice, functions[i], x);
+    TORCH_CHECK(!choice->offloaded || offload != nullptr, "checkpoint_sequential: offload: expected what the plan was made with: "
+                "function ", i, " is \"", choice->name, "\"");
+    x = run(*choice, functions[i], x, offload);
+    if (offload == nullptr || !c10::GradMode::is_enabled()) continue;
+    const bool last = i + 1 == functions.size();
+    if (choice->offloaded && !last) offload->mark();      // backward begins with the last, which stays
+    offload->wait(last ? 0 : plan.pending_bytes[i + 1]);  // backward begins when all copies are out, as planned
   }
   return x;
 }

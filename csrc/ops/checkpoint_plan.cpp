@@ -1,9 +1,12 @@
+#include <string>
 #include <tuple>
 #include <vector>
 
 #include <torch/library.h>
 
 #include <shoestring/checkpoint_plan.h>
+
+#include "checkpoint/choices.h"
 
 namespace shoestring {
 namespace {
@@ -41,33 +44,50 @@ std::vector<PlanBlock> unpack(const char* op, const Floats& forward_seconds, con
   return result;
 }
 
-CheckpointPlanOptions options_of(double out_bytes_per_second, double in_bytes_per_second, int64_t prefetch) {
+CheckpointPlanOptions options_of(double out_bytes_per_second, double in_bytes_per_second, double copy_share,
+                                 int64_t prefetch) {
   return CheckpointPlanOptions()
       .out_bytes_per_second(out_bytes_per_second)
       .in_bytes_per_second(in_bytes_per_second)
+      .copy_share(copy_share)
       .prefetch(prefetch);
 }
 
+using Names = std::vector<std::string>;
+
+std::tuple<Names, c10::List<bool>, std::vector<Names>, c10::List<bool>> names_of_choices() {
+  std::tuple<Names, c10::List<bool>, std::vector<Names>, c10::List<bool>> all;
+  auto& [names, recomputed, keep, offloaded] = all;
+  for (const auto& choice : activations::choices()) {
+    names.push_back(choice.name);
+    recomputed.push_back(choice.recomputed);
+    keep.push_back(choice.keep);
+    offloaded.push_back(choice.offloaded);
+  }
+  return all;
+}
+
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
+  m.impl("checkpoint_choices", names_of_choices);
   m.impl("checkpoint_plan",
          [](Floats forward_seconds, Floats backward_seconds, Ints choices, Ints bytes, Floats extra_seconds, Ints link_bytes,
             Ints forward_bytes, Ints backward_bytes, int64_t budget, double out_bytes_per_second, double in_bytes_per_second,
-            int64_t prefetch) -> std::tuple<Ints, int64_t, double, double> {
+            double copy_share, int64_t prefetch) -> std::tuple<Ints, Ints, int64_t, double, double> {
            const auto blocks = unpack("checkpoint_plan", forward_seconds, backward_seconds, choices, bytes, extra_seconds,
                                       link_bytes, forward_bytes, backward_bytes);
-           CheckpointPlan plan =
-               checkpoint_plan(blocks, budget, options_of(out_bytes_per_second, in_bytes_per_second, prefetch));
-           return {std::move(plan.choices), plan.peak_bytes, plan.seconds, plan.least_seconds};
+           CheckpointPlan plan = checkpoint_plan(
+               blocks, budget, options_of(out_bytes_per_second, in_bytes_per_second, copy_share, prefetch));
+           return {std::move(plan.choices), std::move(plan.pending_bytes), plan.peak_bytes, plan.seconds, plan.least_seconds};
          });
   m.impl("simulate_checkpoint_plan",
          [](Floats forward_seconds, Floats backward_seconds, Ints choices, Ints bytes, Floats extra_seconds, Ints link_bytes,
             Ints forward_bytes, Ints backward_bytes, Ints plan, int64_t budget, double out_bytes_per_second,
-            double in_bytes_per_second, int64_t prefetch) -> std::tuple<int64_t, double> {
+            double in_bytes_per_second, double copy_share, int64_t prefetch) -> std::tuple<Ints, int64_t, double> {
            const auto blocks = unpack("simulate_checkpoint_plan", forward_seconds, backward_seconds, choices, bytes,
                                       extra_seconds, link_bytes, forward_bytes, backward_bytes);
-           const CheckpointPlan found = simulate_checkpoint_plan(
-               blocks, plan, budget, options_of(out_bytes_per_second, in_bytes_per_second, prefetch));
-           return {found.peak_bytes, found.seconds};
+           CheckpointPlan found = simulate_checkpoint_plan(
+               blocks, plan, budget, options_of(out_bytes_per_second, in_bytes_per_second, copy_share, prefetch));
+           return {std::move(found.pending_bytes), found.peak_bytes, found.seconds};
          });
 }
 

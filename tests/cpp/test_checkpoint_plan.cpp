@@ -25,7 +25,11 @@ TEST_CASE("checkpoint_plan finds the best of all plans") {
                        {"offload", 0, 0, size, size * 2, size * 2}};
       blocks.push_back(std::move(block));
     }
-    const auto options = CheckpointPlanOptions().out_bytes_per_second(2000).in_bytes_per_second(1500).prefetch(between(1, 3));
+    const auto options = CheckpointPlanOptions()
+                             .out_bytes_per_second(2000)
+                             .in_bytes_per_second(1500)
+                             .copy_share(0.25 * double(between(0, 4)))
+                             .prefetch(between(1, 3));
     std::vector<std::vector<int64_t>> plans(1);
     for (const PlanBlock& block : blocks) {
       std::vector<std::vector<int64_t>> longer;

@@ -4,9 +4,14 @@
 #include <torch/csrc/autograd/generated/variable_factories.h>
 #include <torch/nn/modules/linear.h>
 
+#include <ATen/ops/zeros_like.h>
 #include <shoestring/checkpoint.h>
 #include <shoestring/checkpoint_sequence.h>
 #include <shoestring/ops.h>
+
+#include "checkpoint/memory_meter.h"
+#include "folder.h"
+#include "io/disturb.h"
 
 using at::Tensor;
 
@@ -56,6 +61,57 @@ TEST_CASE("a sequence keeps to its budget, with the gradients that it has withou
   torch::manual_seed(11);
   shoestring::plan_sequential(layers.functions, x, int64_t{1} << 40);  // each function is measured
   CHECK(at::equal(next, torch::randn({2})));
+}
+
+TEST_CASE("a sequence that offloads keeps to its budget, however slow copies are, with the same gradients", "[checkpoint]") {
+  Layers layers;
+  const Folder folder;
+  const Tensor x = torch::randn({128, 32}).requires_grad_();
+  const auto step = [&](const shoestring::SequencePlan& plan, shoestring::OffloadActivations* offload) {
+    for (const Tensor& p : layers.parameters) p.mutable_grad() = at::zeros_like(p);
+    x.mutable_grad() = at::zeros_like(x);
+    torch::manual_seed(5);
+    const auto meter = c10::make_intrusive<shoestring::activations::MemoryMeter>();
+    meter->begin();
+    shoestring::checkpoint_sequential(layers.functions, plan, x, offload).backward();
+    meter->end();
+    return meter->peak();
+  };
+  const auto gradients = [&] {
+    std::vector<Tensor> all;
+    for (const Tensor& p : layers.parameters) all.push_back(p.grad());
+    return all;
+  };
+  const auto free = shoestring::plan_sequential(layers.functions, x, int64_t{1} << 40, layers.kinds);
+  step(free, nullptr);
+  const auto expected = gradients();
+  auto recomputed = free;
+  for (auto& name : recomputed.names) name = "recompute";
+  const int64_t least = step(recomputed, nullptr);  // without offload
+  for (const std::string& place : {std::string(), folder.path}) {
+    const auto options = shoestring::OffloadActivationsOptions().device("cpu").folder(place);
+    shoestring::OffloadActivations offload(options, layers.parameters);
+    for (const int64_t budget : {free.peak_bytes * 45 / 100, least * 96 / 100}) {
+      const auto plan = shoestring::plan_sequential(layers.functions, x, budget, layers.kinds, &offload);
+      const auto moves = [](const std::string& name) { return name.find("offload") != name.npos; };
+      CHECK((budget > least || std::any_of(plan.names.begin(), plan.names.end(), moves)));
+      for (const int64_t delay : {0, 3000}) {
+        shoestring::io::disturb({.max_delay_us = delay});
+        const int64_t peak = step(plan, &offload);
+        shoestring::io::disturb({});
+        CAPTURE(place, budget, delay, peak, plan.peak_bytes, plan.names);
+        CHECK(peak <= budget);
+        CHECK(std::abs(peak - plan.peak_bytes) <= 0.05 * plan.peak_bytes);
+        const auto received = gradients();
+        for (size_t i = 0; i < expected.size(); ++i) CHECK(at::equal(received[i], expected[i]));
+      }
+      CHECK(offload.statistics().at("entries") == 0);
+    }
+    auto plan = free;
+    plan.names[2] = "offload";
+    CHECK_THROWS_WITH(shoestring::checkpoint_sequential(layers.functions, plan, x),
+                      Catch::Matchers::Contains("offload: expected what the plan was made with: function 2 is \"offload\""));
+  }
 }
 
 TEST_CASE("errors of sequences", "[checkpoint]") {

@@ -4,6 +4,7 @@ import itertools
 import random
 import time
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ MODELS = range(12)
 
 
 def simulate(
-    blocks: list[PlanBlock], plan: tuple[int, ...], budget: int, out: int, back: int, prefetch: int
+    blocks: list[PlanBlock], plan: tuple[int, ...], budget: int, out: int, back: int, prefetch: int, share: float
 ) -> tuple[int, Fraction]:
     """Peak and time from the words of the model: forward second by second, then backward from its start."""
     chosen = [block.choices[c] for block, c in zip(blocks, plan, strict=True)]
@@ -25,8 +26,9 @@ def simulate(
         now += wait
         backlog -= wait * out
         peak = max(peak, held + own + backlog)
-        now += Fraction(block.forward_seconds)
-        backlog = max(Fraction(0), backlog - Fraction(block.forward_seconds) * out) + choice.link_bytes
+        forward = Fraction(block.forward_seconds) + Fraction(share) * choice.link_bytes / out
+        now += forward
+        backlog = max(Fraction(0), backlog - forward * out) + choice.link_bytes
         held += choice.bytes
     now += backlog / out if backlog else 0
     started = [now] * (len(blocks) + prefetch + 1)  # of each block's backward; behind the last, backward's own start
@@ -39,6 +41,7 @@ def simulate(
             end = max(end, copied)
         started[i] = end
         end += Fraction(blocks[i].backward_seconds) + Fraction(chosen[i].extra_seconds)
+        end += Fraction(share) * chosen[i].link_bytes / back
         own = max(chosen[i].backward_bytes, chosen[i].bytes + chosen[i].link_bytes)
         peak = max(peak, held + own + sum(c.link_bytes for c in chosen[max(0, i - prefetch) : i]))
     return peak, end
@@ -75,13 +78,14 @@ def test_best_of_all_plans(model: int, seed: int) -> None:
     rng = random.Random(f"{seed} {model}")
     blocks, prefetch = random_blocks(rng), rng.randint(1, 4)
     out, back = rng.choice([16, 64, 256]), rng.choice([16, 64, 256])
-    options = {"out_bytes_per_second": out, "in_bytes_per_second": back, "prefetch": prefetch}
-    floor = min(simulate(blocks, plan, 0, out, back, prefetch)[0] for plan in every_plan(blocks))
+    share = rng.choice([0.0, 0.25, 0.5, 1.0])
+    options = {"out_bytes_per_second": out, "in_bytes_per_second": back, "copy_share": share, "prefetch": prefetch}
+    floor = min(simulate(blocks, plan, 0, out, back, prefetch, share)[0] for plan in every_plan(blocks))
     with pytest.raises(RuntimeError, match=rf"checkpoint_plan: budget: expected at least {floor} bytes, received {floor - 1}"):
         checkpoint_plan(blocks, floor - 1, **options)
-    most = int(simulate(blocks, (0,) * len(blocks), 10**9, out, back, prefetch)[0])
+    most = int(simulate(blocks, (0,) * len(blocks), 10**9, out, back, prefetch, share)[0])
     for budget in (floor, (3 * floor + most) // 4, (floor + most) // 2, most):
-        results = {plan: simulate(blocks, plan, budget, out, back, prefetch) for plan in every_plan(blocks)}
+        results = {plan: simulate(blocks, plan, budget, out, back, prefetch, share) for plan in every_plan(blocks)}
         for plan, (peak, seconds) in results.items():
             predicted = simulate_checkpoint_plan(blocks, plan, budget, **options)
             assert abs(predicted.peak_bytes - peak) <= 1 and predicted.seconds == pytest.approx(float(seconds), abs=1e-9)
@@ -130,7 +134,16 @@ def test_enough_memory_keeps_everything() -> None:
 
 
 def test_no_blocks() -> None:
-    assert checkpoint_plan([], 0) == CheckpointPlan((), (), 0, 0.0, 0.0)
+    assert checkpoint_plan([], 0) == CheckpointPlan((), (), (), 0, 0.0, 0.0)
+
+
+def test_what_may_be_on_its_way() -> None:
+    block = PlanBlock(1, 1, [PlanChoice("offload", 5, 0, 20, 30, 30)])
+    plan = simulate_checkpoint_plan([block] * 4, [0] * 4, 42, out_bytes_per_second=1, in_bytes_per_second=1)
+    assert plan.peak_bytes == 65  # of backward: 15 held, 30, and 20 that come back: 42 is too little
+    assert plan.pending_bytes == (12, 7, 2, 0)  # 42 - 30, less 5 that each block before holds; and never less than nothing
+    plan = simulate_checkpoint_plan([block] * 4, [0] * 4, 1000, out_bytes_per_second=100, in_bytes_per_second=1)
+    assert plan.pending_bytes == (38, 33, 28, 23)  # 5 % more than 65
 
 
 @pytest.mark.parametrize(
@@ -141,9 +154,10 @@ def test_no_blocks() -> None:
         (PlanBlock(1, 1, [PlanChoice("keep", -5)]), {}, r"bytes of block 0: expected 0 to 2\^52 bytes, received -5"),
         (PlanBlock(1, 1, [PlanChoice("offload", 0, 0, 5)]), {}, "link_bytes of block 0: expected bandwidths above 0, received 0"),
         (PlanBlock(1, 1, [PlanChoice("keep")]), {"prefetch": 5}, "prefetch: expected 1 to 4 blocks, received 5"),
+        (PlanBlock(1, 1, [PlanChoice("keep")]), {"copy_share": 1.5}, "copy_share: expected 0 to 1, received 1.5"),
     ],
 )
-def test_arguments(block: PlanBlock, options: dict[str, int], message: str) -> None:
+def test_arguments(block: PlanBlock, options: dict[str, Any], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         checkpoint_plan([block], 100, **options)
 

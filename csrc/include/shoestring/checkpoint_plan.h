@@ -37,6 +37,8 @@ struct CheckpointPlanOptions {
   /// Of the link to the host. Copies of one direction follow one another; the directions do not disturb each other.
   TORCH_ARG(double, out_bytes_per_second) = 0;
   TORCH_ARG(double, in_bytes_per_second) = 0;
+  /// Of the computation's speed that a copy takes while it runs, 0 to 1: on a CPU it wants a core, on a GPU next to nothing.
+  TORCH_ARG(double, copy_share) = 0;
   /// A block's copy back may start when the backward of the block so many places behind it starts: 1 to 4.
   TORCH_ARG(int64_t, prefetch) = 1;
 };
@@ -44,6 +46,9 @@ struct CheckpointPlanOptions {
 struct CheckpointPlan {
   /// Of each block, an index into its choices.
   std::vector<int64_t> choices;
+  /// Of each block, how many bytes of those before it may still be on their way to the host when it begins, so that the peak is
+  /// within the budget, and at most 5 % above peak_bytes, however slow copies are.
+  std::vector<int64_t> pending_bytes;
   int64_t peak_bytes = 0;
   double seconds = 0;
   /// No plan takes less. Equal to seconds where the plan is proven to be the best.
@@ -59,7 +64,8 @@ struct CheckpointPlan {
 /// bytes as they go. At every moment of forward the device has: what the blocks before hold, what is still to be copied, and
 /// the running block's forward_bytes; a block waits for copies until that fits. Backward starts when the last copy is out,
 /// and runs the blocks in reverse; a block waits until its link_bytes have arrived. The device then has: what the blocks
-/// before hold, the block's backward_bytes, and the link_bytes of the `prefetch` blocks before it.
+/// before hold, the block's backward_bytes, and the link_bytes of the `prefetch` blocks before it. A block that copies computes
+/// longer, by copy_share of its copies' time.
 ///
 /// Times are sums of whole picoseconds. Errors: c10::Error, of an argument, and of a budget that nothing fits, with the least
 /// that does.

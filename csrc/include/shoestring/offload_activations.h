@@ -11,6 +11,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
 
+#include <shoestring/checkpoint_plan.h>
 #include <shoestring/export.h>
 
 namespace shoestring {
@@ -82,6 +83,11 @@ class SHOESTRING_API OffloadActivations {
   void exclude(const std::vector<at::Tensor>& tensors);
   /// A layer ends, and the next one begins. Without marks each saved storage is a layer of its own.
   void mark();
+  /// Waits until at most so many bytes of layers that are over are still there, on their way.
+  void wait(int64_t bytes);
+  /// How quick copies are beside a computation, and what they take from it: for checkpoint_plan, found by moving some. With a
+  /// folder and more bytes than host_bytes the disk's are meant.
+  CheckpointPlanOptions measure_link(int64_t bytes) const;
   /// Bytes "stored", "copied_out" (encoded) and freed, and "reloaded" so far; now "live" in the slabs of the "host", and
   /// the size of the file on "disk"; and how many storages there are ("entries").
   std::map<std::string, int64_t> statistics() const;

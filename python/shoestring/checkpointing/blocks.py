@@ -26,13 +26,17 @@ class Treatment:
 
     Attributes:
         keep: what its checkpoint keeps; None: no checkpoint.
-        offload: where what is saved (the block's input, under a checkpoint) goes.
-        ends_layer: another block follows, so that it leaves at once.
+        offload: where what is saved goes, by this block or one before it.
+        moves: what this block saves (its input, under a checkpoint) goes there.
+        leaves: at once; else it stays, because backward is about to begin with it.
+        pending: bytes of offloaded blocks that may still be on their way when what follows this block begins.
     """
 
     keep: Sequence[Keep] | None = ()
     offload: offload_activations | None = None
-    ends_layer: bool = True
+    moves: bool = False
+    leaves: bool = True
+    pending: int = 0
 
 
 def find_blocks(model: nn.Module, blocks: Sequence[str | type | nn.Module] | None) -> dict[str, nn.Module]:
@@ -109,11 +113,13 @@ def run_block(
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
     offload = treatment.offload
-    with offload if offload is not None else nullcontext():
+    with offload if offload is not None and treatment.moves else nullcontext():
         if treatment.keep is None:
             result = original(module, *args, **kwargs)
         else:
             result = checkpoint(functools.partial(original, module, **kwargs), *args, keep=treatment.keep)
-    if offload is not None and treatment.ends_layer:
-        offload.mark()
+    if offload is not None:
+        if treatment.moves and treatment.leaves:
+            offload.mark()
+        offload.wait(treatment.pending)
     return result

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from shoestring.checkpointing.offload import offload_activations
+
 RUNS = 3  # of each block; the quickest counts
 
 Forward = Callable[..., Any]
@@ -115,6 +117,19 @@ def measure(run: Forward, call: Call, device: torch.device) -> Cost:
         last.forward_bytes,
         last.backward_bytes,
     )
+
+
+def measure_offloaded(run: Forward, call: Call, device: torch.device, offload: offload_activations) -> int:
+    """Bytes that a block holds when what it saves has left through ``offload``: small storages, and what is excluded."""
+
+    def run_and_leave(*args: Any, **kwargs: Any) -> Any:
+        with offload:
+            result = run(*args, **kwargs)
+        offload.mark()
+        offload.wait(0)
+        return result
+
+    return _measure_once(run_and_leave, call, device).held
 
 
 def _measure_once(run: Forward, call: Call, device: torch.device) -> Cost:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,23 +13,20 @@ from torch import Tensor, nn
 
 from shoestring.checkpointing.blocks import Treatment, find_blocks, run_block, treat
 from shoestring.checkpointing.function import Keep
-from shoestring.checkpointing.measure import Cost, gradients_aside, measure, run_step, synchronize
+from shoestring.checkpointing.measure import Cost, gradients_aside, measure, measure_offloaded, run_step
 from shoestring.checkpointing.offload import offload_activations
 from shoestring.checkpointing.plan import CheckpointPlan, PlanBlock, PlanChoice, checkpoint_plan
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 # What a block may do with its activations, by name: what its checkpoint keeps, or None for no checkpoint.
-CHOICES: dict[str, tuple[str, ...] | None] = {
-    "keep": None,
-    "recompute": (),
-    "keep attention": ("attention",),
-    "keep attention and products": ("attention", "products"),
-}
-# The same where what is saved leaves the device, by the choice that it is made of.
-OFFLOADED = {"offload": "keep", "recompute, input offloaded": "recompute"}
+CHOICES: dict[str, tuple[str, ...] | None] = {}
+OFFLOADED: list[str] = []  # those of them where what is saved leaves the device
+for _name, _recomputed, _keep, _offloaded in zip(*torch.ops.shoestring.checkpoint_choices(), strict=True):
+    CHOICES[_name] = tuple(_keep) if _recomputed else None
+    if _offloaded:
+        OFFLOADED.append(_name)
 LEAST_EXTRA = 1e-6  # seconds that a second run takes at least, whatever was measured: nothing is gained where all fits
-LINK_BYTES = 16 << 20  # moved to see how fast the link is
 
 
 @dataclass
@@ -124,8 +120,8 @@ def checkpoint_model(
         raise ValueError(f"checkpoint_model: budget: {error}") from None
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with gradients_aside(model):
-        step, costs = _measure(list(modules.values()), _step(model, example), device)
-    planned = {kind: _block(cost, offload is not None) for kind, cost in costs.items()}
+        step, costs = _measure(list(modules.values()), _step(model, example), device, offload)
+    planned = {kind: _block(cost) for kind, cost in costs.items()}
     held = step.before.held + sum(costs[kind]["recompute"].held for kind in step.kinds)
     after = replace(
         step.after,
@@ -133,21 +129,24 @@ def checkpoint_model(
         forward_bytes=max(0, step.after.forward_bytes - held),
         backward_bytes=max(0, step.after.backward_bytes - held),
     )
-    link = _link(offload, device) if offload is not None else {}
+    most = sum(costs[kind]["keep"].held for kind in step.kinds)
+    link: dict[str, Any] = offload.measure_link(most) if offload is not None else {}
     row = [_around("before", step.before), *(planned[kind] for kind in step.kinds), _around("behind", after)]
     plan = checkpoint_plan(row, limit, **link)
     undo, chosen, chosen_bytes = [], [], step.before.held + after.held
-    for module, kind, name in zip(step.modules, step.kinds, plan.names[1:-1], strict=True):
-        away = offload if name in OFFLOADED else None
-        treatment = Treatment(CHOICES[OFFLOADED.get(name, name)], away, ends_layer=module is not step.modules[-1])
+    for i, (module, kind, name) in enumerate(zip(step.modules, step.kinds, plan.names[1:-1], strict=True), 1):
+        treatment = Treatment(CHOICES[name], offload, moves=name in OFFLOADED, pending=plan.pending_bytes[i + 1])
+        if module is step.modules[-1]:  # backward begins when all copies are out, as planned
+            stays = row[i].choices[plan.choices[i]].link_bytes <= treatment.pending
+            treatment = replace(treatment, leaves=not stays, pending=0)
         undo.append(treat(module, treatment))
-        chosen_bytes += 0 if away is not None else costs[kind][name].held
+        chosen_bytes += row[i].choices[plan.choices[i]].bytes
         chosen.append((names[module], name))
     return CheckpointReport(chosen, plan, limit, chosen_bytes, undo)
 
 
 def _measure(
-    modules: list[nn.Module], step: Callable[[], Tensor], device: torch.device
+    modules: list[nn.Module], step: Callable[[], Tensor], device: torch.device, offload: offload_activations | None
 ) -> tuple[Any, dict[Any, dict[str, Cost]]]:
     undo = [treat(module, Treatment()) for module in modules]
     try:
@@ -161,43 +160,25 @@ def _measure(
         module = whole.modules[whole.kinds.index(kind)]
         costs[kind] = {}
         for name, kept in CHOICES.items():
-            cost = measure(functools.partial(run_block, Treatment(kept), type(module).forward, module), call, device)
+            run = functools.partial(run_block, Treatment(kept), type(module).forward, module)
+            if name in OFFLOADED:
+                if offload is not None:
+                    alike = next(costs[kind][one] for one in costs[kind] if CHOICES[one] == kept)
+                    costs[kind][name] = replace(alike, held=measure_offloaded(run, call, device, offload))
+                continue
+            cost = measure(run, call, device)
             if name in ("keep", "recompute") or cost.held > costs[kind]["recompute"].held:
                 costs[kind][name] = cost  # the others: nothing to keep here
     return whole, costs
 
 
-def _block(costs: dict[str, Cost], offload: bool) -> PlanBlock:
+def _block(costs: dict[str, Cost]) -> PlanBlock:
     kept = costs["keep"]
-    choices = [_choice(name, cost, kept) for name, cost in costs.items()]
-    for name, made_of in OFFLOADED.items() if offload else ():
-        choice = next(choice for choice in choices if choice.name == made_of)
-        choices.append(replace(choice, name=name, bytes=0, link_bytes=choice.bytes))
+    choices = []
+    for name, cost in costs.items():
+        stays = next(other for one, other in costs.items() if CHOICES[one] == CHOICES[name])  # without offload
+        choices.append(replace(_choice(name, cost, kept), link_bytes=max(0, stays.held - cost.held)))
     return PlanBlock(kept.forward_seconds, kept.backward_seconds, choices)
-
-
-def _link(offload: offload_activations, device: torch.device) -> dict[str, float]:
-    """Bytes a second to where ``offload`` moves them, and back, by moving some."""
-    seconds = [0.0, 0.0]
-    for _ in range(2):  # the first makes slabs and files
-        x = torch.rand(LINK_BYTES // 4, device=device, requires_grad=True) * 1
-        before = offload.statistics()["copied_out"]
-        synchronize(device)
-        seconds[0] = -time.perf_counter()
-        with offload:
-            y = x.exp()  # saves its result; this itself is quick beside the copy
-        offload.mark()  # its layer is over, and is not the last
-        while offload.statistics()["copied_out"] == before and seconds[0] + time.perf_counter() < 10:
-            time.sleep(1e-4)
-        seconds[0] += time.perf_counter()
-        edge, grad = torch.autograd.graph.get_gradient_edge(y), torch.ones_like(y)
-        del y
-        synchronize(device)
-        seconds[1] = -time.perf_counter()
-        torch.autograd.grad([edge], [x], [grad])
-        synchronize(device)
-        seconds[1] += time.perf_counter()
-    return {"out_bytes_per_second": LINK_BYTES / seconds[0], "in_bytes_per_second": LINK_BYTES / seconds[1]}
 
 
 def _choice(name: str, cost: Cost, kept: Cost) -> PlanChoice:
@@ -205,7 +186,7 @@ def _choice(name: str, cost: Cost, kept: Cost) -> PlanChoice:
     return PlanChoice(
         name,
         bytes=cost.held,
-        extra_seconds=0.0 if cost is kept else max(LEAST_EXTRA, extra),
+        extra_seconds=0.0 if CHOICES.get(name) is None else max(LEAST_EXTRA, extra),
         forward_bytes=max(cost.forward_bytes, cost.held),
         backward_bytes=max(cost.backward_bytes, cost.held),
     )

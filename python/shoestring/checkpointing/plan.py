@@ -46,6 +46,8 @@ class CheckpointPlan:
     Attributes:
         choices: of each block, an index into its choices.
         names: their names.
+        pending_bytes: of each block, how many bytes of those before it may still be on their way to the host when it
+            begins, so that the peak is within the budget, and at most 5 % above ``peak_bytes``, however slow copies are.
         peak_bytes: the most that is on the device at any moment.
         seconds: of forward and backward.
         least_seconds: no plan takes less; equal to ``seconds`` where the plan is proven to be the best.
@@ -53,6 +55,7 @@ class CheckpointPlan:
 
     choices: tuple[int, ...]
     names: tuple[str, ...]
+    pending_bytes: tuple[int, ...]
     peak_bytes: int
     seconds: float
     least_seconds: float
@@ -64,6 +67,7 @@ def checkpoint_plan(
     *,
     out_bytes_per_second: float = 0.0,
     in_bytes_per_second: float = 0.0,
+    copy_share: float = 0.0,
     prefetch: int = 1,
 ) -> CheckpointPlan:
     """The choices with the least time of forward and backward whose peak is within ``budget`` bytes.
@@ -72,7 +76,8 @@ def checkpoint_plan(
     bytes as they go. At every moment of forward the device has: what the blocks before hold, what is still to be copied, and
     the running block's ``forward_bytes``; a block waits for copies until that fits. Backward starts when the last copy is out,
     and runs the blocks in reverse; a block waits until its ``link_bytes`` have arrived. The device then has: what the blocks
-    before hold, the block's ``backward_bytes``, and the ``link_bytes`` of the ``prefetch`` blocks before it.
+    before hold, the block's ``backward_bytes``, and the ``link_bytes`` of the ``prefetch`` blocks before it. A block that copies
+    computes longer, by ``copy_share`` of its copies' time.
 
     A dynamic program over the states that no other is at least as good as in every respect, without those that a Lagrangian
     lower bound rules out: exact up to 100000 states, and beyond that ``least_seconds`` tells how far off the plan can be.
@@ -84,19 +89,21 @@ def checkpoint_plan(
         budget: bytes of the device for activations.
         out_bytes_per_second: bandwidth of the link to the host; needed where a choice has ``link_bytes``.
         in_bytes_per_second: of the other direction.
+        copy_share: of the computation's speed that a copy takes while it runs, 0 to 1: on a CPU it wants a core.
         prefetch: a block's copy back may start when the backward of the block so many places behind it starts: 1 to 4.
 
     Raises:
         RuntimeError: a number out of range, or a budget that no plan fits, with the least that one does.
     """
-    plan, peak, seconds, least = torch.ops.shoestring.checkpoint_plan(
+    plan, pending, peak, seconds, least = torch.ops.shoestring.checkpoint_plan(
         *_flat(blocks),
         budget=budget,
         out_bytes_per_second=out_bytes_per_second,
         in_bytes_per_second=in_bytes_per_second,
+        copy_share=copy_share,
         prefetch=prefetch,
     )
-    return CheckpointPlan(tuple(plan), _names(blocks, plan), peak, seconds, least)
+    return CheckpointPlan(tuple(plan), _names(blocks, plan), tuple(pending), peak, seconds, least)
 
 
 def simulate_checkpoint_plan(
@@ -106,18 +113,20 @@ def simulate_checkpoint_plan(
     *,
     out_bytes_per_second: float = 0.0,
     in_bytes_per_second: float = 0.0,
+    copy_share: float = 0.0,
     prefetch: int = 1,
 ) -> CheckpointPlan:
     """What ``checkpoint_plan``'s model predicts for given choices; where they do not fit, the peak is above ``budget``."""
-    peak, seconds = torch.ops.shoestring.simulate_checkpoint_plan(
+    pending, peak, seconds = torch.ops.shoestring.simulate_checkpoint_plan(
         *_flat(blocks),
         list(choices),
         budget=budget,
         out_bytes_per_second=out_bytes_per_second,
         in_bytes_per_second=in_bytes_per_second,
+        copy_share=copy_share,
         prefetch=prefetch,
     )
-    return CheckpointPlan(tuple(choices), _names(blocks, choices), peak, seconds, seconds)
+    return CheckpointPlan(tuple(choices), _names(blocks, choices), tuple(pending), peak, seconds, seconds)
 
 
 def _names(blocks: Sequence[PlanBlock], choices: Sequence[int]) -> tuple[str, ...]:

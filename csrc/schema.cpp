@@ -136,6 +136,10 @@ TORCH_LIBRARY(shoestring, m) {
         "bool stochastic_rounding=False, int seed=0, int[] numbers=[], int first_block=0, int? blocks=None) -> ()";
     m.def(schema.c_str());
   };
+  // Writes a tensor's bytes at the position of an open file; 0 or errno. What of it is mapped from a file does not stay in
+  // memory.
+  m.def("write_tensor(int fd, Tensor x) -> int");
+
   // The L2 norm of all elements of all tensors, fp32, bf16 or fp16, together: fp32 (). What gradients are clipped by.
   m.def("foreach_norm(Tensor[] tensors) -> Tensor");
   optimizer("adamw_",

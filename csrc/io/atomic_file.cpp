@@ -5,11 +5,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <utility>
+
+#include "io/write_all.h"
 
 namespace shoestring {
 
@@ -29,15 +30,7 @@ AtomicFile::~AtomicFile() {
 }
 
 void AtomicFile::write(const void* data, int64_t size) {
-  auto* from = static_cast<const char*>(data);
-  while (size > 0) {
-    const ssize_t n = ::write(fd_, from, std::min<int64_t>(size, int64_t{1} << 30));
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0) fail("cannot write", errno);
-    from += n;
-    size -= n;
-    written_ += n;
-  }
+  if (const int error = write_all(fd_, data, size, written_); error != 0) fail("cannot write", error);
 }
 
 void AtomicFile::commit() {

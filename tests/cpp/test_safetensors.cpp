@@ -14,7 +14,27 @@ bool same_bytes(const Tensor& a, const Tensor& b) {
          (a.numel() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0);
 }
 
+// KiB of files in this process's memory.
+int64_t mapped_kib() {
+  const std::string status = read("/proc/self/status"), key = "RssFile:";
+  return std::stoll(status.substr(status.find(key) + key.size()));
+}
+
 }  // namespace
+
+TEST_CASE("save_safetensors does not keep what it reads from a mapped file", "[safetensors]") {
+  Folder folder;
+  const int64_t size = int64_t{8} << 20;
+  const auto options = at::TensorOptions().dtype(at::kFloat);
+  const Tensor mapped = at::from_file(folder / "mapped", true, size, options);
+  mapped.copy_(at::arange(size, options));
+  const Tensor part = mapped.narrow(0, 3, size - 5);
+  const int64_t before = mapped_kib();
+  shoestring::save_safetensors(folder / "saved", TensorDict({{"part", part}}));
+  CHECK(mapped_kib() < before - 20000);  // nearly all of it, 32 MiB, was there
+  CHECK(at::equal(shoestring::load_safetensors(folder / "saved")["part"], at::arange(3, size - 2, options)));
+  CHECK(at::equal(part, at::arange(3, size - 2, options)));
+}
 
 TEST_CASE("safetensors keeps every dtype, shape and byte", "[safetensors]") {
   Folder folder;

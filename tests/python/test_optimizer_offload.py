@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from shoestring.optim import (
@@ -314,6 +315,40 @@ def test_peak_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         command = [sys.executable, "-c", MEMORY, str(n), f"nvme:{tmp_path}"]
         peaks.append(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) / 1024)
     assert all(peak < 4 * 8 + 24 for peak in peaks), f"{peaks} MiB"
+
+
+SAVED = """
+import resource, sys, torch
+from shoestring.optim import AdamW, save_optimizer
+
+def made(n):
+    p = torch.nn.Parameter(torch.zeros(n, dtype=torch.bfloat16))
+    p.grad = torch.full_like(p, 0.5)
+    opt = AdamW([p], state="fp32", offload=sys.argv[1])
+    opt.step()
+    return opt
+
+def marks():  # at most, and now; the latter without what the allocator may hold
+    status = dict(line.split(":") for line in open("/proc/self/status"))
+    return [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, int(status["RssFile"].split()[0])]
+
+save_optimizer(made(300), sys.argv[2])
+opt = made(12_000_000)
+before = marks()
+save_optimizer(opt, sys.argv[2])
+print(*(now - then for now, then in zip(marks(), before)))
+"""
+
+
+@pytest.mark.parametrize("where", ["stream", "nvme"])
+def test_saving_takes_no_memory(where: str, tmp_path: Path) -> None:
+    """State of 96 MB in host memory or on a disk, where some 8 MiB of it are in memory at a time."""
+    place, path = f"nvme:{tmp_path}" if where == "nvme" else where, tmp_path / "optimizer.safetensors"
+    command = [sys.executable, "-c", SAVED, place, str(path)]
+    peak, left = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    assert peak < 16 << 10 and left < 4 << 10, f"{peak} and {left} KiB"
+    with safe_open(path, "pt") as file:
+        assert (file.get_tensor("0.0.exp_avg") == 0.05).all() and file.get_tensor("0.0.step") == 1
 
 
 KILLED = """

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from shoestring.data.files import atomic_path
+from shoestring.data.safetensors_file import write_safetensors
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.state_dicts import FORMAT_VERSION
 
@@ -23,7 +23,7 @@ def save_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
     """Writes state and options of all groups to the safetensors file ``path``.
 
     A file that is there is replaced once the new one is complete and on disk. A learning rate in a tensor is written as
-    a number.
+    a number. State is written from where it lies, also from a disk (``offload``): it takes no memory besides.
 
     Raises:
         ValueError: what safetensors cannot hold: an option of a group that is neither number, text nor a list of them,
@@ -46,12 +46,12 @@ def save_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
                     f"save_optimizer: group {g}, parameter {i}: expected a whole tensor, received a DTensor; use "
                     "torch.distributed.checkpoint"
                 )
-            tensors |= {f"{g}.{i}.{name}": value.contiguous() for name, value in optimizer.state.get(p, {}).items()}
+            tensors |= {f"{g}.{i}.{name}": value for name, value in optimizer.state.get(p, {}).items()}
     if optimizer.step_in_backward and optimizer.grad_norm is not None:
         tensors["grad_norm"] = optimizer.grad_norm
     metadata = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "optimizer": _rule_name(optimizer)}
     with atomic_path(Path(path)) as partial:
-        save_file(tensors, partial, metadata={**metadata, "groups": json.dumps(groups)})
+        write_safetensors(partial, tensors, {**metadata, "groups": json.dumps(groups)})
 
 
 def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) -> None:

@@ -1,5 +1,6 @@
 // The bias' gradient is the gradient by the scores, summed over what shares an element of the bias: a block owns 64 by 64
-// elements (fewer where the bias has size 1) and goes over the batches, heads, queries and keys that they are broadcast to.
+// elements (fewer where the bias has size 1) and goes over the batches, heads and queries that they are broadcast to. A bias
+// that is broadcast to all keys never comes here: see shared_bias_gradient.
 // Features pass in pieces, so that one kernel has every head dimension.
 
 #include "attention_backward.h"
@@ -14,21 +15,9 @@ struct Range {
   int first, end;
 };
 
-// Sums over the tile's keys, its queries or both, which then are in the first column or row. shared: 64 a warp.
+// Sums over the tile's queries, which then are in the first row. shared: 64 a warp.
 template <int kTiles>
-__device__ void fold(float (&sums)[kTiles][4], bool queries, bool keys, float* shared) {
-  if (keys) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float sum = 0;
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) sum += sums[j][2 * half] + sums[j][2 * half + 1];
-      sum += __shfl_xor_sync(kAllLanes, sum, 1);
-      sum += __shfl_xor_sync(kAllLanes, sum, 2);
-      sums[0][2 * half] = sum;
-    }
-  }
-  if (!queries) return;
+__device__ void fold(float (&sums)[kTiles][4], float* shared) {
   __syncthreads();  // nobody reads a tile any more
 #pragma unroll
   for (int j = 0; j < kTiles; ++j) {
@@ -70,7 +59,7 @@ template <class T>
 __device__ void bias_block(const AttentionProblem& p, const AttentionTensors& t, const AttentionGradients& g,
                            const BackwardAccess& access, const kernels::BiasShape& shape) {
   const bool packed = p.cu_seqlens_q != nullptr;  // then sequences are among the tiles of queries
-  const int columns = shape.keys > 1 ? static_cast<int>((shape.keys + kTile - 1) / kTile) : 1;
+  const int columns = static_cast<int>((shape.keys + kTile - 1) / kTile);
   const int sequences = packed ? 1 : static_cast<int>(p.batch);
   const int tiles = static_cast<int>(packed ? p.queries / kTile + p.batch : (p.queries + kTile - 1) / kTile);
   int block = static_cast<int>(blockIdx.x);
@@ -80,9 +69,9 @@ __device__ void bias_block(const AttentionProblem& p, const AttentionTensors& t,
     block /= count;
     return Range{i, i + 1};
   };
-  const Range own_columns = part(columns > 1, columns), own_tiles = part(shape.queries > 1, tiles);
+  const Range own_columns = part(true, columns), own_tiles = part(shape.queries > 1, tiles);
   const Range heads = part(shape.heads > 1, static_cast<int>(p.heads)), batches = part(shape.batch > 1, sequences);
-  const int first_key = shape.keys > 1 ? own_columns.first * kTile : 0;
+  const int first_key = own_columns.first * kTile;
 
   float sums[kTile / 8][4] = {};
   int64_t rows_at = 0, rows = shape.queries > 1 ? 0 : 1;  // of the bias: where this block's begin, and how many there are
@@ -93,8 +82,8 @@ __device__ void bias_block(const AttentionProblem& p, const AttentionTensors& t,
       const int query = at.tile * kTile, last_query = min(query + kTile, at.queries) - 1;
       if (shape.queries > 1) rows_at = at.first_query + query, rows = last_query - query + 1;
       const Window window(p, at);
-      const int begin = max(shape.keys > 1 ? first_key : 0, (query + window.low) / kTile * kTile);
-      const int end = min(shape.keys > 1 ? min(first_key + kTile, at.keys) : at.keys, last_query + window.high + 1);
+      const int begin = max(first_key, (query + window.low) / kTile * kTile);
+      const int end = min(min(first_key + kTile, at.keys), last_query + window.high + 1);
       for (int key = begin; key < end; key += kTile) {
         for (int head = heads.first; head < heads.end; ++head) {
           const int64_t kv_head = head / (p.heads / p.kv_heads);
@@ -118,7 +107,7 @@ __device__ void bias_block(const AttentionProblem& p, const AttentionTensors& t,
       }
     }
   }
-  fold(sums, shape.queries == 1, shape.keys == 1, reinterpret_cast<float*>(dynamic_shared()));
+  if (shape.queries == 1) fold(sums, reinterpret_cast<float*>(dynamic_shared()));
   const int64_t all_rows = shape.queries > 1 ? p.queries : 1;
   const int64_t head = (shape.batch > 1 ? batches.first : 0) * shape.heads + (shape.heads > 1 ? heads.first : 0);
   float* to = g.bias + (head * all_rows + rows_at) * shape.keys;
@@ -197,7 +186,7 @@ const char* attention_bias_gradient(const AttentionProblem& p, const AttentionTe
                                     const kernels::BiasShape& shape, void* stream) {
   if (const char* error = refuse_gpu()) return error;
   const bool packed = p.cu_seqlens_q != nullptr;
-  int64_t blocks = shape.keys > 1 ? (shape.keys + kTile - 1) / kTile : 1;
+  int64_t blocks = (shape.keys + kTile - 1) / kTile;
   if (shape.queries > 1) blocks *= packed ? p.queries / kTile + p.batch : (p.queries + kTile - 1) / kTile;
   if (shape.heads > 1) blocks *= p.heads;
   if (shape.batch > 1) blocks *= p.batch;

@@ -1,5 +1,7 @@
 #include "ops/attention.h"
 
+#include <limits>
+
 #include <ATen/Functions.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
@@ -10,11 +12,29 @@
 
 namespace shoestring::attend {
 
-// Its probability is e^(sink - lse), and its value 0.
+namespace {
+
+// The sinks' probabilities, e^(sink - lse), times delta; fp64, for their sum may cancel.
+Tensor sink_rows(const Call& call, const Tensor& lse, const Tensor& delta) {
+  return at::exp(call.sinks->to(at::kDouble).unsqueeze(-1).sub(lse)).mul_(delta);
+}
+
+}  // namespace
+
+// A sink's value is 0.
 Tensor sinks_gradient(const Call& call, const Tensor& lse, const Tensor& delta) {
-  const Tensor sinks = call.sinks->to(lse.scalar_type()).unsqueeze(-1);
-  const Tensor each = at::exp(sinks.sub(lse)).mul_(delta).neg_();
+  const Tensor each = sink_rows(call, lse, delta).neg_();
   return (call.packed() ? each.sum(-1) : each.sum(at::IntArrayRef{0, 2})).to(call.sinks->scalar_type());
+}
+
+// Added to all scores of a query it moves their log-sum-exp and, where there is a sink, that one's share; the probabilities
+// stay. A sum of the scores' gradients would be what is left of terms that cancel: their roundings.
+Tensor shared_bias_gradient(const Call& call, const Tensor& lse, const Tensor& delta, const OptionalTensor& grad_lse) {
+  Tensor rows = lse.add(delta).mul_(0).to(at::kDouble);  // NaN where a row is not finite
+  if (grad_lse) rows.add_(*grad_lse);
+  if (call.sinks) rows.add_(sink_rows(call, lse, delta));
+  rows.masked_fill_(lse.eq(-std::numeric_limits<double>::infinity()), 0);  // it sees nothing
+  return rows.unsqueeze(-1).sum_to_size(call.bias->sizes()).to(call.bias->scalar_type());
 }
 
 namespace {

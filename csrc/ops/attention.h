@@ -85,4 +85,8 @@ auto boxed() {
 /// The sinks' gradient; delta is sum(grad_out out) - grad_lse of each query, in lse's shape.
 Tensor sinks_gradient(const Call& call, const Tensor& lse, const Tensor& delta);
 
+/// The gradient of a bias that all keys of a query share, (..., 1).
+Tensor shared_bias_gradient(const Call& call, const Tensor& lse, const Tensor& delta, const OptionalTensor& grad_lse);
+inline bool has_shared_bias(const Call& call) { return call.bias && call.bias->size(-1) == 1; }
+
 }  // namespace shoestring::attend

@@ -35,7 +35,7 @@ Plan plan_of(const Kernels& kernels, const kernels::AttentionProblem& p, const s
     }
     return total;
   };
-  int64_t parts = sums_bias && strides[3] == 0 ? 1 : parts_of(kTasks, at_once);
+  int64_t parts = parts_of(kTasks, at_once);
   while (out.q && parts > 1 && bytes(parts) > kPartBytes) --parts;
   float* grad_q = nullptr;
   if (out.q && parts > 1) {
@@ -132,10 +132,11 @@ Gradients backward_cpu(const Call& call, const Upstream& upstream) {
   };
   Outputs out;
   like(kQ, call.q, out.q), like(kK, call.k, out.k), like(kV, call.v, out.v);
-  if (upstream.mask[kBias]) {
+  if (upstream.mask[kBias] && has_shared_bias(call)) {
+    g[kBias] = shared_bias_gradient(call, lse, delta, upstream.grad_lse);
+  } else if (upstream.mask[kBias]) {
     const Tensor& t = *call.bias;
-    const bool sums = t.size(-1) == 1 || t.size(-2) == 1;
-    out.bias = at::zeros(t.sizes(), t.options().dtype(sums ? at::kDouble : at::kFloat));
+    out.bias = at::zeros(t.sizes(), t.options().dtype(t.size(-2) == 1 ? at::kDouble : at::kFloat));
     const auto stride = [&](int64_t dim) { return t.size(dim) == 1 ? 0 : out.bias.stride(dim); };
     out.bias_strides = {call.packed() ? 0 : stride(0), stride(-3), stride(-2), stride(-1)};
   }

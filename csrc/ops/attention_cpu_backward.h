@@ -31,7 +31,7 @@ struct Inputs {
 
 struct Outputs {
   std::optional<Elements> q, k, v;
-  // Zeros of the bias' shape: fp32, or fp64 where an element is a sum over queries or keys, which may cancel.
+  // Zeros of the bias' shape: fp32, or fp64 where an element is a sum over queries, which may cancel.
   Tensor bias;
   std::array<int64_t, 4> bias_strides{};  // batch, head, query, key
 };

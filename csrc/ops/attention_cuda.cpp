@@ -79,7 +79,9 @@ Gradients backward_cuda(const Call& call, const Upstream& upstream) {
   };
   prepare(kQ, call.q, g.q, g.q_at), prepare(kK, call.k, g.k, g.k_at), prepare(kV, call.v, g.v, g.v_at);
   kernels::BiasShape shape{1, 1, 1, 1};
-  if (upstream.mask[kBias]) {
+  if (upstream.mask[kBias] && has_shared_bias(call)) {
+    wanted[kBias] = shared_bias_gradient(call, lse, delta, upstream.grad_lse);
+  } else if (upstream.mask[kBias]) {
     const Tensor& bias = *call.bias;
     wanted[kBias] = at::empty_like(bias);
     written[kBias] = at::zeros(bias.sizes(), bias.options().dtype(at::kFloat));

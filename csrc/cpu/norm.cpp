@@ -22,11 +22,36 @@ SHOESTRING_INLINE F32 rounded(Float, F32 x) { return x; }
 SHOESTRING_INLINE F32 rounded(BFloat16, F32 x) { return as_float(rounded_bf16(x) & 0xffff0000u); }
 SHOESTRING_INLINE F32 rounded(Half, F32 x) { return from_fp16(to_fp16(x)); }
 
+// Of what was made from elements alone: a NaN of bf16 has nothing in its lower half that rounding could carry over.
+template <class E>
+SHOESTRING_INLINE F32 rounded_of_elements(E, F32 x) { return rounded(E{}, x); }
+SHOESTRING_INLINE F32 rounded_of_elements(BFloat16, F32 x) { return as_float(round_upper_half(x) & 0xffff0000u); }
+
+// For sums, and what stays by itself: whole steps in whatever order they come cheapest.
+template <class E>
+SHOESTRING_INLINE Row get_any(const typename E::Type* p, int64_t n) {
+  if (n < kStep) return get_some<E, kWide>(p, n);
+  Row row;
+#pragma GCC unroll 2
+  for (int k = 0; k < kWide; k += 2) {
+    const Pair pair = E::load_pair(p + k * kLanes);
+    row.value[k] = pair.first, row.value[k + 1] = pair.second;
+  }
+  return row;
+}
+
 // Asks for what the next rows have where these have p: while a row's last pass works in cache, memory would idle.
 template <class T>
 SHOESTRING_INLINE void ask_for(const T* p, int64_t ahead, int64_t n) {
 #pragma GCC unroll 4
   for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(p + ahead + i, 0, 2);
+}
+
+template <class E>
+SHOESTRING_INLINE void put_any(typename E::Type* p, const Row& row, int64_t n) {
+  if (n < kStep) return put_some<E>(p, row, n);
+#pragma GCC unroll 2
+  for (int k = 0; k < kWide; k += 2) E::store_pair(p + k * kLanes, Pair{row.value[k], row.value[k + 1]});
 }
 
 // A sum over a row of body(offset, count, sums), which adds to kWide registers.
@@ -43,7 +68,7 @@ SHOESTRING_INLINE double row_sum(int64_t features, Body body) {
   return total;
 }
 
-template <class E, Casting kCasting>
+template <class E, Casting kCasting, bool kCentred>
 SHOESTRING_INLINE void write_row(const Norm& norm, const typename E::Type* x, const float* weight, const float* bias,
                                  float mean, float rstd, const typename E::Type* source,
                                  const typename E::Type* residual, typename E::Type* y) {
@@ -56,8 +81,8 @@ SHOESTRING_INLINE void write_row(const Norm& norm, const typename E::Type* x, co
     if (bias != nullptr) b = get_some<Float, kWide>(bias + i, n);
 #pragma GCC unroll 4
     for (int k = 0; k < kWide; ++k) {
-      F32 h = (v.value[k] - mean) * scale;
-      if (kCasting != Casting::kGemma) h = rounded(E{}, h);
+      F32 h = (kCentred ? v.value[k] - mean : v.value[k]) * scale;
+      if (kCasting != Casting::kGemma) h = rounded_of_elements(E{}, h);
       if (weight != nullptr) {
         const F32 g = w.value[k] + norm.offset;
         h = h * (kCasting == Casting::kNone ? rounded(E{}, g) : g);
@@ -73,6 +98,10 @@ void forward(const Norm& norm, const kernels::NormForward& io, int64_t begin, in
   using T = typename E::Type;
   const int64_t features = norm.features;
   const auto *weight = static_cast<const float*>(io.weight), *bias = static_cast<const float*>(io.bias);
+  const auto write = norm.centred                      ? write_row<E, Casting::kGemma, true>
+                     : norm.casting == Casting::kGemma ? write_row<E, Casting::kGemma, false>
+                     : norm.casting == Casting::kLlama ? write_row<E, Casting::kLlama, false>
+                                                       : write_row<E, Casting::kNone, false>;
   for (int64_t row = begin; row < end; ++row) {
     const T *x = static_cast<const T*>(io.x) + row * features, *source = x;
     const T* residual = io.residual == nullptr ? nullptr : static_cast<const T*>(io.residual) + row * features;
@@ -82,19 +111,19 @@ void forward(const Norm& norm, const kernels::NormForward& io, int64_t begin, in
     if (residual != nullptr) {
       T* sum = static_cast<T*>(io.sum) + row * features;
       squares = row_sum(features, [&](int64_t i, int64_t n, F32* sums) __attribute__((always_inline)) {
-        Row a = get_some<E, kWide>(source + i, n);
-        const Row b = get_some<E, kWide>(residual + i, n);
+        Row a = get_any<E>(source + i, n);
+        const Row b = get_any<E>(residual + i, n);
 #pragma GCC unroll 4
         for (int k = 0; k < kWide; ++k) {
-          a.value[k] = rounded(E{}, a.value[k] + b.value[k]);
+          a.value[k] = rounded_of_elements(E{}, a.value[k] + b.value[k]);
           sums[k] = fma(a.value[k], a.value[k], sums[k]);
         }
-        put_some<E>(sum + i, a, n);
+        put_any<E>(sum + i, a, n);
       });
       x = sum;
     } else if (norm.centred) {
       mean = static_cast<float>(row_sum(features, [&](int64_t i, int64_t n, F32* sums) __attribute__((always_inline)) {
-        const Row v = get_some<E, kWide>(x + i, n);
+        const Row v = get_any<E>(x + i, n);
 #pragma GCC unroll 4
         for (int k = 0; k < kWide; ++k) sums[k] += v.value[k];
       }) / static_cast<double>(features));
@@ -102,7 +131,7 @@ void forward(const Norm& norm, const kernels::NormForward& io, int64_t begin, in
       // end have none: they would count as the mean's square.
       F32 rest[kWide] = {};
       squares = row_sum(features, [&](int64_t i, int64_t n, F32* sums) __attribute__((always_inline)) {
-        const Row v = get_some<E, kWide>(x + i, n);
+        const Row v = get_any<E>(x + i, n);
 #pragma GCC unroll 4
         for (int k = 0; k < kWide; ++k) {
           F32 d = v.value[k] - mean;
@@ -117,7 +146,7 @@ void forward(const Norm& norm, const kernels::NormForward& io, int64_t begin, in
       squares = squares < 0 ? 0 : squares;  // of a row of one number, but for rounding
     } else {
       squares = row_sum(features, [&](int64_t i, int64_t n, F32* sums) __attribute__((always_inline)) {
-        const Row v = get_some<E, kWide>(x + i, n);
+        const Row v = get_any<E>(x + i, n);
 #pragma GCC unroll 4
         for (int k = 0; k < kWide; ++k) sums[k] = fma(v.value[k], v.value[k], sums[k]);
       });
@@ -125,13 +154,7 @@ void forward(const Norm& norm, const kernels::NormForward& io, int64_t begin, in
     const auto rstd = static_cast<float>(1 / ::sqrt(squares / static_cast<double>(features) + static_cast<double>(norm.eps)));
     if (norm.centred) io.mean[row] = mean;
     io.rstd[row] = rstd;
-    if (norm.casting == Casting::kGemma) {
-      write_row<E, Casting::kGemma>(norm, x, weight, bias, mean, rstd, source, residual, y);
-    } else if (norm.casting == Casting::kLlama) {
-      write_row<E, Casting::kLlama>(norm, x, weight, bias, mean, rstd, source, residual, y);
-    } else {
-      write_row<E, Casting::kNone>(norm, x, weight, bias, mean, rstd, source, residual, y);
-    }
+    write(norm, x, weight, bias, mean, rstd, source, residual, y);
   }
 }
 

@@ -19,6 +19,7 @@ constexpr int64_t kGrain = int64_t{1} << 14;  // elements that a thread is worth
 // Sums over rows on the CPU: so many parts at most, whatever the number of threads, and within a part so many rows before
 // they join the others. The error is that of short sums.
 constexpr int64_t kParts = 64, kShort = 128, kLeastRows = 16;
+constexpr int64_t kSums = int64_t{1} << 18;  // of parts, in the time that it takes to wake a thread
 // On CUDA: a group of threads has at least so many rows, and there are at most so many groups.
 constexpr int64_t kRowsEach = 8, kGroups = 1024;
 
@@ -96,13 +97,17 @@ std::pair<Tensor, Tensor> backward_cpu(const Norm& problem, kernels::NormBackwar
   // Of each part, the sum of all its rows and, if those are many, that of the last few.
   const bool single = each <= kShort;
   const int64_t width = single ? features : 2 * features;
-  const auto room_for = [&](bool wanted) {
-    return wanted ? at::zeros({parts, width}, x.options().dtype(at::kFloat)) : Tensor();
+  const auto room_for = [&](bool wanted, at::IntArrayRef sizes) {
+    return wanted ? at::empty(sizes, x.options().dtype(at::kFloat)) : Tensor();
   };
-  const Tensor to_weight = room_for(weight_grad), to_bias = room_for(bias_grad);
+  const Tensor to_weight = room_for(weight_grad, {parts, width}), to_bias = room_for(bias_grad, {parts, width});
+  const Tensor all[] = {room_for(weight_grad, {features}), room_for(bias_grad, {features})};
   at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
     for (int64_t part = first; part < last; ++part) {
       const int64_t end = std::min(rows, (part + 1) * each);
+      for (const Tensor* sums : {&to_weight, &to_bias}) {
+        if (sums->defined()) std::fill_n(floats(*sums) + part * width, width, 0.f);
+      }
       for (int64_t row = part * each; row < end; row += kShort) {
         kernels::NormBackward few = io;
         for (auto [sums, at] : {std::pair{&to_weight, &few.grad_weight}, {&to_bias, &few.grad_bias}}) {
@@ -117,15 +122,12 @@ std::pair<Tensor, Tensor> backward_cpu(const Norm& problem, kernels::NormBackwar
       }
     }
   });
-  const auto total = [&](const Tensor& sums) {
-    if (!sums.defined()) return Tensor();
-    Tensor out = at::empty({features}, sums.options());
-    at::parallel_for(0, features, std::max<int64_t>(64, kGrain / parts), [&](int64_t begin, int64_t end) {
-      k.sum_rows(floats(sums), parts, width, begin, end, floats(out));
-    });
-    return out;
-  };
-  return {total(to_weight), total(to_bias)};
+  at::parallel_for(0, features, std::max<int64_t>(64, kSums / parts), [&](int64_t begin, int64_t end) {
+    for (const auto& [sums, out] : {std::pair{&to_weight, &all[0]}, {&to_bias, &all[1]}}) {
+      if (sums->defined()) k.sum_rows(floats(*sums), parts, width, begin, end, floats(*out));
+    }
+  });
+  return {all[0], all[1]};
 }
 
 std::pair<Tensor, Tensor> backward_cuda(const Norm& problem, kernels::NormBackward io, const Tensor& x, bool weight_grad,

@@ -103,10 +103,11 @@ void Problem::set_tables(Backend backend, const Call& call) {
     const auto one = [&](const Tensor& t) {
       Tensor angles = !twice ? t : call.interleaved ? t.slice(-1, 0, 2 * half, 2) : t.narrow(-1, 0, half);
       angles = angles.to(at::kFloat);
-      return call.interleaved ? at::stack({angles, angles}, -1).flatten(-2).contiguous() : angles.contiguous();
+      return call.interleaved ? at::stack({angles, angles}, -1).flatten(-2) : dense_heads(angles);
     };
     cos = one(cos);
     sin = one(sin);
+    if (sin.strides() != cos.strides()) cos = cos.contiguous(), sin = sin.contiguous();
     if (call.interleaved) sin.slice(-1, 0, std::nullopt, 2).neg_();
     rope.table_bits = 32;
   } else {

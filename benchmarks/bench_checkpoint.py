@@ -2,7 +2,9 @@
 
 A row of Llama-style blocks. "recomputation" is the step without checkpoint and one more forward: what backward has to do
 at least without early stop. Budgets are of what forward and backward allocate at their peak besides gradients, counted by
-the allocator; --process runs the model once alone and prints the process's high-water mark.
+the allocator; --process runs the model once alone and prints the process's high-water mark. Saved tensors that leave are
+compared with PyTorch's save_on_cpu, whose copies are tensors too, made while the model waits; torchtune's class needs a GPU
+(its streams, and "cuda" to come back to).
 """
 
 import argparse
@@ -11,8 +13,10 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from common import Report, arguments, interleave
@@ -104,31 +108,87 @@ def budgets(report: Report, depth: int, width: int, tokens: int, repeats: int) -
     free = min((seconds_and_peak(model, x) for _ in range(repeats)), key=lambda pair: pair[0])
     print(f"\n{depth} blocks of {width}, {tokens} tokens, fp32: {free[1] / 2**20:.1f} MiB and {free[0]:.3f} s without a budget")
     for part in (0.66, 0.5, 0.33, 0.25):
-        budget = int(part * free[1])
-        try:
-            applied = shoestring.checkpoint_model(model, budget=budget, example=lambda: model(x))
-        except RuntimeError as error:
-            print(f"  {part:.2f}: {str(error).splitlines()[0]}")
-            continue
-        assert applied.plan is not None
-        choices = [choice for _, choice in applied.blocks]
-        times = interleave({"plan": lambda: seconds_and_peak(model, x)}, repeats)["plan"]
-        peak = seconds_and_peak(model, x)[1]
-        applied.undo()
-        plain = interleave({"plain": lambda: seconds_and_peak(model, x)}, repeats)["plain"]
-        row = {
-            "part": part, "budget": budget, "peak": peak, "predicted_peak": applied.plan.peak_bytes,
-            "seconds": statistics.median(times), "predicted_seconds": applied.plan.seconds,
-            "free_seconds": statistics.median(plain),
-            "choices": {name: choices.count(name) for name in sorted(set(choices))},
-        }  # fmt: skip
-        report.data["tables"].append({"title": f"budget {depth} x {width}, {tokens} tokens", "rows": [row]})
-        print(
-            f"  {part:.2f} of it: peak {peak / budget:.3f} of the budget, predicted {applied.plan.peak_bytes / peak:.3f} of it; "
-            f"{row['seconds'] / row['free_seconds']:.2f} times the time, predicted "
-            f"{applied.plan.seconds / row['seconds']:.2f} of it; {row['choices']}"
-        )
+        planned(report, model, x, int(part * free[1]), repeats, None, f"{part:.2f}")
     report.finish()
+
+
+def planned(
+    report: Report, model: nn.Module, x: Tensor, budget: int, repeats: int,
+    offload: shoestring.offload_activations | None, name: str,
+) -> None:  # fmt: skip
+    try:
+        applied = shoestring.checkpoint_model(model, budget=budget, example=lambda: model(x), offload=offload)
+    except RuntimeError as error:
+        print(f"  {name}: {str(error).splitlines()[0]}")
+        return
+    assert applied.plan is not None
+    choices = [choice for _, choice in applied.blocks]
+    times = interleave({"plan": lambda: seconds_and_peak(model, x)}, repeats)["plan"]
+    peak = seconds_and_peak(model, x)[1]
+    applied.undo()
+    plain = interleave({"plain": lambda: seconds_and_peak(model, x)}, repeats)["plain"]
+    row = {
+        "part": name, "budget": budget, "peak": peak, "predicted_peak": applied.plan.peak_bytes,
+        "seconds": statistics.median(times), "predicted_seconds": applied.plan.seconds,
+        "free_seconds": statistics.median(plain),
+        "choices": {name: choices.count(name) for name in sorted(set(choices))},
+    }  # fmt: skip
+    report.data["tables"].append({"title": f"budget of {len(choices)} blocks, {tuple(x.shape)}", "rows": [row]})
+    print(
+        f"  {name}: peak {peak / budget:.3f} of the budget, predicted {applied.plan.peak_bytes / peak:.3f} of it; "
+        f"{row['seconds'] / row['free_seconds']:.2f} times the time, predicted "
+        f"{applied.plan.seconds / row['seconds']:.2f} of it; {row['choices']}"
+    )
+
+
+def offloading(report: Report, depth: int, width: int, tokens: int, repeats: int, folder: str) -> None:
+    """Saved tensors in host memory and on a disk, beside save_on_cpu; then plans that may use either, under a budget."""
+    model, x = Model(depth, width), torch.randn(1, tokens, width)
+    tiers = {
+        "host": shoestring.offload_activations(device="cpu", exclude=model),
+        "disk": shoestring.offload_activations(device="cpu", exclude=model, folder=folder),
+    }
+    handles = []
+
+    def run(context: AbstractContextManager[object]) -> None:
+        with context:
+            loss = model(x)
+        loss.backward()
+
+    peaks: dict[str, tuple[int, int]] = {}  # PyTorch's tensors, and host memory besides
+    candidates: dict[str, Callable[[], object]] = {}
+    for name, offload in tiers.items():
+        candidates[f"shoestring, {name}"] = functools.partial(run, offload)
+        handles += offload.mark_layers(model.blocks)
+        peaks[f"shoestring, {name}"] = (peak_of(candidates[f"shoestring, {name}"], model), offload.statistics()["host"])
+    # pin_memory makes it copy; without a GPU nothing is page-locked. Without, it returns tensors of the CPU as they are.
+    candidates["save_on_cpu"] = lambda: run(torch.autograd.graph.save_on_cpu(pin_memory=True))
+    peaks["save_on_cpu"] = (peak_of(candidates["save_on_cpu"], model), 0)
+    candidates["nothing leaves"] = lambda: run(nullcontext())
+    peaks["nothing leaves"] = (peak_of(candidates["nothing leaves"], model), 0)
+    report.table(
+        f"what is saved leaves, {depth} blocks of {width}, {tokens} tokens, fp32, one step",
+        interleave(candidates, repeats), tokens / 1e3, "k tokens/s",
+    )  # fmt: skip
+    for name, (tensors, host) in peaks.items():
+        print(f"  {name}: {tensors / 2**20:.0f} MiB of tensors, {host / 2**20:.0f} of host memory besides")
+    report.data["tables"].append({"title": "memory of what leaves", "rows": [{"name": n, "bytes": p} for n, p in peaks.items()]})
+    for handle in handles:
+        handle.remove()
+    free = peaks["nothing leaves"][0]
+    for name, options in {"host": {"host_bytes": 1 << 40}, "disk": {}}.items():
+        for part in (0.3, 0.15):
+            offload = shoestring.offload_activations(device="cpu", exclude=model, folder=folder, **options)
+            planned(report, model, x, int(part * free), repeats, offload, f"{part:.2f}, {name}")
+    report.finish()
+
+
+def peak_of(run: Callable[[], object], model: nn.Module) -> int:
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    with metered() as meter:
+        run()
+        return meter.peak()
 
 
 def process(depth: int, width: int, tokens: int, budget: int) -> None:
@@ -174,7 +234,8 @@ def high_water(report: Report, depth: int, width: int, tokens: int, threads: int
 def main() -> None:
     def more(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--process", help=argparse.SUPPRESS)
-        parser.add_argument("--only", choices=["overhead", "budget", "process"], help="one part")
+        parser.add_argument("--only", choices=["overhead", "budget", "offload", "process"], help="one part")
+        parser.add_argument("--folder", default=tempfile.gettempdir(), help="for the swap file; a disk, not tmpfs")
 
     options = arguments(__doc__.splitlines()[0], more=more)
     if options.process:
@@ -186,6 +247,8 @@ def main() -> None:
         overhead(report, 4, width if options.quick else 768, tokens, options.repeats)
     if options.only in (None, "budget"):
         budgets(report, depth, width, tokens, options.repeats)
+    if options.only in (None, "offload"):
+        offloading(report, depth, width, tokens, options.repeats, options.folder)
     if options.only in (None, "process"):
         high_water(report, depth, width, tokens, options.threads)
 

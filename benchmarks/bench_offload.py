@@ -12,6 +12,9 @@ written, 26 bytes a parameter; and before it one over the gradients, for the nor
 ZeRO-Offload does around DeepSpeedCPUAdam: cast to fp32, norm, clip, step of an fp32 master, cast to bf16. Left out
 where it is not installed: `pip install wheel && pip install --no-build-isolation deepspeed`; its first use builds an
 operator with g++.
+
+With `--device cuda`: state streamed from host memory beside page-locked copies of as many bytes, and a step of a model
+of a billion parameters at 8,192 tokens, stepped by the GPU or, while backward runs, by the CPU.
 """
 
 import argparse
@@ -29,8 +32,11 @@ from common import Candidates, Report, arguments, interleave
 from torch import Tensor
 from torch.nn import Parameter
 
+from shoestring import patch
 from shoestring.ops import foreach_norm
 from shoestring.optim import AdamW
+from shoestring.training.config import PRESETS
+from shoestring.training.models import build_llama
 
 MAX_NORM = 1.0
 SLOTS = 4  # chunks of state on the device
@@ -163,6 +169,14 @@ def streams(grad: Tensor, changed: list[Tensor], norm: bool) -> Callable[[], Non
     return run
 
 
+def host_step(weights: Tensor, grad: Tensor) -> AdamW:
+    """The same with copies to the host and back, of parameters that copies and steps can alternate in."""
+    params = [Parameter(w.clone()) for w in weights.chunk(16)]
+    for p, g in zip(params, grad.chunk(16), strict=True):
+        p.grad = g
+    return AdamW(params, state="fp32", weights="remainder", max_grad_norm=MAX_NORM, offload="cpu")
+
+
 def cpu_step(report: Report, count: int, repeats: int) -> None:
     """bf16 gradients in, bf16 weights out: casts, norm and clip included."""
     weights, grad = (torch.randn(count).mul_(0.1).bfloat16() for _ in range(2))
@@ -172,6 +186,7 @@ def cpu_step(report: Report, count: int, repeats: int) -> None:
     state = [torch.zeros(count, dtype=t) for t in (torch.int16, torch.float32, torch.float32)]
     candidates: Candidates = {
         "shoestring": opt.step,
+        'shoestring, offload="cpu"': host_step(weights, grad).step,
         "limit: its streams": streams(grad, [weights.clone(), *state], norm=True),
     }
     master = Parameter(weights.float())
@@ -208,9 +223,71 @@ def plain_step(report: Report, count: int, repeats: int) -> None:
                  "M params/s")
 
 
+def pinned_copies(size: int) -> Callable[[], object]:
+    """As many bytes each way between page-locked memory and the device, at once."""
+    host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    device = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def run() -> None:
+        current = torch.cuda.current_stream()
+        for stream, to, come in zip(streams, (device[0], host[1]), (host[0], device[1]), strict=True):
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                to.copy_(come, non_blocking=True)
+            current.wait_stream(stream)
+
+    return run
+
+
+def training(device: str, preset: str, tokens: int, repeats: int) -> dict[str, list[float]]:
+    """Steps of a Llama in bf16: state on the device, and stepped by the CPU while backward runs."""
+    candidates: Candidates = {}
+    for name, own in {
+        "state on the device": {},
+        'offload="cpu", in backward': {"offload": "cpu", "step_in_backward": True},
+        'offload="cpu", in backward, clipped': {"offload": "cpu", "step_in_backward": True, "max_grad_norm": 1.0},
+    }.items():
+        with torch.device(device):
+            model = build_llama(PRESETS[preset], 16384, tokens, 0).bfloat16()
+            ids = torch.randint(16384, (1, tokens))
+        patch(model)
+        opt = AdamW(model.parameters(), state="8bit", weights="remainder", **own)
+
+        def step(model: torch.nn.Module = model, opt: AdamW = opt, ids: Tensor = ids) -> None:
+            model(input_ids=ids, labels=ids).loss.backward()
+            opt.step()
+            opt.zero_grad()
+
+        candidates[name] = step
+    return interleave(candidates, repeats, device)
+
+
+def on_gpu(report: Report, quick: bool, repeats: int) -> None:
+    """Streamed state beside page-locked copies, and a model's step with the CPU's in it."""
+    count = 16_000_000 if quick else 512_000_000
+    for state in ("8bit", "fp32"):
+        with torch.device("cuda"):
+            host, plain = (optimizer(count, state, where) for where in ("stream", None))
+        size = sum(part.nbytes for part in host._layouts[0].arenas[0].values.values())
+        candidates: Candidates = {
+            "step, state in host memory": host.step,
+            "step, state on the device": plain.step,
+            "limit: as many bytes copied, page-locked, both ways at once": pinned_copies(size),
+        }
+        report.table(f"AdamW, {state} state, {count / 1e6:.0f} M bf16 parameters, {size / 1e6:.0f} MB",
+                     interleave(candidates, repeats, "cuda"), 2 * size * 1e-9, "GB/s")
+    tokens = 1024 if quick else 8192
+    times = training("cuda", "small" if quick else "1b", tokens, repeats)
+    report.table(f"A step of a Llama, {tokens} tokens", times, tokens, "tokens/s")
+
+
 def main() -> None:
-    options = arguments(str(__doc__), more=own)
+    options = arguments(str(__doc__), ("cpu", "cuda"), own)
     report = Report("offload", options)
+    if options.device == "cuda":
+        on_gpu(report, options.quick, options.repeats)
+        return
     count = (4 if options.quick else options.millions) * 1_000_000
     cpu_step(report, count, options.repeats)
     plain_step(report, count, options.repeats)

@@ -1,4 +1,4 @@
-"""checkpoint_model before DDP, FSDP2 and torch.compile: the gradients without checkpoints, bit for bit."""
+"""checkpoint_model before and after DDP and FSDP2, before torch.compile: the gradients without checkpoints, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import shoestring
+from shoestring.checkpointing.measure import metered
 
 
 class Block(nn.Module):
@@ -30,11 +31,12 @@ def model() -> nn.Module:
 
 
 def gradients(net: nn.Module, x: Tensor) -> list[Tensor]:
+    grads: list[Tensor] = []
     for _ in range(2):  # a second step: hooks and shards are used again
         net.zero_grad()
         net(x).square().mean().backward()
-    grads = [p.grad for p in net.parameters()]
-    return [g.full_tensor() if isinstance(g, DTensor) else g for g in grads if g is not None]
+        grads += [p.grad for p in net.parameters() if p.grad is not None]
+    return [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
 
 
 def _gives_the_same_gradients(rank: int, kind: str, keep: tuple[str, ...]) -> None:
@@ -52,7 +54,7 @@ def _gives_the_same_gradients(rank: int, kind: str, keep: tuple[str, ...]) -> No
                 fully_shard(block, reshard_after_forward=True)
             fully_shard(net)
         results.append(gradients(net, x))
-    assert len(results[0]) == 18
+    assert len(results[0]) == 36
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -60,6 +62,63 @@ def _gives_the_same_gradients(rank: int, kind: str, keep: tuple[str, ...]) -> No
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_processes(tmp_path: Path, kind: str, keep: tuple[str, ...]) -> None:
     run(2, tmp_path, _gives_the_same_gradients, kind, keep)
+
+
+def _keeps_a_budget(rank: int, kind: str, first: str) -> None:
+    x = torch.randn(2048, 32, generator=torch.Generator().manual_seed(rank))
+    results, peaks = [], []
+    for budgeted in (False, True):
+        net = model()
+        whole = net
+
+        def wrap(net: nn.Module) -> nn.Module:
+            if kind == "ddp":
+                return DistributedDataParallel(net)
+            for block in net:
+                fully_shard(block, reshard_after_forward=True)
+            return fully_shard(net)
+
+        def step() -> Tensor:
+            return whole(x * 1).square().mean()
+
+        if first == "wrapped":
+            whole = wrap(net)
+            gradients(whole, x)
+        before = [p.grad for p in net.parameters()]
+        if budgeted:
+            budget = int(0.75 * peaks[0])
+            report = shoestring.checkpoint_model(net, [Block], budget=budget, example=step)
+            assert report.plan is not None and "recompute" in report.plan.names
+        assert all(p.grad is grad for p, grad in zip(net.parameters(), before, strict=True))
+        if first == "planned":
+            whole = wrap(net)
+        results.append(gradients(whole, x))
+        with metered() as meter:
+            step().backward()
+            peaks.append(meter.peak())
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    weights = sum(p.numel() for p in model().parameters()) * 4  # gathered, and their gradients, beside the activations
+    assert peaks[1] <= budget + 2 * weights
+    assert abs(report.plan.peak_bytes - peaks[1]) <= 0.05 * peaks[1] + 2 * weights
+
+
+@pytest.mark.parametrize("first", ["planned", "wrapped"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_budget(tmp_path: Path, kind: str, first: str) -> None:
+    run(2, tmp_path, _keeps_a_budget, kind, first)
+
+
+def _refuses_shards_within_blocks(rank: int) -> None:
+    net = model()
+    for block in net:
+        fully_shard(block.up)
+        fully_shard(block)
+    with pytest.raises(ValueError, match="blocks: 0.up is sharded by itself inside 0: make the plan before fully_shard"):
+        shoestring.checkpoint_model(net, [Block], budget="1MiB", example=lambda: net(torch.randn(4, 32)).sum())
+
+
+def test_shards_within_blocks(tmp_path: Path) -> None:
+    run(2, tmp_path, _refuses_shards_within_blocks)
 
 
 @pytest.mark.parametrize("keep", [(), ("products",)], ids=str)

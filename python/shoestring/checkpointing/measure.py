@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +105,26 @@ def gradients_aside(model: nn.Module) -> Iterator[None]:
 
 def _forget(p: Tensor) -> None:
     p.grad = None
+
+
+def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Those that FSDP2's ``fully_shard`` has split, by name."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return {name: m for name, m in model.named_modules() if fsdp is not None and isinstance(m, fsdp.FSDPModule)}
+
+
+@contextmanager
+def gathered(model: nn.Module, block: nn.Module) -> Iterator[None]:
+    """The weights of a block are whole meanwhile, and gradients by them leave no trace. All processes have to take part."""
+    around = [m for m in sharded_modules(model).values() if any(inner is block for inner in m.modules())]
+    for module in around:
+        module.unshard()
+    try:
+        with gradients_aside(block) if around else nullcontext():
+            yield
+    finally:
+        for module in around:
+            module.reshard()
 
 
 def measure(run: Forward, call: Call, device: torch.device) -> Cost:

@@ -13,7 +13,16 @@ from torch import Tensor, nn
 
 from shoestring.checkpointing.blocks import Treatment, find_blocks, run_block, treat
 from shoestring.checkpointing.function import Keep
-from shoestring.checkpointing.measure import Cost, gradients_aside, measure, measure_offloaded, run_step
+from shoestring.checkpointing.measure import (
+    Call,
+    Cost,
+    gathered,
+    gradients_aside,
+    measure,
+    measure_offloaded,
+    run_step,
+    sharded_modules,
+)
 from shoestring.checkpointing.offload import offload_activations
 from shoestring.checkpointing.plan import CheckpointPlan, PlanBlock, PlanChoice, checkpoint_plan
 
@@ -85,8 +94,9 @@ def checkpoint_model(
     program (:func:`checkpoint_plan`). Gradients are bitwise the same with every plan.
 
     Args:
-        model: changed in place, by instance: state dict, copies and files know nothing of it. Before FSDP2's
-            ``fully_shard``, DDP or ``torch.compile``.
+        model: changed in place, by instance: state dict, copies and files know nothing of it. Before ``torch.compile``;
+            before or after DDP and FSDP2's ``fully_shard``. With a budget, after them, all processes have to take part, and
+            what FSDP2 gathers around the blocks counts as activations, so that budgets are kept with something to spare.
         blocks: names with wildcards (``"model.layers.*"``), classes or modules. None takes the outermost lists
             (``nn.ModuleList``, ``nn.Sequential``) of two and more modules of one class: a transformer's layers.
         keep: without a budget, what each block keeps, as in :func:`checkpoint`.
@@ -118,9 +128,16 @@ def checkpoint_model(
         limit = parse_bytes(budget)
     except ValueError as error:
         raise ValueError(f"checkpoint_model: budget: {error}") from None
+    for name in sharded_modules(model):
+        block = next((block for block in modules if name.startswith(block + ".")), None)
+        if block is not None:  # processes may have plans of their own; only collectives within a block would mind
+            raise ValueError(
+                f"checkpoint_model: blocks: {name} is sharded by itself inside {block}: make the plan before fully_shard, "
+                "or shard blocks as a whole"
+            )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with gradients_aside(model):
-        step, costs = _measure(list(modules.values()), _step(model, example), device, offload)
+        step, costs = _measure(model, list(modules.values()), _step(model, example), device, offload)
     planned = {kind: _block(cost) for kind, cost in costs.items()}
     held = step.before.held + sum(costs[kind]["recompute"].held for kind in step.kinds)
     after = replace(
@@ -146,7 +163,11 @@ def checkpoint_model(
 
 
 def _measure(
-    modules: list[nn.Module], step: Callable[[], Tensor], device: torch.device, offload: offload_activations | None
+    model: nn.Module,
+    modules: list[nn.Module],
+    step: Callable[[], Tensor],
+    device: torch.device,
+    offload: offload_activations | None,
 ) -> tuple[Any, dict[Any, dict[str, Cost]]]:
     undo = [treat(module, Treatment()) for module in modules]
     try:
@@ -158,18 +179,26 @@ def _measure(
     costs: dict[Any, dict[str, Cost]] = {}
     for kind, call in whole.calls.items():
         module = whole.modules[whole.kinds.index(kind)]
-        costs[kind] = {}
-        for name, kept in CHOICES.items():
-            run = functools.partial(run_block, Treatment(kept), type(module).forward, module)
-            if name in OFFLOADED:
-                if offload is not None:
-                    alike = next(costs[kind][one] for one in costs[kind] if CHOICES[one] == kept)
-                    costs[kind][name] = replace(alike, held=measure_offloaded(run, call, device, offload))
-                continue
-            cost = measure(run, call, device)
-            if name in ("keep", "recompute") or cost.held > costs[kind]["recompute"].held:
-                costs[kind][name] = cost  # the others: nothing to keep here
+        with gathered(model, module):
+            costs[kind] = _measure_block(module, call, device, offload)
     return whole, costs
+
+
+def _measure_block(
+    module: nn.Module, call: Call, device: torch.device, offload: offload_activations | None
+) -> dict[str, Cost]:
+    costs: dict[str, Cost] = {}
+    for name, kept in CHOICES.items():
+        run = functools.partial(run_block, Treatment(kept), type(module).forward, module)
+        if name in OFFLOADED:
+            if offload is not None:
+                alike = next(costs[one] for one in costs if CHOICES[one] == kept)
+                costs[name] = replace(alike, held=measure_offloaded(run, call, device, offload))
+            continue
+        cost = measure(run, call, device)
+        if name in ("keep", "recompute") or cost.held > costs["recompute"].held:
+            costs[name] = cost  # the others: nothing to keep here
+    return costs
 
 
 def _block(costs: dict[str, Cost]) -> PlanBlock:

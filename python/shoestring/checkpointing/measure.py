@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shoestring.checkpointing.offload import offload_activations
+from shoestring.storages import storages
 
 RUNS = 3  # of each block; the quickest counts
 
@@ -40,10 +41,8 @@ class Call:
     own: set[int] = field(default_factory=set)  # storages
 
 
-def storages(tree: Any) -> dict[int, int]:
-    """Address and bytes of the storages of the tensors in a tree."""
-    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+def _storages(tree: Any) -> dict[int, int]:
+    return storages(leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def kind(module: nn.Module, call: Call) -> tuple[Any, ...]:
@@ -159,7 +158,7 @@ def _measure_once(run: Forward, call: Call, device: torch.device) -> Cost:
     with metered() as meter:
 
         def copied(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.untyped_storage().data_ptr() not in call.own:
+            if not isinstance(leaf, Tensor) or call.own.isdisjoint(storages([leaf])):
                 return leaf
             if not leaf.requires_grad:
                 return leaf.detach().clone()
@@ -234,7 +233,7 @@ def run_step(modules: list[nn.Module], step: Callable[[], Tensor], device: torch
         order.append(module)
         kinds.append(kind(module, call))
         calls.setdefault(kinds[-1], call)
-        given.append(storages((args, kwargs)))
+        given.append(_storages((args, kwargs)))
 
     def leave(module: nn.Module, args: Any, result: Any) -> None:
         if len(order) == len(modules):
@@ -266,7 +265,7 @@ def run_step(modules: list[nn.Module], step: Callable[[], Tensor], device: torch
         for address in addresses:
             often[address] = often.get(address, 0) + 1
     for call in calls.values():
-        call.own = {address for address in storages((call.args, call.kwargs)) if often[address] == 1}
+        call.own = {address for address in _storages((call.args, call.kwargs)) if often[address] == 1}
     own = [sum(size for address, size in one.items() if often[address] == 1) for one in given]
     still_here = sum(own[kinds.index(one)] for one in calls)  # because `calls` has them
     none = (began, 0, 0)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoestring.storages import storages
+
 
 def _status(key: str) -> int | None:
     try:
@@ -38,18 +40,7 @@ def resident_bytes() -> int:
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages behind ``tensors``: tied weights and views count once."""
-    return sum(dict(pair for tensor in tensors for pair in storages(tensor)).values())
-
-
-def storages(tensor: Tensor) -> Iterable[tuple[int, int]]:
-    """Yield (address, bytes) of each storage of a tensor; a wrapper such as a quantised weight has several."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is not None:
-        for name in flatten()[0]:
-            yield from storages(getattr(tensor, name))
-    else:
-        storage = tensor.untyped_storage()
-        yield storage.data_ptr() or storage._cdata, storage.nbytes()  # on the meta device nothing has an address
+    return sum(storages(tensors).values())
 
 
 def _state_tensors(value: Any) -> Iterable[Tensor]:
@@ -79,12 +70,12 @@ class SavedActivations:
     """Counts the bytes that autograd keeps for the backward pass of what runs inside the block (weights left out)."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._weights = {address for p in [*model.parameters(), *model.buffers()] for address, _ in storages(p)}
+        self._weights = storages([*model.parameters(), *model.buffers()])
         self._seen: dict[int, int] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        self._seen.update(pair for pair in storages(tensor) if pair[0] not in self._weights)
+        self._seen |= {address: size for address, size in storages([tensor]).items() if address not in self._weights}
         return tensor
 
     def __enter__(self) -> SavedActivations:

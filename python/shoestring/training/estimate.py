@@ -10,6 +10,7 @@ from torch import nn
 from shoestring.data.errors import InputError
 from shoestring.optim import CAME, LAMB, SGD, Adafactor, AdamW, AdEMAMix, Lion, Muon, ScheduleFreeAdamW
 from shoestring.optim.base import LowMemoryOptimizer
+from shoestring.optim.host import BUCKET_BYTES
 from shoestring.training import formulas, memory
 from shoestring.training.formulas import State, StateArena
 
@@ -28,6 +29,7 @@ OPTIMIZERS: dict[str, type[LowMemoryOptimizer]] = {
 # How csrc/offload divides state: chunks of so many bytes at least, which begin at multiples of so many blocks; and how
 # many of them are on the device.
 CHUNK_BYTES, CHUNK_EDGE, SLOTS = 8 << 20, 1024, 4
+HOST_ALIGNMENT = 64  # bytes, of each parameter's copy in host memory
 
 
 @dataclass(frozen=True)
@@ -129,10 +131,10 @@ def estimate(model: nn.Module, options: Options) -> Estimate:
     trained = formulas.trained(model)
     found = Estimate(_elements(model), sum(p.numel() for p in trained))
     on_host = options.offload == "cpu"
-    found.add("device", "weights", memory.weight_bytes(model), "parameters, scales and buffers")
-    _gradients(found, trained, options)
     states = [formulas.optimizer_state(optimizer) for optimizer in make_optimizers(model, options)]
     arenas = [arena for state in states for arena in state.arenas]
+    found.add("device", "weights", memory.weight_bytes(model), "parameters, scales and buffers")
+    _gradients(found, arenas, options)
     if options.offload is None or on_host:
         for name, size in formulas.total(*(state.bytes() for state in states)).items():
             found.add("host" if on_host else "device", f"state: {name}", size, "ordinary memory" if on_host else "")
@@ -149,16 +151,21 @@ def _elements(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def _gradients(found: Estimate, trained: list[nn.Parameter], options: Options) -> None:
-    whole = formulas.tensor_bytes(trained)
-    largest = max((formulas.tensor_bytes([p]) for p in trained), default=0)
-    if options.step_in_backward:
-        found.add("device", "gradients", largest, "of the largest parameter: each is freed once it has been used")
-    else:
+def _gradients(found: Estimate, arenas: list[StateArena], options: Options) -> None:
+    whole = sum(sum(arena.weights) for arena in arenas)
+    largest = max((size for arena in arenas for size in arena.weights), default=0)
+    on_host = options.offload == "cpu"
+    if not options.step_in_backward:
         found.add("device", "gradients", whole, "")
-    if options.offload == "cpu":
-        found.add("host", "weights", whole, "a copy of those that are trained, page-locked")
-        found.add("host", "gradients", whole, "page-locked")
+    elif on_host:
+        found.add("device", "gradients", min(whole, max(largest, BUCKET_BYTES)), "of a bucket, until it is on the host")
+    else:
+        found.add("device", "gradients", largest, "of the largest parameter: each is freed once it has been used")
+    if on_host:
+        copies = sum(-(-size // HOST_ALIGNMENT) * HOST_ALIGNMENT for arena in arenas for size in arena.weights)
+        note = "page-locked" if options.device == "cuda" else "ordinary memory"
+        found.add("host", "weights", copies, f"a copy of those that are trained, {note}")
+        found.add("host", "gradients", copies, note)
         found.traffic = {"device to host": whole * options.accumulate, "host to device": whole}
 
 

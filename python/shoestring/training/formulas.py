@@ -64,6 +64,7 @@ class StateArena:
 
     parts: list[Part]
     blocks: list[int]  # of 256 elements, of each parameter
+    weights: list[int]  # bytes of each parameter
     splits: bool  # the operator steps parts of parameters
 
     @property
@@ -94,15 +95,16 @@ def optimizer_state(optimizer: LowMemoryOptimizer) -> State:
     arenas: list[StateArena] = []
     rest: list[dict[str, int]] = []
     for group in optimizer.param_groups:
-        members: dict[Kind, list[int]] = {}
+        members: dict[Kind, list[Tensor]] = {}
         for p in group["params"]:
             if p.requires_grad:
-                members.setdefault(optimizer._kind(p, group), []).append(blocks(p.numel()))
+                members.setdefault(optimizer._kind(p, group), []).append(p)
                 rest.append({"step": 4})
                 rest += [{name: 4 * math.prod(shape)} for name, shape in optimizer._extra(p, group).items()]
-        for kind, sizes in members.items():
+        for kind, params in members.items():
             found = parts(optimizer._moments, kind.state, kind.remainder)
-            arenas.append(StateArena(found, sizes, optimizer._splits))
+            sizes = [blocks(p.numel()) for p in params]
+            arenas.append(StateArena(found, sizes, [tensor_bytes([p]) for p in params], optimizer._splits))
     return State(arenas, total(*rest))
 
 

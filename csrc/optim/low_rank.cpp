@@ -6,6 +6,7 @@
 
 #include <shoestring/optim_wrappers.h>
 
+#include "optim/core.h"
 #include "optim/norm.h"
 #include "optim/subspace.h"
 
@@ -130,7 +131,16 @@ void LowRankCore::update_base_options() const {
   }
 }
 
+// A step that fails half-way could not be finished: the gradients at low rank are gone by then.
+void LowRankCore::refuse_offload() const {
+  const auto* base = dynamic_cast<const LowMemoryOptimizer*>(base_.get());
+  const std::string where = base == nullptr ? "" : Access::core(*base).offload;
+  expect(where.empty(), "base", "an optimizer whose state lies on the device; call set_offload(std::nullopt)",
+         "set_offload(\"" + where + "\")");
+}
+
 Tensor LowRankCore::step(LossClosure closure) {
+  refuse_offload();
   Tensor loss;
   if (closure != nullptr) {
     at::AutoGradMode enable_grad(true);

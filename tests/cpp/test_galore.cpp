@@ -234,3 +234,29 @@ TEST_CASE("GaLore refuses what does not fit, and changes nothing", "[galore]") {
   CHECK(archived(opt).size() == good.size());
   CHECK(opt.param_groups()[0].options().get_lr() == 0.25);
 }
+
+TEST_CASE("Optimizers at low rank refuse an offloaded base, and go on where it lies on the device again", "[galore]") {
+  const auto check = [](auto& opt, const std::vector<Tensor>& params) {
+    train(opt, params, 0, 2);
+    auto& base = static_cast<AdamW&>(opt.base());
+    const std::string good = archived(opt);
+    std::vector<Tensor> before;
+    for (const Tensor& p : params) before.push_back(p.detach().clone());
+    for (const char* where : {"stream", "cpu", "nvme:/tmp"}) {
+      base.set_offload(where);
+      CHECK_THROWS_WITH(train(opt, params, 2, 3),
+                        Contains(": base: expected an optimizer whose state lies on the device; call "
+                                 "set_offload(std::nullopt), received set_offload(\"" + std::string(where) + "\")"));
+      CHECK(equal(params, before));
+    }
+    base.set_offload(std::nullopt);
+    CHECK(archived(opt) == good);
+    train(opt, params, 2, 3);
+    CHECK_FALSE(equal(params, before));
+  };
+  const auto one = low_rank_parameters(), other = low_rank_parameters();
+  GaLore<AdamW> galore(one, AdamWOptions(0.25), rank_8());
+  check(galore, one);
+  APOLLO<AdamW> apollo(other, AdamWOptions(0.25), APOLLOOptions().rank(8));
+  check(apollo, other);
+}

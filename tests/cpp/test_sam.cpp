@@ -225,6 +225,21 @@ TEST_CASE("SAM resumes bit for bit, and follows schedules", "[sam]") {
   CHECK(opt.base().param_groups()[0].options().get_lr() == 5e-3);
 }
 
+TEST_CASE("SAM of an offloaded optimizer does the same", "[sam]") {
+  const auto device = parameters(at::kBFloat16), host = parameters(at::kBFloat16);
+  const auto make = [](const std::vector<Tensor>& params, const std::optional<std::string>& where) {
+    auto base = std::make_unique<AdamW>(params, AdamWOptions(0.1).weights("remainder"));
+    base->set_offload(where);
+    return SAM(std::move(base), SAMOptions(0.2));
+  };
+  for (const char* where : {"stream", "cpu"}) {
+    SAM one = make(device, std::nullopt), other = make(host, where);
+    train(one, device, 0, 3);
+    train(other, host, 0, 3);
+    CHECK(same(device, host));
+  }
+}
+
 TEST_CASE("SAM refuses what is not due, and does not go up along what is not finite", "[sam]") {
   auto params = parameters();
   const auto before = copies(params);

@@ -88,7 +88,7 @@ class SHOESTRING_API LowRankCore : public torch::optim::Optimizer {
   /// The last step's norm before clipping, an fp32 scalar; undefined without max_grad_norm.
   const at::Tensor& grad_norm() const { return grad_norm_; }
 
-  /// The optimizer that holds the state. Options belong to this one's param_groups().
+  /// The optimizer that holds the state. Options belong to this one's param_groups(). It is not to be offloaded.
   torch::optim::Optimizer& base() { return *base_; }
 
   /// The base's state, what the projections keep, and the options of all groups. load refuses what does not fit, and
@@ -134,6 +134,7 @@ class SHOESTRING_API LowRankCore : public torch::optim::Optimizer {
   virtual void up(Projected& p, const at::Tensor& clip, const LowRankOptions& o, double lr, double decay,
                   bool maximize) = 0;
 
+  void refuse_offload() const;
   at::Tensor clip_coef();
   void make_virtual(torch::optim::OptimizerOptions& options) const;
   void update_base_options() const;

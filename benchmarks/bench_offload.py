@@ -121,12 +121,13 @@ class Fio:
 
 
 def order(chunks: int) -> list[tuple[str, int]]:
-    """When a step reads and writes which chunk: all slots are filled first, and each again once it is written."""
-    found = [("read", chunk) for chunk in range(min(SLOTS, chunks))]
+    """When a step reads and writes which chunk: two are read while one is stepped and one is written."""
+    ahead = SLOTS - 1
+    found = [("read", chunk) for chunk in range(min(ahead, chunks))]
     for chunk in range(chunks):
         found.append(("write", chunk))
-        if chunk + SLOTS < chunks:
-            found.append(("read", chunk + SLOTS))
+        if chunk + ahead < chunks:
+            found.append(("read", chunk + ahead))
     return found
 
 

@@ -13,6 +13,7 @@ namespace {
 
 // One that is stepped, two that are read, and one that is written.
 constexpr size_t kSlots = 4;
+constexpr int64_t kAhead = 2;  // of those that are read: more would share the disk with the first, which is waited for
 
 }  // namespace
 
@@ -147,10 +148,13 @@ void State::write_dirty(const Slot* but) {
 }
 
 void State::read_ahead() {
+  auto ahead = std::count_if(slots_.begin(), slots_.end(), [](const Slot& slot) {
+    return slot.phase == Phase::kReading || slot.phase == Phase::kReady;
+  });
   for (; planned_ < plan_.size(); ++planned_) {
     const int64_t chunk = plan_[planned_];
     if (done(chunk) || find(chunk) != nullptr) continue;
-    Slot* slot = idle();
+    Slot* slot = ahead++ < kAhead ? idle() : nullptr;
     if (slot == nullptr) return;
     slot->used = ++clock_;
     read(*slot, chunk);

@@ -1,6 +1,5 @@
 #include "offload/host_params.h"
 
-#include <algorithm>
 #include <exception>
 #include <utility>
 
@@ -15,10 +14,8 @@ int64_t bytes_of(const Tensor& t) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-std::function<void()> copying(std::vector<std::pair<Tensor, Tensor>> copies) {
-  return [copies = std::move(copies)] {
-    for (const auto& [to, from] : copies) to.copy_(from, /*non_blocking=*/true);
-  };
+void copy_all(const std::vector<std::pair<Tensor, Tensor>>& copies) {
+  for (const auto& [to, from] : copies) to.copy_(from, /*non_blocking=*/true);
 }
 
 uint32_t version_of(const Tensor& t) { return t.is_inference() ? 0 : static_cast<uint32_t>(t._version()); }
@@ -76,12 +73,18 @@ void HostParams::fetch(int64_t index, const Tensor& param, const std::optional<T
     if (on_host.scalar_type() != grad->scalar_type()) {
       on_host = offload_->memory.empty(grad->sizes(), grad->scalar_type());
     }
-    own.source = grad->variable_data();  // until it has gone: its memory belongs to the stream that computes
     own.has_gradient = true;
-    copies.emplace_back(on_host, own.source);
+    copies.emplace_back(on_host, grad->variable_data());
   }
   if (copies.empty()) return;
-  own.fetched = offload_->out.run({Fence::now(offload_->device)}, copying(std::move(copies)));
+  own.fetched = offload_->out.run({Fence::now(offload_->device)},
+                                  [device = offload_->device, copies = std::move(copies)]() mutable {
+    copy_all(copies);
+    // A gradient may be freed now, though the stream that computes has its memory again only once it has gone.
+    for (auto& [to, from] : copies) {
+      if (const auto stream = current_stream(device)) from.record_stream(*stream);
+    }
+  });
 }
 
 std::vector<std::optional<Tensor>> HostParams::collect(int64_t first, int64_t last) {
@@ -91,7 +94,6 @@ std::vector<std::optional<Tensor>> HostParams::collect(int64_t first, int64_t la
     for (FencePtr* fence : {&own.fetched, &own.sent}) {
       if (const FencePtr over = std::exchange(*fence, nullptr)) over->synchronize();
     }
-    own.source = Tensor();
     const bool has = std::exchange(own.has_gradient, false);
     found.push_back(has ? std::optional<Tensor>(gradients_[static_cast<size_t>(i)]) : std::nullopt);
   }
@@ -106,7 +108,7 @@ void HostParams::send(const std::vector<int64_t>& indices, const std::vector<Ten
     if (!params[i].is_inference()) params[i].unsafeGetTensorImpl()->bump_version();
     mark(own_[index], params[i]);
   }
-  const FencePtr sent = offload_->in.run({}, copying(std::move(copies)));
+  const FencePtr sent = offload_->in.run({}, [copies = std::move(copies)] { copy_all(copies); });
   for (const int64_t index : indices) own_[static_cast<size_t>(index)].sent = sent;
 }
 

@@ -21,7 +21,7 @@ class SHOESTRING_API HostParams : public torch::CustomClassHolder {
   const std::vector<Tensor>& weights() const { return weights_; }
 
   /// Begins to bring a gradient to the host, after what the device does by now, and the parameter where it is not as
-  /// send() has left it.
+  /// send() has left it. Nothing keeps the gradient once it has gone.
   void fetch(int64_t index, const Tensor& param, const std::optional<Tensor>& grad);
   /// On the host until that is there, and what was sent has gone: the gradients of parameters [first, last), in the
   /// place of those that have none an undefined tensor.
@@ -33,7 +33,6 @@ class SHOESTRING_API HostParams : public torch::CustomClassHolder {
 
  private:
   struct Own {
-    Tensor source;  // a gradient that is on its way, on the device
     bool has_gradient = false;
     FencePtr fetched, sent;
     uint32_t version = 0;  // of the parameter when the two were the same last

@@ -1,6 +1,7 @@
 """offload="cpu": gradients leave for host memory, the CPU steps there, weights come back; while backward runs."""
 
 import copy
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shoestring.optim import SGD, AdamW, Muon, ScheduleFreeAdamW
 from shoestring.optim.base import LowMemoryOptimizer
@@ -125,6 +127,31 @@ def test_buckets_are_stepped_before_backward_ends(monkeypatch: pytest.MonkeyPatc
         opt.step()
         assert len(steps) == len(layers)
         assert max(steps[:-1]) < stamps[-1] < ended, f"steps ended at {steps}, backward came by at {stamps}"
+
+
+def test_gradients_are_freed_before_they_are_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However far the CPU is behind."""
+    original, go = LowMemoryOptimizer._step_values, threading.Event()
+
+    def late(*args: object) -> None:
+        go.wait(60)
+        original(*args)
+
+    monkeypatch.setattr(LowMemoryOptimizer, "_step_values", late)
+    layers = nn.Sequential(*(nn.Linear(1500, 1500, bias=False) for _ in range(4)))
+    grads: list[StorageWeakRef] = []
+    for layer in layers:  # hooks run in order: before the optimizer's
+        layer.weight.register_post_accumulate_grad_hook(lambda p: grads.append(StorageWeakRef(p.grad.untyped_storage())))
+    opt = AdamW(layers.parameters(), offload="cpu", step_in_backward=True)
+    layers(batch_of(0)).square().mean().backward()
+    for _ in range(2000):
+        if all(grad.expired() for grad in grads):
+            break
+        time.sleep(0.01)
+    alive = sum(not grad.expired() for grad in grads)
+    go.set()
+    opt.step()
+    assert len(grads) == 4 and alive == 0
 
 
 def test_exact_clipping_is_by_the_norm_of_this_step() -> None:

@@ -4,6 +4,8 @@
 #include <memory>
 #include <numeric>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -38,11 +40,21 @@ inline void call_autocast(const c10::OperatorHandle& op, torch::jit::Stack* stac
   op.callBoxed(stack);
 }
 
+/// A node of a graph, by the kind of pointer that this PyTorch holds nodes by.
+template <class Node, class... Args>
+auto make_node(Args&&... args) {
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, torch::autograd::Node>) {  // from 2.15 on at the latest
+    return c10::make_intrusive<Node>(std::forward<Args>(args)...);
+  } else {
+    return std::make_shared<Node>(std::forward<Args>(args)...);
+  }
+}
+
 /// The gradients of an operator whose backward is not differentiable: as they are, but under create_graph=True they
 /// carry a node that says so when somebody differentiates them.
 inline torch::autograd::variable_list once_differentiable(const char* op, torch::autograd::variable_list gradients) {
   if (!at::GradMode::is_enabled()) return gradients;
-  auto refusal = std::make_shared<torch::autograd::DelayedError>(
+  auto refusal = make_node<torch::autograd::DelayedError>(
       std::string(op) + ": the backward pass is not differentiable; use plain PyTorch for double backward",
       static_cast<int64_t>(gradients.size()));
   torch::autograd::variable_list inputs;

@@ -156,7 +156,7 @@ void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       torch::autograd::impl::gradient_edge(logits);  // before the change: a view's is made anew after it
   variable_list out = CrossEntropy::apply(logits, call, alias);
   if (alias.replace && call.reduction != "none") {
-    auto refusal = std::make_shared<torch::autograd::Error>(
+    auto refusal = make_node<torch::autograd::Error>(
         "cross_entropy: logits: inplace=True has replaced them by their gradient; use them before, or leave "
         "inplace out",
         torch::autograd::edge_list{history});

@@ -66,7 +66,7 @@ TEST_CASE("a sequence keeps to its budget, with the gradients that it has withou
 TEST_CASE("a sequence that offloads keeps to its budget, however slow copies are, with the same gradients", "[checkpoint]") {
   Layers layers;
   const Folder folder;
-  const Tensor x = torch::randn({128, 32}).requires_grad_();
+  const Tensor x = torch::randn({256, 32}).requires_grad_();  // larger than the weights' gradients, which come and go
   const auto step = [&](const shoestring::SequencePlan& plan, shoestring::OffloadActivations* offload) {
     for (const Tensor& p : layers.parameters) p.mutable_grad() = at::zeros_like(p);
     x.mutable_grad() = at::zeros_like(x);
@@ -100,9 +100,7 @@ TEST_CASE("a sequence that offloads keeps to its budget, however slow copies are
         const int64_t peak = step(plan, &offload);
         shoestring::io::disturb({});
         CAPTURE(place, budget, delay, peak, plan.peak_bytes, plan.names);
-        // Blocks are measured one by one; small tensors of one that are still there when the next begins, some KiB with
-        // CUDA's kernels, are not in the plan.
-        CHECK(peak <= budget + (8 << 10));
+        CHECK(peak <= 1.02 * budget);  // of a step a fraction of these, of a model that is as small
         CHECK(std::abs(peak - plan.peak_bytes) <= 0.05 * plan.peak_bytes);
         const auto received = gradients();
         for (size_t i = 0; i < expected.size(); ++i) CHECK(at::equal(received[i], expected[i]));

@@ -84,8 +84,9 @@ TORCH_LIBRARY(shoestring, m) {
   // ignore_index there do not count.
   const std::string distilled =
       "(Tensor hidden, Tensor weight, Tensor teacher_hidden, Tensor teacher_weight, Tensor? bias=None, "
-      "Tensor? teacher_bias=None, *, " + layer + quantized("teacher_") + "Tensor? target=None, int ignore_index=-100, str divergence='forward_kl', "
-      "float beta=0.5, float temperature=1., int workspace_mb=0";
+      "Tensor? teacher_bias=None, *, " + layer + quantized("teacher_") +
+      "Tensor? target=None, int ignore_index=-100, str divergence='forward_kl', float beta=0.5, float temperature=1., "
+      "int workspace_mb=0";
   m.def(("linear_distillation" + distilled + ", str reduction='mean') -> Tensor").c_str());
   // What it is made of: tokens in one dimension, the loss of each, and with output_mask the gradients of
   // sum(grad_loss loss), a factor of () or (tokens); those that are not asked for are empty. averaged as above.

@@ -204,7 +204,8 @@ SHOESTRING_API AttentionResult attention_with_lse(const at::Tensor& q, const at:
 SHOESTRING_API at::Tensor pack_sequences(const at::Tensor& lengths, int64_t capacity);
 
 struct QuantizeOptions {
-  /// "nf4" (normal float, QLoRA), "fp4" or "int4" (a fitted scale and offset, after HQQ); where a weight is read, or a layer quantised, also "int8".
+  /// "nf4" (normal float, QLoRA), "fp4" or "int4" (a fitted scale and offset, after HQQ); where a weight is read, or a layer
+  /// quantised, also "int8".
   TORCH_ARG(std::string, quant_type) = "nf4";
   /// Elements that share a scale: a power of two from 32 to 4096. Where an int8 weight is read, the length of its rows.
   TORCH_ARG(int64_t, block_size) = 64;

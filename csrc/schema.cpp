@@ -286,15 +286,17 @@ TORCH_LIBRARY(shoestring, m) {
   m.def("pack_sequences(Tensor lengths, int capacity) -> Tensor");
 
   // For a row of blocks, the choice of each that makes forward and backward quickest within a budget of bytes, by the model in
-  // shoestring/checkpoint_plan.h, and the peak and seconds that it predicts; no plan takes less than least_seconds. choices:
-  // how many each block has, which bytes and so on list one after the other. simulate: the prediction for a given plan.
+  // shoestring/checkpoint_plan.h, and the peak and seconds that it predicts; no plan takes less than least_seconds. pending: bytes
+  // that may still be on their way when each begins. choices: how many each block has, which bytes and so on list one after the
+  // other. simulate: the prediction for a given plan.
   const std::string planned =
       "(float[] forward_seconds, float[] backward_seconds, int[] choices, int[] bytes, float[] extra_seconds, "
       "int[] link_bytes, int[] forward_bytes, int[] backward_bytes, ";
   const std::string linked =
-      "*, int budget, float out_bytes_per_second=0., float in_bytes_per_second=0., float copy_share=0., int prefetch=1) -> (";
-  m.def(("checkpoint_plan" + planned + linked + "int[] plan, int[] pending, int peak, float seconds, float least_seconds)").c_str());
-  m.def(("simulate_checkpoint_plan" + planned + "int[] plan, " + linked + "int[] pending, int peak, float seconds)").c_str());
+      "*, int budget, float out_bytes_per_second=0., float in_bytes_per_second=0., float copy_share=0., int prefetch=1) -> ";
+  const std::string result = "int[] pending, int peak, float seconds";
+  m.def(("checkpoint_plan" + planned + linked + "(int[] plan, " + result + ", float least_seconds)").c_str());
+  m.def(("simulate_checkpoint_plan" + planned + "int[] plan, " + linked + "(" + result + ")").c_str());
 
   // What autograd saves of x, in host memory or on a disk until it is wanted again. Python has
   // torch.classes.shoestring.ActivationStore, and C++ shoestring/offload_activations.h.

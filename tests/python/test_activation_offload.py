@@ -72,32 +72,6 @@ def test_saved_tensors_keep_their_sizes_strides_offsets_and_types(device: str, d
             assert x.dtype == value.dtype and x.stride() == stride and x.storage_offset() == start and torch.equal(x, value)
 
 
-def test_waiting_for_what_is_on_its_way(device: str) -> None:
-    context = offload(device, max_pending=9)
-    torch.ops.shoestring.disturb_offload(20_000)
-    try:
-        with context:
-            kept = [context.pack_hook(torch.randn(5000)) for _ in range(4)]
-        for _ in range(2):
-            context.mark()
-        for left in (40_000, 20_000, 0):
-            context.wait(left)
-            assert context.statistics()["copied_out"] >= 80_000 - left
-    finally:
-        torch.ops.shoestring.disturb_offload()
-    assert len(kept) == 4
-
-
-@pytest.mark.parametrize("host_bytes", [0, 1 << 20])
-def test_the_link_is_measured(device: str, host_bytes: int, tmp_path: Path) -> None:
-    context = offload(device, folder=str(tmp_path), host_bytes=host_bytes, prefetch=3)
-    link = context.measure_link(1 << 20)
-    assert 1e6 < link["out_bytes_per_second"] < 1e13 and 1e6 < link["in_bytes_per_second"] < 1e13
-    assert 0 <= link["copy_share"] <= 1 and link["prefetch"] == 3
-    seen = context.statistics()
-    assert seen["stored"] == seen["host"] == seen["disk"] == 0  # it leaves no trace
-
-
 def test_what_lives_on_stays(device: str) -> None:
     net = model(1)
     net[0].norm.requires_grad_(False)

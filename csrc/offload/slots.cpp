@@ -6,6 +6,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include "offload/first_error.h"
 #include "offload/state.h"
 
 namespace shoestring::offload {
@@ -71,24 +72,17 @@ State::Slot& State::make_idle() {
 
 // Waits for a slot's transfers; where one has failed, all are over nevertheless, and the slot is as `failed` says.
 void State::wait_all(Slot& slot, Phase failed) {
-  std::exception_ptr error;
-  const auto guarded = [&](auto&& wait) {
-    try {
-      wait();
-    } catch (...) {
-      if (error == nullptr) error = std::current_exception();
-    }
-  };
+  FirstError error;
   if (!is_in_file(slot)) {
-    guarded([copied = std::exchange(slot.copied, nullptr)] {
+    error.guard([copied = std::exchange(slot.copied, nullptr)] {
       if (copied != nullptr) copied->synchronize();
     });
   }
-  for (const int64_t ticket : std::exchange(slot.tickets, {})) guarded([&] { offload_->file->wait(ticket); });
-  if (error == nullptr) return;
+  for (const int64_t ticket : std::exchange(slot.tickets, {})) error.guard([&] { offload_->file->wait(ticket); });
+  if (!error) return;
   slot.phase = failed;
   if (failed == Phase::kClean) slot.chunk = -1;
-  std::rethrow_exception(error);
+  error.rethrow();
 }
 
 void State::read(Slot& slot, int64_t chunk) {
@@ -208,22 +202,15 @@ void State::put(int64_t chunk) {
 }
 
 void State::finish() {
-  std::exception_ptr error;
-  const auto guarded = [&](auto&& what) {
-    try {
-      what();
-    } catch (...) {
-      if (error == nullptr) error = std::current_exception();
-    }
-  };
+  FirstError error;
   write_dirty(nullptr);
   for (Slot& slot : slots_) {
-    guarded([&] {
+    error.guard([&] {
       if (slot.phase == Phase::kReading) await_read(slot);
       while (slot.phase == Phase::kFetching || slot.phase == Phase::kWriting) await_write(slot);
     });
   }
-  if (error != nullptr) std::rethrow_exception(error);
+  error.rethrow();
   slots_.clear();
 }
 

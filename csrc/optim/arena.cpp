@@ -18,7 +18,7 @@ std::string names(const std::map<std::string, Tensor>& tensors) {
 Kind kind_of(const Tensor& param, const LowMemoryOptions& options) {
   const bool large = param.numel() >= Access::min_quantize_size(options);
   return {large ? Access::state(options) : "fp32",
-          Access::weights(options) == "remainder" && param.scalar_type() == at::kBFloat16, param.device()};
+          Access::weights(options) == "remainder" && param.scalar_type() == at::kBFloat16, param.device(), param.device()};
 }
 
 std::vector<Part> parts(const Rule& rule, const Kind& kind) {

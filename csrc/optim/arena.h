@@ -26,7 +26,8 @@ inline constexpr int64_t kBlock = kernels::kStateBlock;
 struct Kind {
   std::string state;
   bool remainder;
-  at::Device device;
+  at::Device device;  // where they are stepped
+  at::Device source;  // where they lie
 
   bool operator==(const Kind& other) const = default;
 };

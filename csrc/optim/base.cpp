@@ -82,7 +82,7 @@ Layout& Core::layout(size_t group) {
   layout = {{}, std::move(absent)};
   for (auto& [kind, same, numbers] : members) {
     const Arena& arena =
-        layout.arenas.emplace_back(rule, kind, same, std::move(numbers), offload_of(same[0].device()), on_cpu());
+        layout.arenas.emplace_back(rule, kind, same, std::move(numbers), offload_of(kind.source), on_cpu());
     for (size_t i = 0; i < arena.params.size(); ++i) {
       auto views = arena.views(rule, i);
       if (const ParamState* old = state(arena.params[i])) {

@@ -1,10 +1,10 @@
 // Steps by the CPU of what lies on a device: gradients come to host memory and weights go back, beside what it does.
 
 #include <algorithm>
-#include <exception>
 
 #include <ATen/Functions.h>
 
+#include "offload/first_error.h"
 #include "ops/foreach_norm.h"
 #include "optim/core.h"
 
@@ -178,15 +178,12 @@ void Core::drain() {
   for (Bucket* bucket : jobs_) {
     if (!bucket->arrived.empty()) send_job(*bucket);
   }
-  std::exception_ptr error;
+  FirstError error;
   for (Bucket* bucket : std::exchange(jobs_, {})) {
-    const FencePtr job = std::exchange(bucket->job, nullptr);
-    try {
+    error.guard([bucket, job = std::exchange(bucket->job, nullptr)] {
       if (job != nullptr) job->synchronize();
       bucket->arena->host->receive();
-    } catch (...) {
-      if (error == nullptr) error = std::current_exception();
-    }
+    });
     bucket->given.clear();
     for (auto& [index, grad, norm, is_sum] : std::exchange(bucket->results, {})) {
       if (is_sum) used_.push_back(grad);
@@ -194,7 +191,7 @@ void Core::drain() {
       collected_[bucket->arena->params[index].unsafeGetTensorImpl()] = grad;
     }
   }
-  if (error != nullptr) std::rethrow_exception(error);
+  error.rethrow();
 }
 
 }  // namespace shoestring::optim::detail

@@ -1,7 +1,5 @@
 #include "catch.h"
 
-#include <dlfcn.h>
-
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/generated/variable_factories.h>
 #include <torch/nn/modules/linear.h>
@@ -12,6 +10,7 @@
 #include <shoestring/ops.h>
 
 #include "checkpoint/memory_meter.h"
+#include "emulated.h"
 #include "folder.h"
 #include "io/disturb.h"
 
@@ -66,7 +65,7 @@ TEST_CASE("a sequence keeps to its budget, with the gradients that it has withou
 }
 
 TEST_CASE("a sequence that offloads keeps to its budget, however slow copies are, with the same gradients", "[checkpoint]") {
-  if (dlsym(RTLD_DEFAULT, "simt_set_capability") != nullptr) return;  // minutes of emulated kernels that show nothing more
+  if (is_emulated()) return;  // minutes of emulated kernels that show nothing more
   Layers layers;
   const Folder folder;
   const Tensor x = torch::randn({256, 32}).requires_grad_();  // larger than the weights' gradients, which come and go

@@ -38,8 +38,9 @@ class Kind:
 
     state: str
     remainder: bool
-    device: torch.device
-    shards: Shards | None = None
+    device: torch.device  # where they are stepped
+    shards: Shards | None
+    source: torch.device  # where they lie
 
 
 def blocks(size: int) -> int:

@@ -263,7 +263,8 @@ class LowMemoryOptimizer(StateDicts, Offloading, HostSteps, Gradients, Optimizer
         own = local(param)
         device = torch.device("cpu") if self.offload == "cpu" else own.device
         state = group["state"] if param.numel() >= group["min_quantize_size"] else "fp32"
-        return Kind(state, group["weights"] == "remainder" and own.dtype == torch.bfloat16, device, shards(param))
+        remainder = group["weights"] == "remainder" and own.dtype == torch.bfloat16
+        return Kind(state, remainder, device, shards(param), own.device)
 
     def _layout(self, index: int, group: dict[str, Any]) -> Layout:
         """The group's arenas: of parameters that have state or a gradient (or will have, in backward)."""
@@ -284,7 +285,7 @@ class LowMemoryOptimizer(StateDicts, Offloading, HostSteps, Gradients, Optimizer
                 arena.offloaded.finish()
         arenas = []
         for kind, params in members.items():
-            offload = self._offload_of(local(next(iter(params.values()))).device)
+            offload = self._offload_of(kind.source)
             on_host = self.offload == "cpu"
             arenas.append(make_arena(params, kind, self._moments, self.state, offload, self._splits, on_host))
             for p in params.values():
@@ -294,15 +295,6 @@ class LowMemoryOptimizer(StateDicts, Offloading, HostSteps, Gradients, Optimizer
         self._buckets.clear()
         layout = self._layouts[index] = Layout(arenas, absent)
         return layout
-
-    @property
-    def _streams(self) -> bool:
-        """Whether state comes to the device chunk by chunk."""
-        return self.offload is not None and self.offload != "cpu"
-
-    @property
-    def _steps_from_hooks(self) -> bool:
-        return self.step_in_backward or (self.offload == "cpu" and bool(self._watched))
 
     def _parts(self, param: Tensor, group: dict[str, Any]) -> list[Part]:
         kind = self._kind(param, group)

@@ -62,6 +62,8 @@ class HostSteps:
     # Of the optimizer:
     offload: str | None
     max_grad_norm: float | None
+    step_in_backward: bool
+    _watched: set[Tensor]
     param_groups: list[dict[str, Any]]
     _moments: tuple[Moment, ...]
     _accumulating: bool
@@ -78,6 +80,10 @@ class HostSteps:
         self._worker: ThreadPoolExecutor | None = None
         self._collected: dict[Tensor, Tensor] = {}  # gradients in host memory, which wait for the norm of all
         self._known_norms: dict[int, Tensor] = {}  # of those, by address
+
+    @property
+    def _steps_from_hooks(self) -> bool:
+        return self.step_in_backward or (self.offload == "cpu" and bool(self._watched))
 
     def _norms_of(self, grads: list[Tensor]) -> Tensor:
         """Of gradients of one device, each; some have been taken in backward."""

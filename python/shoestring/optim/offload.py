@@ -51,6 +51,11 @@ class Offloading:
         self._init_host_steps()
         self._unfinished: tuple[list[Work], list[tuple[Tensor | None, int]]] | None = None  # a step that failed
 
+    @property
+    def _streams(self) -> bool:
+        """Whether state comes to the device chunk by chunk."""
+        return self.offload is not None and self.offload != "cpu"
+
     def _offload_of(self, device: torch.device) -> Any:
         if self.offload is None:
             return None

@@ -69,7 +69,7 @@ def compare(kind: str, module: nn.Module, options: dict[str, Any], inputs: dict[
     ours = {"y": y.detach(), "grad.x": x.grad} | {f"grad.{name}": p.grad for name, p in module.named_parameters()}
     assert ours.keys() == theirs.keys()
     for name, t in ours.items():  # PyTorch's products may round otherwise where a tensor's address is another
-        torch.testing.assert_close(t, theirs[name], rtol=1e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(t, theirs[name], rtol=1e-5, atol=5e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("case", ATTENTION)

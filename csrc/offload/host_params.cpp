@@ -10,8 +10,7 @@ namespace {
 constexpr int64_t kAlignment = 64;
 
 int64_t bytes_of(const Tensor& t) {
-  const int64_t bytes = t.numel() * static_cast<int64_t>(t.element_size());
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  return (static_cast<int64_t>(t.nbytes()) + kAlignment - 1) / kAlignment * kAlignment;
 }
 
 void copy_all(const std::vector<std::pair<Tensor, Tensor>>& copies) {
@@ -32,8 +31,7 @@ std::vector<Tensor> HostParams::slab(const std::vector<Tensor>& like) {
   const Tensor all = offload_->memory.empty({total}, at::kByte);
   std::vector<Tensor> found;
   for (const Tensor& t : like) {
-    const int64_t bytes = t.numel() * static_cast<int64_t>(t.element_size());
-    found.push_back(all.narrow(0, begin, bytes).view(t.scalar_type()).view(t.sizes()));
+    found.push_back(all.narrow(0, begin, static_cast<int64_t>(t.nbytes())).view(t.scalar_type()).view(t.sizes()));
     begin += bytes_of(t);
   }
   return found;

@@ -14,8 +14,6 @@ using namespace detail;
 namespace detail {
 namespace {
 
-std::optional<Tensor> some(const Tensor& t) { return t.defined() ? std::optional<Tensor>(t) : std::nullopt; }
-
 // A number as the operators take it.
 std::optional<Tensor> number_on(at::Device device, const Tensor& t) {
   return some(t.defined() ? t.to(device, at::kFloat, /*non_blocking=*/!device.is_cpu()) : t);

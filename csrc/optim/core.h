@@ -25,6 +25,8 @@ struct Layout {
 /// A parameter's address, by which LibTorch knows its state.
 using Key = c10::TensorImpl*;
 
+inline std::optional<Tensor> some(const Tensor& t) { return t.defined() ? std::optional<Tensor>(t) : std::nullopt; }
+
 struct Core : std::enable_shared_from_this<Core> {
   explicit Core(LowMemoryOptimizer& optimizer) : optimizer(&optimizer) {}
 
@@ -123,6 +125,7 @@ struct Core : std::enable_shared_from_this<Core> {
   void find_buckets();
   void drop_buckets();
   void send_job(Bucket& bucket);
+  void send_jobs();
   void step_alone(const Tensor& param);
   void find_alone();
   void finish_backward();

@@ -14,8 +14,6 @@ namespace {
 // Of parameters: long enough for a link to be fast, short enough for copies and steps to overlap.
 constexpr size_t kBucketBytes = size_t{8} << 20;
 
-std::optional<Tensor> some(const Tensor& t) { return t.defined() ? std::optional<Tensor>(t) : std::nullopt; }
-
 }  // namespace
 
 // An arena's parameters in buckets, and larger ones alone.
@@ -165,19 +163,21 @@ void Core::send_job(Bucket& bucket) {
   });
 }
 
-// Jobs also for buckets that some gradients have not come for.
-void Core::flush() {
-  const std::lock_guard lock(mutex_);
+// Also for buckets that some gradients have not come for.
+void Core::send_jobs() {
   for (Bucket* bucket : jobs_) {
     if (!bucket->arrived.empty()) send_job(*bucket);
   }
 }
 
+void Core::flush() {
+  const std::lock_guard lock(mutex_);
+  send_jobs();
+}
+
 // Until all that has come has been seen to; what the device does next sees the weights.
 void Core::drain() {
-  for (Bucket* bucket : jobs_) {
-    if (!bucket->arrived.empty()) send_job(*bucket);
-  }
+  send_jobs();
   FirstError error;
   for (Bucket* bucket : std::exchange(jobs_, {})) {
     error.guard([bucket, job = std::exchange(bucket->job, nullptr)] {

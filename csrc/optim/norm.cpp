@@ -26,7 +26,7 @@ Tensor total_norm(const std::vector<Tensor>& grads, const std::unordered_map<con
     }
     for (const Tensor& g : same) {
       const auto found = g.numel() > 0 ? known.find(g.const_data_ptr()) : known.end();
-      norms.push_back(found != known.end() ? found->second : foreach_norm({g}));
+      norms.push_back((found != known.end() ? found->second : foreach_norm({g})).to(grads[0].device()));
     }
   }
   return at::linalg_vector_norm(at::cat(norms));

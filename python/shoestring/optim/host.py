@@ -107,20 +107,15 @@ class HostSteps:
         self, group: dict[str, Any], arena: Arena, grads: list[Tensor | None], accumulated: Tensor | None, *factors: Any
     ) -> None:
         """All gradients are on their way before the first is there; weights go back while others are stepped."""
-        every, params = buckets(group, arena), arena.device_params()
         if not arena.has_fetched:
-            for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
+            for i, (p, grad) in enumerate(zip(arena.device_params(), grads, strict=True)):
                 if grad is not None:
                     arena.host.fetch(i, p, grad)
         factors = tuple(number_on(arena.kind.device, factor) for factor in factors)
-        for bucket in every:
+        for bucket in buckets(group, arena):
             own = slice(bucket.first, bucket.last)
             fetched = arena.host.collect(bucket.first, bucket.last)
-            piece = arena.run(bucket.first, bucket.last, self._moments)
-            sums = None if accumulated is None else piece.accumulated
-            self._step_values(group, piece, grads[own] if arena.has_fetched else fetched, sums, *factors)
-            stepped = [i for i in range(bucket.first, bucket.last) if grads[i] is not None]
-            arena.host.send(stepped, [params[i] for i in stepped])
+            self._step_bucket(bucket, grads[own] if arena.has_fetched else fetched, accumulated is not None, *factors)
         arena.has_fetched = False
         arena.host.receive()
 
@@ -176,21 +171,19 @@ class HostSteps:
         if not self._accumulating:
             self._pending -= summed
             bucket.given |= arrived
-        bucket.job = self._worker.submit(self._without_grad, job, bucket, summed)
+        bucket.job = self._worker.submit(self._run, job, bucket, summed)
 
     @staticmethod
-    def _without_grad(job: Callable[[Bucket, set[Tensor]], None], bucket: Bucket, summed: set[Tensor]) -> None:
-        with torch.no_grad():
-            job(bucket, summed)
+    @torch.no_grad()
+    def _run(job: Callable[..., None], bucket: Bucket, summed: set[Tensor]) -> None:
+        job(bucket, bucket.arena.host.collect(bucket.first, bucket.last), summed)
 
-    def _add_up(self, bucket: Bucket, summed: set[Tensor]) -> None:
-        grads = bucket.arena.host.collect(bucket.first, bucket.last)
+    def _add_up(self, bucket: Bucket, grads: list[Tensor | None], summed: set[Tensor]) -> None:
         for p, grad in zip(bucket.params, grads, strict=True):
             if grad is not None:
                 self._sums[p].add_(grad)
 
-    def _keep(self, bucket: Bucket, summed: set[Tensor]) -> None:
-        grads = bucket.arena.host.collect(bucket.first, bucket.last)
+    def _keep(self, bucket: Bucket, grads: list[Tensor | None], summed: set[Tensor]) -> None:
         for p, grad in zip(bucket.params, grads, strict=True):
             if grad is None:
                 continue
@@ -200,13 +193,16 @@ class HostSteps:
             self._collected[p] = grad
             self._known_norms[grad.data_ptr()] = foreach_norm([grad])
 
-    def _step_bucket(self, bucket: Bucket, summed: set[Tensor]) -> None:
-        grads = bucket.arena.host.collect(bucket.first, bucket.last)
+    def _step_bucket(
+        self, bucket: Bucket, grads: list[Tensor | None], summed: bool | set[Tensor], coefficient: Any = None,
+        found_inf: Any = None,
+    ) -> None:  # fmt: skip
+        """With gradients in host memory; summed: whether some have sums to be added."""
         piece = bucket.arena.run(bucket.first, bucket.last, self._moments)
-        self._step_values(bucket.group, piece, grads, piece.accumulated if summed else None, None, None)
-        stepped = [i for i, grad in enumerate(grads, bucket.first) if grad is not None]
-        params = bucket.arena.device_params()
-        bucket.arena.host.send(stepped, [params[i] for i in stepped])
+        self._step_values(bucket.group, piece, grads, piece.accumulated if summed else None, coefficient, found_inf)
+        stepped = [i for i, grad in enumerate(grads) if grad is not None]
+        params = piece.device_params()
+        bucket.arena.host.send([bucket.first + i for i in stepped], [params[i] for i in stepped])
 
     def _flush(self) -> None:
         """Jobs also for buckets that some gradients have not come for."""

@@ -105,9 +105,17 @@ const char* run_forward(const AttentionProblem& p, const AttentionTensors& t, vo
 
 template <class T>
 const char* run_backward(const AttentionProblem& p, const AttentionTensors& t, const AttentionGradients& g,
-                     const kernels::BiasShape& bias, void* stream) {
-  const char* error = g.q != nullptr ? attention_query_gradient<T>(p, t, g, stream) : nullptr;
-  if (error == nullptr && (g.k != nullptr || g.v != nullptr)) error = attention_key_gradients<T>(p, t, g, stream);
+                         const kernels::BiasShape& bias, void* stream) {
+  const bool of_keys = g.k != nullptr || g.v != nullptr;
+  const char* error = nullptr;
+  if constexpr (sizeof(T) == 2) {
+    if (hopper_serves(p, t, g)) {
+      if (g.q != nullptr) error = hopper_query_gradient<T>(p, t, g, stream);
+      return error == nullptr && of_keys ? hopper_key_gradients<T>(p, t, g, stream) : error;
+    }
+  }
+  if (g.q != nullptr) error = attention_query_gradient<T>(p, t, g, stream);
+  if (error == nullptr && of_keys) error = attention_key_gradients<T>(p, t, g, stream);
   if (error == nullptr && g.bias != nullptr) error = attention_bias_gradient<T>(p, t, g, bias, stream);
   return error;
 }

@@ -84,10 +84,17 @@ const char* with_features(int64_t features, Run run) {
   return features <= 128 ? run(Features<128>{}) : run(Features<256>{});
 }
 
-/// Whether this is a Hopper GPU and its kernel can do the call: it has fewer options, and copies only what is aligned.
+/// Whether this is a Hopper GPU and its kernels can do the call: they have fewer options, and copy only what is aligned.
 bool hopper_serves(const AttentionProblem& p, const AttentionTensors& t);
+bool hopper_serves(const AttentionProblem& p, const AttentionTensors& t, const AttentionGradients& g);
 template <class T>
 const char* hopper_attention(const AttentionProblem& p, const AttentionTensors& t, void* stream);
+template <class T>
+const char* hopper_query_gradient(const AttentionProblem& p, const AttentionTensors& t, const AttentionGradients& g,
+                                  void* stream);
+template <class T>
+const char* hopper_key_gradients(const AttentionProblem& p, const AttentionTensors& t, const AttentionGradients& g,
+                                 void* stream);
 
 template <class T>
 const char* attention_delta(const AttentionProblem& p, const AttentionTensors& t, const void* grad_out,

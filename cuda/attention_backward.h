@@ -29,14 +29,18 @@ BackwardAccess backward_access(const AttentionTensors& t, const AttentionGradien
           access_of(g.k, g.k_at, size).pairs, access_of(g.v, g.v_at, size).pairs};
 }
 
-/// A query's log-sum-exp in powers of 2, and its delta. Behind the last query: no probability.
+/// A query's log-sum-exp in powers of 2, and its delta. Behind the last query: no probability. row: the first query's.
 struct QueryStats {
   float lse, delta;
 };
+__device__ inline QueryStats stats_of(const AttentionTensors& t, const AttentionGradients& g, int64_t row, int queries,
+                                      int query) {
+  if (query >= queries) return {INFINITY, 0};
+  const float lse = t.lse[row + query];
+  return {lse == -INFINITY ? 0.f : lse * kLog2e, g.delta[row + query]};
+}
 __device__ inline QueryStats stats_of(const AttentionTensors& t, const AttentionGradients& g, const Scores& scores, int query) {
-  if (query >= scores.at.queries) return {INFINITY, 0};
-  const float lse = t.lse[scores.row + query];
-  return {lse == -INFINITY ? 0.f : lse * kLog2e, g.delta[scores.row + query]};
+  return stats_of(t, g, scores.row, scores.at.queries, query);
 }
 
 /// From products to the right operands of the gradients: s to probabilities (those kept), by = grad_out v^T to the

@@ -87,6 +87,11 @@ struct Window {
   }
 };
 
+/// The row of lse of a sequence's first query.
+__device__ inline int64_t first_row(const AttentionProblem& p, const Place& at, int head) {
+  return (p.cu_seqlens_q != nullptr ? int64_t{head} : int64_t{at.sequence} * p.heads + head) * p.queries + at.first_query;
+}
+
 __device__ inline float bias_value(const AttentionProblem& p, int64_t at) {
   switch (p.bias_type) {
     case BiasType::kFloat: return static_cast<const float*>(p.bias)[at];
@@ -104,7 +109,7 @@ class Scores {
     special_ = p.softcap > 0 || p.bias != nullptr || p.slopes != nullptr || p.scale <= 0;
     factor = special_ ? kLog2e : p.scale * kLog2e;
     const bool packed = p.cu_seqlens_q != nullptr;
-    row = (packed ? int64_t{head} * p.queries : (int64_t{at.sequence} * p.heads + head) * p.queries) + at.first_query;
+    row = first_row(p, at, head);
     bias_at_ = packed ? 0 : at.sequence * p.bias_batch;
     bias_at_ += head * p.bias_head + at.first_query * p.bias_query;
     if (p.slopes != nullptr) slope_ = p.slopes[at.sequence * p.slopes_batch + head];

@@ -12,13 +12,16 @@
 
 namespace shoestring::cuda {
 
-/// Of a swizzled tile (rows, 64) as tma_load leaves it, whose next 64 columns are `panel` bytes on. rows_together: what is
-/// summed over are the tile's rows. Plus wgmma_step(k): the operand that begins at row or column k, a multiple of 16.
-__device__ inline uint64_t wgmma_operand(const void* tile, bool rows_together = false, int panel = 16) {
+/// Of a swizzled tile (rows, 64) as tma_load leaves it: the operand, to which the following are added.
+__device__ inline uint64_t wgmma_operand(const void* tile) {
   const uint64_t at = shared_address(tile);
-  const uint64_t leading = rows_together ? panel : 16, stride = 1024;
-  return (at & 0x3ffff) >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | uint64_t{1} << 62;
+  return (at & 0x3ffff) >> 4 | uint64_t{16 >> 4} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
+/// A tile that is `bytes` behind, a multiple of 1024.
+__device__ constexpr uint64_t wgmma_bytes(int bytes) { return static_cast<uint64_t>(bytes >> 4); }
+/// What is summed over are the tile's rows; its next 64 columns are `panel` bytes on.
+__device__ constexpr uint64_t wgmma_rows_together(int panel) { return static_cast<uint64_t>(panel / 16 - 1) << 16; }
+/// It begins at row or column k, a multiple of 16.
 __device__ constexpr uint64_t wgmma_step(int k, bool rows_together = false, int panel = 16) {
   return rows_together ? k * 128 >> 4 : (k / 64 * panel + k % 64 * 2) >> 4;
 }
@@ -64,6 +67,8 @@ __device__ void wgmma_wait(float (&d)[tiles][4]) {
 #define SHOESTRING_D8(j)                                                                                      \
   SHOESTRING_D(j), SHOESTRING_D(j + 1), SHOESTRING_D(j + 2), SHOESTRING_D(j + 3), SHOESTRING_D(j + 4),        \
       SHOESTRING_D(j + 5), SHOESTRING_D(j + 6), SHOESTRING_D(j + 7)
+#define SHOESTRING_D48() \
+  SHOESTRING_D(0), SHOESTRING_D(1), SHOESTRING_D(2), SHOESTRING_D(3), SHOESTRING_D(4), SHOESTRING_D(5)
 #define SHOESTRING_D64() SHOESTRING_D8(0)
 #define SHOESTRING_D96() SHOESTRING_D8(0), SHOESTRING_D(8), SHOESTRING_D(9), SHOESTRING_D(10), SHOESTRING_D(11)
 #define SHOESTRING_D128() SHOESTRING_D8(0), SHOESTRING_D8(8)
@@ -71,9 +76,11 @@ __device__ void wgmma_wait(float (&d)[tiles][4]) {
 #define SHOESTRING_D256() SHOESTRING_D192(), SHOESTRING_D8(24)
 #define SHOESTRING_A_SHARED() "l"(a)
 #define SHOESTRING_A_REGISTERS() "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
-#define SHOESTRING_R64 \
+#define SHOESTRING_R48 \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
-  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+  "%16,%17,%18,%19,%20,%21,%22,%23"
+#define SHOESTRING_R64 SHOESTRING_R48 "," \
+  "%24,%25,%26,%27,%28,%29,%30,%31"
 #define SHOESTRING_R96 SHOESTRING_R64 "," \
   "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define SHOESTRING_R128 SHOESTRING_R96 "," \
@@ -99,11 +106,13 @@ __device__ void wgmma_wait(float (&d)[tiles][4]) {
     SHOESTRING_WGMMA_OF("f16", __VA_ARGS__);                \
   }
 
-/// d (64, n) = a b, plus d where `add`; n, 8 for each of d's tiles, is 64, 96, 128, 192 or 256. b_is_kn: b's rows are those of
+/// d (64, n) = a b, plus d where `add`; n, 8 for each of d's tiles, is 48, 64, 96, 128, 192 or 256. b_is_kn: b's rows are those of
 /// the sum.
 template <class T, bool b_is_kn, int tiles>
 __device__ void wgmma(float (&d)[tiles][4], uint64_t a, uint64_t b, bool add) {
-  if constexpr (tiles == 8) {
+  if constexpr (tiles == 6) {
+    SHOESTRING_WGMMA("48", SHOESTRING_R48, SHOESTRING_D48, "%24, %25", "%26", ", 0", "%27", SHOESTRING_A_SHARED)
+  } else if constexpr (tiles == 8) {
     SHOESTRING_WGMMA("64", SHOESTRING_R64, SHOESTRING_D64, "%32, %33", "%34", ", 0", "%35", SHOESTRING_A_SHARED)
   } else if constexpr (tiles == 12) {
     SHOESTRING_WGMMA("96", SHOESTRING_R96, SHOESTRING_D96, "%48, %49", "%50", ", 0", "%51", SHOESTRING_A_SHARED)
@@ -112,14 +121,17 @@ __device__ void wgmma(float (&d)[tiles][4], uint64_t a, uint64_t b, bool add) {
   } else if constexpr (tiles == 24) {
     SHOESTRING_WGMMA("192", SHOESTRING_R192, SHOESTRING_D192, "%96, %97", "%98", ", 0", "%99", SHOESTRING_A_SHARED)
   } else {
-    static_assert(tiles == 32, "wgmma: n is 64, 96, 128, 192 or 256");
+    static_assert(tiles == 32, "wgmma: n is 48, 64, 96, 128, 192 or 256");
     SHOESTRING_WGMMA("256", SHOESTRING_R256, SHOESTRING_D256, "%128, %129", "%130", ", 0", "%131", SHOESTRING_A_SHARED)
   }
 }
 /// The same with a in registers.
 template <class T, bool b_is_kn, int tiles>
 __device__ void wgmma(float (&d)[tiles][4], const uint32_t (&a)[4], uint64_t b, bool add) {
-  if constexpr (tiles == 8) {
+  if constexpr (tiles == 6) {
+    SHOESTRING_WGMMA("48", SHOESTRING_R48, SHOESTRING_D48, "{%24, %25, %26, %27}, %28", "%29", "", "%30",
+                     SHOESTRING_A_REGISTERS)
+  } else if constexpr (tiles == 8) {
     SHOESTRING_WGMMA("64", SHOESTRING_R64, SHOESTRING_D64, "{%32, %33, %34, %35}, %36", "%37", "", "%38",
                      SHOESTRING_A_REGISTERS)
   } else if constexpr (tiles == 12) {
@@ -132,7 +144,7 @@ __device__ void wgmma(float (&d)[tiles][4], const uint32_t (&a)[4], uint64_t b, 
     SHOESTRING_WGMMA("192", SHOESTRING_R192, SHOESTRING_D192, "{%96, %97, %98, %99}, %100", "%101", "", "%102",
                      SHOESTRING_A_REGISTERS)
   } else {
-    static_assert(tiles == 32, "wgmma: n is 64, 96, 128, 192 or 256");
+    static_assert(tiles == 32, "wgmma: n is 48, 64, 96, 128, 192 or 256");
     SHOESTRING_WGMMA("256", SHOESTRING_R256, SHOESTRING_D256, "{%128, %129, %130, %131}, %132", "%133", "", "%134",
                      SHOESTRING_A_REGISTERS)
   }
@@ -145,6 +157,7 @@ __device__ void wgmma(float (&d)[tiles][4], const uint32_t (&a)[4], uint64_t b, 
 #undef SHOESTRING_R128
 #undef SHOESTRING_R96
 #undef SHOESTRING_R64
+#undef SHOESTRING_R48
 #undef SHOESTRING_A_REGISTERS
 #undef SHOESTRING_A_SHARED
 #undef SHOESTRING_D256
@@ -152,6 +165,7 @@ __device__ void wgmma(float (&d)[tiles][4], const uint32_t (&a)[4], uint64_t b, 
 #undef SHOESTRING_D128
 #undef SHOESTRING_D96
 #undef SHOESTRING_D64
+#undef SHOESTRING_D48
 #undef SHOESTRING_D8
 #undef SHOESTRING_D
 

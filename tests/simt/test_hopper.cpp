@@ -71,6 +71,7 @@ TEST_CASE("a matrix product from tensor copies, mbarriers and wgmma is exact") {
     int columns, m, n, k;
   };
   for (const Shape s : {Shape{Type::fp16, 64, 70, 72, 200}, Shape{Type::fp16, 128, 64, 136, 64}, Shape{Type::fp16, 96, 30, 104, 72},
+                        Shape{Type::fp16, 48, 70, 104, 136},
                         Shape{Type::bf16, 192, 130, 200, 136},
                         Shape{Type::bf16, 256, 40, 264, 72}}) {
     for (bool b_is_kn : {false, true}) {

@@ -51,7 +51,8 @@ void wgmma_wait(float (&)[tiles][4], Where where = Where::current()) { simt::wgm
 
 template <class T, bool b_is_kn, int tiles>
 void wgmma(float (&d)[tiles][4], const uint32_t* a, uint64_t a_at, uint64_t b, bool add, Where where) {
-  static_assert(tiles == 8 || tiles == 12 || tiles == 16 || tiles == 24 || tiles == 32, "wgmma: n is 64, 96, 128, 192 or 256");
+  static_assert(tiles == 6 || tiles == 8 || tiles == 12 || tiles == 16 || tiles == 24 || tiles == 32,
+                "wgmma: n is 48, 64, 96, 128, 192 or 256");
   static_assert(std::is_same_v<T, __nv_bfloat16> || std::is_same_v<T, __half>, "wgmma multiplies __nv_bfloat16 or __half");
   simt::wgmma({&d[0][0], tiles * 8, a, a_at, b, b_is_kn, std::is_same_v<T, __half>, add}, where);
 }

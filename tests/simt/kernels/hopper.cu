@@ -79,7 +79,8 @@ __global__ void __launch_bounds__(384, 1) multiply_tiles(const __grid_constant__
   for (int step = 0; step < steps; ++step) {
     const int stage = step % kStages, parity = step / kStages & 1;
     if (flaw != HopperFlaw::no_full_wait) mbarrier_wait(full[stage], flaw == HopperFlaw::wrong_parity ? parity ^ 1 : parity);
-    const uint64_t a_at = wgmma_operand(a + stage * kTileA), b_at = wgmma_operand(b + stage * b_bytes, b_is_kn, 64 * 128);
+    const uint64_t a_at = wgmma_operand(a + stage * kTileA);
+    const uint64_t b_at = wgmma_operand(b) + wgmma_bytes(stage * b_bytes) + (b_is_kn ? wgmma_rows_together(64 * 128) : 0);
     uint32_t own[4][4];
     for (int i = 0; i < 4 && a_in_registers; ++i) fragment(own[i], a + stage * kTileA, i * 16);
     if (a_in_registers) wgmma_pin(own);
@@ -205,6 +206,7 @@ const char* tile_gemm(const TileGemm& p, HopperFlaw flaw) {
   }
   return p.columns == 128  ? choose<__half, 4, 128>(p)
          : p.columns == 96 ? choose<__half, 4, 96>(p)
+         : p.columns == 48 ? choose<__half, 4, 48>(p)
                            : choose<__half, 3, 64>(p);
 }
 

@@ -8,11 +8,13 @@
 namespace shoestring::cuda {
 namespace {
 
-// A ring takes what shared memory has. Three warpgroups of queries, of 160 registers, do not hold 128 keys' scores and
+// A ring takes what shared memory has. Up to 128 features the two warpgroups start their products by turns, so that one of them
+// takes exponentials while the other's products run; above, products are most of the time anyway. Three warpgroups of queries, of 160 registers, do not hold 128 keys' scores and
 // probabilities beside the sums.
 template <int D>
 struct Tile {
   static constexpr int keys = D <= 128 ? 128 : 64, stages = D == 64 ? 4 : D == 192 ? 3 : 2;
+  static constexpr bool turns = D <= 128;
   using own = HopperTile<64, D>;  // a warpgroup's queries
   using passing = HopperTile<keys, D>;
   static constexpr int shared_bytes = kTileAlignment + kHopperGroups * own::bytes + 2 * stages * passing::bytes;
@@ -20,7 +22,7 @@ struct Tile {
 
 template <int stages>
 struct Barriers {
-  Mbarrier q_full, v_landed, k_full[stages], k_empty[stages], v_full[stages], v_empty[stages];
+  Mbarrier q_full, v_landed, turn[kHopperGroups], k_full[stages], k_empty[stages], v_full[stages], v_empty[stages];
 };
 
 // The keys that the block goes over, in tiles from `begin` on.
@@ -111,6 +113,7 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors&
 
   if (range.tiles > 0) {
     float shrink[2];
+    if (tile::turns && group == 1) release(barriers.turn[0]);  // the first turn
     mbarrier_wait(barriers.q_full, 0);
     start_scores(0);
     wgmma_wait<0>(s);
@@ -118,8 +121,10 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors&
     soften(0, shrink);
     pack_scores<T>(probabilities, s);
     for (int n = 1; n < range.tiles; ++n) {
+      if constexpr (tile::turns) mbarrier_wait(barriers.turn[group], n & 1 ^ 1);
       start_scores(n);
       start_sums(n - 1);
+      if constexpr (tile::turns) release(barriers.turn[group ^ 1]);
       wgmma_wait<1>(s);
       release(barriers.k_empty[n % tile::stages]);
       soften(n, shrink);
@@ -145,7 +150,7 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors&
 }
 
 // Registers are those at the launch. Dynamic shared memory: 145 KiB for 64 features, 161 for 96 and 128, 193 above.
-// Budget: 168 registers, 144 bytes shared, no spills.
+// Budget: 168 registers, 160 bytes shared, no spills.
 template <class T, int D>
 __global__ void __launch_bounds__(kHopperThreads, 1)
     hopper_forward(const __grid_constant__ HopperMaps maps, AttentionProblem p, AttentionTensors t, bool pairs) {
@@ -164,6 +169,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   if (threadIdx.x == 0) {
     mbarrier_init(barriers.q_full, 1);
     mbarrier_init(barriers.v_landed, 1);
+    for (int i = 0; i < kHopperGroups; ++i) mbarrier_init(barriers.turn[i], 4);
     for (int i = 0; i < tile::stages; ++i) {
       mbarrier_init(barriers.k_full[i], 1);
       mbarrier_init(barriers.v_full[i], 1);

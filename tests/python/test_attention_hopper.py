@@ -147,6 +147,19 @@ def test_gradients_at_edges_of_tiles(queries: int, keys: int, dim: int, capabili
 
 @pytest.mark.device
 @pytest.mark.each_gpu
+@pytest.mark.parametrize("window", [(65, 0), (0, 65)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_last_row_that_passes_is_alone_in_its_tile(dim: int, window: tuple[int, int], capability: str) -> None:
+    """What 128 rows see is 193 long: one more than tiles of 96, 64 or 48 hold."""
+    inputs, upstream = make(194, 194, dim, heads=1), torch.randn(1, 1, 194, dim).to(torch.bfloat16)
+    exact = gradients(attention_reference, inputs, upstream.double(), window=window)
+    for name, a, b in zip("qkv", gradients(attention, inputs, upstream, window=window), exact):
+        assert relative_error(a, b) < 8e-3, name
+        assert (a.double() - b).abs().max() < 2e-2 * b.abs().max(), name
+
+
+@pytest.mark.device
+@pytest.mark.each_gpu
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv"])
 @pytest.mark.parametrize("dim", [64, 192])
 def test_gradients_of_some(wanted: str, dim: int, capability: str) -> None:

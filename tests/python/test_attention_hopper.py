@@ -150,8 +150,10 @@ def test_gradients_at_edges_of_tiles(queries: int, keys: int, dim: int, capabili
 @pytest.mark.parametrize("window", [(65, 0), (0, 65)])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_the_last_row_that_passes_is_alone_in_its_tile(dim: int, window: tuple[int, int], capability: str) -> None:
-    """What 128 rows see is 193 long: one more than tiles of 96, 64 or 48 hold."""
+    """What 128 rows see is 193 long: one more than tiles of 96, 64 or 48 hold. That one weighs as much as all others."""
     inputs, upstream = make(194, 194, dim, heads=1), torch.randn(1, 1, 194, dim).to(torch.bfloat16)
+    query, key = (192, 127) if window[0] else (127, 192)
+    inputs[0][:, :, query] = inputs[1][:, :, key] * 4 / math.sqrt(dim)
     exact = gradients(attention_reference, inputs, upstream.double(), window=window)
     for name, a, b in zip("qkv", gradients(attention, inputs, upstream, window=window), exact):
         assert relative_error(a, b) < 8e-3, name
@@ -224,6 +226,17 @@ def test_what_another_sequence_holds_does_not_matter_to_gradients(wrong: float, 
     after = torch.autograd.grad(attention(q, k, v, cu_seqlens_q=starts), [q, k, v], upstream)
     for a, b in zip(after, before):
         assert torch.equal(a[:40], b[:40]) and not torch.isfinite(a[40:]).any()
+
+
+@pytest.mark.device
+@pytest.mark.each_gpu
+def test_gradients_of_scores_of_a_milliard(capability: str) -> None:
+    """They are rounded by more than a power of 2 can take; the highest still has the probability 1."""
+    q, k, v = make(20, 40)
+    inputs, upstream = [q * 1e4, k * 1e4, v], torch.randn(1, 2, 20, 64).to(torch.bfloat16)
+    exact = gradients(attention_reference, inputs, upstream.double())
+    found = gradients(attention, inputs, upstream)
+    assert all(torch.isfinite(t).all() for t in found) and relative_error(found[2], exact[2]) < 5e-3
 
 
 @pytest.mark.device

@@ -19,7 +19,7 @@ constexpr int64_t packed_size(int64_t depth, int64_t steps, int64_t width) {
 /// each step of the depth that is summed over. A panel that lacks lines is filled up with zeros.
 struct GemmProduct {
   // Packs `lines` lines of `depth` elements, element (l, d) at source[l * line_stride + d * depth_stride]; one stride is 1.
-  // out: panels of packed_size elements.
+  // out: panels of packed_size elements. With a line stride of 1 the width is at most the product's columns.
   void (*pack_float)(const float* source, int64_t lines, int64_t depth, int64_t line_stride, int64_t depth_stride,
                      int64_t width, float* out);
   void (*pack_bf16)(const uint16_t* source, int64_t lines, int64_t depth, int64_t line_stride, int64_t depth_stride,
@@ -32,9 +32,10 @@ struct GemmProduct {
   void (*multiply)(const float* a, const float* b, int64_t m, int64_t n, int64_t depth, float* c, int64_t stride,
                    float alpha, float beta, bool b_outside);
 
-  // Of one panel of b: c (panels * width, columns), contiguous, = beta c + alpha a b, for panels of a, `a_stride` apart, of
-  // `width` lines, from least_rows to rows. size: of the depth, in packed elements; the panels may begin amid it.
-  using Strip = void (*)(const float* a, int64_t a_stride, int64_t width, int64_t panels, const float* b, int64_t size,
+  // Of one panel of b: c (lines, columns), contiguous, = beta c + alpha a b, for panels of a, `a_stride` apart, of `width`
+  // lines, from least_rows to rows; c has room for the last panel's lines, all of which may be written. size: of the depth,
+  // in packed elements; the panels may begin amid it.
+  using Strip = void (*)(const float* a, int64_t a_stride, int64_t width, int64_t lines, const float* b, int64_t size,
                          float* c, float alpha, float beta);
   Strip strip;
 

@@ -194,10 +194,10 @@ class Forward {
   void add(const Sequence& s, const Panel& panel, int64_t i, Range block) {
     const Range seen = overlap(panel.keys, block);
     if (seen.empty()) return;
-    const int64_t first = (seen.begin - block.begin) / wide_, last = parts_of(seen.end - block.begin, wide_);
-    const Range keys{block.begin + first * wide_, std::min(block.begin + last * wide_, block.end)};
+    const int64_t first = (seen.begin - block.begin) / wide_;
+    const Range keys{block.begin + first * wide_, seen.end};
     const int64_t count = keys.end - keys.begin;
-    kernels_.product.strip(keys_ + first * key_panel_, key_panel_, wide_, last - first, queries_ + i * query_panel_,
+    kernels_.product.strip(keys_ + first * key_panel_, key_panel_, wide_, count, queries_ + i * query_panel_,
                            parts_of(p_.head_dim, kernels_.steps), scores_, p_.scale, 0);
     const auto edge = is_edge(p_, s, panel.queries, keys);
     if (p_.bias != nullptr) fill_bias(kernels_, p_, s, panel.head, panel.queries, keys, added_);
@@ -211,14 +211,14 @@ class Forward {
     }
     float* sums = sums_ + i * value_lines_ * columns_;
     kernels_.table.soften(scores_, count, p_.seed != nullptr ? static_cast<float*>(mask_) : nullptr, highest_ + i * columns_, totals_ + i * columns_,
-                          sums, value_lines_);
+                          sums, p_.value_dim);
     const float* probabilities = scores_;
     if (kernels_.steps > 1) {
       kernels_.product.pack_float(scores_, columns_, count, 1, columns_, columns_, pairs_);
       probabilities = pairs_;
     }
     kernels_.product.strip(values_ + first * wide_ / kernels_.steps * value_width_, packed_, value_width_,
-                           value_lines_ / value_width_, probabilities, parts_of(count, kernels_.steps), sums, 1, 1);
+                           p_.value_dim, probabilities, parts_of(count, kernels_.steps), sums, 1, 1);
   }
 
   void end(const Sequence& s, const Panel& panel, int64_t i) {

@@ -143,16 +143,17 @@ class Backward {
       add_panel(s, head, some, keys, panels, i);
       for (int64_t j = panels.begin; j < panels.end; ++j) seen_[j] = {std::min(seen_[j].begin, i), std::min(i + columns_, count)};
     }
-    const auto add = [&](const Buffer& features, int64_t width, int64_t lines, const Buffer& panels, const Buffer& sums) {
+    const auto add = [&](const Buffer& features, int64_t width, int64_t size, const Buffer& panels, const Buffer& sums) {
+      const int64_t lines = round_up(size, width);
       for (int64_t j = 0; j < key_panels; ++j) {
         if (seen_[j].empty()) continue;
-        kernels_.product.strip(features + seen_[j].begin / steps_ * width, kernels_.panel(count, width), width, lines / width,
+        kernels_.product.strip(features + seen_[j].begin / steps_ * width, kernels_.panel(count, width), width, size,
                                panels + j * query_panel_ + seen_[j].begin / steps_ * columns_,
                                parts_of(seen_[j].end - seen_[j].begin, steps_), sums + j * lines * columns_, 1, 1);
       }
     };
-    if (out_.v) add(grad_features_, value_width_, value_lines_, probabilities_, grad_v_);
-    if (out_.k) add(query_features_, width_, lines_, by_score_, grad_k_);
+    if (out_.v) add(grad_features_, value_width_, p_.value_dim, probabilities_, grad_v_);
+    if (out_.k) add(query_features_, width_, p_.head_dim, by_score_, grad_k_);
   }
 
   // A panel of queries, the `place`-th of its block, and some panels of the block's keys.
@@ -168,10 +169,10 @@ class Backward {
     // (keys, queries): scores, and gradients by probabilities.
     kernels_.pack_tokens(in_.q, in_.q.offset(s, head, token), some, p_.head_dim, columns_, query_);
     kernels_.pack_tokens(in_.grad_out, in_.grad_out.offset(s, head, token), some, p_.value_dim, columns_, grad_);
-    const int64_t tile = first / wide_, tiles = parts_of(first + count, wide_) - tile, skipped = first - tile * wide_;
-    kernels_.product.strip(keys_ + tile * key_panel_, key_panel_, wide_, tiles, query_, parts_of(p_.head_dim, steps_), scores_,
+    const int64_t tile = first / wide_, skipped = first - tile * wide_, lines = skipped + count;
+    kernels_.product.strip(keys_ + tile * key_panel_, key_panel_, wide_, lines, query_, parts_of(p_.head_dim, steps_), scores_,
                            p_.scale, 0);
-    kernels_.product.strip(values_ + tile * value_panel_, value_panel_, wide_, tiles, grad_, parts_of(p_.value_dim, steps_),
+    kernels_.product.strip(values_ + tile * value_panel_, value_panel_, wide_, lines, grad_, parts_of(p_.value_dim, steps_),
                            by_p_, 1, 0);
     float *scores = scores_ + skipped * columns_, *by_p = by_p_ + skipped * columns_;
 
@@ -199,7 +200,7 @@ class Backward {
       const int64_t group = p_.heads / p_.kv_heads, of_head = parts_of(s.queries, columns_);
       float* sums = grad_q_ + (head % group * of_head + queries.begin / columns_) * lines_ * columns_;
       kernels_.product.strip(key_features_ + first / steps_ * width_, kernels_.panel(block.end - block.begin, width_), width_,
-                             lines_ / width_, panel, parts_of(count, steps_), sums, 1, 1);
+                             p_.head_dim, panel, parts_of(count, steps_), sums, 1, 1);
     }
     for (int64_t j = panels.begin; j < panels.end; ++j) {
       const int64_t from = (j * columns_ - first) * columns_, to = j * query_panel_ + place / steps_ * columns_;

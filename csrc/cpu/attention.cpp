@@ -54,6 +54,12 @@ void adjust(const kernels::AttentionPanel& panel, int64_t first_key, int64_t key
 // The finite one of what may be -inf: e^(-inf - it) is 0.
 SHOESTRING_INLINE F32 finite(F32 highest) { return highest == kLow ? F32{} : highest; }
 
+template <bool kBrief>
+SHOESTRING_INLINE F32 exp_of(F32 x) {
+  return kBrief ? short_exp_of_negative(x) : exp_of_negative(x);
+}
+
+template <bool kBrief>
 void soften(float* scores, int64_t keys, const float* mask, float* highest, float* sums, float* out, int64_t lines) {
   F32 best[kWide], before[kWide], sum[kWide], shrink[kWide];
   for (int w = 0; w < kWide; ++w) best[w] = before[w] = load(highest + w * kLanes);
@@ -71,7 +77,7 @@ void soften(float* scores, int64_t keys, const float* mask, float* highest, floa
   bool grew = false;
   for (int w = 0; w < kWide; ++w) {
     best[w] = max(best[w], other[w]);
-    shrink[w] = exp_of_negative(before[w] - finite(best[w]));
+    shrink[w] = exp_of<kBrief>(before[w] - finite(best[w]));
     grew |= any(before[w] < best[w]);
     store(highest + w * kLanes, best[w]);
     best[w] = finite(best[w]);
@@ -79,7 +85,7 @@ void soften(float* scores, int64_t keys, const float* mask, float* highest, floa
   }
   for (j = 0; j < keys; ++j, scores += kColumns) {
     for (int w = 0; w < kWide; ++w) {
-      F32 p = exp_of_negative(load(scores + w * kLanes) - best[w]);
+      F32 p = exp_of<kBrief>(load(scores + w * kLanes) - best[w]);
       sum[w] = sum[w] + p;
       if (mask != nullptr) p = p * load(mask + j * kColumns + w * kLanes);
       store(scores + w * kLanes, p);
@@ -104,6 +110,7 @@ void finish(const float* highest, const float* sums, float* out, int64_t lines, 
   }
 }
 
+template <bool kBrief>
 void differentiate(float* scores, float* by_p, int64_t keys, const float* mask, const float* lse, const float* delta) {
   for (int w = 0; w < kWide; ++w) {
     const F32 known = load(lse + w * kLanes), less = load(delta + w * kLanes);
@@ -111,7 +118,7 @@ void differentiate(float* scores, float* by_p, int64_t keys, const float* mask, 
     for (int64_t j = 0; j < keys; ++j) {
       const int64_t at = j * kColumns + w * kLanes;
       // Rounding may have put the score a little above the sum of which it is part.
-      const F32 p = exp_of_negative(min(splat(0.f), load(scores + at) - highest));
+      const F32 p = exp_of<kBrief>(min(splat(0.f), load(scores + at) - highest));
       F32 gradient = load(by_p + at), used = p;
       if (mask != nullptr) {
         const F32 kept = load(mask + at);
@@ -172,8 +179,7 @@ void store_rows(const float* rows, int64_t stride, int64_t count, int64_t size, 
 
 }  // namespace
 
-const kernels::AttentionTable attention{adjust, soften, finish, differentiate, multiply, mask,
-                                        dots,
+const kernels::AttentionTable attention{adjust, {soften<false>, soften<true>}, finish, {differentiate<false>, differentiate<true>}, multiply, mask, dots,
                                         store_rows<Float>, store_rows<BFloat16>, store_rows<Half>};
 
 }  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

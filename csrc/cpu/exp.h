@@ -19,7 +19,7 @@ SHOESTRING_INLINE Whole nearest_whole(F32 x) {
   return {shifted - 12583039.f, shifted};
 #endif
 }
-// 2^n y; without AVX-512 n from -126 to 127.
+// 2^n y; without AVX-512 n from -126 to 127, and 0 for n = -127.
 SHOESTRING_INLINE F32 scale_by_power(F32 y, F32 power) {
 #if defined(__AVX512F__)
   return _mm512_scalef_ps(y, power);
@@ -44,8 +44,9 @@ SHOESTRING_INLINE F32 reduced_exp(F32 x, F32* power) {
 }
 
 #if defined(__AVX512F__)
-constexpr float kLeastExp = -105.f;  // e^it is nothing
+constexpr float kNoExp = -105.f, kLeastExp = kNoExp;  // e^it is nothing
 #else
+constexpr float kNoExp = -88.f;        // e^it is made to be nothing: 2^-127 is
 constexpr float kLeastExp = -87.33f;  // e^it is the smallest normal number
 #endif
 
@@ -58,20 +59,20 @@ SHOESTRING_INLINE F32 unless_too_small(F32 x, F32 y) {
 #endif
 }
 
-// e^x for x <= 0, within 1 ulp or so; what is below the smallest normal number is 0 or, with AVX-512, as it is. NaN stays NaN.
+// e^x for x <= 0, within 1 ulp or so; what is below 2^-126.5 is 0 or, with AVX-512, as it is. NaN stays NaN.
 SHOESTRING_INLINE F32 exp_of_negative(F32 x) {
   F32 power;
-  const F32 y = reduced_exp(max(splat(kLeastExp), x), &power);
-  return unless_too_small(x, scale_by_power(y, power));
+  const F32 y = reduced_exp(max(splat(kNoExp), x), &power);
+  return scale_by_power(y, power);
 }
 
 // The same with a relative error of 2^-17, for results that are then rounded to 16 bits.
 SHOESTRING_INLINE F32 short_exp_of_negative(F32 x) {
-  const F32 t = max(splat(kLeastExp), x) * 1.44269502f;
+  const F32 t = max(splat(kNoExp), x) * 1.44269502f;
   const Whole whole = nearest_whole(t);
-  const F32 r = t - whole.n, square = r * r;
-  const F32 high = fma(splat(9.58285294e-3f), square, fma(splat(5.59064262e-2f), r, splat(0.240240991f)));
-  return unless_too_small(x, scale_by_power(fma(high, square, fma(splat(0.693124175f), r, splat(1.f))), whole.power));
+  const F32 r = t - whole.n;
+  const F32 high = fma(fma(splat(9.58285294e-3f), r, splat(5.59064262e-2f)), r, splat(0.240240991f));
+  return scale_by_power(fma(fma(high, r, splat(0.693124175f)), r, splat(1.f)), whole.power);
 }
 
 // e^x for every x, as exact; above the largest number infinity.

@@ -210,8 +210,8 @@ class Forward {
       kernels_.table.mask(static_cast<uint64_t>(*p_.seed), row, keys.begin, count, p_.threshold, p_.kept, mask_);
     }
     float* sums = sums_ + i * value_lines_ * columns_;
-    kernels_.table.soften(scores_, count, p_.seed != nullptr ? static_cast<float*>(mask_) : nullptr, highest_ + i * columns_, totals_ + i * columns_,
-                          sums, p_.value_dim);
+    kernels_.table.soften[q_.type != at::kFloat](scores_, count, p_.seed != nullptr ? static_cast<float*>(mask_) : nullptr,
+                                                 highest_ + i * columns_, totals_ + i * columns_, sums, p_.value_dim);
     const float* probabilities = scores_;
     if (kernels_.steps > 1) {
       kernels_.product.pack_float(scores_, columns_, count, 1, columns_, columns_, pairs_);
@@ -245,7 +245,7 @@ Result forward_cpu(const Call& call) {
   const auto p = call.problem();
   const auto sequences = sequences_of(call, p);
   const Tensor q = with_features_together(call.q), k = with_features_together(call.k), v = with_features_together(call.v);
-  Result r{call.empty_out(), at::empty_symint(call.lse_sizes(), call.q.options().dtype(at::kFloat))};
+  Result r{in_huge_pages(call.empty_out()), at::empty_symint(call.lse_sizes(), call.q.options().dtype(at::kFloat))};
   if (r.lse.numel() == 0) return r;
   const Kernels kernels(q.scalar_type());
   const Elements from_q(q), from_k(k), from_v(v), to(r.out);

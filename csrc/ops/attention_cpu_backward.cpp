@@ -126,7 +126,7 @@ Gradients backward_cpu(const Call& call, const Upstream& upstream) {
   Gradients g;
   const auto like = [&](Input which, const Tensor& t, std::optional<Elements>& to) {
     if (!upstream.mask[which]) return;
-    g[which] = at::empty_like(t);
+    g[which] = in_huge_pages(at::empty_like(t));
     if (g[which].stride(-1) != 1) g[which] = at::empty(t.sizes(), t.options());
     to.emplace(g[which]);
   };

@@ -187,7 +187,7 @@ class Backward {
     if (mask != nullptr) {
       kernels_.table.mask(static_cast<uint64_t>(*p_.seed), static_cast<uint32_t>(row), keys.begin, count, p_.threshold, p_.kept, mask);
     }
-    kernels_.table.differentiate(scores, by_p, count, mask, lse_, delta_);
+    kernels_.table.differentiate[in_.q.type != at::kFloat](scores, by_p, count, mask, lse_, delta_);
     if (out_.bias.defined()) add_to_bias(s, head, queries, keys, by_p);
     if (capped) kernels_.table.multiply(by_p, cap_slope_, count * columns_);
 

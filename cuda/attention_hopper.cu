@@ -25,21 +25,9 @@ struct Barriers {
   Mbarrier q_full, v_landed, turn[kHopperGroups], k_full[stages], k_empty[stages], v_full[stages], v_empty[stages];
 };
 
-// The keys that the block goes over, in tiles from `begin` on.
-struct Range {
-  int begin, tiles;
-};
-
-template <int D>
-__device__ Range range_of(const Place& at, const Window& window) {
-  const int first = at.tile * kHopperRows, begin = max(0, first + window.low);
-  const int end = min(at.keys, min(first + kHopperRows, at.queries) + window.high);
-  return {begin, end > begin ? (end - begin + Tile<D>::keys - 1) / Tile<D>::keys : 0};
-}
-
 // One warp; its lane 0 starts the copies.
 template <int D>
-__device__ void copy_tiles(const AttentionProblem& p, const Place& at, int head, const Range& range, const HopperMaps& maps,
+__device__ void copy_tiles(const AttentionProblem& p, const Place& at, int head, const TileRange& range, const HopperMaps& maps,
                            unsigned char* q_tile, unsigned char* k_tiles, unsigned char* v_tiles,
                            Barriers<Tile<D>::stages>& barriers) {
   using tile = Tile<D>;
@@ -80,7 +68,7 @@ __device__ void copy_tiles(const AttentionProblem& p, const Place& at, int head,
 
 template <class T, int D>
 __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors& t, bool pairs, const Place& at, int head,
-                              const Window& window, const Range& range, int group, const unsigned char* q_tile,
+                              const Window& window, const TileRange& range, int group, const unsigned char* q_tile,
                               const unsigned char* k_tiles, const unsigned char* v_tiles,
                               Barriers<Tile<D>::stages>& barriers) {
   using tile = Tile<D>;
@@ -161,7 +149,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   const Place at = find_tile(p, false, unit, kHopperRows, [](const char* text) { stop(text); });
   if (at.tile < 0) return;
   const Window window(p, at);
-  const Range range = range_of<D>(at, window);
+  const TileRange range = keys_seen(at, window, Tile<D>::keys);
 
   __shared__ Barriers<tile::stages> barriers;
   unsigned char *q_tile = first_tile(), *k_tiles = q_tile + kHopperGroups * tile::own::bytes;

@@ -28,6 +28,22 @@ __device__ inline unsigned char* first_tile() {
   return p + (kTileAlignment - reinterpret_cast<uintptr_t>(p) % kTileAlignment) % kTileAlignment;
 }
 
+/// What a block goes over: tiles of `rows` rows, the first from `begin` on.
+struct TileRange {
+  int begin, tiles;
+  __device__ TileRange(int first, int end, int rows) : begin(first), tiles(end > first ? (end - first + rows - 1) / rows : 0) {}
+};
+
+/// The keys that a block's queries see, in tiles of `rows`; the queries that see a block's keys.
+__device__ inline TileRange keys_seen(const Place& at, const Window& window, int rows) {
+  const int first = at.tile * kHopperRows, behind = min(first + kHopperRows, at.queries);
+  return {max(0, first + window.low), min(at.keys, behind + window.high), rows};
+}
+__device__ inline TileRange queries_that_see(const Place& at, const Window& window, int rows) {
+  const int first = at.tile * kHopperRows, behind = min(first + kHopperRows, at.keys);
+  return {max(0, first - window.high), min(at.queries, behind - window.low), rows};
+}
+
 /// By one thread: starts the copy of the rows from `token` on.
 template <class Tile>
 __device__ void load_tile(unsigned char* to, const TensorMap& map, Mbarrier& full, int token, int head, int sequence) {

@@ -27,28 +27,16 @@ struct Shared {
   QueryStats stats[Tile::stages][Tile::queries];
 };
 
-// The queries that the block goes over, in tiles from `begin` on, for each head of the group.
-struct Range {
-  int begin, tiles, steps;
-};
-
-__device__ Range range_of(const AttentionProblem& p, const Place& at, const Window& window, int queries) {
-  const int first = at.tile * kHopperRows, begin = max(0, first - window.high);
-  const int end = min(at.queries, min(first + kHopperRows, at.keys) - window.low);
-  const int tiles = end > begin ? (end - begin + queries - 1) / queries : 0;
-  return {begin, tiles, tiles * static_cast<int>(p.heads / p.kv_heads)};
-}
-
 // One warp; its lane 0 starts the copies.
 template <class tile, bool by_keys>
 __device__ void copy_tiles(const AttentionProblem& p, const AttentionTensors& t, const AttentionGradients& g, const Place& at,
-                           int kv_head, const Range& range, const HopperMaps& maps, unsigned char* tiles,
+                           int kv_head, const TileRange& range, const HopperMaps& maps, unsigned char* tiles,
                            Shared<tile>& shared) {
   using own = typename tile::own;
   using passing = typename tile::passing;
   const bool packed = p.cu_seqlens_q != nullptr, starts = lane() == 0;
   const int sequence = packed ? 0 : at.sequence, group = static_cast<int>(p.heads / p.kv_heads);
-  if (starts && range.steps > 0) {
+  if (starts && range.tiles > 0) {
     mbarrier_arrive_expect(shared.own_full, (by_keys ? 2 : 1) * kHopperGroups * own::bytes);
     for (int i = 0; i < kHopperGroups; ++i) {
       const int key = at.first_key + at.tile * kHopperRows + i * 64;
@@ -56,7 +44,7 @@ __device__ void copy_tiles(const AttentionProblem& p, const AttentionTensors& t,
       if constexpr (by_keys) load_tile<own>(tiles + tile::v + i * own::bytes, maps.v, shared.own_full, key, kv_head, sequence);
     }
   }
-  for (int step = 0; step < range.steps; ++step) {
+  for (int step = 0; step < range.tiles * group; ++step) {
     const int stage = step % tile::stages, nth = step / range.tiles, head = kv_head * group + nth;
     const int query = range.begin + step % range.tiles * tile::queries;
     unsigned char *q_tile = tiles + tile::q + stage * passing::bytes;
@@ -87,7 +75,7 @@ __device__ void copy_tiles(const AttentionProblem& p, const AttentionTensors& t,
 
 template <class T, int D, bool by_values, bool by_keys, bool capped>
 __device__ void compute_tiles(const AttentionProblem& p, const AttentionGradients& g, const BackwardAccess& access,
-                              const Place& at, int kv_head, const Window& window, const Range& range, int group,
+                              const Place& at, int kv_head, const Window& window, const TileRange& range, int group,
                               unsigned char* tiles, Shared<Tile<D, capped>>& shared) {
   using tile = Tile<D, capped>;
   using passing = typename tile::passing;
@@ -103,7 +91,8 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionGradient
     mbarrier_wait(shared.full[stage], step / tile::stages & 1);
     start_rows_times_rows<T, D>(s, k, first + wgmma_bytes(tile::q + stage * passing::bytes));
   };
-  if (range.steps > 0) {
+  if (range.tiles > 0) {
+    const int steps = range.tiles * static_cast<int>(p.heads / p.kv_heads);
     mbarrier_wait(shared.own_full, 0);
     start_scores(0);
     for (int step = 0;;) {
@@ -132,7 +121,7 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionGradient
         start_scores_times_rows<T>(sums_v, probabilities, grad_out + wgmma_rows_together(passing::panel));
       }
       if constexpr (by_keys) start_scores_times_rows<T>(sums_k, by_scores, q + wgmma_rows_together(passing::panel));
-      if (++step == range.steps) break;
+      if (++step == steps) break;
       start_scores(step);
       if constexpr (by_values) wgmma_wait<1>(sums_v);
       if constexpr (by_keys) wgmma_wait<1>(sums_k);
@@ -168,7 +157,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   const Place at = find_tile(p, true, static_cast<int>(blockIdx.x) / kv_heads, kHopperRows, [](const char* text) { stop(text); });
   if (at.tile < 0) return;
   const Window window(p, at);
-  const Range range = range_of(p, at, window, tile::queries);
+  const TileRange range = queries_that_see(at, window, tile::queries);  // for each head of the group
 
   __shared__ Shared<tile> shared;
   unsigned char* const tiles = first_tile();

@@ -26,21 +26,9 @@ struct Barriers {
   Mbarrier k_full[Tile<D>::k_stages], k_empty[Tile<D>::k_stages], v_full[Tile<D>::v_stages], v_empty[Tile<D>::v_stages];
 };
 
-// The keys that the block goes over, in tiles from `begin` on.
-struct Range {
-  int begin, tiles;
-};
-
-template <int D>
-__device__ Range range_of(const Place& at, const Window& window) {
-  const int first = at.tile * kHopperRows, begin = max(0, first + window.low);
-  const int end = min(at.keys, min(first + kHopperRows, at.queries) + window.high);
-  return {begin, end > begin ? (end - begin + Tile<D>::keys - 1) / Tile<D>::keys : 0};
-}
-
 // One warp; its lane 0 starts the copies.
 template <int D>
-__device__ void copy_tiles(const AttentionProblem& p, const Place& at, int head, const Range& range, const HopperMaps& maps,
+__device__ void copy_tiles(const AttentionProblem& p, const Place& at, int head, const TileRange& range, const HopperMaps& maps,
                            unsigned char* tiles, Barriers<D>& barriers) {
   using tile = Tile<D>;
   using own = typename tile::own;
@@ -83,7 +71,7 @@ __device__ void copy_tiles(const AttentionProblem& p, const Place& at, int head,
 
 template <class T, int D>
 __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors& t, const AttentionGradients& g, bool pairs,
-                              const Place& at, int head, const Window& window, const Range& range, int group,
+                              const Place& at, int head, const Window& window, const TileRange& range, int group,
                               unsigned char* tiles, Barriers<D>& barriers) {
   using tile = Tile<D>;
   using passing = typename tile::passing;
@@ -155,8 +143,8 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors&
   store_rows<T, D>(to, g.q_at.token, own, at.queries, static_cast<int>(p.head_dim), pairs, sums, {p.scale, p.scale});
 }
 
-// Registers are those at the launch. Dynamic shared memory: 113 KiB for 64 features, 185 for 96 and 128, 217 for 192, 225 for 256.
-// Budget: 168 registers, 112 bytes shared, no spills.
+// Registers are those at the launch. Dynamic shared memory: 93 KiB for 64 features, 185 for 96 and 128, 217 for 192, 225 for 256.
+// Budget: 168 registers, 96 bytes shared, no spills.
 template <class T, int D>
 __global__ void __launch_bounds__(kHopperThreads, 1)
     query_gradient(const __grid_constant__ HopperMaps maps, AttentionProblem p, AttentionTensors t, AttentionGradients g,
@@ -168,7 +156,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   const Place at = find_tile(p, false, unit, kHopperRows, [](const char* text) { stop(text); });
   if (at.tile < 0) return;
   const Window window(p, at);
-  const Range range = range_of<D>(at, window);
+  const TileRange range = keys_seen(at, window, Tile<D>::keys);
 
   __shared__ Barriers<D> barriers;
   unsigned char* const tiles = first_tile();

@@ -9,8 +9,8 @@ namespace shoestring::cuda {
 namespace {
 
 // A ring takes what shared memory has. Up to 128 features the two warpgroups start their products by turns, so that one of them
-// takes exponentials while the other's products run; above, products are most of the time anyway. Three warpgroups of queries, of 160 registers, do not hold 128 keys' scores and
-// probabilities beside the sums.
+// takes exponentials while the other's products run; above, products are most of the time anyway. Three warpgroups, of 160
+// registers, do not hold 128 keys' scores and probabilities beside the sums.
 template <int D>
 struct Tile {
   static constexpr int keys = D <= 128 ? 128 : 64, stages = D == 64 ? 4 : D == 192 ? 3 : 2;

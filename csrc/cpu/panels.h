@@ -171,20 +171,23 @@ template <class Packed, class Element>
 void pack(const typename Element::Type* source, int64_t lines, int64_t depth, int64_t line_stride, int64_t depth_stride,
           int64_t width, float* out) {
   const int64_t panel = kernels::packed_size(depth, Packed::kSteps, width);
-  const int64_t together = line_stride == 1 ? kTogether : depth;
-  for (int64_t d = 0; d < depth; d += together) {
-    const int64_t count = depth - d < together ? depth - d : together;
+  const auto some = [&](int64_t first) { return lines - first < width ? lines - first : width; };
+  if (line_stride != 1) {
+    for (int64_t first = 0; first < lines; first += width, out += panel) {
+      transpose<Packed, Element>(source + first * line_stride, some(first), depth, line_stride, width, out);
+    }
+    return;
+  }
+  for (int64_t d = 0; d < depth; d += kTogether) {
+    const int64_t count = depth - d < kTogether ? depth - d : kTogether;
     float* to = out + d / Packed::kSteps * width;
     for (int64_t first = 0; first < lines; first += width, to += panel) {
-      const int64_t some = lines - first < width ? lines - first : width;
-      const auto* from = source + first * line_stride + d * depth_stride;
+      const auto* from = source + first + d * depth_stride;
       const int64_t readable = (depth - 1 - d) * depth_stride + lines - first;
-      if (line_stride == 1 && width > kLanes) {
-        copy<Packed, Element, kWide>(from, some, readable, count, depth_stride, width, to);
-      } else if (line_stride == 1) {
-        copy<Packed, Element, 1>(from, some, readable, count, depth_stride, width, to);
+      if (width > kLanes) {
+        copy<Packed, Element, kWide>(from, some(first), readable, count, depth_stride, width, to);
       } else {
-        transpose<Packed, Element>(from, some, depth, line_stride, width, to);
+        copy<Packed, Element, 1>(from, some(first), readable, count, depth_stride, width, to);
       }
     }
   }

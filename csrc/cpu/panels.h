@@ -165,8 +165,6 @@ void transpose(const typename Element::Type* source, int64_t lines, int64_t dept
   }
 }
 
-constexpr int64_t kTogether = 16;  // of the depth, which all panels read while it is in cache
-
 template <class Packed, class Element>
 void pack(const typename Element::Type* source, int64_t lines, int64_t depth, int64_t line_stride, int64_t depth_stride,
           int64_t width, float* out) {
@@ -178,8 +176,10 @@ void pack(const typename Element::Type* source, int64_t lines, int64_t depth, in
     }
     return;
   }
-  for (int64_t d = 0; d < depth; d += kTogether) {
-    const int64_t count = depth - d < kTogether ? depth - d : kTogether;
+  // So much of the depth is read by all panels while it is in cache, where steps that are pages apart share few places.
+  const int64_t together = depth_stride * static_cast<int64_t>(sizeof(typename Element::Type)) < 4096 ? 32 : 16;
+  for (int64_t d = 0; d < depth; d += together) {
+    const int64_t count = depth - d < together ? depth - d : together;
     float* to = out + d / Packed::kSteps * width;
     for (int64_t first = 0; first < lines; first += width, to += panel) {
       const auto* from = source + first + d * depth_stride;

@@ -25,6 +25,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "GptOss": {"head_dim": 16, "sliding_window": 5, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
     "GPT2": {},
     "Phi": {},
+    # Its mask has the window, and its layers do not pass it on.
+    "Phimoe": {"sliding_window": 5, "num_local_experts": 4},
 }
 
 
@@ -74,7 +76,7 @@ def test_generates_the_same(name: str) -> None:
 
 
 def test_no_mask_of_tokens_by_tokens() -> None:
-    """What the models' masks become: nothing, or (batch, keys)."""
+    """What the models' masks become: nothing, or (batch, keys), and a window another size of it."""
     from transformers import masking_utils
 
     mask = functools.partial(mask_of, masking_utils)
@@ -86,7 +88,10 @@ def test_no_mask_of_tokens_by_tokens() -> None:
     found = mask(2, 9, 9, attention_mask=padded)
     assert found is not None and torch.equal(found, padded)
     sliding = masking_utils.sliding_window_causal_mask_function(4)
-    assert mask(2, 9, 9, mask_function=sliding, local_size=4) is None
+    found = mask(2, 9, 9, mask_function=sliding, local_size=4)
+    assert found is not None and found.shape == (2, 0, 4)
+    found = mask(2, 9, 9, mask_function=sliding, local_size=4, attention_mask=padded)
+    assert found is not None and found.shape == (2, 9, 4) and found.stride(2) == 0 and torch.equal(found[..., 3], padded)
     # Other forms are those of sdpa: chunks, and queries that are not the last tokens.
     chunks = masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.long))
     assert _is_sliding(sliding, 4, None) and not _is_sliding(chunks, 4, None)
@@ -143,6 +148,14 @@ def test_packed_batch() -> None:
     for n in lengths:
         assert relative_error(logits[:, begin : begin + n], ours(ids[:, begin : begin + n]).logits) < 2e-6
         begin += n
+
+
+def test_packed_batch_of_a_layer_that_does_not_say_its_window() -> None:
+    _, ours = pair("Phimoe")
+    starts = torch.tensor([0, 4, 9], dtype=torch.int32)
+    anything = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    with pytest.raises(TypeError, match="sliding_window: expected PhimoeAttention to pass it for packed sequences"):
+        ours(torch.randint(0, VOCAB, (1, 9)), attention_mask=anything, cu_seq_lens_q=starts, cu_seq_lens_k=starts)
 
 
 def test_dropout_in_training() -> None:

@@ -120,7 +120,7 @@ def test_what_is_left_alone_says_why() -> None:
     report = patch_layers(model)
     text = str(report)
     assert "model.norm: left alone: a norm that computes something else" in text
-    assert "model.layers.0.mlp: left alone: a forward of its own, or an activation" in text
+    assert "model.layers.0.mlp: left alone: a forward of its own, parts besides, or an activation" in text
     assert "model.layers.1.self_attn: left alone: a forward of its own" in text
     assert len(report.left) == 3 and "model.layers.0.self_attn: fused rotary embedding" in text
     report.undo()
@@ -235,3 +235,55 @@ def test_a_layer_that_does_more_is_left_alone() -> None:
     report = patch_layers(model)
     assert not any("residual sum" in change.what for change in report.changes)
     assert any("Llama's or Gemma's" in why for _, why in report.left)
+
+
+def test_scales_of_a_residual_stay() -> None:
+    """Doge's layers multiply what they add to by weights that begin as ones: on a new model the sum alone is the same."""
+    model = transformers.DogeForCausalLM(transformers.DogeConfig(**SMALL)).eval()
+    ids = torch.randint(0, SMALL["vocab_size"], (2, 9))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.input_residual.uniform_(0.5, 2)
+    model(ids, labels=ids).loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    report = shoestring.patch(model)
+    assert "residual sum" not in str(report)
+    model(ids, labels=ids).loss.backward()
+    for name, p in model.named_parameters():
+        assert (p.grad is None) == (gradients[name] is None), name
+        assert p.grad is None or (p.grad - gradients[name]).norm() <= 1e-5 * gradients[name].norm() + 1e-8, name
+
+
+@pytest.mark.parametrize("how", ["module", "function"])
+def test_a_dropout_within_an_mlp_stays(how: str) -> None:
+    """In eval mode, in which MLPs are tried, it does nothing."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+
+    class Dropping(type(model.model.layers[0].mlp)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return self.drop(y) if how == "module" else torch.nn.functional.dropout(y, 0.5, self.training)
+
+    for layer in model.model.layers:
+        layer.mlp.__class__ = Dropping
+        if how == "module":
+            layer.mlp.drop = torch.nn.Dropout(0.5)
+    report = shoestring.patch(model)
+    assert not any(".mlp" in change.where for change in report.changes), report
+    assert sum("parts besides" in why for _, why in report.left) == SMALL["num_hidden_layers"]
+
+
+def test_a_layer_norm_of_its_own_stays() -> None:
+    """Nemotron's adds 1 to its weights."""
+    model = transformers.NemotronForCausalLM(transformers.NemotronConfig(**SMALL))
+    report = shoestring.patch(model)
+    assert "fused LayerNorm" not in str(report)
+    assert ("model.norm", "a LayerNorm that computes something else") in report.left
+
+
+def test_a_decoder_alone() -> None:
+    """The loss that is tried asks for no cache, which a decoder without its encoder cannot make."""
+    config = transformers.BartConfig(vocab_size=64, max_position_embeddings=64, d_model=32, decoder_layers=1, decoder_ffn_dim=48,
+                                     decoder_attention_heads=4)
+    assert shoestring.patch(transformers.BartForCausalLM(config)).changes

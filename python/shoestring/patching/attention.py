@@ -41,7 +41,6 @@ def attend(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
@@ -50,23 +49,27 @@ def attend(
     cu_seq_lens_k: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: (batch, heads, tokens, head_dim) to (batch, tokens, heads, value_dim)."""
+    """transformers' attention function: (batch, heads, tokens, head_dim) to (batch, tokens, heads, value_dim).
+
+    The window is the mask's, as with sdpa: not every layer that has one passes it on.
+    """
     if kwargs.get("cache") is not None:
         raise TypeError("shoestring's attention: cache: expected no paged cache; set attn_implementation to 'paged|sdpa' to serve")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     packed = cu_seq_lens_q is not None
+    window = attention_mask.size(2) if attention_mask is not None and attention_mask.dim() == 3 else None
     bias = None
-    if attention_mask is not None and not packed:
-        whole = attention_mask.dim() == 4
-        bias = attention_mask if whole else attention_mask[:, None, None, :].bool()
-        if whole:  # it says what causal and the window would
-            bias = bias[..., : key.size(2)]
-            causal, sliding_window = False, None
+    if packed:
+        window = _window_of(module, kwargs) if window is None else window
+    elif attention_mask is not None and attention_mask.dim() == 4:  # it says what causal and the window would
+        bias, causal = attention_mask[..., : key.size(2)], False
+    elif attention_mask is not None and attention_mask.size(1) > 0:
+        bias = (attention_mask if window is None else attention_mask[..., 0])[:, None, None, :].bool()
     if position_bias is not None:
         bias = position_bias if bias is None else _sum(position_bias, bias)
     options: dict[str, Any] = {
         "causal": causal,
-        "window": (sliding_window - 1, -1) if sliding_window else None,
+        "window": (window - 1, -1) if window else None,
         "softcap": softcap or 0.0,
         "scale": scaling,
         "bias": bias,
@@ -80,6 +83,16 @@ def attend(
     else:
         out = attention(query, key, value, **options).transpose(1, 2)
     return out, None
+
+
+def _window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
+    """Of packed sequences, for which transformers makes no mask: what the layer says, as it does to flash attention."""
+    if "sliding_window" not in kwargs and getattr(getattr(module, "config", None), "sliding_window", None):
+        raise TypeError(
+            f"shoestring's attention: sliding_window: expected {type(module).__name__} to pass it for packed sequences, received "
+            "none; leave out cu_seq_lens_q, or set config.sliding_window to None"
+        )
+    return kwargs.get("sliding_window")
 
 
 def _ints(t: Tensor | None) -> Tensor | None:
@@ -105,9 +118,10 @@ def mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """transformers' mask function: None, or which keys are padding, (batch, keys), where ``attend`` knows the rest.
+    """transformers' mask function: None, or which keys are no padding, (batch, keys), where ``attend`` knows the rest.
 
-    Else, with another mask than a causal one, a sliding window or none, what ``sdpa`` would get.
+    With a sliding window (batch, keys, window), of which only the sizes are new: nothing of it is in memory. Without padding
+    that has no keys. Else, with another mask than a causal one, a sliding window or none, what ``sdpa`` would get.
     """
     function = masking.causal_mask_function if mask_function is None else mask_function
     known = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length  # queries are the last tokens
@@ -125,10 +139,14 @@ def mask(
             mask_function=function, attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=False,
             allow_is_bidirectional_skip=False, **kwargs,
         )  # fmt: skip
-    if attention_mask is None:
-        return None
-    seen = attention_mask[:, kv_offset : kv_offset + kv_length]
-    return None if not torch.compiler.is_compiling() and seen.all() else seen
+    seen = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
+    if seen is not None and not torch.compiler.is_compiling() and seen.all():
+        seen = None
+    if function is masking.causal_mask_function or local_size is None:
+        return seen
+    if seen is None:
+        seen = torch.empty(batch_size, 0, dtype=torch.bool, device=kwargs.get("device"))
+    return seen[:, :, None].expand(-1, -1, local_size)
 
 
 def _is_sliding(function: Callable[..., Tensor], size: int, config: Any) -> bool:

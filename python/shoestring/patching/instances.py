@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -38,3 +39,15 @@ def _reduce(self: Any, protocol: Any) -> Any:
     """As the plain module, so that copies and files know nothing of the derived class."""
     state = object.__reduce_ex__(self, 2)[2]
     return object.__new__, (getattr(self, PLAIN),), {k: v for k, v in state.items() if k not in getattr(self, PRIVATE)}
+
+
+def has_only(module: nn.Module, parts: set[str]) -> bool:
+    """Whether a module is these parts alone: a forward in place of its own would pass over weights besides, which a trial need
+    not show, where a scale is still one."""
+    return set(module._modules) <= parts and not module._parameters and not module._buffers
+
+
+def names_dropout(module: nn.Module) -> bool:
+    """Whether a module's forward calls one, which a trial in eval mode does not show."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is None or any("dropout" in name for name in code.co_names)

@@ -21,7 +21,7 @@ from shoestring.ops.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from shoestring.ops.rope import rope, rope_reference
 from shoestring.ops.swiglu import swiglu
 from shoestring.patching.head_norms import JOINT, TURNS, joint, made
-from shoestring.patching.instances import derive
+from shoestring.patching.instances import derive, has_only, names_dropout
 
 Found = tuple[str, str, Callable[[], None]]  # where, what, how to take it back
 Left = tuple[str, str]  # where, and why it is left alone
@@ -44,6 +44,8 @@ def fuse_norms(model: nn.Module) -> tuple[list[Found], list[Left]]:
             left.append((name, "a forward of its own, another library's"))
         elif not isinstance(weight, Tensor) or weight.ndim != 1 or hasattr(weight, "device_mesh"):
             left.append((name, "no weight over the last dimension, or a sharded one"))
+        elif layer and type(module).forward is not nn.LayerNorm.forward:
+            left.append((name, "a LayerNorm that computes something else"))
         elif layer:
             changes.append((name, "fused LayerNorm", derive(module, {"forward": _layer_norm(type(module).forward)})))
         else:
@@ -192,9 +194,10 @@ def fuse_mlps(model: nn.Module) -> tuple[list[Found], list[Left]]:
     for name, module in list(model.named_modules()):
         if not all(isinstance(module._modules.get(part), nn.Linear) for part in MLP):
             continue
-        found = None if "forward" in module.__dict__ else _gated(module)
+        alone = "forward" not in module.__dict__ and has_only(module, {*MLP, "act_fn"}) and not names_dropout(module)
+        found = _gated(module) if alone else None
         if found is None:
-            left.append((name, "a forward of its own, or an activation that is neither silu nor gelu"))
+            left.append((name, "a forward of its own, parts besides, or an activation that is neither silu nor gelu"))
             continue
         function, what = found
         changes.append((name, f"fused {what}", derive(module, {"forward": _mlp(type(module).forward, function)})))

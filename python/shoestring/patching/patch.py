@@ -251,10 +251,12 @@ def _loss_of_few(model: Any) -> float:
     table = model.get_input_embeddings().weight
     ids = torch.arange(8, device=table.device).remainder(table.shape[0])[None]
     modes = [(module, module.training) for module in model.modules()]
+    # Some caches ask for layers that a model need not have, or for an encoder.
+    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     model.eval()
     try:
         with torch.no_grad():
-            return float(model(input_ids=ids, labels=ids, return_dict=True).loss)
+            return float(model(input_ids=ids, labels=ids, return_dict=True, **options).loss)
     finally:
         for module, mode in modes:
             module.training = mode

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoestring.patching.instances import derive
+from shoestring.patching.instances import derive, has_only
 from shoestring.patching.layers import ADD, Found, Left
 
 NORMS = ("input_layernorm", "post_attention_layernorm")  # transformers' names: Llama's, Qwen's, Mistral's
@@ -34,9 +34,9 @@ def fuse_residuals(model: nn.Module, run: Callable[[], object]) -> tuple[list[Fo
 
 def _looks_so(module: nn.Module) -> bool:
     parts = module._modules
-    known = {*NORMS, *INNER, "self_attn", "mlp"}  # what is more, a dropout for one, would be passed over
+    known = {*NORMS, *INNER, "self_attn", "mlp"}
     second = parts.get(INNER[0], parts.get(NORMS[1]))
-    return set(parts) <= known and all(name in parts for name in (*NORMS, "self_attn", "mlp")) and hasattr(second, ADD)
+    return has_only(module, known) and all(name in parts for name in (*NORMS, "self_attn", "mlp")) and hasattr(second, ADD)
 
 
 def _tried(kinds: dict[type, None], layers: list[tuple[str, nn.Module]], run: Callable[[], object]) -> dict[type, bool]:

@@ -1,7 +1,7 @@
 #pragma once
 
 // A type that numbers have in memory, as registers of fp32 and back. `Pair` is two registers' numbers in whatever order they
-// come cheapest, for where numbers stay by themselves.
+// come cheapest, for where numbers stay by themselves; as_pair makes one of two registers in order, in_order the reverse.
 
 #include "cpu/vec.h"
 
@@ -11,10 +11,15 @@ struct Pair {
   F32 first, second;
 };
 
+// A NaN with nothing in its lower half, as store_pair of bf16 wants those that it is made from.
+SHOESTRING_INLINE F32 plain_nan(F32 x) { return x == x ? x : splat(__builtin_nanf("")); }
+
 struct Float {
   using Type = float;
   static SHOESTRING_METHOD Pair load_pair(const float* p) { return {load(p), load(p + kLanes)}; }
   static SHOESTRING_METHOD void store_pair(float* p, Pair x) { store(p, x.first, x.second); }
+  static SHOESTRING_METHOD Pair as_pair(Pair x) { return x; }
+  static SHOESTRING_METHOD Pair in_order(Pair x) { return x; }
   static SHOESTRING_METHOD F32 load(const float* p) { return load_as<F32>(p); }
   static SHOESTRING_METHOD void store(float* p, F32 x, F32 y) {
     __builtin_memcpy(p, &x, sizeof x);
@@ -32,6 +37,16 @@ struct BFloat16 {
     const U32 both = (round_upper_half(x.first) >> 16) | (round_upper_half(x.second) & 0xffff0000u);
     __builtin_memcpy(p, &both, sizeof both);
   }
+  static SHOESTRING_METHOD Pair as_pair(Pair x) {
+    I32 even;
+    for (int i = 0; i < kLanes; ++i) even[i] = 2 * i;
+    return {__builtin_shuffle(x.first, x.second, even), __builtin_shuffle(x.first, x.second, even + 1)};
+  }
+  static SHOESTRING_METHOD Pair in_order(Pair x) {
+    I32 both;
+    for (int i = 0; i < kLanes; ++i) both[i] = i / 2 + i % 2 * kLanes;
+    return {__builtin_shuffle(x.first, x.second, both), __builtin_shuffle(x.first, x.second, both + kLanes / 2)};
+  }
   static SHOESTRING_METHOD F32 load(const uint16_t* p) { return from_bf16(load_as<U16>(p)); }
   static SHOESTRING_METHOD void store(uint16_t* p, F32 x, F32 y) {
     store_upper_halves(p, rounded_bf16(x), rounded_bf16(y));
@@ -41,6 +56,8 @@ struct Half {
   using Type = uint16_t;
   static SHOESTRING_METHOD Pair load_pair(const uint16_t* p) { return {load(p), load(p + kLanes)}; }
   static SHOESTRING_METHOD void store_pair(uint16_t* p, Pair x) { store(p, x.first, x.second); }
+  static SHOESTRING_METHOD Pair as_pair(Pair x) { return x; }
+  static SHOESTRING_METHOD Pair in_order(Pair x) { return x; }
   static SHOESTRING_METHOD F32 load(const uint16_t* p) { return from_fp16(load_as<U16>(p)); }
   static SHOESTRING_METHOD void store(uint16_t* p, F32 x, F32 y) {
     const U16 both[2] = {to_fp16(x), to_fp16(y)};

@@ -1,5 +1,5 @@
-// The angles of a token are read once for all of its heads, and each head once: rotated where it lies, whatever its
-// strides, and with a norm from a copy of it in the nearest cache.
+// The angles of a token stay in registers while all of its heads are turned by them, and each head is read once: rotated where
+// it lies, whatever its strides, and with a norm from a copy of it in the nearest cache.
 
 #include "kernels/rope.h"
 
@@ -55,6 +55,35 @@ SHOESTRING_INLINE void rotate(const Rope& rope, const typename From::Type* x, co
   sweep<kStep>(rope.rotary_dim, rope.head_dim, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
     put_some<To>(y + i, get_some<From, kWide>(x + i, n), n);
   });
+}
+
+// All heads of one token without a norm, halves apart: a step's angles turn that step of each head.
+template <class E>
+SHOESTRING_INLINE void rotate_heads(const Rope& rope, int64_t heads, const typename E::Type* x, int64_t x_stride,
+                                    const float* cos, const float* sin, float sign, typename E::Type* y, int64_t y_stride) {
+  const int64_t half = rope.rotary_dim / 2;
+  sweep<kStep>(0, half, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    auto c = as_any<E>(get_some<Float, kWide>(cos + i, n), n), s = as_any<E>(get_some<Float, kWide>(sin + i, n), n);
+    for (int k = 0; k < kWide; ++k) c.value[k] = plain_nan(c.value[k]), s.value[k] = plain_nan(s.value[k] * sign);
+    for (int64_t head = 0; head < heads; ++head) {
+      const auto* from = x + head * x_stride + i;
+      auto* to = y + head * y_stride + i;
+      auto a = get_any<E, kWide>(from, n), b = get_any<E, kWide>(from + half, n);
+#pragma GCC unroll 2
+      for (int k = 0; k < kWide; ++k) {
+        const F32 first = a.value[k], second = b.value[k];
+        a.value[k] = first * c.value[k] - second * s.value[k];
+        b.value[k] = second * c.value[k] + first * s.value[k];
+      }
+      put_any<E>(to, a, n);
+      put_any<E>(to + half, b, n);
+    }
+  });
+  if (rope.rotary_dim == rope.head_dim) return;
+  for (int64_t head = 0; head < heads; ++head) {
+    __builtin_memcpy(y + head * y_stride + rope.rotary_dim, x + head * x_stride + rope.rotary_dim,
+                     (rope.head_dim - rope.rotary_dim) * sizeof(typename E::Type));
+  }
 }
 
 // The sum of body(offset, count, term) over a head, in one register for each of a step's.
@@ -141,6 +170,10 @@ void forward(const Rope& rope, int64_t begin, int64_t end) {
   using T = typename E::Type;
   for_tokens(rope, begin, end, [&](int side, int64_t batch, int64_t token, const float* cos, const float* sin) {
     const RopeHeads& of = rope.sides[side];
+    if (of.weight == nullptr && !rope.interleaved) {
+      return rotate_heads<E>(rope, of.heads, head_at<const T>(of.x, of.x_strides, batch, token, 0), of.x_strides.head,
+                             cos, sin, 1, head_at<T>(of.out, of.out_strides, batch, token, 0), of.out_strides.head);
+    }
     for (int64_t head = 0; head < of.heads; ++head) {
       forward_head<E>(rope, static_cast<const float*>(of.weight), head_at<const T>(of.x, of.x_strides, batch, token, head), cos,
                       sin, head_at<T>(of.out, of.out_strides, batch, token, head));
@@ -155,6 +188,10 @@ void backward(const Rope& rope, int64_t begin, int64_t end, float* grad_weights)
   for_tokens(rope, begin, end, [&](int side, int64_t batch, int64_t token, const float* cos, const float* sin) {
     const RopeHeads& of = rope.sides[side];
     const bool normed = of.weight != nullptr, sums = normed && grad_weights != nullptr;
+    if (!normed && !rope.interleaved) {
+      return rotate_heads<E>(rope, of.heads, head_at<const T>(of.grad, of.grad_strides, batch, token, 0), of.grad_strides.head,
+                             cos, sin, -1, head_at<T>(of.out, of.out_strides, batch, token, 0), of.out_strides.head);
+    }
     float few[kernels::kMostNormedHeadDim];
     if (sums) __builtin_memset(few, 0, rope.head_dim * sizeof few[0]);
     for (int64_t head = 0; head < of.heads; ++head) {

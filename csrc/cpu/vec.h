@@ -248,10 +248,11 @@ SHOESTRING_INLINE U16 to_fp16(F32 x) {
 #endif
 
 SHOESTRING_INLINE float horizontal_sum(F32 v) {
-  float lanes[kLanes], total = 0;
-  store(lanes, v);
-  for (int i = 0; i < kLanes; ++i) total += lanes[i];
-  return total;
+  I32 lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+#pragma GCC unroll 4
+  for (int half = kLanes / 2; half > 0; half /= 2) v += __builtin_shuffle(v, lane ^ half);
+  return v[0];
 }
 SHOESTRING_INLINE float horizontal_max(F32 v) {
   float lanes[kLanes];

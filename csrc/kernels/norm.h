@@ -20,7 +20,7 @@ struct Norm {
   bool wide_weight = true;  // weight, bias and their gradients are fp32, not of x's type
 };
 
-// Pointers to the first row; null: none. Weights on the CPU are fp32.
+// Pointers to the first row; null: none.
 struct NormForward {
   const void *x, *residual;  // residual: what is normalised is x + residual, rounded
   const void *weight, *bias;
@@ -35,15 +35,26 @@ struct NormBackward {
   float *grad_weight, *grad_bias;  // where sums over rows go
 };
 
-struct NormTable {
+// Rows of one type on the CPU. Weight, bias and sums over rows are fp32 in an order of their own, `arranged`; all of them are
+// there, but for the sums where no vector has a gradient, and a bias and its sums only if centred.
+struct NormRows {
   // Rows [begin, end).
   using Forward = void (*)(const Norm& norm, const NormForward& io, int64_t begin, int64_t end);
   // The same; grad_weight and grad_bias (features) are added to.
   using Backward = void (*)(const Norm& norm, const NormBackward& io, int64_t begin, int64_t end);
+  // A vector (features) of fp32 or of x's type, plus a number, and rounded as casting says.
+  using Arrange = void (*)(const void* vector, const Norm& norm, float offset, float* arranged);
+  // Sums over rows in order.
+  using Restore = void (*)(const float* arranged, const Norm& norm, void* sums);
+  Forward forward;
+  Backward backward;
+  Arrange arrange;
+  Restore restore;
+};
+struct NormTable {
   // Columns [begin, end) of the sum of `rows` rows, `stride` apart, into out; that may be the first row.
   using Columns = void (*)(const float* parts, int64_t rows, int64_t stride, int64_t begin, int64_t end, float* out);
-  Forward forward_float, forward_bf16, forward_fp16;
-  Backward backward_float, backward_bf16, backward_fp16;
+  NormRows of_float, of_bf16, of_fp16;
   Columns sum_rows;
 };
 

@@ -27,14 +27,14 @@ int64_t features_of(const Tensor& x) { return x.size(-1); }
 int64_t rows_of(const Tensor& x) { return x.numel() / std::max<int64_t>(1, features_of(x)); }
 int64_t grain(int64_t features) { return std::max<int64_t>(1, kGrain / features); }
 
-// Weight and bias as the kernels take them: fp32, or on CUDA x's type.
+// Weight and bias as the kernels take them: fp32, or x's type where they have it.
 struct Vectors {
   Tensor weight, bias;
   bool wide = true;
 };
-Vectors vectors_of(Backend backend, const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias) {
+Vectors vectors_of(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias) {
   const auto is_x = [&](const OptionalTensor& t) { return !t.has_value() || t->scalar_type() == x.scalar_type(); };
-  const bool wide = backend == Backend::kCpu || !is_x(weight) || !is_x(bias) || x.scalar_type() == at::kFloat;
+  const bool wide = !is_x(weight) || !is_x(bias) || x.scalar_type() == at::kFloat;
   const auto type = wide ? at::kFloat : x.scalar_type();
   const auto convert = [&](const OptionalTensor& t) { return t.has_value() ? t->to(type).contiguous() : Tensor(); };
   return {convert(weight), convert(bias), wide};
@@ -47,6 +47,21 @@ float* floats(const Tensor& t) { return t.defined() ? t.mutable_data_ptr<float>(
 Norm problem(const Tensor& x, const Options& options, bool wide) {
   return {features_of(x), static_cast<float>(options.eps), options.centred, options.casting,
           static_cast<float>(options.offset), wide};
+}
+
+const kernels::NormRows& cpu_rows(const Tensor& x) {
+  const auto& k = cpu::norm();
+  return x.scalar_type() == at::kFloat ? k.of_float : x.scalar_type() == at::kBFloat16 ? k.of_bf16 : k.of_fp16;
+}
+// A weight or bias as the CPU's rows take it; the number if there is none.
+Tensor arranged(const Norm& norm, const Tensor& x, const Tensor& vector, float offset, float none) {
+  Tensor out = at::empty({norm.features}, x.options().dtype(at::kFloat));
+  if (vector.defined()) {
+    cpu_rows(x).arrange(vector.const_data_ptr(), norm, offset, floats(out));
+  } else {
+    std::fill_n(floats(out), norm.features, none);
+  }
+  return out;
 }
 
 Tensor like(const Tensor& x) { return in_huge_pages(at::empty(x.sizes(), x.options())); }
@@ -82,56 +97,50 @@ std::tuple<Tensor, Tensor, Tensor> backward_double(const Tensor& grad, const Opt
 }
 
 // grad_x by rows; with sums, parts of them on the threads, each over the same rows whatever the number of threads.
-std::pair<Tensor, Tensor> backward_cpu(const Norm& problem, kernels::NormBackward io, const Tensor& x, bool weight_grad,
-                                       bool bias_grad) {
-  const auto& k = cpu::norm();
-  const auto run = x.scalar_type() == at::kFloat      ? k.backward_float
-                   : x.scalar_type() == at::kBFloat16 ? k.backward_bf16
-                                                      : k.backward_fp16;
+std::pair<Tensor, Tensor> backward_cpu(const Norm& problem, kernels::NormBackward io, const Tensor& x, const Vectors& vectors,
+                                       bool weight_grad, bool bias_grad) {
+  const auto& k = cpu_rows(x);
   const int64_t rows = rows_of(x), features = problem.features;
+  const Tensor weight = arranged(problem, x, vectors.weight, problem.offset, 1);
+  io.weight = address(weight);
   if (!weight_grad && !bias_grad) {
-    at::parallel_for(0, rows, grain(features), [&](int64_t begin, int64_t end) { run(problem, io, begin, end); });
+    at::parallel_for(0, rows, grain(features), [&](int64_t begin, int64_t end) { k.backward(problem, io, begin, end); });
     return {};
   }
   const int64_t each = std::max((rows + kParts - 1) / kParts, kLeastRows), parts = (rows + each - 1) / each;
-  // Of each part, the sum of all its rows and, if those are many, that of the last few.
-  const bool single = each <= kShort;
-  const int64_t width = single ? features : 2 * features;
-  const auto room_for = [&](bool wanted, at::IntArrayRef sizes) {
-    return wanted ? at::empty(sizes, x.options().dtype(at::kFloat)) : Tensor();
-  };
-  const Tensor to_weight = room_for(weight_grad, {parts, width}), to_bias = room_for(bias_grad, {parts, width});
-  const Tensor all[] = {room_for(weight_grad, {features}), room_for(bias_grad, {features})};
-  at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
+  // Of each part, the sums of all its rows and, if those are many, those of the last few: the weight's, and the bias's.
+  const int64_t width = problem.centred ? 2 * features : features, room = each <= kShort ? width : 2 * width;
+  const Tensor found = at::empty({parts, room}, x.options().dtype(at::kFloat));
+  at::parallel_for(0, parts, std::max<int64_t>(1, grain(features) / each), [&](int64_t first, int64_t last) {
     for (int64_t part = first; part < last; ++part) {
       const int64_t end = std::min(rows, (part + 1) * each);
-      for (const Tensor* sums : {&to_weight, &to_bias}) {
-        if (sums->defined()) std::fill_n(floats(*sums) + part * width, width, 0.f);
-      }
+      float *sums = floats(found) + part * room, *few_sums = sums + room - width;
+      std::fill_n(sums, room, 0.f);
       for (int64_t row = part * each; row < end; row += kShort) {
         kernels::NormBackward few = io;
-        for (auto [sums, at] : {std::pair{&to_weight, &few.grad_weight}, {&to_bias, &few.grad_bias}}) {
-          if (sums->defined()) *at = floats(*sums) + part * width + (single ? 0 : features);
-        }
-        run(problem, few, row, std::min(row + kShort, end));
-        for (float* sums : {few.grad_weight, few.grad_bias}) {
-          if (sums == nullptr || single) continue;
-          k.sum_rows(sums - features, 2, features, 0, features, sums - features);
-          std::fill_n(sums, features, 0.f);
-        }
+        few.grad_weight = few_sums;
+        few.grad_bias = problem.centred ? few_sums + features : nullptr;
+        k.backward(problem, few, row, std::min(row + kShort, end));
+        if (few_sums == sums) continue;
+        cpu::norm().sum_rows(sums, 2, width, 0, width, sums);
+        std::fill_n(few_sums, width, 0.f);
       }
     }
   });
-  at::parallel_for(0, features, std::max<int64_t>(64, kSums / parts), [&](int64_t begin, int64_t end) {
-    for (const auto& [sums, out] : {std::pair{&to_weight, &all[0]}, {&to_bias, &all[1]}}) {
-      if (sums->defined()) k.sum_rows(floats(*sums), parts, width, begin, end, floats(*out));
-    }
+  at::parallel_for(0, width, std::max<int64_t>(64, kSums / parts), [&](int64_t begin, int64_t end) {
+    cpu::norm().sum_rows(floats(found), parts, room, begin, end, floats(found));
   });
-  return {all[0], all[1]};
+  const auto total = [&](bool wanted, int64_t first) {
+    if (!wanted) return Tensor();
+    Tensor out = at::empty({features}, x.options().dtype(problem.wide_weight ? at::kFloat : x.scalar_type()));
+    k.restore(floats(found) + first, problem, out.mutable_data_ptr());
+    return out;
+  };
+  return {total(weight_grad, 0), total(bias_grad, features)};
 }
 
-std::pair<Tensor, Tensor> backward_cuda(const Norm& problem, kernels::NormBackward io, const Tensor& x, bool weight_grad,
-                                        bool bias_grad) {
+std::pair<Tensor, Tensor> backward_cuda(const Norm& problem, kernels::NormBackward io, const Tensor& x, const Vectors& vectors,
+                                        bool weight_grad, bool bias_grad) {
   const auto& k = cuda::table<kernels::NormCuda>(kKernels);
   const auto type = x.scalar_type();
   const int64_t rows = rows_of(x), features = problem.features;
@@ -141,6 +150,7 @@ std::pair<Tensor, Tensor> backward_cuda(const Norm& problem, kernels::NormBackwa
     return wanted ? at::empty({parts, features}, x.options().dtype(at::kFloat)) : Tensor();
   };
   const Tensor to_weight = room_for(weight_grad), to_bias = room_for(bias_grad);
+  io.weight = address(vectors.weight);
   io.grad_weight = floats(to_weight);
   io.grad_bias = floats(to_bias);
   const auto run = type == at::kFloat ? k.backward_float : type == at::kBFloat16 ? k.backward_bf16 : k.backward_fp16;
@@ -182,21 +192,24 @@ Forward forward(Backend backend, const char* op, const Tensor& x, const Optional
     return result;
   }
   const Tensor source = x.contiguous(), other = residual.has_value() ? residual->contiguous() : Tensor();
-  const Vectors vectors = vectors_of(backend, x, weight, bias);
+  const Vectors vectors = vectors_of(x, weight, bias);
   Forward result{like(source), other.defined() ? like(source) : Tensor(), options.centred ? statistic(x) : Tensor(),
                  statistic(x)};
   if (x.numel() == 0) return result;
   const Norm norm = problem(x, options, vectors.wide);
-  const kernels::NormForward io{address(source),  address(other), address(vectors.weight), address(vectors.bias),
-                                room(result.sum), room(result.y), floats(result.mean),     floats(result.rstd)};
+  kernels::NormForward io{address(source),  address(other), address(vectors.weight), address(vectors.bias),
+                          room(result.sum), room(result.y), floats(result.mean),     floats(result.rstd)};
   if (backend == Backend::kCuda) {
     const auto& k = cuda::table<kernels::NormCuda>(kKernels);
     const auto run = type == at::kFloat ? k.forward_float : type == at::kBFloat16 ? k.forward_bf16 : k.forward_fp16;
     check_launch(op, run(norm, io, rows_of(x), stream_of(x)));
     return result;
   }
-  const auto& k = cpu::norm();
-  const auto run = type == at::kFloat ? k.forward_float : type == at::kBFloat16 ? k.forward_bf16 : k.forward_fp16;
+  const Tensor factors = arranged(norm, x, vectors.weight, norm.offset, 1);
+  const Tensor terms = norm.centred ? arranged(norm, x, vectors.bias, -0.f, -0.f) : Tensor();  // x + -0 is x, if x is -0 too
+  io.weight = address(factors);
+  io.bias = address(terms);
+  const auto run = cpu_rows(x).forward;
   at::parallel_for(0, rows_of(x), grain(norm.features), [&](int64_t begin, int64_t end) { run(norm, io, begin, end); });
   return result;
 }
@@ -213,7 +226,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(Backend backend, const char* op, con
   }
   const Tensor source = x.contiguous(), upstream = grad.contiguous();
   const Tensor more = grad_sum.has_value() ? grad_sum->contiguous() : Tensor();
-  const Vectors vectors = vectors_of(backend, x, weight, std::nullopt);
+  const Vectors vectors = vectors_of(x, weight, std::nullopt);
   const Tensor grad_x = like(source);
   if (x.numel() == 0) {
     const auto none = [&](bool wanted, auto type) {
@@ -221,10 +234,10 @@ std::tuple<Tensor, Tensor, Tensor> backward(Backend backend, const char* op, con
     };
     return {grad_x, none(weight_grad, [&] { return weight->scalar_type(); }), none(bias.has_value(), [&] { return *bias; })};
   }
-  const kernels::NormBackward io{address(upstream), address(more), address(source), address(vectors.weight),
-                                 floats(mean),      floats(rstd),  room(grad_x)};
+  const kernels::NormBackward io{address(upstream), address(more), address(source), nullptr,
+                                 floats(mean),      floats(rstd),  room(grad_x),    nullptr, nullptr};
   const auto run = backend == Backend::kCuda ? backward_cuda : backward_cpu;
-  auto [to_weight, to_bias] = run(problem(x, options, vectors.wide), io, source, weight_grad, bias.has_value());
+  auto [to_weight, to_bias] = run(problem(x, options, vectors.wide), io, source, vectors, weight_grad, bias.has_value());
   return {grad_x, weight_grad ? to_weight.to(weight->scalar_type()) : Tensor(), bias ? to_bias.to(*bias) : Tensor()};
 }
 

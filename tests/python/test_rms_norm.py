@@ -140,6 +140,16 @@ def test_not_finite_and_large() -> None:
     torch.testing.assert_close(shoestring.rms_norm(torch.zeros(2, 64), eps=EPS), torch.zeros(2, 64))
 
 
+def test_nans_of_weights_stay_nans(capability: str) -> None:
+    """Also those whose every bit is set, which rounding to bf16 could carry over into a number; and only in their columns."""
+    weight = torch.ones(200)
+    weight[[3, 70, 199]] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    x = torch.randn(5, 200).bfloat16().requires_grad_()
+    y = shoestring.rms_norm(x, weight, eps=EPS)
+    assert torch.equal(y.isnan(), weight.isnan().expand(5, 200))
+    assert torch.autograd.grad(y.float().sum(), x)[0].isnan().all()
+
+
 def test_gradcheck_and_opcheck() -> None:
     x, residual = (torch.randn(3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
     weight = torch.rand(5, dtype=torch.float64, requires_grad=True)

@@ -30,8 +30,11 @@ SHOESTRING_INLINE void write_rows(const Norm& norm, const typename E::Type* x, c
 #pragma GCC unroll 2
     for (int r = 0; r < kRows; ++r) {
       const int64_t at = r * norm.features + i;
-      ask_for(source + at, kRows * norm.features, n);
-      ask_for<true>(y + at, kRows * norm.features, n);
+      if (kCentred) {  // whose reads the pass before this has asked for
+        ask_for<true>(y + at, kRows * norm.features, n);
+      } else {
+        ask_for(source + at, kRows * norm.features, n);
+      }
       if (residual != nullptr) ask_for(residual + at, kRows * norm.features, n);
       Row v = elements<E>(x + at, n);
 #pragma GCC unroll 4
@@ -65,6 +68,7 @@ SHOESTRING_INLINE void centred_squares(int64_t features, const typename E::Type*
   row_sums<2 * kRows>(features, sums, [&](int64_t i, int64_t n, auto& sums) __attribute__((always_inline)) {
 #pragma GCC unroll 2
     for (int r = 0; r < kRows; ++r) {
+      ask_for(x + r * features + i, kRows * features, n);
       const Row v = elements<E>(x + r * features + i, n);
 #pragma GCC unroll 4
       for (int k = 0; k < kWide; ++k) {
@@ -150,6 +154,7 @@ SHOESTRING_INLINE void slopes_of(int64_t features, const typename E::Type* x, co
 #pragma GCC unroll 2
     for (int r = 0; r < kRows; ++r) {
       ask_for(x + r * features + i, kRows * features, n);
+      ask_for(grad + r * features + i, kRows * features, n);
       const Row v = elements<E>(x + r * features + i, n);
       Row g = elements<E>(grad + r * features + i, n);
 #pragma GCC unroll 4
@@ -193,7 +198,6 @@ SHOESTRING_INLINE void backward_rows(const Norm& norm, const kernels::NormBackwa
 #pragma GCC unroll 2
     for (int r = 0; r < kRows; ++r) {
       const int64_t at = r * features + i;
-      ask_for(grad + at, kRows * features, n);
       ask_for<true>(grad_x + at, kRows * features, n);
       const Row v = elements<E>(x + at, n), d = elements<E>(grad + at, n);
       Row result;

@@ -100,8 +100,6 @@ def dense(report: Report, options: argparse.Namespace) -> None:
                 for name, products in (("forward", 2), ("backward", 5)):
                     candidates: Candidates = {}
                     for label, call in calls.items():
-                        if label.endswith("mma.sync") and name == "backward":
-                            continue  # it has one kind of backward
                         run = (lambda c=call: c(*inputs)) if name == "forward" else backward(call, inputs) if works(lambda: call(*inputs)) else None
                         if run is not None and works(run):
                             candidates[label] = run

@@ -89,9 +89,9 @@ def test_no_mask_of_tokens_by_tokens() -> None:
     assert found is not None and torch.equal(found, padded)
     sliding = masking_utils.sliding_window_causal_mask_function(4)
     found = mask(2, 9, 9, mask_function=sliding, local_size=4)
-    assert found is not None and found.shape == (2, 0, 4)
+    assert found is not None and found.shape == (0, 1, 9, 4, 1)
     found = mask(2, 9, 9, mask_function=sliding, local_size=4, attention_mask=padded)
-    assert found is not None and found.shape == (2, 9, 4) and found.stride(2) == 0 and torch.equal(found[..., 3], padded)
+    assert found is not None and found.shape == (2, 1, 9, 4, 1) and found.stride(3) == 0 and torch.equal(found[:, 0, :, 3, 0], padded)
     # Other forms are those of sdpa: chunks, and queries that are not the last tokens.
     chunks = masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.long))
     assert _is_sliding(sliding, 4, None) and not _is_sliding(chunks, 4, None)
@@ -158,6 +158,18 @@ def test_packed_batch_of_a_layer_that_does_not_say_its_window() -> None:
         ours(torch.randint(0, VOCAB, (1, 9)), attention_mask=anything, cu_seq_lens_q=starts, cu_seq_lens_k=starts)
 
 
+def test_a_changed_mask_is_refused() -> None:
+    """DeepSeek V4's layers append to it: what our window became would be another one."""
+    found = mask_of(transformers.masking_utils, 1, 9, 9, local_size=4,
+                    mask_function=transformers.masking_utils.sliding_window_causal_mask_function(4))
+    assert found is not None
+    q = torch.randn(1, 2, 9, 8)
+    attend = shoestring.patching.attention.attend
+    assert attend(torch.nn.Module(), q, q, q, found)[0].shape == (1, 9, 2, 8)
+    with pytest.raises(TypeError, match=r"attention_mask: expected \(batch, 1, 9, window, 1\)"):
+        attend(torch.nn.Module(), q, q, q, torch.nn.functional.pad(found, (0, 3)))
+
+
 def test_dropout_in_training() -> None:
     _, ours = pair("Llama")
     ids, _ = tokens()
@@ -179,6 +191,16 @@ def test_patch_sets_it_and_takes_it_back() -> None:
     assert model.config._attn_implementation == before
     shoestring.patch(model, attention=False)
     assert model.config._attn_implementation == before
+
+
+def test_patch_leaves_attention_that_works_with_another_mask() -> None:
+    """BigBirdPegasus' decoder says that it is not causal; its mask is."""
+    config = transformers.BigBirdPegasusConfig(vocab_size=97, d_model=64, decoder_layers=1, decoder_ffn_dim=96,
+                                               decoder_attention_heads=4, max_position_embeddings=64)
+    model = transformers.BigBirdPegasusForCausalLM(config)
+    report = shoestring.patch(model)
+    assert model.config._attn_implementation == "eager" and report.changes
+    assert any("attention that makes something else of its masks" in why for _, why in report.left)
 
 
 def test_refuses_a_paged_cache() -> None:

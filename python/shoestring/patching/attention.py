@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.ops.attention import attention
+from shoestring.patching.layers import Found, Left
 
 NAME = "shoestring"
 
@@ -57,14 +58,23 @@ def attend(
         raise TypeError("shoestring's attention: cache: expected no paged cache; set attn_implementation to 'paged|sdpa' to serve")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     packed = cu_seq_lens_q is not None
-    window = attention_mask.size(2) if attention_mask is not None and attention_mask.dim() == 3 else None
-    bias = None
-    if packed:
-        window = _window_of(module, kwargs) if window is None else window
-    elif attention_mask is not None and attention_mask.dim() == 4:  # it says what causal and the window would
-        bias, causal = attention_mask[..., : key.size(2)], False
-    elif attention_mask is not None and attention_mask.size(1) > 0:
-        bias = (attention_mask if window is None else attention_mask[..., 0])[:, None, None, :].bool()
+    window, bias = None, None
+    if attention_mask is not None and attention_mask.dim() == 5:  # see mask()
+        batch, _, keys, window, rest = attention_mask.shape
+        if rest != 1 or keys != key.size(2):
+            raise TypeError(
+                f"shoestring's attention: attention_mask: expected (batch, 1, {key.size(2)}, window, 1) as it was made for a "
+                f"sliding window, received {tuple(attention_mask.shape)}, which {type(module).__name__} has changed; set "
+                "attn_implementation to 'eager'"
+            )
+        attention_mask = attention_mask[:, 0, :, 0, 0] if batch > 0 else None
+    elif packed:
+        window = _window_of(module, kwargs)
+    if attention_mask is not None and not packed:
+        if attention_mask.dim() == 4:  # it says what causal and the window would
+            bias, causal = attention_mask[..., : key.size(2)], False
+        else:
+            bias = attention_mask[:, None, None, :].bool()
     if position_bias is not None:
         bias = position_bias if bias is None else _sum(position_bias, bias)
     options: dict[str, Any] = {
@@ -120,8 +130,8 @@ def mask(
 ) -> Tensor | None:
     """transformers' mask function: None, or which keys are no padding, (batch, keys), where ``attend`` knows the rest.
 
-    With a sliding window (batch, keys, window), of which only the sizes are new: nothing of it is in memory. Without padding
-    that has no keys. Else, with another mask than a causal one, a sliding window or none, what ``sdpa`` would get.
+    With a sliding window (batch, 1, keys, window, 1), whose sizes say it: nothing more is in memory. Without padding that has
+    a batch of 0. The last size shows what a model appends to its mask. Else, with another mask than a causal one, a sliding window or none, what ``sdpa`` would get.
     """
     function = masking.causal_mask_function if mask_function is None else mask_function
     known = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length  # queries are the last tokens
@@ -145,8 +155,8 @@ def mask(
     if function is masking.causal_mask_function or local_size is None:
         return seen
     if seen is None:
-        seen = torch.empty(batch_size, 0, dtype=torch.bool, device=kwargs.get("device"))
-    return seen[:, :, None].expand(-1, -1, local_size)
+        seen = torch.empty(0, kv_length, dtype=torch.bool, device=kwargs.get("device"))
+    return seen[:, None, :, None, None].expand(-1, -1, -1, local_size, -1)
 
 
 def _is_sliding(function: Callable[..., Tensor], size: int, config: Any) -> bool:
@@ -163,12 +173,19 @@ def _is_sliding(function: Callable[..., Tensor], size: int, config: Any) -> bool
     return all(bool(function(zero, zero, query, query - back)) == seen for back, seen in keys.items())
 
 
-def use_attention(model: Any) -> list[tuple[str, str, Callable[[], None]]]:
-    """Sets a model's attention implementation; returns where, what, and how to take it back, or nothing where it has none."""
+def use_attention(model: Any, check: Callable[[], object]) -> tuple[list[Found], list[Left]]:
+    """Sets a model's attention implementation, where it has one and ``check`` raises nothing with ours."""
     before = getattr(model.config, "_attn_implementation", None)
     if before not in ("eager", "sdpa") or not model._can_set_attn_implementation():
-        return []
+        return [], []
     model.set_attn_implementation(register_attention())
     if model.config._attn_implementation != NAME:
-        return []
-    return [(type(model).__name__, f"attention of shoestring in place of {before}", lambda: model.set_attn_implementation(before))]
+        return [], []
+    undo = functools.partial(model.set_attn_implementation, before)
+    where = type(model).__name__
+    try:
+        check()
+    except Exception as error:
+        undo()
+        return [], [(where, f"attention that makes something else of its masks: {error}")]
+    return [(where, f"attention of shoestring in place of {before}", undo)], []

@@ -151,23 +151,28 @@ def patch(
             report.left += left
     if projections:
         report.changes += [Change(*change) for change in fuse(target)]
-    if attention:
-        report.changes += [Change(*change) for change in use_attention(target)]
-    try:
+    tolerance = 1e-4 if next(target.parameters()).dtype in (torch.float32, torch.float64) else 3e-2
+
+    def check() -> None:
         ours = _loss_of_few(target)
+        if not abs(own - ours) <= tolerance * max(1.0, abs(own)):
+            raise ValueError(
+                f"shoestring.patch: model: expected the loss of {name}, {own:.5f} on eight tokens, received {ours:.5f} "
+                "without logits; leave this model unpatched"
+            )
+
+    if attention:
+        changes, left = use_attention(target, check)
+        report.changes += [Change(*change) for change in changes]
+        report.left += left
+    try:
+        check()
     except (TypeError, AttributeError) as error:
         report.undo()
         raise TypeError(f"shoestring.patch: model: the loss of {name} needs its logits ({error})") from None
     except BaseException:
         report.undo()
         raise
-    tolerance = 1e-4 if next(target.parameters()).dtype in (torch.float32, torch.float64) else 3e-2
-    if not abs(own - ours) <= tolerance * max(1.0, abs(own)):
-        report.undo()
-        raise ValueError(
-            f"shoestring.patch: model: expected the loss of {name}, {own:.5f} on eight tokens, received {ours:.5f} "
-            "without logits; leave this model unpatched"
-        )
     return report
 
 

@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import platform
+import random
 import statistics
 import time
 from collections import deque
@@ -48,7 +49,8 @@ def arguments(
 
 
 def interleave(candidates: Candidates, repeats: int, device: str = "cpu") -> dict[str, list[float]]:
-    """Seconds of each candidate in each round, after one round that does not count.
+    """Seconds of each candidate in each round, after one round that does not count. Each round has another order: what the
+    one before has left in caches is then nobody's lot alone.
 
     On "cuda": seconds a call, of as many calls in a row as fill ROUND. The host runs ahead, so a call costs the longer
     of the time to launch it and the time on the device; ``graphed`` leaves the latter alone.
@@ -60,10 +62,11 @@ def interleave(candidates: Candidates, repeats: int, device: str = "cpu") -> dic
             for name, run in candidates.items():
                 times[name].append(_event_seconds(run, calls[name]))
         return times
+    order = random.Random(0)
     for round_ in range(repeats + 1):
-        for name, run in candidates.items():
+        for name in order.sample(list(candidates), len(candidates)):
             start = time.perf_counter()
-            run()
+            candidates[name]()
             if round_:
                 times[name].append(time.perf_counter() - start)
     return times

@@ -100,12 +100,15 @@ def dense(report: Report, options: argparse.Namespace) -> None:
                 for name, products in (("forward", 2), ("backward", 5)):
                     candidates: Candidates = {}
                     for label, call in calls.items():
-                        run = (lambda c=call: c(*inputs)) if name == "forward" else backward(call, inputs) if works(lambda: call(*inputs)) else None
-                        if run is not None and works(run):
+                        if not works(lambda c=call: c(*inputs)):
+                            continue
+                        run = (lambda c=call: c(*inputs)) if name == "forward" else backward(call, inputs)
+                        if works(run):
                             candidates[label] = run
                     candidates["limit: its products"] = gemm_probe(rows, tokens, products * dim, dtype, options.device)
                     times = interleave(candidates, options.repeats, options.device)
-                    title = f"{batch} x {heads} heads, {tokens} tokens, d {dim}, {'causal' if causal else 'full'}, {str(dtype)[6:]}, {name}"
+                    kind = f"{'causal' if causal else 'full'}, {str(dtype)[6:]}, {name}"
+                    title = f"{batch} x {heads} heads, {tokens} tokens, d {dim}, {kind}"
                     report.table(title, times, 2 * products * rows * tokens * dim / 1e9, "GFLOP/s")
 
 

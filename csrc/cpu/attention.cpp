@@ -179,7 +179,8 @@ void store_rows(const float* rows, int64_t stride, int64_t count, int64_t size, 
 
 }  // namespace
 
-const kernels::AttentionTable attention{adjust, {soften<false>, soften<true>}, finish, {differentiate<false>, differentiate<true>}, multiply, mask, dots,
+const kernels::AttentionTable attention{adjust, {soften<false>, soften<true>}, finish,
+                                        {differentiate<false>, differentiate<true>}, multiply, mask, dots,
                                         store_rows<Float>, store_rows<BFloat16>, store_rows<Half>};
 
 }  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

@@ -128,7 +128,8 @@ SHOESTRING_INLINE void backward_head(const Rope& rope, const float* weight, cons
   float back[kernels::kMostNormedHeadDim];
   rotate<E, Float>(rope, grad, cos, sin, -1, back);
   const float along = head_sum(rope.head_dim, [&](int64_t i, int64_t n, Some<kWide>& sums) __attribute__((always_inline)) {
-    const auto v = get_some<E, kWide>(x + i, n), d = get_some<Float, kWide>(back + i, n), w = get_some<Float, kWide>(weight + i, n);
+    const auto v = get_some<E, kWide>(x + i, n), d = get_some<Float, kWide>(back + i, n);
+    const auto w = get_some<Float, kWide>(weight + i, n);
     for (int k = 0; k < kWide; ++k) sums.value[k] = fma(d.value[k] * (w.value[k] + rope.offset), v.value[k], sums.value[k]);
   });
   const float slope = along * rstd / static_cast<float>(rope.head_dim);

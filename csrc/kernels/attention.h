@@ -51,7 +51,8 @@ struct AttentionProblem {
 constexpr int64_t kUnlimited = int64_t{1} << 40;
 constexpr uint32_t kAttentionStream = 0xa77e0000u;
 
-/// Numbers are fp32, bf16 or fp16, of one type. The rows of lse are (batch, heads, queries), packed (heads, queries of all): contiguous, and so are delta's.
+/// Numbers are fp32, bf16 or fp16, of one type. The rows of lse are (batch, heads, queries), packed (heads, queries of all):
+/// contiguous, and so are delta's.
 struct AttentionTensors {
   const void *q, *k, *v;
   HeadStrides q_at, k_at, v_at;

@@ -203,7 +203,8 @@ class Forward {
     if (p_.bias != nullptr) fill_bias(kernels_, p_, s, panel.head, panel.queries, keys, added_);
     const auto shape = panel_of(p_, s, panel.head, panel.queries.begin);
     if (edge || p_.bias != nullptr || shape.softcap != 0 || shape.slope != 0) {
-      kernels_.table.adjust(shape, keys.begin, count, p_.bias != nullptr ? static_cast<float*>(added_) : nullptr, edge, scores_, nullptr);
+      const float* added = p_.bias != nullptr ? static_cast<float*>(added_) : nullptr;
+      kernels_.table.adjust(shape, keys.begin, count, added, edge, scores_, nullptr);
     }
     if (p_.seed != nullptr) {
       const auto row = static_cast<uint32_t>(row_of(p_, s, panel.head, panel.queries.begin));

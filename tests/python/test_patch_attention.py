@@ -193,6 +193,15 @@ def test_patch_sets_it_and_takes_it_back() -> None:
     assert model.config._attn_implementation == before
 
 
+def test_refuses_what_it_does_not_know() -> None:
+    """Inkling's layers give a sink for each query, by a name of their own."""
+    q = torch.randn(1, 2, 9, 8)
+    attend = shoestring.patching.attention.attend
+    assert attend(torch.nn.Module(), q, q, q, None, position_ids=torch.arange(9))[0].shape == (1, 9, 2, 8)
+    with pytest.raises(TypeError, match=r"attention: sinks: expected no such tensor, received one of \(1, 2, 9, 1\) from Module"):
+        attend(torch.nn.Module(), q, q, q, None, sinks=torch.zeros(1, 2, 9, 1))
+
+
 def test_patch_leaves_attention_that_works_with_another_mask() -> None:
     """BigBirdPegasus' decoder says that it is not causal; its mask is."""
     config = transformers.BigBirdPegasusConfig(vocab_size=97, d_model=64, decoder_layers=1, decoder_ffn_dim=96,

@@ -56,6 +56,12 @@ def attend(
     """
     if kwargs.get("cache") is not None:
         raise TypeError("shoestring's attention: cache: expected no paged cache; set attn_implementation to 'paged|sdpa' to serve")
+    for name, given in kwargs.items():
+        if isinstance(given, Tensor) and given.is_floating_point() and given.dim() > 0:  # meant for scores: positions are whole
+            raise TypeError(
+                f"shoestring's attention: {name}: expected no such tensor, received one of {tuple(given.shape)} from "
+                f"{type(module).__name__}; set attn_implementation to 'eager'"
+            )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     packed = cu_seq_lens_q is not None
     window, bias = None, None

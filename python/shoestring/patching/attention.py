@@ -137,7 +137,8 @@ def mask(
     """transformers' mask function: None, or which keys are no padding, (batch, keys), where ``attend`` knows the rest.
 
     With a sliding window (batch, 1, keys, window, 1), whose sizes say it: nothing more is in memory. Without padding that has
-    a batch of 0. The last size shows what a model appends to its mask. Else, with another mask than a causal one, a sliding window or none, what ``sdpa`` would get.
+    a batch of 0. The last size shows what a model appends to its mask. Else, with another mask than a causal one, a sliding
+    window or none, what ``sdpa`` would get.
     """
     function = masking.causal_mask_function if mask_function is None else mask_function
     known = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length  # queries are the last tokens

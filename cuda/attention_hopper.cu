@@ -143,10 +143,8 @@ template <class T, int D>
 __global__ void __launch_bounds__(kHopperThreads, 1)
     hopper_forward(const __grid_constant__ HopperMaps maps, AttentionProblem p, AttentionTensors t, bool pairs) {
   using tile = Tile<D>;
-  // The last tiles of causal sequences have the most keys: they go first.
-  const int heads = static_cast<int>(p.heads), units = static_cast<int>(gridDim.x) / heads;
-  const int head = static_cast<int>(blockIdx.x) % heads, unit = units - 1 - static_cast<int>(blockIdx.x) / heads;
-  const Place at = find_tile(p, false, unit, kHopperRows, [](const char* text) { stop(text); });
+  const int head = static_cast<int>(blockIdx.x) % static_cast<int>(p.heads);
+  const Place at = place_of_queries(p);
   if (at.tile < 0) return;
   const Window window(p, at);
   const TileRange range = keys_seen(at, window, Tile<D>::keys);

@@ -44,6 +44,13 @@ __device__ inline TileRange queries_that_see(const Place& at, const Window& wind
   return {max(0, first - window.high), min(at.queries, behind - window.low), rows};
 }
 
+/// The block's queries. The last tiles of causal sequences have the most keys: they go first.
+__device__ inline Place place_of_queries(const AttentionProblem& p) {
+  const int heads = static_cast<int>(p.heads), units = static_cast<int>(gridDim.x) / heads;
+  const int unit = units - 1 - static_cast<int>(blockIdx.x) / heads;
+  return find_tile(p, false, unit, kHopperRows, [](const char* text) { stop(text); });
+}
+
 /// By one thread: starts the copy of the rows from `token` on.
 template <class Tile>
 __device__ void load_tile(unsigned char* to, const TensorMap& map, Mbarrier& full, int token, int head, int sequence) {

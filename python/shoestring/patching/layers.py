@@ -194,14 +194,18 @@ def fuse_mlps(model: nn.Module) -> tuple[list[Found], list[Left]]:
     for name, module in list(model.named_modules()):
         if not all(isinstance(module._modules.get(part), nn.Linear) for part in MLP):
             continue
-        alone = "forward" not in module.__dict__ and has_only(module, {*MLP, "act_fn"}) and not names_dropout(module)
-        found = _gated(module) if alone else None
+        found = _gated(module) if "forward" not in module.__dict__ and is_bare_mlp(module) else None
         if found is None:
             left.append((name, "a forward of its own, parts besides, or an activation that is neither silu nor gelu"))
             continue
         function, what = found
         changes.append((name, f"fused {what}", derive(module, {"forward": _mlp(type(module).forward, function)})))
     return changes, left
+
+
+def is_bare_mlp(module: nn.Module) -> bool:
+    """Whether an MLP has an activation and no more besides its projections."""
+    return has_only(module, {*MLP, "act_fn"}) and not names_dropout(module)
 
 
 def _gated(module: Any) -> tuple[Callable[[Tensor, Tensor], Tensor], str] | None:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from shoestring.nn.together import adapted_swiglu, together
 from shoestring.ops.swiglu import swiglu
-from shoestring.patching.instances import derive, has_only, names_dropout
+from shoestring.patching.instances import derive
+from shoestring.patching.layers import MLP, is_bare_mlp
 
 OUTPUTS = "_shoestring_projections"  # an attribute of an attention module while its forward runs
 ATTENTION = ("q_proj", "k_proj", "v_proj")
-MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def fuse(model: nn.Module) -> list[tuple[str, str, Callable[[], None]]]:
@@ -35,9 +35,7 @@ def fuse(model: nn.Module) -> list[tuple[str, str, Callable[[], None]]]:
         if _has_linears(module, ATTENTION):
             body, what = _attention(original), "query, key and value together"
         elif _has_linears(module, MLP):
-            if not has_only(module, {*MLP, "act_fn"}) or names_dropout(module):
-                continue
-            if not as_written.setdefault(original, _is_swiglu(module)):
+            if not is_bare_mlp(module) or not as_written.setdefault(original, _is_swiglu(module)):
                 continue
             body, what = _mlp(original), "SwiGLU without its products in memory"
         else:

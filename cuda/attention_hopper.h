@@ -70,7 +70,7 @@ __device__ void clear_rows(unsigned char* tile, int first) {
   }
 }
 
-/// d = a b^T over kFeatures features: 64 rows of a tile whose panels are kPanelA bytes apart, and a tile of kColumns rows.
+/// d = a b^T over kFeatures features: a tile of 64 rows, and one of 8 for each of d's tiles.
 template <class T, int kFeatures, int kTiles>
 __device__ void start_rows_times_rows(float (&d)[kTiles][4], uint64_t a, uint64_t b) {
   wgmma_fence(d);
@@ -82,7 +82,7 @@ __device__ void start_rows_times_rows(float (&d)[kTiles][4], uint64_t a, uint64_
   wgmma_commit();
 }
 
-/// d += p b: p in registers as packed() leaves it, b a tile of as many rows, its operand with rows_together.
+/// d += p b: p in registers as pack_scores leaves it, b a tile of as many rows, with wgmma_rows_together.
 template <class T, int kTiles, int kSteps>
 __device__ void start_scores_times_rows(float (&d)[kTiles][4], uint32_t (&p)[kSteps][4], uint64_t b) {
   wgmma_pin(p);

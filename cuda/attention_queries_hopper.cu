@@ -148,7 +148,7 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors&
 template <class T, int D>
 __global__ void __launch_bounds__(kHopperThreads, 1)
     query_gradient(const __grid_constant__ HopperMaps maps, AttentionProblem p, AttentionTensors t, AttentionGradients g,
-                          bool pairs) {
+                   bool pairs) {
   using tile = Tile<D>;
   const int head = static_cast<int>(blockIdx.x) % static_cast<int>(p.heads);
   const Place at = place_of_queries(p);

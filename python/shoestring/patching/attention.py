@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.ops.attention import attention
-from shoestring.patching.layers import Found, Left
+from shoestring.patching.instances import Found, Left
 
 NAME = "shoestring"
 

@@ -13,16 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoestring.patching.instances import derive
+from shoestring.patching.instances import Found, Left, derive
 
 JOINT = "_shoestring_joint"  # of a fused RMSNorm: what rope has to know of it for this x, or None where that is not all
 TURNS = "_shoestring_turns"  # of an attention module: its rotation is rope
 JOINING = "_shoestring_joining"  # an attribute of an attention module, true while its forward runs
 STRICT = "_shoestring_strict"  # another, true while it is tried
 PAIRS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))  # transformers' names
-
-Found = tuple[str, str, Callable[[], None]]  # where, what, how to take it back
-Left = tuple[str, str]  # where, and why it is left alone
 
 
 @dataclass(frozen=True)

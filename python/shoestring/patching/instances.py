@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+Found = tuple[str, str, Callable[[], None]]  # where, what, how to take it back
+Left = tuple[str, str]  # where, and why it is left alone
 PLAIN = "_shoestring_plain"  # of a derived class: the one that copies and files know
 PRIVATE = "_shoestring_private"  # names of attributes that they do not
 

@@ -21,10 +21,8 @@ from shoestring.ops.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from shoestring.ops.rope import rope, rope_reference
 from shoestring.ops.swiglu import swiglu
 from shoestring.patching.head_norms import JOINT, TURNS, joint, made
-from shoestring.patching.instances import derive, has_only, names_dropout
+from shoestring.patching.instances import Found, Left, derive, has_only, names_dropout
 
-Found = tuple[str, str, Callable[[], None]]  # where, what, how to take it back
-Left = tuple[str, str]  # where, and why it is left alone
 ROTATION = "apply_rotary_pos_emb"  # transformers' name of the function in a model's file
 MLP = ("gate_proj", "up_proj", "down_proj")
 ADD = "_shoestring_add"  # of a fused RMSNorm: (x + residual normalised, and that sum)

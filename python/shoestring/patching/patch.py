@@ -161,12 +161,12 @@ def patch(
                 "without logits; leave this model unpatched"
             )
 
-    if attention:
-        changes, left = use_attention(target, check)
+    try:
+        changes, left = use_attention(target, check) if attention else ([], [])
         report.changes += [Change(*change) for change in changes]
         report.left += left
-    try:
-        check()
+        if not changes:  # else it has been
+            check()
     except (TypeError, AttributeError) as error:
         report.undo()
         raise TypeError(f"shoestring.patch: model: the loss of {name} needs its logits ({error})") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from shoestring.nn.together import adapted_swiglu, together
 from shoestring.ops.swiglu import swiglu
-from shoestring.patching.instances import derive
+from shoestring.patching.instances import Found, derive
 from shoestring.patching.layers import MLP, is_bare_mlp
 
 OUTPUTS = "_shoestring_projections"  # an attribute of an attention module while its forward runs
 ATTENTION = ("q_proj", "k_proj", "v_proj")
 
 
-def fuse(model: nn.Module) -> list[tuple[str, str, Callable[[], None]]]:
+def fuse(model: nn.Module) -> list[Found]:
     """Gives attention modules and MLPs of Llama's form a class whose forward takes their projections together.
 
     A module that looks like such an MLP but computes something else, on a token that is tried, is left alone.

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoestring.patching.instances import derive, has_only
-from shoestring.patching.layers import ADD, Found, Left
+from shoestring.patching.instances import Found, Left, derive, has_only
+from shoestring.patching.layers import ADD
 
 NORMS = ("input_layernorm", "post_attention_layernorm")  # transformers' names: Llama's, Qwen's, Mistral's
 INNER = ("pre_feedforward_layernorm", "post_feedforward_layernorm")  # and what Gemma's have besides

@@ -152,3 +152,56 @@ def test_models_that_no_config_describes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected linear layers without adapters"):
         shoestring.save_quantized(model, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
+
+
+def test_a_former_model_goes_and_other_files_stay(tmp_path: Path) -> None:
+    model = shoestring.load_quantized(write_model(tmp_path / "dense"))
+    folder = tmp_path / "saved"
+    shoestring.save_quantized(model, folder, max_shard_bytes=100_000)
+    assert (folder / "model.safetensors.index.json").exists()
+    (folder / "tokenizer.json").write_text("mine")
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text("mine as well")
+    shoestring.save_quantized(model, folder)
+    names = {"adapter", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert {path.name for path in folder.iterdir()} == names
+    assert (folder / "tokenizer.json").read_text() == "mine"
+    assert (folder / "adapter" / "adapter_config.json").read_text() == "mine as well"
+    again = shoestring.load_quantized(folder).state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+
+
+def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
+    model = shoestring.load_quantized(write_model(tmp_path / "dense"))
+    folder = tmp_path / "home"
+    folder.mkdir()
+    for name in ("thesis.tex", "model.safetensors"):
+        (folder / name).write_text("mine")
+        with pytest.raises(ValueError, match=f"save_quantized: directory: expected .* which holds {name} and no config.json"):
+            shoestring.save_quantized(model, folder)
+        assert [path.name for path in tmp_path.glob("home*")] == ["home"] and (folder / name).read_text() == "mine"
+        (folder / name).unlink()
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="save_quantized: directory: expected a folder, received a file"):
+        shoestring.save_quantized(model, tmp_path / "file")
+    shoestring.save_quantized(model, folder)  # empty
+
+
+def test_files_one_by_one_only_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shoestring.load_quantized(write_model(tmp_path / "dense"))
+    folder = tmp_path / "saved"
+    shoestring.save_quantized(model, folder)
+    (folder / "mine").write_text("mine")
+    monkeypatch.chdir(folder)
+    with pytest.raises(ValueError, match="it is, or holds, the current directory; .* or overwrite=True .* neither model"):
+        shoestring.save_quantized(model, ".")
+    inode = (folder / "model.safetensors").stat().st_ino
+    assert (folder / "mine").read_text() == "mine"
+    shoestring.save_quantized(model, ".", overwrite=True)
+    assert (folder / "model.safetensors").stat().st_ino != inode and (folder / "mine").read_text() == "mine"
+    (folder / "config.json").unlink()  # as after a crash
+    with pytest.raises(ValueError, match="no config.json"):
+        shoestring.save_quantized(model, ".")
+    shoestring.save_quantized(model, ".", overwrite=True)
+    again = shoestring.load_quantized(folder).state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())

@@ -48,8 +48,9 @@ def test_a_file_is_whole_or_absent(tmp_path: Path) -> None:
 def test_a_directory_replaces_the_one_before(tmp_path: Path) -> None:
     for content in ("one", "two"):
         with atomic_directory(tmp_path / "d") as folder:
-            (folder / content).write_text(content)
-    assert [p.name for p in tmp_path.rglob("*")] == ["d", "two"]
+            (folder / "config.json").write_text(content)
+    assert [p.name for p in tmp_path.rglob("*")] == ["d", "config.json"]
+    assert (tmp_path / "d/config.json").read_text() == "two"
 
 
 def test_memory_meter_sees_an_allocation() -> None:

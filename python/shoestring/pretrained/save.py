@@ -10,27 +10,36 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shoestring.data.files import atomic_directory
+from shoestring.data.files import CONFIG, MODEL_FILES, atomic_directory, exchange_obstacle, is_partial
 from shoestring.nn.quantized_linear import QuantizedLinear
 
 METHOD = "save_quantized"
 
 
 def save_quantized(
-    model: nn.Module, directory: str | os.PathLike[str], *, max_shard_bytes: int = 4 << 30
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = 4 << 30,
+    overwrite: bool = False,
 ) -> None:
     """Writes config.json and safetensors files that transformers loads over bitsandbytes, and ``load_quantized`` without.
 
-    The directory is complete or not there: one of that name is replaced once everything is on disk.
+    A folder that holds a model is replaced in one step once the new one is on disk: at any moment one of them is there,
+    whole. The former model's files go; every other file in the folder stays.
 
     Args:
         model: a model of transformers with :class:`shoestring.nn.QuantizedLinear` layers, all of 4 bits and one
             quant_type or all of int8; other layers are saved as they are. int4 is not: bitsandbytes cannot read it.
         directory: where to; the tokenizer's files are the caller's, after this.
         max_shard_bytes: tensors of a file; one that is larger has a file of its own.
+        overwrite: replace the files of a former model one by one where the folder cannot be replaced in one step: on a
+            file system without exchange of folders or hard links, a mount point, the current directory, or in a folder
+            that cannot be written. A crash meanwhile leaves a folder without config.json, and neither model.
 
     Raises:
-        ValueError: a model without quantised layers, of several kinds of them, or with adapters.
+        ValueError: a model without quantised layers, of several kinds of them, or with adapters; a directory that is not
+            empty and holds no model, or, without ``overwrite``, one that cannot be replaced in one step.
         OSError: the files cannot be written.
     """
     from safetensors.torch import save_file
@@ -38,6 +47,7 @@ def save_quantized(
     config = copy.deepcopy(model.config)
     config.quantization_config = _quantization_config(model)
     shards = _shards(_distinct(model.state_dict()), max_shard_bytes)
+    _check_directory(Path(directory), overwrite)
     with atomic_directory(Path(directory)) as partial:
         config.save_pretrained(partial)
         if getattr(model, "generation_config", None) is not None:
@@ -49,6 +59,28 @@ def save_quantized(
             save_file(shard, partial / name, metadata={"format": "pt"})
         if len(shards) > 1:
             _write_index(partial / "model.safetensors.index.json", dict(zip(names, shards, strict=True)))
+
+
+def _check_directory(directory: Path, overwrite: bool) -> None:
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise ValueError(f"{METHOD}: directory: expected a folder, received a file, {directory}")
+    name = Path(os.path.realpath(directory)).name
+    held = sorted(entry for entry in os.listdir(directory) if not is_partial(entry, name))
+    # A crash while files were replaced one by one leaves weights alone; the same call may be repeated.
+    if held and CONFIG not in held and not (overwrite and any(map(MODEL_FILES.fullmatch, held))):
+        raise ValueError(
+            f"{METHOD}: directory: expected a new or empty folder, or one that holds a model ({CONFIG}), received "
+            f"{directory}, which holds {held[0]} and no {CONFIG}; give another folder"
+        )
+    obstacle = exchange_obstacle(directory) if held and not overwrite else None
+    if obstacle is not None:
+        raise ValueError(
+            f"{METHOD}: directory: expected a folder that can be replaced in one step, received {directory}: {obstacle}; "
+            f"give another folder, or overwrite=True to replace its files one by one: a crash meanwhile leaves a folder "
+            f"without {CONFIG}, and neither model"
+        )
 
 
 def _quantization_config(model: Any) -> dict[str, Any]:

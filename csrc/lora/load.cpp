@@ -7,6 +7,7 @@
 #include <shoestring/lora.h>
 #include <shoestring/safetensors.h>
 
+#include "lora/config_digest.h"
 #include "lora/initialize.h"
 #include "lora/names.h"
 #include "lora/peft_config.h"
@@ -171,6 +172,10 @@ void load_adapter(torch::nn::Module& module, const std::string& directory, const
   const std::string folder = named ? inner : directory;
   const FileConfig config = read_config(folder + "/" + kConfig);
   const SafetensorsFile file(folder + "/" + kWeights);
+  const auto digest = file.metadata().find(kDigest);  // PEFT's own files have none
+  TORCH_CHECK_VALUE(digest == file.metadata().end() || digest->second == config.digest, "lora::load_adapter: ", file.path(),
+                    ": expected the weights that were saved with ", folder, "/", kConfig, ", received weights of another save, "
+                    "which was interrupted, or a changed configuration; save the adapter again");
   Content content = Sorter(module, file, config).content;
   TORCH_CHECK_VALUE(!content.layers.empty(), "lora::load_adapter: ", file.path(), ": expected tensors of an adapter, received none");
   for (const auto& [name, layer] : adapted_layers(module)) {

@@ -6,6 +6,7 @@
 #include <regex>
 #include <set>
 
+#include "lora/config_digest.h"
 #include "lora/names.h"
 
 namespace shoestring::lora {
@@ -37,6 +38,7 @@ class Fields {
     config_ = Json::parse(file, nullptr, /*allow_exceptions=*/false);
     TORCH_CHECK_VALUE(config_.is_object(), "lora::load_adapter: ", path, ": expected a JSON object, received something else");
   }
+  std::string digest() const { return config_digest(config_); }
   Json operator[](const char* name) const { return config_.value(name, Json()); }
   double number(const char* name, double otherwise) const {
     const Json value = (*this)[name];
@@ -119,6 +121,7 @@ FileConfig read_config(const std::string& path) {
   for (const char* option : kRefused) fields.expect(is_off(fields[option]), option, "none, since nothing else is supported here");
   fields.expect(bias.is_null() || bias.is_string(), "bias", "a name");
   FileConfig config;
+  config.digest = fields.digest();
   if (bias.is_string()) config.bias = bias;
   config.modules_to_save = names_in(fields, "modules_to_save");
   config.alphas = fields["alpha_pattern"].is_object() ? fields["alpha_pattern"] : Json::object();

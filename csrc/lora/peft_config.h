@@ -25,6 +25,7 @@ struct FileConfig {
   std::vector<std::string> modules_to_save;
   Json alphas;       // alpha_pattern
   Json feedforward;  // feedforward_modules
+  std::string digest;  // config_digest of the file
 
   /// A layer's own options. rank: of LoRA's tensors there.
   nn::AnyAdapterOptions own(const std::string& name, int64_t rank) const;

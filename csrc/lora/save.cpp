@@ -7,6 +7,7 @@
 #include <shoestring/safetensors.h>
 
 #include "io/atomic_file.h"
+#include "lora/config_digest.h"
 #include "lora/names.h"
 #include "lora/peft_config.h"
 #include "lora/trained_copy.h"
@@ -56,9 +57,10 @@ void save_one(const torch::nn::Module& module, const std::string& directory, con
     const bool adapted = std::any_of(layers.begin(), layers.end(), [&](const auto& layer) { return layer.first == parent; });
     add(kPrefix + (adapted ? parent + ".base_layer.bias" : name), value);
   }
-  const std::string text = to_file(module, layers, bias, saved).dump(2) + "\n";
+  const Json config = to_file(module, layers, bias, saved);
+  const std::string text = config.dump(2) + "\n";
   make_folders("lora::save_adapter", directory);
-  save_safetensors(directory + "/" + kWeights, tensors, {{"format", "pt"}});
+  save_safetensors(directory + "/" + kWeights, tensors, {{"format", "pt"}, {kDigest, config_digest(config)}});
   AtomicFile file("lora::save_adapter", directory + "/" + kConfig);
   file.write(text.data(), static_cast<int64_t>(text.size()));
   file.commit();

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shoestring.data.files import atomic_file
 from shoestring.lora.adapted import DEFAULT, AdaptedLayer
+from shoestring.lora.config_digest import KEY, check_pair, config_digest
 from shoestring.lora.experts import LoraExperts
 from shoestring.lora.linear import LoraLinear
 from shoestring.lora.options import IA3Options, LoraOptions, Options, PrefixOptions, VeraOptions, VirtualOptions
@@ -34,9 +35,12 @@ def save_adapter(
 ) -> None:
     """Writes the model's adapters as PEFT does: "default" into ``directory``, others into a folder of their name in it.
 
-    Each of an adapter's two files replaces a former one only once it is complete and on disk. An adapter that changed the
-    base ("pissa", "olora", "loftq") is written as what it adds to the base as it was, with twice the rank, so that it
-    loads onto the original; over a quantised base that leaves out what quantising the rest rounded away.
+    Each of an adapter's two files replaces a former one only once it is complete and on disk. The weights hold a digest
+    of their configuration: where a crash leaves files of two saves, :func:`load_adapter` refuses them.
+
+    An adapter that changed the base ("pissa", "olora", "loftq") is written as what it adds to the base as it was, with
+    twice the rank, so that it loads onto the original; over a quantised base that leaves out what quantising the rest
+    rounded away.
 
     Args:
         adapter_names: which to write; None is all.
@@ -53,8 +57,9 @@ def save_adapter(
         tensors, config = _describe(model, name)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {key: value.detach().contiguous().cpu() for key, value in tensors.items()}
-        _replace(folder / WEIGHTS, to_safetensors(tensors, metadata={"format": "pt"}))
         text = json.dumps(config, indent=2, sort_keys=True)
+        metadata = {"format": "pt", KEY: config_digest(json.loads(text))}
+        _replace(folder / WEIGHTS, to_safetensors(tensors, metadata=metadata))
         _replace(folder / CONFIG, (text + "\n").encode())
 
 
@@ -151,14 +156,22 @@ def read_config(path: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """What adapter_model.safetensors holds, by keys without PEFT's prefix."""
+def read_weights(path: Path, config: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+    """What adapter_model.safetensors holds, by keys without PEFT's prefix.
+
+    Raises:
+        ValueError: a damaged file, or one that was not saved with ``config``, the content of adapter_config.json.
+    """
     try:
-        tensors = parse_safetensors(path.read_bytes())
+        data = path.read_bytes()
+        tensors = parse_safetensors(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     except FileNotFoundError:
         raise
     except Exception as error:  # the parser's own class is not exported
         raise ValueError(
             f"lora.load_adapter: {path}: expected a safetensors file, received a damaged one: {error}"
         ) from None
+    if config is not None:
+        check_pair(path, header.get("__metadata__") or {}, path.with_name(CONFIG), config)
     return {key.removeprefix(PREFIX): value for key, value in tensors.items()}

@@ -50,18 +50,20 @@ def load_adapter(
 
     Raises:
         FileNotFoundError: one of the two files is missing.
-        ValueError: a file that is damaged, that needs what is not supported here, or that does not fit the model.
+        ValueError: a file that is damaged, that needs what is not supported here, or that does not fit the model; two
+            files that were not saved together.
     """
     check_name(adapter_name)
     folder = Path(directory)
     if adapter_name != DEFAULT and (folder / adapter_name / CONFIG).exists():
         folder = folder / adapter_name
-    options = from_file(read_config(folder / CONFIG), f"lora.load_adapter: {folder / CONFIG}")
+    config = read_config(folder / CONFIG)
+    options = from_file(config, f"lora.load_adapter: {folder / CONFIG}")
     place = f"lora.load_adapter: {folder / WEIGHTS}"
     if isinstance(options, VirtualOptions):
-        _load_tokens(model, read_weights(folder / WEIGHTS), options, adapter_name, place)
+        _load_tokens(model, read_weights(folder / WEIGHTS, config), options, adapter_name, place)
         return model
-    content = _sort(model, read_weights(folder / WEIGHTS), options, place)
+    content = _sort(model, read_weights(folder / WEIGHTS, config), options, place)
     plan = _plan(model, content, options, place)
     absent = [n for n, m in members(model).items() if adapter_name in m.adapters and n not in (*plan, *content.copies)]
     if absent:

@@ -39,12 +39,7 @@ void AtomicFile::commit() {
   ::close(std::exchange(fd_, -1));
   // The rename itself is on disk once the folder is.
   const auto slash = path_.rfind('/');
-  const std::string folder = slash == std::string::npos ? "." : path_.substr(0, slash + 1);
-  const int fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  const bool synced = fd >= 0 && (::fsync(fd) == 0 || errno == EINVAL);  // EINVAL: a file system without folder sync
-  const int error = errno;
-  if (fd >= 0) ::close(fd);
-  if (!synced) fail("cannot sync the folder", error);
+  sync_folder(caller_, slash == std::string::npos ? "." : path_.substr(0, slash + 1));
 }
 
 void AtomicFile::fail(const char* what, int error) const {
@@ -53,6 +48,19 @@ void AtomicFile::fail(const char* what, int error) const {
                 " bytes: free some space or choose another folder");
   }
   TORCH_CHECK(false, caller_, ": ", path_, ": ", what, ": ", std::strerror(error));
+}
+
+void remove_file(const std::string& caller, const std::string& path) {
+  const bool gone = ::unlink(path.c_str()) == 0 || errno == ENOENT;
+  TORCH_CHECK(gone, caller, ": ", path, ": cannot remove the file: ", std::strerror(errno));
+}
+
+void sync_folder(const std::string& caller, const std::string& path) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  const bool synced = fd >= 0 && (::fsync(fd) == 0 || errno == EINVAL);  // EINVAL: a file system without folder sync
+  const int error = errno;
+  if (fd >= 0) ::close(fd);
+  TORCH_CHECK(synced, caller, ": ", path, ": cannot sync the folder: ", std::strerror(error));
 }
 
 void make_folders(const std::string& caller, const std::string& path) {

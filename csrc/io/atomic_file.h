@@ -25,6 +25,12 @@ class AtomicFile {
   int64_t written_ = 0;
 };
 
+/// Removes a file, where it is there.
+void remove_file(const std::string& caller, const std::string& path);
+
+/// Returns once the names in a folder are on disk.
+void sync_folder(const std::string& caller, const std::string& path);
+
 /// Makes a folder, and those above it, where they are not there. (Not std::filesystem: LibTorch exports an older
 /// library's copy of it, which crashes where it is called.)
 void make_folders(const std::string& caller, const std::string& path);

@@ -1,6 +1,10 @@
+#include <dirent.h>
+#include <fnmatch.h>
+
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <memory>
 #include <set>
 
 #include <ATen/Functions.h>
@@ -184,6 +188,20 @@ void load_dense(const SafetensorsFiles& files, const Step& step) {
   tensor.set_data(files.file(name).load(name).to(tensor.options().dtype(step.dtype)));
 }
 
+constexpr const char* kShard = "model-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].safetensors";
+
+// Loaders that look for an index first would go on reading a former model: its index goes before its shards.
+void remove_shards(const std::string& directory) {
+  remove_file("save_model", directory + "/model.safetensors.index.json");
+  sync_folder("save_model", directory);
+  std::vector<std::string> shards;
+  const std::unique_ptr<DIR, int (*)(DIR*)> entries(::opendir(directory.c_str()), &::closedir);
+  while (const dirent* entry = entries ? ::readdir(entries.get()) : nullptr) {
+    if (::fnmatch(kShard, entry->d_name, 0) == 0) shards.push_back(directory + "/" + entry->d_name);
+  }
+  for (const auto& shard : shards) remove_file("save_model", shard);
+}
+
 }  // namespace
 
 Tensor placeholder(at::IntArrayRef shape, at::ScalarType dtype) {
@@ -235,6 +253,7 @@ void save_model(const torch::nn::Module& module, const std::string& directory) {
   }
   make_folders("save_model", directory);
   save_safetensors(directory + "/model.safetensors", tensors, {{"format", "pt"}});
+  remove_shards(directory);
 }
 
 }  // namespace shoestring

@@ -1,5 +1,6 @@
 """Quantised models from one language to the other: the bytes of C++'s files are Python's, and bitsandbytes'."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shoestring.nn import QuantizedLinear
+from shoestring.pretrained.reader import TensorReader, stored_tensors
 
 BUILD = Path(os.environ.get("SHOESTRING_BUILD", Path(__file__).parents[2] / "build"))
 PROGRAM = BUILD / "tests/cpp/model_file"
@@ -152,3 +154,26 @@ def test_damaged_keys(change: dict[str, Any], part: str, tmp_path: Path) -> None
     assert part in done.stderr
     assert done.stderr.startswith("load_model: ") and done.stderr.count("\n") == 1, done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_cpp_saves_over_a_sharded_model(tmp_path: Path) -> None:
+    """Loaders that look for an index first, as Python's does, read the new model."""
+    model, folder = quantized(dense(torch.float32), quant_type="nf4"), tmp_path / "model"
+    save(dense(torch.float32).state_dict(), tmp_path / "dense.safetensors")
+    names = list(model.state_dict())
+    shards = [f"model-0000{i + 1}-of-00002.safetensors" for i in range(2)]
+    save({name: torch.zeros(1) for name in names[::2]}, folder / shards[0])
+    save({name: torch.zeros(1) for name in names[1::2]}, folder / shards[1])
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {name: shards[i % 2] for i, name in enumerate(names)}})
+    )
+    for name in ("config.json", "model-extra.safetensors", "model-00001-of-00002.safetensors.bak"):
+        (folder / name).write_text("mine")
+    done = run(arguments(tmp_path / "dense.safetensors", folder, quant_type="nf4"))
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json", "model.safetensors", "model-extra.safetensors", "model-00001-of-00002.safetensors.bak"
+    }  # fmt: skip
+    stored = stored_tensors(folder)
+    with TensorReader(stored) as reader:
+        assert all(torch.equal(reader.read(name), tensor) for name, tensor in model.state_dict().items())

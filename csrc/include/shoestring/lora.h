@@ -136,7 +136,9 @@ SHOESTRING_API void unmerge(torch::nn::Module& module);
 /// Writes adapter_config.json and adapter_model.safetensors, as PEFT does: of "default" into the directory, of others into a
 /// folder of their name in it. adapter_names: which; empty is all. The module's names are the model's. An adapter that
 /// changed the base ("pissa", "olora", "loftq") is written as what it adds to the base as it was, with twice the rank, so that
-/// it loads onto the original; over a quantised base that leaves out what quantising the rest rounded away.
+/// it loads onto the original; over a quantised base that leaves out what quantising the rest rounded away. Each file replaces
+/// a former one once it is on disk; the weights hold a digest of their configuration, so that load_adapter refuses two files
+/// of different saves, which a crash can leave.
 SHOESTRING_API void save_adapter(const torch::nn::Module& module, const std::string& directory,
                                  const std::vector<std::string>& adapter_names = {});
 

@@ -40,7 +40,8 @@ SHOESTRING_API void load_model(torch::nn::Module& module, const std::string& pat
 
 /// Writes directory/model.safetensors: parameters and buffers by name, quantised weights by bitsandbytes' keys, a tensor
 /// with several names under the first. Adapters are left out: they are lora::save_adapter's. The bytes are those that
-/// Python's safetensors writes for the same model.
+/// Python's safetensors writes for the same model. The file replaces a former one in one step; the shards and the index of
+/// a former model are removed after that.
 SHOESTRING_API void save_model(const torch::nn::Module& module, const std::string& directory);
 
 }  // namespace shoestring

@@ -160,8 +160,8 @@ def test_config_json_goes_first_and_comes_last(tmp_path: Path, monkeypatch: pyte
     replace, unlink = os.replace, Path.unlink
 
     def record(call: Callable[..., None]) -> Callable[..., None]:
-        def recorded(*arguments: Path) -> None:
-            call(*arguments)
+        def recorded(*arguments: Path, **options: bool) -> None:
+            call(*arguments, **options)
             seen.append((path / "config.json").exists())
 
         return recorded
@@ -171,7 +171,7 @@ def test_config_json_goes_first_and_comes_last(tmp_path: Path, monkeypatch: pyte
             (folder / name).write_text("new")
         monkeypatch.setattr(os, "replace", record(replace))
         monkeypatch.setattr(Path, "unlink", record(unlink))
-    assert seen == [False] * 5 + [True]  # two files of the former model, four of the new one
+    assert seen == [False] * 6 + [True]  # config.json and the index go, a file goes, four come
 
 
 def test_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 PARTIAL = ".partial"  # suffix of everything that is still being written
-CONFIG = "config.json"  # no loader takes a model's folder without it
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 # A model's own files. A folder that replaces another one keeps all other files of its predecessor.
 MODEL_FILES = re.compile(
     r"(generation_)?config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
@@ -189,18 +189,26 @@ def _exchange(first: Path, second: Path) -> None:
 
 
 def _replace_files(new: Path, path: Path) -> None:
-    """Move the files of ``new`` into ``path``, over those of a model: its config.json goes first, the new one comes last."""
-    for name in sorted(filter(MODEL_FILES.fullmatch, os.listdir(path)), key=lambda name: name != CONFIG):
-        (path / name).unlink()
-        if name == CONFIG:
-            _fsync(path)
-    for name in sorted(os.listdir(new), key=lambda name: name == CONFIG):
+    """Move the files of ``new`` into ``path``, over those of a model. No loader takes ``path`` while files of two are there.
+
+    config.json and the index of the shards go first; the new ones come last.
+    """
+    last = (INDEX, CONFIG)
+    for name in reversed(last):
+        (path / name).unlink(missing_ok=True)
+        _fsync(path)
+    names = os.listdir(new)
+    for name in sorted(set(names).difference(last)):
         if (new / name).is_dir() and (path / name).is_dir():
             _replace_files(new / name, path / name)
-            continue
-        if name == CONFIG:
-            _fsync(path)
-        os.replace(new / name, path / name)
+        else:
+            os.replace(new / name, path / name)
+    for name in set(filter(MODEL_FILES.fullmatch, os.listdir(path))).difference(names):
+        (path / name).unlink()
+    for name in last:
+        _fsync(path)
+        if name in names:
+            os.replace(new / name, path / name)
     _fsync(path)
 
 

@@ -66,10 +66,11 @@ def _check_directory(directory: Path, overwrite: bool) -> None:
         return
     if not directory.is_dir():
         raise ValueError(f"{METHOD}: directory: expected a folder, received a file, {directory}")
-    name = Path(os.path.realpath(directory)).name
-    held = sorted(entry for entry in os.listdir(directory) if not is_partial(entry, name))
-    # A crash while files were replaced one by one leaves weights alone; the same call may be repeated.
-    if held and CONFIG not in held and not (overwrite and any(map(MODEL_FILES.fullmatch, held))):
+    entries, name = os.listdir(directory), Path(os.path.realpath(directory)).name
+    held = sorted(entry for entry in entries if not is_partial(entry, name))
+    # A crash while files are replaced one by one leaves these two without config.json; the call may be repeated.
+    interrupted = len(held) < len(entries) or any(map(MODEL_FILES.fullmatch, held))
+    if held and CONFIG not in held and not (overwrite and interrupted):
         raise ValueError(
             f"{METHOD}: directory: expected a new or empty folder, or one that holds a model ({CONFIG}), received "
             f"{directory}, which holds {held[0]} and no {CONFIG}; give another folder"

@@ -13,12 +13,30 @@ namespace {
 
 using Json = nlohmann::json;
 
-const char* const kComputation[] = {
-    "peft_type",           "r",              "lora_alpha",         "rank_pattern",      "alpha_pattern",
-    "use_rslora",          "use_dora",       "lora_dropout",       "lora_bias",         "bias",
-    "target_modules",      "exclude_modules", "layers_to_transform", "layers_pattern",   "modules_to_save",
-    "target_parameters",   "vera_dropout",   "d_initial",          "projection_prng_key", "save_projection",
-    "feedforward_modules", "num_virtual_tokens", "prefix_projection", "encoder_hidden_size"};
+const char* const kComputation[] = {"peft_type",
+                                    "r",
+                                    "lora_alpha",
+                                    "rank_pattern",
+                                    "alpha_pattern",
+                                    "use_rslora",
+                                    "use_dora",
+                                    "lora_dropout",
+                                    "lora_bias",
+                                    "bias",
+                                    "target_modules",
+                                    "exclude_modules",
+                                    "layers_to_transform",
+                                    "layers_pattern",
+                                    "modules_to_save",
+                                    "target_parameters",
+                                    "vera_dropout",
+                                    "d_initial",
+                                    "projection_prng_key",
+                                    "save_projection",
+                                    "feedforward_modules",
+                                    "num_virtual_tokens",
+                                    "prefix_projection",
+                                    "encoder_hidden_size"};
 
 bool is_off(const Json& value) {
   return value.is_null() || value == false || (!value.is_primitive() && value.empty()) || value == "";
@@ -37,7 +55,8 @@ std::string canonical(const Json& value, int depth = 0) {
   if (value.is_boolean()) return value.get<bool>() ? "t" : "f";
   if (value.is_number()) {
     char bits[18];
-    std::snprintf(bits, sizeof bits, "d%016llx", static_cast<unsigned long long>(std::bit_cast<uint64_t>(value.get<double>())));
+    std::snprintf(bits, sizeof bits, "d%016llx",
+                  static_cast<unsigned long long>(std::bit_cast<uint64_t>(value.get<double>())));
     return bits;
   }
   if (value.is_string()) {

@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,44 @@ def test_folders_of_dead_processes_go_and_those_of_others_stay(tmp_path: Path) -
     assert (tmp_path / "model/config.json").read_text() == "first"
 
 
+def read_together(path: Path) -> list[str]:
+    """The texts of files of one folder, whatever takes its place meanwhile."""
+    folder, texts = os.open(path, os.O_RDONLY), []
+    try:
+        for name in ("config.json", "a", "b", "c"):
+            with open(name, opener=lambda name, flags: os.open(name, flags, dir_fd=folder)) as file:
+                texts.append(file.read())
+    finally:
+        os.close(folder)
+    return texts
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_several_writers_leave_one_whole_folder(tmp_path: Path, foreign: bool) -> None:
+    path = tmp_path / "model"
+    if foreign:
+        path.mkdir()
+        (path / "mine").write_text("mine")
+    start = multiprocessing.get_context("fork").Barrier(4)
+
+    def write(number: int) -> None:
+        start.wait()
+        for i in range(15):
+            fill(path, **{name: f"{number} {i}" for name in ("config_json", "a", "b", "c")})
+
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=write, args=(number,)) for number in range(4)]
+    for process in processes:
+        process.start()
+    while any(process.is_alive() for process in processes):
+        with suppress(FileNotFoundError):  # the folder that was opened has been replaced, or there is none yet
+            assert len(set(read_together(path))) == 1
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert os.listdir(tmp_path) == ["model"]
+    assert len({(path / name).read_text() for name in ("config.json", "a", "b", "c")}) == 1
+    assert not foreign or (path / "mine").read_text() == "mine"
+
+
 def no_exchange(first: Path, second: Path) -> None:
     raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
@@ -143,7 +182,7 @@ def in_place(path: Path) -> None:
     assert path.stat().st_ino == inode
 
 
-def test_files_one_by_one_where_the_file_system_cannot_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_by_one_where_the_file_system_cannot_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_exchange", no_exchange)
     path = tmp_path / "model"
     path.mkdir()

@@ -1,4 +1,4 @@
-"""adapter_config.json and adapter_model.safetensors of two saves do not load, in either language; edited descriptions do."""
+"""Configuration and weights of two saves do not load, in either language; a pair with edited descriptions does."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_files_of_two_saves_are_refused(run: Run, tmp_path: Path) -> None:
 def test_which_changes_of_the_configuration_count(run: Run, tmp_path: Path) -> None:
     lora.save_adapter(train(adapted()), tmp_path / "saved")
     descriptions = {
-        "base_model_name_or_path": "another/name", "revision": "main", "task_type": "CAUSAL_LM", "inference_mode": False,
-        "peft_version": "0.21", "auto_mapping": {"a": 1}, "unknown": [1],
+        "base_model_name_or_path": "another/name", "revision": "main", "task_type": "CAUSAL_LM", "unknown": [1],
+        "inference_mode": False, "peft_version": "0.21", "auto_mapping": {"a": 1},
     }  # fmt: skip
     same = {
         "target_modules": ["up_proj", "down_proj"], "lora_alpha": 6.0, "use_dora": "absent", "rank_pattern": None,
@@ -68,18 +68,19 @@ def test_which_changes_of_the_configuration_count(run: Run, tmp_path: Path) -> N
         folder = Path(shutil.copytree(tmp_path / "saved", tmp_path / f"edited{number}"))
         edit(folder, **changes)
         loads(folder, run)
-    for number, (name, value) in enumerate(
-        {"lora_alpha": 6.5, "use_rslora": True, "lora_dropout": 0.1, "alpha_pattern": {"up_proj": 1}, "bias": "all"}.items()
-    ):
-        folder = Path(shutil.copytree(tmp_path / "saved", tmp_path / f"refused{number}"))
+    different = {
+        "lora_alpha": 6.5, "use_rslora": True, "lora_dropout": 0.1, "alpha_pattern": {"up_proj": 1}, "bias": "all"
+    }  # fmt: skip
+    for name, value in different.items():
+        folder = Path(shutil.copytree(tmp_path / "saved", tmp_path / name))
         edit(folder, **{name: value})
         refused(folder, run)
 
 
 def test_a_configuration_that_peft_wrote_again_still_fits(run: Run, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    kinds = [{}, {"config": lora.IA3Options, "feedforward_modules": ["down_proj"]}, {"config": lora.VeraOptions, "rank": 8}]
-    for number, options in enumerate(kinds):
+    ia3 = {"config": lora.IA3Options, "feedforward_modules": ["down_proj"]}
+    for number, options in enumerate([{}, ia3, {"config": lora.VeraOptions, "rank": 8}]):
         folder = tmp_path / str(number)
         lora.save_adapter(train(adapted(**options)), folder)
         before = (folder / CONFIG).read_text()

@@ -61,9 +61,9 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Yield a folder to fill; it takes the place of ``path`` when the block ends, or is removed after an exception.
 
-    A former folder and the new one are exchanged in one step. Files of the former folder stay, unless they are a model's
-    own (``MODEL_FILES``) or the new folder has files of their names. Where ``exchange_obstacle`` finds one, the files are
-    replaced one by one: a crash meanwhile leaves a folder without config.json.
+    A former folder and the new one are exchanged in one step. Files of the former folder stay, unless they are a
+    model's own (``MODEL_FILES``) or the new folder has files of their names. Where ``exchange_obstacle`` finds one,
+    the files are replaced one by one: a crash meanwhile leaves a folder without config.json.
 
     Raises:
         OSError: the folder cannot be written. A former folder is as before, unless its files were replaced one by one.
@@ -77,22 +77,18 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         for folder, _, names in os.walk(partial):
             for name in names:
                 _fsync(Path(folder, name))
-        replaces = path.exists() and not in_place
-        if replaces:
+        if path.exists() and not in_place:
             _keep_files(path, partial)
             _copy_attributes(path, partial)
         for folder, _, _ in os.walk(partial):
             _fsync(Path(folder))
         if in_place:
             _replace_files(partial, path)
-        elif replaces:
-            _exchange(partial, path)
-            _fsync(path.parent)
-            with suppress(FileNotFoundError):  # another process removes the former folder
-                _keep_files(partial, path)  # files that were written there since
         else:
-            os.replace(partial, path)
+            _put(partial, path)
             _fsync(path.parent)
+            with suppress(FileNotFoundError):  # there was no former folder, or another process removes it
+                _keep_files(partial, path)  # files that were written there since
 
 
 def exchange_obstacle(path: Path) -> str | None:
@@ -179,6 +175,16 @@ def _copy_attributes(former: Path, new: Path) -> None:
     shutil.copystat(former, new)
 
 
+def _put(new: Path, path: Path) -> None:
+    """Rename a folder to ``path``; a former one that is not empty takes its name, in the same step."""
+    try:
+        os.replace(new, path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        _exchange(new, path)
+
+
 def _exchange(first: Path, second: Path) -> None:
     """Swap two names in one step."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # of Linux alone
@@ -189,9 +195,9 @@ def _exchange(first: Path, second: Path) -> None:
 
 
 def _replace_files(new: Path, path: Path) -> None:
-    """Move the files of ``new`` into ``path``, over those of a model. No loader takes ``path`` while files of two are there.
+    """Move the files of ``new`` into ``path``, over those of a model.
 
-    config.json and the index of the shards go first; the new ones come last.
+    config.json and the index of the shards go first; the new ones come last. No loader takes the folder in between.
     """
     last = (INDEX, CONFIG)
     for name in reversed(last):

@@ -1,4 +1,4 @@
-"""A digest of an adapter's configuration, kept in the metadata of its weights: two files of different saves do not load.
+"""A digest of an adapter's configuration, kept in the metadata of its weights: files of two saves do not load.
 
 csrc/lora/config_digest.cpp computes the same.
 """

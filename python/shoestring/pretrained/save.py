@@ -38,8 +38,8 @@ def save_quantized(
             that cannot be written. A crash meanwhile leaves a folder without config.json, and neither model.
 
     Raises:
-        ValueError: a model without quantised layers, of several kinds of them, or with adapters; a directory that is not
-            empty and holds no model, or, without ``overwrite``, one that cannot be replaced in one step.
+        ValueError: a model without quantised layers, of several kinds of them, or with adapters; a directory that is
+            not empty and holds no model, or, without ``overwrite``, one that cannot be replaced in one step.
         OSError: the files cannot be written.
     """
     from safetensors.torch import save_file
@@ -78,9 +78,9 @@ def _check_directory(directory: Path, overwrite: bool) -> None:
     obstacle = exchange_obstacle(directory) if held and not overwrite else None
     if obstacle is not None:
         raise ValueError(
-            f"{METHOD}: directory: expected a folder that can be replaced in one step, received {directory}: {obstacle}; "
-            f"give another folder, or overwrite=True to replace its files one by one: a crash meanwhile leaves a folder "
-            f"without {CONFIG}, and neither model"
+            f"{METHOD}: directory: expected a folder that can be replaced in one step, received {directory}: {obstacle};"
+            " give another folder, or overwrite=True to replace its files one by one: a crash meanwhile leaves a folder"
+            f" without {CONFIG}, and neither model"
         )
 
 

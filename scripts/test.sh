@@ -23,6 +23,7 @@ run emulator "$simt/simt_tests"
 run C++-emulated env LD_PRELOAD="$simt/libshoestring_simt.so" "$build/tests/cpp/shoestring_tests"
 run Python python -m pytest
 run Python-emulated env SHOESTRING_BUILD="$(realpath "$build")" python -m pytest --backend=simt
+run crash python -m pytest tests/crash
 run consumer tests/consumer/run.sh "$build"
 run gates python scripts/check_ptxas.py "$build"
 
@@ -49,6 +50,7 @@ add_catch emulator
 add_catch C++-emulated
 add_pytest Python
 add_pytest Python-emulated
+add_pytest crash
 add consumer "$(grep -c '^ok ' "$logs/consumer")" "$(grep -c '^not ok ' "$logs/consumer")"
 add gates "$(count gates passed)" "$(count gates failed)"
 sed -n 's/^skipped/gates skipped/p' "$logs/gates"

@@ -1,0 +1,87 @@
+// Preloaded (LD_PRELOAD): kills a process right before its n-th system call that changes a name or a file's
+// length, or makes either durable. A forked process arms itself with kill_at; its parent reads the count.
+
+#include <dlfcn.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <new>
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+struct Shared {  // with processes that are forked later
+  std::atomic<long> calls{0}, last{0};
+  std::atomic<pid_t> process{0};
+  std::atomic<bool> exchanges{true};
+};
+
+Shared& shared() {
+  static Shared* const memory =
+      new (::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)) Shared;
+  return *memory;
+}
+
+__attribute__((constructor)) void map_before_fork() { shared(); }
+
+void count() {
+  if (shared().process == ::getpid() && ++shared().calls == shared().last) ::kill(::getpid(), SIGKILL);
+}
+
+}  // namespace
+
+/// From now on this process's calls are counted; the n-th kills it. n = 0 only counts. exchanges = false:
+/// renameat2 fails as on a file system without RENAME_EXCHANGE.
+EXPORTED void kill_at(long n, bool exchanges) {
+  shared().calls = 0;
+  shared().last = n;
+  shared().exchanges = exchanges;
+  shared().process = ::getpid();
+}
+
+EXPORTED long calls_counted() { return shared().calls; }
+
+// The declaration gives the function its C name without the headers' exception specification.
+#define COUNTED(name, parameters, arguments)                                                 \
+  EXPORTED int counted_##name parameters asm(#name);                                         \
+  EXPORTED int counted_##name parameters {                                                   \
+    static const auto next = reinterpret_cast<int(*) parameters>(::dlsym(RTLD_NEXT, #name)); \
+    count();                                                                                 \
+    return next arguments;                                                                   \
+  }
+
+COUNTED(rename, (const char* from, const char* to), (from, to))
+COUNTED(renameat, (int a, const char* from, int b, const char* to), (a, from, b, to))
+COUNTED(fsync, (int fd), (fd))
+COUNTED(fdatasync, (int fd), (fd))
+COUNTED(mkdir, (const char* path, mode_t mode), (path, mode))
+COUNTED(mkdirat, (int fd, const char* path, mode_t mode), (fd, path, mode))
+COUNTED(unlink, (const char* path), (path))
+COUNTED(unlinkat, (int fd, const char* path, int flags), (fd, path, flags))
+COUNTED(rmdir, (const char* path), (path))
+COUNTED(remove, (const char* path), (path))
+COUNTED(link, (const char* from, const char* to), (from, to))
+COUNTED(linkat, (int a, const char* from, int b, const char* to, int flags), (a, from, b, to, flags))
+COUNTED(symlink, (const char* to, const char* path), (to, path))
+COUNTED(symlinkat, (const char* to, int fd, const char* path), (to, fd, path))
+COUNTED(truncate, (const char* path, off_t size), (path, size))
+COUNTED(truncate64, (const char* path, off_t size), (path, size))
+COUNTED(ftruncate, (int fd, off_t size), (fd, size))
+COUNTED(ftruncate64, (int fd, off_t size), (fd, size))
+
+EXPORTED int counted_renameat2(int a, const char* from, int b, const char* to,
+                               unsigned flags) asm("renameat2");
+EXPORTED int counted_renameat2(int a, const char* from, int b, const char* to, unsigned flags) {
+  static const auto next = reinterpret_cast<decltype(&counted_renameat2)>(::dlsym(RTLD_NEXT, "renameat2"));
+  if (!shared().exchanges && flags != 0) {
+    errno = EINVAL;
+    return -1;
+  }
+  count();
+  return next(a, from, b, to, flags);
+}

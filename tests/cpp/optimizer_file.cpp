@@ -45,7 +45,7 @@ std::unique_ptr<LowMemoryOptimizer> make(const std::string& name, const Groups& 
 std::unique_ptr<torch::optim::Optimizer> around(const std::string& name, const Groups& groups, double max_grad_norm) {
   const AdamWOptions options = AdamWOptions(0.01).weight_decay(0.3).state("fp32");
   const auto apollo = name == "APOLLOMini" ? APOLLOOptions::mini() : APOLLOOptions().rank(4).scale(0.5);
-  std::unique_ptr<detail::LowRankCore> optimizer;
+  std::unique_ptr<shoestring::optim::detail::LowRankCore> optimizer;
   if (name == "GaLore") {
     optimizer = std::make_unique<GaLore<AdamW>>(groups, options, GaLoreOptions().rank(4).update_proj_gap(2).seed(3));
   } else if (name == "APOLLO" || name == "APOLLOMini") {

@@ -7,6 +7,8 @@ build=$1
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 status=0
+SHOESTRING_BUILD=$(realpath "$build") || exit  # whose programs the Python suites run
+export SHOESTRING_BUILD
 export OMP_WAIT_POLICY=passive  # threads that spin are slow where the machine does anything else
 
 run() {  # NAME COMMAND...
@@ -17,12 +19,12 @@ run() {  # NAME COMMAND...
   "$@" 2>&1 | tee "$logs/$name" || status=1
   echo "($((SECONDS - start)) s)" >>"$logs/$name.time"
 }
-simt=$(realpath "$build")/tests/simt
+simt=$SHOESTRING_BUILD/tests/simt
 run C++ "$build/tests/cpp/shoestring_tests"
 run emulator "$simt/simt_tests"
 run C++-emulated env LD_PRELOAD="$simt/libshoestring_simt.so" "$build/tests/cpp/shoestring_tests"
 run Python python -m pytest
-run Python-emulated env SHOESTRING_BUILD="$(realpath "$build")" python -m pytest --backend=simt
+run Python-emulated python -m pytest --backend=simt
 run crash python -m pytest tests/crash
 run consumer tests/consumer/run.sh "$build"
 run gates python scripts/check_ptxas.py "$build"

@@ -8,16 +8,15 @@ marked ``device`` run, and factory functions make their tensors where the backen
 import ctypes
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
+from build_folder import EMULATOR
 
 import shoestring  # noqa: F401  (registers the operators)
 
 CAPABILITIES = ("plain", "avx2", "avx512")
 GPUS = {"sm_80": 80, "sm_90a": 90}  # that the emulator can say it is: host code chooses other kernels for each
-EMULATOR = Path(os.environ.get("SHOESTRING_BUILD", Path(__file__).parents[2] / "build")) / "tests/simt/libshoestring_simt.so"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from build_folder import BUILD, REPOSITORY
 
 import shoestring
 
-REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"OMP_WAIT_POLICY": "passive"}  # threads that spin are slow on a busy machine
 
 
 def build_example(name: str) -> Path:
     """Configures and builds an example; the folder is kept, so that a second run only relinks what changed."""
-    build = REPOSITORY / "build" / name
+    build = BUILD / name
     configure = ["cmake", "-S", REPOSITORY / "examples/cpp" / name, "-B", build, "-DCMAKE_BUILD_TYPE=Release",
                  "-DCMAKE_CXX_FLAGS_RELEASE=-O0",  # the work is in the libraries
                  f"-DCMAKE_PREFIX_PATH={shoestring.cmake_prefix_path}", f"-DTorch_ROOT={Path(torch.__file__).parent}"]  # fmt: skip

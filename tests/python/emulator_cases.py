@@ -9,12 +9,12 @@ not, exp and log are the GPU's own, and cuBLAS sums in its own order.
 
 import json
 import math
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from build_folder import EMULATOR
 from emulator_attention import attention
 from optimizer_rules import ADAMW, LION, SGD, Rule, blocks
 from torch import Tensor
@@ -280,8 +280,7 @@ CASES: tuple[Callable[[str], Results], ...] = (
 def run(backend: str, file: Path) -> None:
     """Every case; one that raises is saved as its message."""
     if backend == "simt":
-        build = Path(os.environ.get("SHOESTRING_BUILD", Path(__file__).parents[2] / "build"))
-        torch.ops.load_library(str(build / "tests/simt/libshoestring_simt.so"))
+        torch.ops.load_library(str(EMULATOR))
     saved: dict[str, Results | str] = {}
     for case in CASES:
         try:

@@ -6,21 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from build_folder import BUILD, REPOSITORY
 
 from shoestring import _load
 
-ROOT = Path(__file__).parents[2]
-BUILDS = [path.parent for path in ROOT.glob("build*/CMakeCache.txt")]
 
-
-@pytest.mark.skipif(not BUILDS, reason="no build folder to make the wheel from")
+@pytest.mark.skipif(not (BUILD / "CMakeCache.txt").exists(), reason="no build folder to make the wheel from")
 def test_pip_installs_into_an_environment_that_has_pytorch(tmp_path: Path) -> None:
-    build = max(BUILDS, key=lambda path: (path / "build.json").stat().st_mtime)
-    environment = {**os.environ, "SHOESTRING_BUILD_DIR": str(build)}
+    environment = {**os.environ, "SHOESTRING_BUILD_DIR": str(BUILD)}
     environment.pop("PYTHONPATH", None)
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
     installed = tmp_path / "site"
-    subprocess.run([*pip, "--target", str(installed), str(ROOT)], check=True, env=environment)
+    subprocess.run([*pip, "--target", str(installed), str(REPOSITORY)], check=True, env=environment)
 
     wheel = next(installed.glob("shoestring-*.dist-info/WHEEL")).read_text()
     assert "Tag: py3-none-linux_" in wheel  # the libraries do not depend on Python

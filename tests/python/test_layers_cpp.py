@@ -1,19 +1,16 @@
 """nn.Attention and nn.GatedMLP in C++: the same names of weights, and the same results and gradients from one file."""
 
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from build_folder import program
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import shoestring
-
-BUILD = Path(os.environ.get("SHOESTRING_BUILD", Path(__file__).parents[2] / "build"))
-PROGRAM = BUILD / "tests/cpp/layer_file"
 
 QWEN = {"num_kv_heads": 2, "head_dim": 16, "qk_norm": True, "causal": True, "norm_eps": 1e-5}
 ATTENTION: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -59,7 +56,7 @@ def compare(kind: str, module: nn.Module, options: dict[str, Any], inputs: dict[
     save_file(module.state_dict(), files[0])
     save_file(inputs, files[1])
     text = ",".join(f"{key}:{value}" for key, value in options.items())
-    done = subprocess.run([PROGRAM, kind, text, *files], capture_output=True, text=True)
+    done = subprocess.run([program("layer_file"), kind, text, *files], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     theirs = load_file(files[2])
     x = inputs["x"].clone().requires_grad_()
@@ -95,6 +92,6 @@ def test_a_file_that_does_not_go_with_the_module(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     save_file(shoestring.nn.GatedMLP(64, 32).state_dict(), path)
     save_file(inputs_of({}, ()), tmp_path / "inputs.safetensors")
-    command = [PROGRAM, "mlp", "features:64,hidden_features:96", path, tmp_path / "inputs.safetensors", path]
+    command = [program("layer_file"), "mlp", "features:64,hidden_features:96", path, tmp_path / "inputs.safetensors", path]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and "proj.weight" in done.stderr and "[96, 64]" in done.stderr, done.stderr

@@ -1,6 +1,5 @@
 """Adapters from one language to the other: what C++ computes and saves, Python and PEFT compute and load, and the reverse."""
 
-import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -8,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from build_folder import program
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoestring import lora
-
-BUILD = Path(os.environ.get("SHOESTRING_BUILD", Path(__file__).parents[2] / "build"))
-PROGRAM = BUILD / "tests/cpp/adapter_file"
 
 
 class Block(nn.Module):
@@ -60,7 +57,7 @@ def run(tmp_path: Path) -> Callable[..., dict[str, Tensor]]:
                 command = f"{name}={outputs[name]}" + ("," + rest if name == "rows" else "")
             arguments.append(command)
         files = [tmp_path / "model.safetensors", tmp_path / "ids.safetensors"]
-        done = subprocess.run([PROGRAM, *files, *arguments], capture_output=True, text=True)
+        done = subprocess.run([program("adapter_file"), *files, *arguments], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return {name: load_file(path)["y"] for name, path in outputs.items()}
 

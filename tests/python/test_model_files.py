@@ -1,21 +1,19 @@
 """Quantised models from one language to the other: the bytes of C++'s files are Python's, and bitsandbytes'."""
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from build_folder import program
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shoestring.nn import QuantizedLinear
 from shoestring.pretrained.reader import TensorReader, stored_tensors
 
-BUILD = Path(os.environ.get("SHOESTRING_BUILD", Path(__file__).parents[2] / "build"))
-PROGRAM = BUILD / "tests/cpp/model_file"
 # Whole blocks in rows, rows that straddle blocks, an odd number of elements, a single one; more than 256 blocks.
 LAYERS = {"whole": (128, 96, True), "straddling": (100, 7, False), "odd": (33, 3, True), "one": (1, 1, False),
           "many": (256, 160, False)}  # fmt: skip
@@ -55,7 +53,7 @@ def arguments(source: Path, target: Path, dtype: str = "file", layers: dict[str,
 
 
 def run(*models: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([PROGRAM, *sum(models, [])], capture_output=True, text=True)
+    return subprocess.run([program("model_file"), *sum(models, [])], capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

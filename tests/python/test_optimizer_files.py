@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from build_folder import program
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -34,8 +35,6 @@ from shoestring.optim import (
 )
 from shoestring.optim.arena import STATES, WEIGHTS
 
-BUILD = Path(os.environ.get("SHOESTRING_BUILD", Path(__file__).parents[2] / "build"))
-PROGRAM = BUILD / "tests/cpp/optimizer_file"
 SIZES = [[(300,), (1,), (3, 700)], [(0,), (513,)]]  # of two groups: partial blocks, several, none
 MATRICES = [[(3, 100), (1, 1), (3, 700)], [(0, 4), (27, 19)]]
 STEPS = 6
@@ -107,8 +106,7 @@ def run_python(optimizer: AdamW, params: list[list[Tensor]], grads: dict[str, Te
 
 def run_cpp(*runs: tuple[str, Path, int, int, float]) -> subprocess.CompletedProcess[str]:
     """Each a rule, a folder, the first step, one past the last, and max_grad_norm or 0."""
-    assert PROGRAM.exists(), f"{PROGRAM} is not built; run make build, or set SHOESTRING_BUILD"
-    command = [PROGRAM, *(str(part) for rule, *rest in runs for part in ((RULES | LOW_RANK)[rule][0].__name__, *rest))]
+    command = [program("optimizer_file"), *(str(part) for rule, *rest in runs for part in ((RULES | LOW_RANK)[rule][0].__name__, *rest))]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_WAIT_POLICY": "passive"})
 
 

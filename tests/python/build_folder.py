@@ -1,0 +1,15 @@
+"""The build folder whose C++ programs the tests run: ``SHOESTRING_BUILD``, or else ``build``."""
+
+import os
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+BUILD = Path(os.environ.get("SHOESTRING_BUILD", REPOSITORY / "build")).resolve()
+EMULATOR = BUILD / "tests/simt/libshoestring_simt.so"
+
+
+def program(name: str) -> Path:
+    """Return the path of a program of ``tests/cpp``, which has to be built."""
+    path = BUILD / "tests/cpp" / name
+    assert path.exists(), f"{path} is not built; run make build, or set SHOESTRING_BUILD"
+    return path

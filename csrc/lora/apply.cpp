@@ -17,6 +17,11 @@ namespace {
 std::vector<std::pair<std::string, AdaptedLayer*>> targets(const torch::nn::Module& module, const std::vector<std::string>& names,
                                                            const std::vector<std::string>& saved) {
   std::vector<std::pair<std::string, AdaptedLayer*>> found;
+  std::vector<std::string> known;
+  for (const auto& [name, each] : modules(module)) {
+    if (!name.empty()) known.push_back(name);
+  }
+  check_matched("lora::apply: target_modules", names, known);
   for (const auto& [name, each] : modules(module)) {
     auto* layer = dynamic_cast<AdaptedLayer*>(each);
     const bool chosen = names.empty() ? dynamic_cast<LinearImpl*>(each) != nullptr : !name.empty() && matches(name, names);
@@ -65,6 +70,11 @@ std::vector<std::string> apply(torch::nn::Module& module, const LoraOptions& opt
   check_bias("lora::apply", options.adapter(), options.bias());
   const auto saved = saved_modules("lora::apply", module, options.modules_to_save());
   const auto found = targets(module, options.target_modules(), saved);
+  if (const auto* ia3 = std::get_if<nn::IA3Options>(&options.adapter())) {
+    std::vector<std::string> chosen;
+    for (const auto& [name, layer] : found) chosen.push_back(name);
+    check_matched("lora::apply: feedforward_modules", ia3->feedforward_modules(), chosen);
+  }
   for (const auto& [name, layer] : found) layer->shapes(own_options(options.adapter(), name), "lora::apply", name);
   for (const auto& [name, layer] : adapted_layers(module)) {
     for (const auto& item : layer->adapters) {

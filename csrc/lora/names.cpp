@@ -30,6 +30,19 @@ std::vector<std::string> shortest_names(const torch::nn::Module& module, const s
   return meant == sorted ? list : std::vector<std::string>(sorted.begin(), sorted.end());
 }
 
+void check_matched(const std::string& argument, const std::vector<std::string>& names, const std::vector<std::string>& known) {
+  std::vector<std::string> missing;
+  for (const auto& wanted : names) {
+    const bool found = std::any_of(known.begin(), known.end(), [&](const auto& name) { return matches(name, {wanted}); });
+    if (!found) missing.push_back("'" + wanted + "'");
+  }
+  if (missing.empty()) return;
+  std::set<std::string> last;
+  for (const auto& name : known) last.insert(name.substr(name.rfind('.') + 1));
+  TORCH_CHECK_VALUE(false, argument, ": expected names of modules, received ", listed(missing), ", which match", missing.size() == 1 ? "es" : "",
+                    " nothing; the module has ", listed({last.begin(), last.end()}));
+}
+
 std::vector<std::pair<std::string, torch::nn::Module*>> modules(const torch::nn::Module& module) {
   std::vector<std::pair<std::string, torch::nn::Module*>> found{{"", const_cast<torch::nn::Module*>(&module)}};
   for (const auto& child : module.named_modules("", /*include_self=*/false)) found.emplace_back(child.key(), child.value().get());

@@ -208,7 +208,9 @@ TEST_CASE("lora::apply refuses what it cannot do, and then changes nothing", "[l
   Net net;
   CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().target_modules({"head"})),
                     Contains("expected shoestring::nn::Linear or Embedding layers, received head"));
-  CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().target_modules({"q_proj"})), Contains("match none"));
+  CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().target_modules({"up_proj", "q_proj", "v"})),
+                    Contains("target_modules: expected names of modules, received 'q_proj', 'v', which match nothing; the module has ") &&
+                        Contains("up_proj"));
   CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().quantize("int3")), Contains("expected none, nf4, fp4, int4 or int8"));
   CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().quantize("int4").nested(true)),
                     Contains("nested: expected false with int4"));

@@ -238,5 +238,7 @@ TEST_CASE("biases of the base are trained on request", "[lora]") {
   CHECK_THROWS_WITH(lora::apply(*net, ia3().bias("all")), Contains("bias: expected 'none', received 'all'"));
   CHECK_THROWS_WITH(lora::apply(*net, LoraOptions().bias("some")), Contains("expected 'none', 'all' or 'lora_only'"));
   CHECK_THROWS_WITH(lora::apply(*net, LoraOptions().modules_to_save({"lm_head"})), Contains("received 'lm_head', which matches nothing"));
+  CHECK_THROWS_WITH(lora::apply(*net, ia3().target_modules({"up_proj"})),
+                    Contains("feedforward_modules: expected names of modules, received 'down_proj', which matches nothing"));
   for (const auto& parameter : net->parameters()) CHECK(parameter.requires_grad());
 }

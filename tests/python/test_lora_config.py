@@ -182,3 +182,42 @@ def test_trained_biases_and_lora_bias_merge() -> None:
     torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)
     lora.unmerge(model)
     assert torch.equal(logits(model), expected) and set(trained(model)) == trained_names
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target_modules": ["q_proj", "v_porj"]}, "target_modules: .* 'v_porj', which matches nothing; the nearest are v_proj"),
+        ({"target_modules": ["self_atn.q_proj"]}, "'self_atn.q_proj', .* nothing; the nearest are self_attn.q_proj"),
+        ({"target_modules": ["q_proj", "x", "y"]}, "received 'x', 'y', which match nothing; this model has down_proj"),
+        ({"target_modules": ["q_proj", ""]}, "received '', which matches nothing"),
+        ({"exclude_modules": ["lm_haed"]}, "exclude_modules: .* 'lm_haed', which matches nothing; the nearest are lm_head"),
+        ({"exclude_modules": r".*layers\.9.*"}, "exclude_modules: expected a pattern for names of modules, received"),
+        ({"modules_to_save": ["lm_head", "score"]}, "modules_to_save: expected names of modules, received 'score'"),
+        ({"target_parameters": ["experts.up"], "target_modules": ["q_proj"]}, "target_parameters: expected names of parameters"),
+        ({"rank_pattern": {"v_porj": 2}}, "rank_pattern: .* received 'v_porj', which matches nothing; the nearest are v_proj"),
+        ({"alpha_pattern": {"lm_head": 2}}, "alpha_pattern: .* layers with an adapter, received 'lm_head', which"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [1, 7]}, "received 7, which no layer has; .* 0, 1$"),
+        ({"config": lora.IA3Options(target_modules=["k_proj"], feedforward_modules=["down_proj"])}, "feedforward_modules: "),
+    ],
+)  # fmt: skip
+def test_names_that_match_nothing_are_refused(options: dict, message: str) -> None:
+    model = llama()
+    with pytest.raises(ValueError, match=message):
+        lora.apply(model, **options)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_spaces_around_names_do_not_count() -> None:
+    model = lora.apply(llama(), rank=2, target_modules=[" q_proj", "v_proj "], exclude_modules=[" layers.0.self_attn.q_proj"])
+    assert sum(name.endswith("lora_A.default") for name, _ in model.named_parameters()) == 3
+
+
+def test_a_file_may_name_more_modules_than_the_model_has(tmp_path: Path) -> None:
+    """PEFT's configurations are often written for several architectures."""
+    lora.save_adapter(lora.apply(llama(), rank=2, target_modules=["q_proj"]), tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    config |= {"target_modules": ["q_proj", "c_attn"], "rank_pattern": {"c_attn": 4}, "exclude_modules": ["wte"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    model = lora.load_adapter(llama(), tmp_path)
+    assert sum(isinstance(module, LoraLinear) for module in model.modules()) == 2

@@ -14,7 +14,16 @@ from shoestring.lora.kinds import expert_classes, layer_class, refusal
 from shoestring.lora.options import IA3Options, LoraOptions, Options, VeraOptions, VirtualOptions, check_name
 from shoestring.lora.peft_config import from_peft
 from shoestring.lora.switch import adapter_names, members, set_adapter
-from shoestring.lora.targets import all_linear, by_pattern, find_targets, former_class, matches, output_head, own_modules
+from shoestring.lora.targets import (
+    all_linear,
+    by_pattern,
+    find_targets,
+    former_class,
+    matches,
+    output_head,
+    own_modules,
+    refuse_unmatched,
+)
 from shoestring.lora.trained_copy import TrainedCopy, wrap
 from shoestring.lora.vera import share
 from shoestring.lora.virtual_tokens import attach_tokens, start
@@ -53,8 +62,8 @@ def apply(
         PEFT's: one torch seed gives both the same start.
 
     Raises:
-        ValueError: an option outside its range, targets that match nothing or cannot have such an adapter, or an adapter
-            of that name.
+        ValueError: an option outside its range, a name or pattern that matches nothing, targets that cannot have such an
+            adapter, or an adapter of that name.
     """
     if config is not None and options:
         raise ValueError(f"lora.apply: {next(iter(options))}: expected it in config, which is given; received it beside")
@@ -113,7 +122,7 @@ def own_options(options: Options, name: str, kind: type[AdaptedLayer]) -> Option
         return replace(options, feedforward=matches(name, options.feedforward_modules))
     if not isinstance(options, LoraOptions):
         return options
-    names = [f"{name}.{target}" for target in kind.TARGETS] if issubclass(kind, LoraExperts) else [name]
+    names = _own_names(name, kind)
     ranks = {by_pattern(options.rank_pattern, n, options.rank) for n in names}
     alphas = {by_pattern(options.alpha_pattern, n, options.alpha) for n in names}
     if len(ranks) > 1 or len(alphas) > 1:
@@ -132,11 +141,7 @@ def saved_modules(model: nn.Module, options: Options) -> list[str]:
     """
     modules = own_modules(model)
     found = {name: module for name, module in modules.items() if name and matches(name, options.modules_to_save)}
-    for wanted in options.modules_to_save:
-        if not any(matches(name, [wanted]) for name in found):
-            raise ValueError(
-                f"lora.apply: modules_to_save: expected names of modules, received {wanted!r}, which matches nothing"
-            )
+    refuse_unmatched("modules_to_save", options.modules_to_save, [name for name in modules if name])
     for name, module in found.items():
         inside = [m for m in module.modules() if isinstance(m, (AdaptedLayer, QuantizedLinear))]
         if inside and not isinstance(module, TrainedCopy):
@@ -155,6 +160,7 @@ def _plan(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module, type
         for name, module in find_targets(model, options, lambda m: layer_class(m, options)).items()
     }
     kinds |= expert_classes(model, options)
+    _refuse_unmatched_patterns(options, kinds)
     for name, kind in kinds.items():
         module, own = model.get_submodule(name), own_options(options, name, kind)
         check_fits(name, module, kind, own)
@@ -167,6 +173,24 @@ def _plan(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module, type
             f"received {options.bias!r}"
         )
     return plan
+
+
+def _refuse_unmatched_patterns(options: Options, kinds: dict[str, type[AdaptedLayer]]) -> None:
+    """Refuse patterns for layers' own options that no layer with an adapter matches."""
+    if isinstance(options, IA3Options):
+        refuse_unmatched("feedforward_modules", options.feedforward_modules, kinds, what="names among target_modules")
+    if isinstance(options, LoraOptions):
+        names = [own for name, kind in kinds.items() for own in _own_names(name, kind)]
+        for argument in ("rank_pattern", "alpha_pattern"):
+            refuse_unmatched(
+                argument, getattr(options, argument), names, lambda name, key: by_pattern({key: True}, name, False),
+                "patterns for names of layers with an adapter",
+            )  # fmt: skip
+
+
+def _own_names(name: str, kind: type[AdaptedLayer]) -> list[str]:
+    """The names that rank_pattern and alpha_pattern are for: of experts those of the parameters."""
+    return [f"{name}.{target}" for target in kind.TARGETS] if issubclass(kind, LoraExperts) else [name]
 
 
 def check_fits(name: str, module: nn.Module, kind: type[AdaptedLayer], own: Options) -> None:

@@ -9,7 +9,7 @@ from shoestring.lora.experts import LoraExperts, experts_class
 from shoestring.lora.ia3 import IA3Linear
 from shoestring.lora.linear import LoraLinear
 from shoestring.lora.options import IA3Options, LoraOptions, Options, VeraOptions
-from shoestring.lora.targets import former_class, is_linear, matches
+from shoestring.lora.targets import former_class, is_linear, matches, refuse_unmatched
 from shoestring.lora.vera import VeraLinear
 
 LINEAR: dict[type[Options], type[AdaptedLayer]] = {
@@ -45,11 +45,10 @@ def expert_classes(model: nn.Module, options: Options) -> dict[str, type[LoraExp
         if own and name:
             found[name] = experts_class(former_class(module), own)
             parameters |= {f"{name}.{key}": module._parameters[key] for key in own}
-    for target in wanted:
-        if not any(matches(name, [target]) for name in parameters):
-            raise ValueError(
-                f"lora.apply: target_parameters: expected names of parameters, received {target!r}, which matches nothing"
-            )
+    missing = [target for target in wanted if not any(matches(name, [target]) for name in parameters)]
+    if missing:
+        known = [name for name, _ in model.named_parameters() if "." in name]
+        refuse_unmatched("target_parameters", missing, known, what="names of parameters")
     for name, parameter in parameters.items():
         if parameter.dim() not in (2, 3) or not parameter.is_floating_point() or type(parameter) is not nn.Parameter:
             raise ValueError(

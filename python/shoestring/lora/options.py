@@ -39,8 +39,7 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
             value = getattr(self, name)
-            if isinstance(value, (set, frozenset)):
-                object.__setattr__(self, name, sorted(value))
+            object.__setattr__(self, name, _names(value))
         _expect(self.bias in self.BIASES, "bias", " or ".join(repr(name) for name in self.BIASES), self.bias)
         if self.layers_to_transform is not None and isinstance(self.target_modules, str):
             raise ValueError(
@@ -87,6 +86,7 @@ class LoraOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "target_parameters", _names(self.target_parameters))
         for rank in (self.rank, *self.rank_pattern.values()):
             _expect(isinstance(rank, int) and rank is not True and rank > 0, "rank", "an integer of at least 1", rank)
         for alpha in (self.alpha, *self.alpha_pattern.values()):
@@ -156,8 +156,7 @@ class IA3Options(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.feedforward_modules, (set, frozenset)):
-            object.__setattr__(self, "feedforward_modules", sorted(self.feedforward_modules))
+        object.__setattr__(self, "feedforward_modules", _names(self.feedforward_modules))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +209,13 @@ class PromptOptions(VirtualOptions):
         super().__post_init__()
         fits = self.init in ("random", "vocabulary") if isinstance(self.init, str) else len(self.init) > 0
         _expect(fits, "init", "'random', 'vocabulary' or token ids", self.init)
+
+
+def _names(value: Any) -> Any:
+    """A list of names without spaces around them, a set in order; anything else, such as a pattern, as it is."""
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value)
+    return type(value)(name.strip() for name in value) if isinstance(value, (list, tuple)) else value
 
 
 def _expect(fits: bool, argument: str, expected: str, received: Any) -> None:

@@ -1,5 +1,6 @@
 """Which modules an adapter goes to: PEFT's rules."""
 
+import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -48,16 +49,70 @@ def matches(name: str, names: Names | None) -> bool:
     return any(name == t or name.endswith("." + t) for t in names or ())
 
 
+def refuse_unmatched(
+    argument: str,
+    names: Iterable[str] | None,
+    known: Iterable[str],
+    match: Callable[[str, str], bool] = lambda name, wanted: matches(name, [wanted]),
+    what: str = "names of modules",
+) -> None:
+    """Refuse names that match nothing.
+
+    Args:
+        argument: what the names were given as.
+        names: the names; a string is one pattern for whole names.
+        known: the names that could be meant.
+        match: whether a known name is what a given one means.
+        what: what the given names are.
+
+    Raises:
+        ValueError: a name matches none of ``known``; the message has the nearest names.
+    """
+    known = list(known)
+    if isinstance(names, str):
+        names, match, what = [names], (lambda name, pattern: matches(name, pattern)), f"a pattern for {what}"
+    missing = [wanted for wanted in names or () if not any(match(name, wanted) for name in known)]
+    if not missing:
+        return
+    near: list[str] = []
+    for wanted in missing:
+        parts = wanted.count(".") + 1
+        endings = {".".join(name.split(".")[-parts:]) for name in known}
+        near += difflib.get_close_matches(wanted.strip(), sorted(endings), n=3)
+    last = sorted({name.rpartition(".")[2] for name in known})
+    hint = f"the nearest are {', '.join(dict.fromkeys(near))}" if near else f"this model has {', '.join(last) or 'none'}"
+    raise ValueError(
+        f"lora.apply: {argument}: expected {what}, received {', '.join(map(repr, missing))}, which "
+        f"match{'es' if len(missing) == 1 else ''} nothing; {hint}"
+    )
+
+
+def refuse_unmatched_targets(model: nn.Module, names: Iterable[str], supported: Callable[[nn.Module], Any]) -> None:
+    """Refuse names of ``target_modules`` that no module has; name the nearest that can have an adapter.
+
+    Raises:
+        ValueError: a name that matches nothing.
+    """
+    modules = own_modules(model)
+    meant = [t for t in names if not any(matches(name, [t]) for name in modules if name)]
+    refuse_unmatched("target_modules", meant, [n for n, m in modules.items() if n and supported(m)])
+
+
 def find_targets(model: nn.Module, options: Options, supported: Callable[[nn.Module], Any]) -> dict[str, nn.Module]:
     """The modules that ``options`` name.
 
     Raises:
-        ValueError: nothing matches, or what matches is not supported.
+        ValueError: a name or all of them match nothing, or what matches is not supported.
     """
     targets = options.target_modules
     if targets is None:
         return {}
     linear = all_linear(model) if targets == "all-linear" else None
+    if not isinstance(targets, str):
+        refuse_unmatched_targets(model, targets, supported)
+    names = [name for name in own_modules(model) if name]
+    refuse_unmatched("exclude_modules", options.exclude_modules, names)
+    _refuse_unmatched_layers(options, [name for name in names if matches(name, targets)])
     found = {}
     for name, module in own_modules(model).items():
         chosen = name in linear if linear is not None else matches(name, targets)
@@ -91,14 +146,32 @@ def _layer_chosen(name: str, options: Options) -> bool:
     numbers, targets = options.layers_to_transform, options.target_modules
     if numbers is None or numbers == [] or isinstance(targets, str) or name in (targets or ()):
         return True
+    return _layer_number(name, options) in ([numbers] if isinstance(numbers, int) else numbers)
+
+
+def _layer_number(name: str, options: Options) -> int | None:
+    """The number of the layer that a module is in; None for a module outside of layers."""
     patterns = options.layers_pattern or [r"[^.]*"]
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         # The first number: a later one may count experts. Without a pattern, PEFT wants two names before it.
         before = r".*?\." if not options.layers_pattern else r"(?:^|.*?\.)"
         found = re.match(rf"{before}{pattern}\.(\d+)\.", name)
         if found:
-            return int(found[1]) in ([numbers] if isinstance(numbers, int) else numbers)
-    return False
+            return int(found[1])
+    return None
+
+
+def _refuse_unmatched_layers(options: Options, names: Iterable[str]) -> None:
+    numbers = options.layers_to_transform
+    if numbers is None or isinstance(options.target_modules, str):
+        return
+    known = {number for name in names if (number := _layer_number(name, options)) is not None}
+    missing = [n for n in ([numbers] if isinstance(numbers, int) else numbers) if n not in known]
+    if missing and known:
+        raise ValueError(
+            f"lora.apply: layers_to_transform: expected numbers of layers, received {', '.join(map(str, missing))}, which "
+            f"no layer has; these have target_modules: {', '.join(map(str, sorted(known)))}"
+        )
 
 
 def by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:

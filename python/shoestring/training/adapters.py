@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shoestring.data.errors import InputError
+from shoestring.lora.targets import is_linear, refuse_unmatched_targets
 from shoestring.training.config import FinetuneConfig
 
 
@@ -39,6 +40,8 @@ def _plain(model: nn.Module, config: FinetuneConfig) -> nn.Module:
         raise InputError(
             "--plain: fine-tuning with plain PyTorch needs PEFT; install it with `pip install peft`"
         ) from None
+    if isinstance(config.target_modules, list):  # PEFT passes over names that match nothing
+        refuse_unmatched_targets(model, config.target_modules, is_linear)
     if config.quantize == "nf4":
         quantize_with_bitsandbytes(model)
     lora = LoraConfig(

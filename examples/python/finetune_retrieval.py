@@ -82,8 +82,10 @@ class Encoder:
     """MiniLM: the mean of the last layer's states, of length 1."""
 
     def __init__(self, folder: Path) -> None:
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        self.model: nn.Module = AutoModel.from_pretrained(folder, local_files_only=True, add_pooling_layer=False)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        self.model: nn.Module = AutoModel.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, add_pooling_layer=False
+        )
 
     def __call__(self, texts: list[str], tokens: int) -> Tensor:
         """(texts, features)"""

@@ -1,102 +1,33 @@
 """Train big models on a shoestring: training-efficiency operators for PyTorch, in C++ and CUDA."""
 
-from shoestring import _load
+import sys
+from typing import TYPE_CHECKING, Any
 
-build = _load.load()
-__version__ = build.version
-cmake_prefix_path = str(_load.PACKAGE / "share" / "cmake")
 
-from shoestring import lora, nn, optim  # noqa: E402
-from shoestring.checkpointing import (  # noqa: E402
-    CheckpointPlan,
-    CheckpointReport,
-    PlanBlock,
-    PlanChoice,
-    checkpoint,
-    checkpoint_model,
-    checkpoint_plan,
-    checkpoint_sequential,
-    offload_activations,
-    simulate_checkpoint_plan,
-    tag_activation,
-    tiled,
-    tiled_features,
-)
-from shoestring.ops import (  # noqa: E402
-    add_rms_norm,
-    attention,
-    cross_entropy,
-    cross_entropy_with_stats,
-    dequantize_4bit,
-    dequantize_int8,
-    geglu,
-    layer_norm,
-    linear_cross_entropy,
-    linear_cross_entropy_shard,
-    linear_cross_entropy_with_stats,
-    linear_distillation,
-    lora_linear,
-    lora_linear_group,
-    lora_weight_norm,
-    quantize_4bit,
-    quantize_int8,
-    quantized_linear,
-    rms_norm,
-    rope,
-    seeded_dropout,
-    swiglu,
-    vocab_parallel_linear_cross_entropy,
-)
-from shoestring.patching import PatchReport, patch, register_attention  # noqa: E402
-from shoestring.pretrained import load_quantized, save_quantized  # noqa: E402
-from shoestring.quantized_tensor import QuantizedTensor  # noqa: E402
+def _is_command_line() -> bool:
+    """Whether this process is the command line, whose help and usage errors do without the seconds of PyTorch's import."""
+    if "shoestring_command" in sys.modules:  # the entry of the installed script
+        return True
+    # argv[0] is "-m" while Python looks for the module of `python -m shoestring`.
+    options = zip(sys.orig_argv, sys.orig_argv[1:])
+    module = next((after for option, after in options if option[:1] == "-" and option[-1] == "m"), "")
+    return sys.argv[:1] == ["-m"] and module in ("shoestring", "shoestring.cli")
 
-__all__ = [
-    "CheckpointPlan",
-    "CheckpointReport",
-    "PatchReport",
-    "PlanBlock",
-    "PlanChoice",
-    "QuantizedTensor",
-    "add_rms_norm",
-    "attention",
-    "build",
-    "checkpoint",
-    "checkpoint_model",
-    "checkpoint_plan",
-    "checkpoint_sequential",
-    "cmake_prefix_path",
-    "cross_entropy",
-    "cross_entropy_with_stats",
-    "dequantize_4bit",
-    "dequantize_int8",
-    "geglu",
-    "layer_norm",
-    "linear_cross_entropy",
-    "linear_cross_entropy_shard",
-    "linear_cross_entropy_with_stats",
-    "linear_distillation",
-    "load_quantized",
-    "lora",
-    "lora_linear",
-    "lora_linear_group",
-    "lora_weight_norm",
-    "nn",
-    "offload_activations",
-    "optim",
-    "patch",
-    "quantize_4bit",
-    "quantize_int8",
-    "quantized_linear",
-    "register_attention",
-    "rms_norm",
-    "rope",
-    "save_quantized",
-    "seeded_dropout",
-    "simulate_checkpoint_plan",
-    "swiglu",
-    "tag_activation",
-    "tiled",
-    "tiled_features",
-    "vocab_parallel_linear_cross_entropy",
-]
+
+if TYPE_CHECKING or not _is_command_line():
+    from shoestring._public import *  # noqa: F403
+    from shoestring._public import __all__, __version__  # noqa: F401
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import PyTorch and register the operators where the command line first uses a public name."""
+        public = "shoestring._public"
+        # Submodules are looked up here before they are imported, also while the public names are being imported.
+        if public not in sys.modules and (not name.startswith("_") or name in ("__all__", "__version__")):
+            import importlib
+
+            module = importlib.import_module(public)
+            globals().update({key: getattr(module, key) for key in ("__all__", "__version__", *module.__all__)})
+            if name in globals():
+                return globals()[name]
+        raise AttributeError(f"module 'shoestring' has no attribute {name!r}")

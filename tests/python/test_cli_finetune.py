@@ -148,20 +148,26 @@ def test_peft_reads_our_adapter(model: Path, data: dict[str, Path], tmp_path: Pa
 
 def test_target_modules_are_honoured(model: Path, data: dict[str, Path], tmp_path: Path) -> None:
     for number, (targets, plain) in enumerate(
-        (targets, plain) for targets in ("q_proj", "q_proj,v_proj") for plain in ([], ["--plain"])
+        (targets, plain) for targets in ("q_proj", "q_proj, v_proj") for plain in ([], ["--plain"])
     ):
         out = tmp_path / f"run{number}"
         succeed(*command(model, data["text"], out, "--target-modules", targets, "--steps", 1, *plain))
         names = {name.split(".lora_")[0].rpartition(".")[2] for name in weights(out / "adapter")}
-        assert names == set(targets.split(","))
+        assert names == set(targets.split(", "))
 
 
 def test_targets_that_match_nothing(
     model: Path, data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for plain in ([], ["--plain"]):
-        line = refuse(capsys, *command(model, data["text"], tmp_path / "run", "--target-modules", "nothing", *plain))
-        assert "--target-modules" in line and not (tmp_path / "run").exists()
+        for targets in ("nothing", "q_proj, v_porj"):
+            given = command(model, data["text"], tmp_path / "run", "--target-modules", targets, *plain)
+            line = refuse(capsys, *given)
+            assert f"'{targets.split()[-1]}', which matches nothing" in line and not (tmp_path / "run").exists()
+        assert "the nearest are v_proj" in line
+    assert "--target-modules: expected all-linear, or names" in refuse(
+        capsys, *command(model, data["text"], tmp_path / "run", "--target-modules", " , ")
+    )
 
 
 @pytest.mark.parametrize("kind", ["text", "chat"])

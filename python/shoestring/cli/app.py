@@ -2,14 +2,58 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
 
+from shoestring.cli.options import (
+    Accumulate,
+    BatchSize,
+    CheckpointEvery,
+    Checkpointing,
+    Clip,
+    Data,
+    Dtype,
+    EvalBatches,
+    EvalEvery,
+    Glob,
+    LearningRate,
+    MemoryBudget,
+    Offload,
+    OptimizerState,
+    Out,
+    Plain,
+    RANK,
+    Resume,
+    Schedule,
+    Seed,
+    SeqLen,
+    Steps,
+    Threads,
+    TrustRemoteCode,
+    VOCABULARY,
+    ValFraction,
+    Warmup,
+    WeightDecay,
+    Workspace,
+)
+from shoestring.cli.values import COUNT, one_of, target_names, within
 from shoestring.data.errors import InputError
 from shoestring.data.files import disk_error
+from shoestring.training.config import (
+    DEVICES,
+    ESTIMATE_DTYPES,
+    OPTIMIZERS,
+    PRESETS,
+    QUANTIZE,
+    STATES,
+    WEIGHTS,
+    FinetuneConfig,
+    TrainConfig,
+)
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -19,48 +63,17 @@ def shoestring() -> None:
     """Train and fine-tune language models in little memory."""
 
 
-Data = Annotated[list[Path], typer.Option("--data", help="Text files, JSONL files or directories; several may follow.")]
-Out = Annotated[Path, typer.Option(help="Directory of the run; must be new or empty.")]
-Glob = Annotated[str, typer.Option("--glob", help="Which files of a directory are read.")]
-SeqLen = Annotated[int, typer.Option(help="Tokens in a row.")]
-BatchSize = Annotated[int, typer.Option(help="Rows in a micro-batch.")]
-Accumulate = Annotated[int, typer.Option(help="Micro-batches in a step.")]
-Steps = Annotated[int, typer.Option(help="Optimizer steps.")]
-LearningRate = Annotated[float, typer.Option("--lr", help="Highest learning rate.")]
-Warmup = Annotated[int, typer.Option(help="Steps of linear warm-up.")]
-Schedule = Annotated[str, typer.Option(help="constant, linear, cosine or wsd.")]
-Dtype = Annotated[str, typer.Option(help="fp32, or bf16 (autocast over fp32 trained weights).")]
-Clip = Annotated[float, typer.Option(help="Largest gradient norm; 0 does not clip.")]
-WeightDecay = Annotated[float, typer.Option(help="Decoupled weight decay of matrices.")]
-Seed = Annotated[int, typer.Option(help="Weights, data order and split follow from it.")]
-ValFraction = Annotated[float, typer.Option(help="Share of the data held out for validation.")]
-EvalEvery = Annotated[int, typer.Option(help="Steps between validations.")]
-EvalBatches = Annotated[int, typer.Option(help="Most batches in a validation.")]
-CheckpointEvery = Annotated[int, typer.Option(help="Steps between checkpoints.")]
-Checkpointing = Annotated[
-    bool, typer.Option("--gradient-checkpointing/--no-gradient-checkpointing", help="Recompute activations.")
-]
-MemoryBudget = Annotated[
-    Optional[str],
-    typer.Option(help="Largest memory for activations, such as 2GiB: as many blocks are recomputed as that needs."),
-]
-Offload = Annotated[str, typer.Option(help="none, cpu, stream or nvme:DIR: where the optimizer's state lies.")]
-OptimizerState = Annotated[str, typer.Option(help="8bit or fp32; plain runs always keep fp32.")]
-Workspace = Annotated[int, typer.Option(help="Memory of the fused loss, in MiB.")]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Continue the run in --out from its newest checkpoint, bit for bit.")
-]
-Plain = Annotated[bool, typer.Option("--plain", help="The same with plain PyTorch, to compare.")]
-Threads = Annotated[Optional[int], typer.Option(help="CPU threads; by default what PyTorch takes.")]
-
-
 @app.command()
 def train(
     data: Data,
     out: Out,
     glob: Glob = "*",
-    preset: Annotated[str, typer.Option(help="Size: tiny, mini, small, medium, base, large or 1b.")] = "small",
-    vocab_size: Annotated[int, typer.Option(help="Tokens of the BPE tokenizer that is trained on the data.")] = 16384,
+    preset: Annotated[
+        str, typer.Option(help="Size: tiny, mini, small, medium, base, large or 1b.", callback=one_of(*PRESETS))
+    ] = "small",
+    vocab_size: Annotated[
+        int, typer.Option(help="Tokens of the BPE tokenizer that is trained on the data.", callback=VOCABULARY)
+    ] = 16384,
     tokenizer: Annotated[
         Optional[Path], typer.Option(help="Take this tokenizer directory instead of training one.")
     ] = None,
@@ -87,15 +100,17 @@ def train(
     resume: Resume = False,
     plain: Plain = False,
     threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Train a Llama-architecture model from scratch on text."""
     values = locals()
+    config = TrainConfig(**pick(TrainConfig, values, tokenizer=str(tokenizer) if tokenizer else None))
+    load_operators()
     from shoestring.cli.train import train as run
-    from shoestring.training.config import TrainConfig
     from shoestring.training.run import RunOptions
 
-    config = TrainConfig(**pick(TrainConfig, values, tokenizer=str(tokenizer) if tokenizer else None))
-    finish(run(config, RunOptions(out, resume, checkpoint_every, threads, memory_budget, offload), data, glob), out)
+    own = RunOptions(out, resume, checkpoint_every, threads, memory_budget, offload, trust_remote_code)
+    finish(run(config, own, data, glob), out)
 
 
 @app.command()
@@ -105,9 +120,19 @@ def finetune(
     model: Annotated[str, typer.Option(help="Hugging Face model directory, or an id of the Hub.")],
     glob: Glob = "*",
     full: Annotated[bool, typer.Option("--full", help="Train all weights instead of an adapter.")] = False,
-    quantize: Annotated[str, typer.Option(help="nf4 (QLoRA), int4, int8 or none (LoRA): how frozen weights are kept.")] = "nf4",
-    rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 16,
-    alpha: Annotated[float, typer.Option(help="Adapters are scaled by alpha / rank.")] = 32.0,
+    quantize: Annotated[
+        str,
+        typer.Option(
+            help="nf4 (QLoRA), int4, int8 or none (LoRA): how frozen weights are kept.", callback=one_of(*QUANTIZE)
+        ),
+    ] = "nf4",
+    rank: Annotated[int, typer.Option(help="Rank of the adapters.", callback=RANK)] = 16,
+    alpha: Annotated[
+        float,
+        typer.Option(
+            help="Adapters are scaled by alpha / rank.", callback=within(0, 1e6, "a positive number", without=0)
+        ),
+    ] = 32.0,
     target_modules: Annotated[str, typer.Option(help="all-linear, or names separated by commas.")] = "all-linear",
     merge: Annotated[
         bool, typer.Option("--merge", help="Also save the model with the adapter merged into it.")
@@ -138,17 +163,20 @@ def finetune(
     resume: Resume = False,
     plain: Plain = False,
     threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Fine-tune a causal language model on text, prompt/completion or chat records."""
     values = locals()
+    kept = None if full or quantize == "none" else quantize
+    names = target_names(target_modules)
+    config = FinetuneConfig(**pick(FinetuneConfig, values, quantize=kept, target_modules=names))
+    config.check()
+    load_operators()
     from shoestring.cli.finetune import finetune as run
-    from shoestring.training.config import FinetuneConfig
     from shoestring.training.run import RunOptions
 
-    targets = target_modules if target_modules == "all-linear" else target_modules.split(",")
-    kept = None if full or quantize == "none" else quantize
-    config = FinetuneConfig(**pick(FinetuneConfig, values, quantize=kept, target_modules=targets))
-    finish(run(config, RunOptions(out, resume, checkpoint_every, threads, memory_budget, offload), data, glob, merge), out)
+    own = RunOptions(out, resume, checkpoint_every, threads, memory_budget, offload, trust_remote_code)
+    finish(run(config, own, data, glob, merge), out)
 
 
 @app.command()
@@ -156,16 +184,32 @@ def estimate(
     model: Annotated[
         str, typer.Option(help="Hugging Face model directory or config.json (no weights are read), or a preset of train.")
     ],
-    vocab_size: Annotated[int, typer.Option(help="Tokens of a preset's vocabulary.")] = 16384,
+    vocab_size: Annotated[
+        int, typer.Option(help="Tokens of a preset's vocabulary.", callback=within(1, (1 << 31) - 1))
+    ] = 16384,
     optimizer: Annotated[
         str,
-        typer.Option(help="adamw, lion, sgd, ademamix, schedule-free-adamw, lamb, adafactor, came; muon with adamw."),
+        typer.Option(
+            help="adamw, lion, sgd, ademamix, schedule-free-adamw, lamb, adafactor, came; muon with adamw.",
+            callback=one_of(*OPTIMIZERS),
+        ),
     ] = "adamw",
-    state: Annotated[str, typer.Option(help="8bit, 4bit, bf16 or fp32: how moments are kept.")] = "8bit",
-    weights: Annotated[str, typer.Option(help="plain, stochastic or remainder, how bf16 weights are kept.")] = "plain",
+    state: Annotated[
+        str, typer.Option(help="8bit, 4bit, bf16 or fp32: how moments are kept.", callback=one_of(*STATES))
+    ] = "8bit",
+    weights: Annotated[
+        str, typer.Option(help="plain, stochastic or remainder, how bf16 weights are kept.", callback=one_of(*WEIGHTS))
+    ] = "plain",
     offload: Offload = "none",
-    device: Annotated[str, typer.Option(help="cuda, or cpu, where device and host are one memory.")] = "cuda",
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32: of the model's weights and activations.")] = "bf16",
+    device: Annotated[
+        str, typer.Option(help="cuda, or cpu, where device and host are one memory.", callback=one_of(*DEVICES))
+    ] = "cuda",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="bf16, fp16 or fp32: of the model's weights and activations.", callback=one_of(*ESTIMATE_DTYPES)
+        ),
+    ] = "bf16",
     batch_size: BatchSize = 1,
     seq_len: SeqLen = 2048,
     accumulate: Accumulate = 1,
@@ -174,14 +218,21 @@ def estimate(
     ] = False,
     gradient_checkpointing: Checkpointing = False,
     memory_budget: MemoryBudget = None,
-    rank: Annotated[Optional[int], typer.Option(help="Train adapters of this rank; by default all weights.")] = None,
-    quantize: Annotated[str, typer.Option(help="nf4, int4, int8 or none: frozen weights, with --rank.")] = "none",
+    rank: Annotated[
+        Optional[int], typer.Option(help="Train adapters of this rank; by default all weights.", callback=RANK)
+    ] = None,
+    quantize: Annotated[
+        str, typer.Option(help="nf4, int4, int8 or none: frozen weights, with --rank.", callback=one_of(*QUANTIZE))
+    ] = "none",
     target_modules: Annotated[str, typer.Option(help="all-linear, or names separated by commas.")] = "all-linear",
     workspace_mb: Workspace = 64,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, all sizes in bytes.")] = False,
 ) -> None:
     """Say what training a model holds on the device, the host and a disk, and what a step moves between them."""
     values = locals()
+    names = target_names(target_modules)
+    load_operators()
     from shoestring.cli.estimate import Request, options_of, run
     from shoestring.training.estimate import Options
 
@@ -189,7 +240,7 @@ def estimate(
     for name in ("offload", "memory_budget"):
         own.pop(name)
     options = options_of(own, dtype, offload, memory_budget)
-    run(Request(**pick(Request, values)), options, as_json)
+    run(Request(**pick(Request, values, target_modules=names)), options, as_json)
 
 
 @app.command()
@@ -197,17 +248,29 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     model: Annotated[str, typer.Option(help="Hugging Face model directory, or an id of the Hub.")],
     adapter: Annotated[Optional[Path], typer.Option(help="PEFT adapter directory to put on the model.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to write.")] = 100,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
-    top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens of this total probability.")] = 0.95,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Most tokens to write.", callback=within(1, 10**6))
+    ] = 100,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token.", callback=within(0, 1000, "0 or more"))
+    ] = 0.8,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            help="Draw among the likeliest tokens of this total probability.",
+            callback=within(0, 1, "more than 0, at most 1", without=0),
+        ),
+    ] = 0.95,
     seed: Seed = 0,
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message in the chat template.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Continue a prompt with a model, and an adapter if given."""
+    load_operators()
     from shoestring.cli.generate import Sampling
     from shoestring.cli.generate import generate as run
 
-    print(run(model, adapter, prompt, Sampling(max_new_tokens, temperature, top_p, seed), chat))
+    print(run(model, adapter, prompt, Sampling(max_new_tokens, temperature, top_p, seed), chat, trust_remote_code))
 
 
 @app.command()
@@ -232,13 +295,15 @@ def tokenize(
     glob: Glob = "*",
     tokenizer: Annotated[Optional[Path], typer.Option(help="Tokenizer directory to use.")] = None,
     vocab_size: Annotated[
-        Optional[int], typer.Option(help="Train a BPE tokenizer of this size on the data instead.")
+        Optional[int],
+        typer.Option(help="Train a BPE tokenizer of this size on the data instead.", callback=VOCABULARY),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write text as one flat file of tokens, which the C++ examples read too."""
     from shoestring.cli.tokenize import tokenize as run
 
-    print(f"{run(data, glob, out, tokenizer, vocab_size):,} tokens in {out}")
+    print(f"{run(data, glob, out, tokenizer, vocab_size, trust_remote_code):,} tokens in {out}")
 
 
 @app.command()
@@ -246,13 +311,31 @@ def demo(
     out: Annotated[
         Path, typer.Option(help="Directory for data, runs and the report; a demo there is replaced.")
     ] = Path("runs/demo"),
-    steps: Annotated[int, typer.Option(help="Steps of each training run.")] = 60,
-    finetune_steps: Annotated[int, typer.Option(help="Steps of each fine-tuning run.")] = 24,
+    steps: Annotated[
+        int, typer.Option(help="Steps of each training run.", callback=within(1, COUNT))
+    ] = 60,
+    finetune_steps: Annotated[
+        int, typer.Option(help="Steps of each fine-tuning run.", callback=within(1, COUNT))
+    ] = 24,
 ) -> None:
     """Train and fine-tune a small model on text of this machine, each beside plain PyTorch, and compare."""
     from shoestring.cli.demo import demo as run
 
     run(out, steps, finetune_steps)
+
+
+def load_operators() -> None:
+    """Import PyTorch and register the operators; options that can be refused without them have been checked before.
+
+    Raises:
+        InputError: the libraries are not built, or were built for another PyTorch.
+    """
+    try:
+        importlib.import_module("shoestring._public")
+    except ModuleNotFoundError:
+        raise
+    except ImportError as error:
+        raise InputError(error) from None
 
 
 def pick(config: type[Any], values: dict[str, Any], **changed: Any) -> dict[str, Any]:

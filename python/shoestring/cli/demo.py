@@ -21,8 +21,6 @@ SHAPE = ["--seq-len", "512", "--batch-size", "16", "--val-fraction", "0.02", "--
 
 def demo(out: Path, steps: int, finetune_steps: int) -> None:
     """Train, fine-tune, compare; every run is a process of its own."""
-    if steps < 1 or finetune_steps < 1:
-        raise InputError(f"--steps, --finetune-steps: expected at least 1, got {steps} and {finetune_steps}")
     began = time.monotonic()
     data, train, tune = _prepare(out)
     write_json(out / MARK, {"steps": steps, "finetune_steps": finetune_steps})

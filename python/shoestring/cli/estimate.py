@@ -13,14 +13,14 @@ from torch import nn
 from shoestring.checkpointing.model import parse_bytes
 from shoestring.cli.console import gigabytes, print_table
 from shoestring.data.errors import InputError
-from shoestring.optim.arena import STATES, WEIGHTS
+from shoestring.data.tokenizer import quiet_transformers
 from shoestring.optim.offload import PLACES, is_place
-from shoestring.training.config import PRESETS
-from shoestring.training.estimate import OPTIMIZERS, Estimate, Options, estimate
-from shoestring.training.models import build_llama, quiet_transformers
+from shoestring.pretrained.remote_code import why_not_loaded
+from shoestring.training.config import ESTIMATE_DTYPES, PRESETS
+from shoestring.training.estimate import Estimate, Options, estimate
+from shoestring.training.models import build_llama
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-QUANTIZE = ("nf4", "int4", "int8")
+DTYPES = dict(zip(ESTIMATE_DTYPES, (torch.float32, torch.bfloat16, torch.float16)))
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Request:
     dtype: str
     rank: int | None
     quantize: str
-    target_modules: str
+    target_modules: str | list[str]
+    trust_remote_code: bool = False
 
 
 def options_of(values: dict[str, Any], dtype: str, offload: str, memory_budget: str | None) -> Options:
@@ -42,12 +43,6 @@ def options_of(values: dict[str, Any], dtype: str, offload: str, memory_budget: 
         if not good:
             raise InputError(f"--{name}: expected {expected}, got {received}")
 
-    for name in ("batch_size", "seq_len", "accumulate", "workspace_mb"):
-        expect(values[name] >= 1, name.replace("_", "-"), "at least 1", values[name])
-    choices = {"optimizer": OPTIMIZERS, "state": STATES, "weights": WEIGHTS, "device": ("cuda", "cpu")}
-    for name, known in choices.items():
-        expect(values[name] in known, name, " | ".join(known), values[name])
-    expect(dtype in DTYPES, "dtype", " | ".join(DTYPES), dtype)
     expect(dtype != "fp16" or values["weights"] == "plain", "weights", "plain with --dtype fp16", values["weights"])
     place = None if offload == "none" else offload
     expect(is_place(place), "offload", PLACES, offload)
@@ -69,29 +64,25 @@ def load(request: Request, seq_len: int) -> nn.Module:
         if request.model in PRESETS:
             model = build_llama(PRESETS[request.model], request.vocab_size, seq_len, 0).to(DTYPES[request.dtype])
         else:
-            model = _from_config(Path(request.model), DTYPES[request.dtype])
+            model = _from_config(Path(request.model), DTYPES[request.dtype], request.trust_remote_code)
     if request.rank is None:
         if request.quantize != "none":
             raise InputError(f"--quantize {request.quantize}: expected with --rank: trained weights stay as they are")
         return model
-    if request.rank < 1:
-        raise InputError(f"--rank: expected at least 1, got {request.rank}")
-    if request.quantize not in (*QUANTIZE, "none"):
-        raise InputError(f"--quantize: expected {' | '.join(QUANTIZE)} | none, got {request.quantize}")
     from shoestring import lora
 
-    targets = request.target_modules if request.target_modules == "all-linear" else request.target_modules.split(",")
     model.requires_grad_(False)
     try:
         return lora.apply(
-            model, rank=request.rank, target_modules=targets,
+            model, rank=request.rank, target_modules=request.target_modules,
             quantize=None if request.quantize == "none" else request.quantize,
         )  # fmt: skip
     except ValueError as error:  # no module of that name, a rank that does not fit
-        raise InputError(f"--target-modules {request.target_modules}, --rank {request.rank}: {error}") from None
+        targets = request.target_modules if isinstance(request.target_modules, str) else ",".join(request.target_modules)
+        raise InputError(f"--target-modules {targets}, --rank {request.rank}: {error}") from None
 
 
-def _from_config(path: Path, dtype: torch.dtype) -> nn.Module:
+def _from_config(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     file = path / "config.json" if path.is_dir() else path
@@ -99,10 +90,11 @@ def _from_config(path: Path, dtype: torch.dtype) -> nn.Module:
         presets = ", ".join(PRESETS)
         raise InputError(f"--model {path}: expected a directory with a config.json, such a file, or one of {presets}")
     try:
-        config = AutoConfig.from_pretrained(str(file), local_files_only=True)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        folder = file.parent if file.name == "config.json" else file  # code is looked for beside config.json
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a configuration may have wrong
-        reason = f"{type(error).__name__}: {error}"
+        reason = why_not_loaded(error)
         raise InputError(f"--model {path}: {file.name} does not describe a causal language model ({reason})") from None
 
 

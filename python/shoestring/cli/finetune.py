@@ -37,15 +37,15 @@ def finetune(
     config: FinetuneConfig, options: RunOptions, data: list[Path], pattern: str, merge: bool
 ) -> dict[str, Any]:
     """Fine-tune and return the summary; raises InputError for input that cannot be used."""
-    config.check()
     options.check(config)
     if merge and config.full:
         raise InputError("--merge: there is no adapter to merge with --full, which saves the whole model anyway")
-    folder = locate_model(config.model)
+    trust = options.trust_remote_code
+    folder = locate_model(config.model, trust)
     check_model_directory(folder)
     if is_quantized(folder) and (config.full or config.plain or merge):
         raise InputError(f"--model {folder}: its weights are quantised already: expected no --full, --plain or --merge")
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, trust)
     files = find_files(data, pattern)
     kind = kind_of(files)
     segments = None
@@ -60,7 +60,7 @@ def finetune(
         memory.import_models()
         baseline = memory.resident_bytes()
         torch.manual_seed(config.seed)
-        model = load_model(folder, base_dtype, None if config.plain else config.quantize)
+        model = load_model(folder, base_dtype, None if config.plain else config.quantize, trust)
         if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
             raise InputError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model's embedding fewer")
         fused = None if config.plain else fused_loss(model, config.workspace_mb)
@@ -86,7 +86,7 @@ def finetune(
             )
         if merge:
             del model
-            base = merge_adapter(load_model(folder, base_dtype), run / "adapter", config.plain)
+            base = merge_adapter(load_model(folder, base_dtype, trust_remote_code=trust), run / "adapter", config.plain)
             with atomic_directory(run / "model") as partial:
                 base.save_pretrained(partial)
                 tokenizer.save_pretrained(partial)

@@ -11,7 +11,14 @@ from shoestring.data.token_file import write_token_file
 from shoestring.data.tokenizer import load_tokenizer, train_bpe
 
 
-def tokenize(data: list[Path], pattern: str, out: Path, tokenizer_folder: Path | None, vocab_size: int | None) -> int:
+def tokenize(
+    data: list[Path],
+    pattern: str,
+    out: Path,
+    tokenizer_folder: Path | None,
+    vocab_size: int | None,
+    trust_remote_code: bool = False,
+) -> int:
     """Write ``out``, and beside it ``out``-tokenizer if the tokenizer is trained here; return the number of tokens."""
     if (tokenizer_folder is None) == (vocab_size is None):
         raise InputError("give either --tokenizer DIR, to use one, or --vocab-size N, to train one on the data")
@@ -24,7 +31,7 @@ def tokenize(data: list[Path], pattern: str, out: Path, tokenizer_folder: Path |
     files = find_files(data, pattern)
     check_text(files)
     if tokenizer_folder is not None:
-        return write_token_file(out, files, load_tokenizer(tokenizer_folder))
+        return write_token_file(out, files, load_tokenizer(tokenizer_folder, trust_remote_code))
     assert vocab_size is not None
     tokenizer = train_bpe(files, vocab_size)
     with atomic_directory(trained) as partial:

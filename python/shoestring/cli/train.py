@@ -23,16 +23,15 @@ from shoestring.training.run import RunOptions, execute, file_list, run_folder
 
 def train(config: TrainConfig, options: RunOptions, data: list[Path], pattern: str) -> dict[str, Any]:
     """Train from scratch and return the summary; raises InputError for input that cannot be used."""
-    config.check()
     options.check(config)
     files = find_files(data, pattern)
     check_text(files)
-    tokenizer = load_tokenizer(Path(config.tokenizer)) if config.tokenizer else None
+    tokenizer = load_tokenizer(Path(config.tokenizer), options.trust_remote_code) if config.tokenizer else None
     fingerprint = Fingerprint.of(config, data=file_list(files))
     with run_folder(options, "train", fingerprint) as run:
         folder = run / "tokenizer"
         if folder.is_dir():
-            tokenizer = load_tokenizer(folder)
+            tokenizer = load_tokenizer(folder, options.trust_remote_code)
         else:
             if tokenizer is None:
                 say(f"training a tokenizer of {config.vocab_size} tokens on {len(files)} files")

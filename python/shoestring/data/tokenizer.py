@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoestring.data.errors import InputError
 from shoestring.data.text import documents
+from shoestring.pretrained.remote_code import why_not_loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -59,17 +60,35 @@ def wrap(tokenizer: Any) -> PreTrainedTokenizerFast:
     )
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of a local directory; raises InputError where there is none."""
+def quiet_transformers() -> None:
+    """Keep the library's progress bars and notes off the terminal: the command has its own."""
+    import warnings
+
+    from transformers.utils import logging
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.|peft\.")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer of a local directory; its own code runs with ``trust_remote_code`` alone.
+
+    Raises:
+        InputError: there is none, it is damaged, or it needs code that is not trusted.
+    """
     known = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "vocab.txt")
     if not any((folder / name).is_file() for name in known):
         raise InputError(f"{folder}: no tokenizer there (expected tokenizer.json or the files of its model)")
     from transformers import AutoTokenizer
 
+    quiet_transformers()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # the tokenizer classes raise whatever their parser raises
-        raise InputError(f"{folder}: the tokenizer cannot be loaded ({type(error).__name__}: {error})") from None
+        raise InputError(f"{folder}: the tokenizer cannot be loaded ({why_not_loaded(error)})") from None
     if tokenizer.eos_token_id is None:
         raise InputError(f"{folder}: the tokenizer names no end-of-text token; set eos_token in tokenizer_config.json")
     return tokenizer

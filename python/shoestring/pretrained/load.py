@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shoestring.nn.quantized_linear import QuantizedLinear, frozen, quantize_weight, read_quantized
 from shoestring.ops.quantize_4bit import BLOCK_SIZES, CODES, TYPES
 from shoestring.pretrained.reader import Stored, TensorReader, read_config, stored_tensors
+from shoestring.pretrained.remote_code import why_not_loaded
 
 METHOD = "load_quantized"
 
@@ -31,6 +32,7 @@ def load_quantized(
     dtype: torch.dtype = torch.bfloat16,
     skip_modules: Sequence[str] = (),
     device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """Loads a causal language model of transformers with its linear weights quantised, one after the other.
 
@@ -50,13 +52,15 @@ def load_quantized(
         skip_modules: names of linear layers, or what names end with after a dot, that stay dense, as the output head
             always does.
         device: where the model is to be; the tensors go there one by one.
+        trust_remote_code: run the Python code that ``auto_map`` in the directory's config.json names.
 
     Returns:
         The model in evaluation mode, each linear layer but the output head a :class:`shoestring.nn.QuantizedLinear`.
 
     Raises:
         ValueError: an option outside its range, or a directory that is not what is expected: damaged files, tensors that
-            are missing, surplus or of another shape than config.json asks for, another method of quantisation.
+            are missing, surplus or of another shape than config.json asks for, another method of quantisation, code that
+            is not trusted.
     """
     _check(quant_type, block_size, nested, dtype)
     folder = Path(directory)
@@ -67,7 +71,7 @@ def load_quantized(
             f"nested False, received {quant_type!r}, {block_size!r} and {nested!r}"
         )
     stored = stored_tensors(folder)
-    model = _skeleton(folder, dtype)
+    model = _skeleton(folder, dtype, trust_remote_code)
     stored = _model_names(model, stored)
     layers = _linear_layers(model, skip_modules)
     parts = {name: _parts(stored, name) for name in layers} if ready else {}
@@ -106,18 +110,17 @@ def _check(quant_type: str | None, block_size: int | None, nested: bool, dtype: 
         raise ValueError(f"{METHOD}: dtype: expected fp32, bf16 or fp16, received {dtype}")
 
 
-def _skeleton(folder: Path, dtype: torch.dtype) -> Any:
+def _skeleton(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     """The model on the meta device, with the defaults of text generation that the directory has."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     try:
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(
-            f"{METHOD}: {folder}: config.json does not describe a causal language model ({reason})"
+            f"{METHOD}: {folder}: config.json does not describe a causal language model ({why_not_loaded(error)})"
         ) from None
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)

@@ -13,25 +13,16 @@ from torch.nn import functional as F
 
 from shoestring.data.batches import IGNORE, packed_arguments
 from shoestring.data.errors import InputError
+from shoestring.data.tokenizer import quiet_transformers
 from shoestring.pretrained.load import OtherTensorsError, load_quantized
 from shoestring.pretrained.reader import read_config, stored_tensors
+from shoestring.pretrained.remote_code import why_not_loaded
 from shoestring.training.config import Preset
 
 # (inputs, labels, and what else the model is told) -> sum of the losses of all labelled positions
 Loss = Callable[..., Tensor]
 
 WEIGHT_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]  # fetched for a hub model
-
-
-def quiet_transformers() -> None:
-    """Keep the library's progress bars and notes off the terminal: the command has its own."""
-    import warnings
-
-    from transformers.utils import logging
-
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.|peft\.")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
 
 def build_llama(preset: Preset, vocab_size: int, seq_len: int, end_of_text: int) -> nn.Module:
@@ -56,7 +47,7 @@ def build_llama(preset: Preset, vocab_size: int, seq_len: int, end_of_text: int)
     return LlamaForCausalLM(config)
 
 
-def locate_model(name: str) -> Path:
+def locate_model(name: str, trust_remote_code: bool = False) -> Path:
     """Return the local directory of a model: the path itself, or the snapshot of a Hugging Face Hub id."""
     path = Path(name)
     if path.is_dir():
@@ -68,7 +59,7 @@ def locate_model(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=WEIGHT_FILES))
+        return Path(snapshot_download(name, allow_patterns=WEIGHT_FILES + ["*.py"] * trust_remote_code))
     except Exception as error:  # offline, missing, gated, no space: one line for each
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise InputError(
@@ -94,17 +85,20 @@ def is_quantized(folder: Path) -> bool:
     return read_config(folder).get("quantization_config") is not None
 
 
-def load_model(folder: Path, dtype: torch.dtype, quantize: str | None = None) -> nn.Module:
+def load_model(
+    folder: Path, dtype: torch.dtype, quantize: str | None = None, trust_remote_code: bool = False
+) -> nn.Module:
     """Load a causal language model from a local directory; every weight must be there and fit the configuration.
 
     With ``quantize``, and of a checkpoint that is quantised already, linear weights are codes from the moment they are
     read; but where the files name them as transformers alone knows, the whole model is loaded first and left dense.
+    Code of the directory runs with ``trust_remote_code`` alone.
     """
     stored = check_model_directory(folder)
     quiet_transformers()
     if quantize is not None or is_quantized(folder):
         try:
-            return load_quantized(folder, quant_type=quantize, dtype=dtype)
+            return load_quantized(folder, quant_type=quantize, dtype=dtype, trust_remote_code=trust_remote_code)
         except OtherTensorsError as error:
             if is_quantized(folder):
                 raise InputError(error) from None
@@ -113,12 +107,12 @@ def load_model(folder: Path, dtype: torch.dtype, quantize: str | None = None) ->
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            expected = AutoModelForCausalLM.from_config(config).state_dict()
+            expected = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).state_dict()
     except Exception as error:
         raise InputError(
-            f"{folder}: config.json does not describe a causal language model ({type(error).__name__}: {error})"
+            f"{folder}: config.json does not describe a causal language model ({why_not_loaded(error)})"
         ) from None
     for key, tensor in expected.items():
         if key in stored and stored[key] != tuple(tensor.shape):
@@ -128,10 +122,11 @@ def load_model(folder: Path, dtype: torch.dtype, quantize: str | None = None) ->
             )
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
-        )
+            str(folder), dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
     except Exception as error:
-        raise InputError(f"{folder}: the weights cannot be loaded ({type(error).__name__}: {error})") from None
+        raise InputError(f"{folder}: the weights cannot be loaded ({why_not_loaded(error)})") from None
     missing = sorted(info["missing_keys"])
     if missing:
         raise InputError(

@@ -36,13 +36,10 @@ class RunOptions:
     threads: int | None = None
     memory_budget: str | None = None  # bytes of activations, such as "2GiB"
     offload: str = "none"  # where the optimizer's state lies
+    trust_remote_code: bool = False  # run code that the model directory brings
 
     def check(self, config: LoopConfig) -> None:
         """Refuse a folder that is in use, and options that do not go together, before anything else happens."""
-        if self.checkpoint_every < 1:
-            raise InputError(f"--checkpoint-every: expected at least 1, got {self.checkpoint_every}")
-        if self.threads is not None and self.threads < 1:
-            raise InputError(f"--threads: expected at least 1, got {self.threads}")
         if self.out.exists() and not self.out.is_dir():
             raise InputError(f"--out {self.out}: exists and is not a directory")
         if self.memory_budget is not None:

@@ -1,0 +1,102 @@
+"""Everything that ``import shoestring`` gives: PyTorch is imported and the operators are registered here."""
+
+from shoestring import _load
+
+build = _load.load()
+__version__ = build.version
+cmake_prefix_path = str(_load.PACKAGE / "share" / "cmake")
+
+from shoestring import lora, nn, optim  # noqa: E402
+from shoestring.checkpointing import (  # noqa: E402
+    CheckpointPlan,
+    CheckpointReport,
+    PlanBlock,
+    PlanChoice,
+    checkpoint,
+    checkpoint_model,
+    checkpoint_plan,
+    checkpoint_sequential,
+    offload_activations,
+    simulate_checkpoint_plan,
+    tag_activation,
+    tiled,
+    tiled_features,
+)
+from shoestring.ops import (  # noqa: E402
+    add_rms_norm,
+    attention,
+    cross_entropy,
+    cross_entropy_with_stats,
+    dequantize_4bit,
+    dequantize_int8,
+    geglu,
+    layer_norm,
+    linear_cross_entropy,
+    linear_cross_entropy_shard,
+    linear_cross_entropy_with_stats,
+    linear_distillation,
+    lora_linear,
+    lora_linear_group,
+    lora_weight_norm,
+    quantize_4bit,
+    quantize_int8,
+    quantized_linear,
+    rms_norm,
+    rope,
+    seeded_dropout,
+    swiglu,
+    vocab_parallel_linear_cross_entropy,
+)
+from shoestring.patching import PatchReport, patch, register_attention  # noqa: E402
+from shoestring.pretrained import load_quantized, save_quantized  # noqa: E402
+from shoestring.quantized_tensor import QuantizedTensor  # noqa: E402
+
+__all__ = [
+    "CheckpointPlan",
+    "CheckpointReport",
+    "PatchReport",
+    "PlanBlock",
+    "PlanChoice",
+    "QuantizedTensor",
+    "add_rms_norm",
+    "attention",
+    "build",
+    "checkpoint",
+    "checkpoint_model",
+    "checkpoint_plan",
+    "checkpoint_sequential",
+    "cmake_prefix_path",
+    "cross_entropy",
+    "cross_entropy_with_stats",
+    "dequantize_4bit",
+    "dequantize_int8",
+    "geglu",
+    "layer_norm",
+    "linear_cross_entropy",
+    "linear_cross_entropy_shard",
+    "linear_cross_entropy_with_stats",
+    "linear_distillation",
+    "load_quantized",
+    "lora",
+    "lora_linear",
+    "lora_linear_group",
+    "lora_weight_norm",
+    "nn",
+    "offload_activations",
+    "optim",
+    "patch",
+    "quantize_4bit",
+    "quantize_int8",
+    "quantized_linear",
+    "register_attention",
+    "rms_norm",
+    "rope",
+    "save_quantized",
+    "seeded_dropout",
+    "simulate_checkpoint_plan",
+    "swiglu",
+    "tag_activation",
+    "tiled",
+    "tiled_features",
+    "vocab_parallel_linear_cross_entropy",
+]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -270,7 +272,9 @@ def generate(
     from shoestring.cli.generate import Sampling
     from shoestring.cli.generate import generate as run
 
-    print(run(model, adapter, prompt, Sampling(max_new_tokens, temperature, top_p, seed), chat, trust_remote_code))
+    with contextlib.redirect_stdout(sys.stderr):  # the text alone goes to the output
+        text = run(model, adapter, prompt, Sampling(max_new_tokens, temperature, top_p, seed), chat, trust_remote_code)
+    print(text)
 
 
 @app.command()
@@ -369,6 +373,9 @@ def spread(argv: list[str]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit code: 0, 2 for input that cannot be used, 130 for Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what the terminal has no characters for is escaped
+            stream.reconfigure(errors="backslashreplace")
     command = typer.main.get_command(app)
     try:
         result = command.main(
@@ -377,20 +384,31 @@ def main(argv: list[str] | None = None) -> int:
         if result == 130:  # the parser has turned Ctrl-C into this code
             raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
-    except InputError as error:
-        message = str(error)
     except KeyboardInterrupt:
         print("shoestring: interrupted; a training run continues with --resume", file=sys.stderr)
         return 130
     except Exception as error:
-        disk = disk_error(error)
-        if disk is not None:
-            message = f"{disk.filename or 'writing'}: {disk.strerror}; what was complete before is kept"
-        elif not hasattr(error, "exit_code"):
-            raise
-        elif not hasattr(error, "format_message"):  # an abort at a prompt
+        if hasattr(error, "exit_code") and not hasattr(error, "format_message"):  # an abort at a prompt
             return int(error.exit_code)
-        else:
-            message = error.format_message()  # a usage error: unknown option, missing argument, wrong type
+        message = reason(error)
+        if message is None:
+            raise
     print(f"shoestring: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
+
+
+def reason(error: Exception) -> str | None:
+    """Describe an error that the person at the terminal can mend; None for any other."""
+    if isinstance(error, InputError):
+        return str(error)
+    if hasattr(error, "format_message"):  # a usage error: unknown option, missing argument, wrong type
+        return str(error.format_message())
+    disk = disk_error(error)
+    if disk is not None:
+        return f"{disk.filename or 'writing'}: {disk.strerror}; what was complete before is kept"
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{error.filename}: {error.strerror}"
+    # PyTorch's CPU allocator has no exception of its own.
+    if isinstance(error, MemoryError) or "not enough memory" in str(error) or type(error).__name__ == "OutOfMemoryError":
+        return f"out of memory ({str(error).partition(chr(10))[0]}); take a smaller --batch-size, --seq-len or model"
+    return None

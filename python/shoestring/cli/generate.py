@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from shoestring.data.errors import InputError
 from shoestring.data.examples import DEFAULT_CHAT_TEMPLATE, beginning
+from shoestring.data.progress import working
 from shoestring.data.tokenizer import encode_batch, load_tokenizer
 from shoestring.training.models import load_model, locate_model
 
@@ -31,6 +33,10 @@ def generate(
     name: str, adapter: Path | None, prompt: str, sampling: Sampling, chat: bool, trust_remote_code: bool = False
 ) -> str:
     """Return the model's continuation of ``prompt`` (with ``chat``: its answer to it)."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise InputError("the prompt is not UTF-8; convert it to UTF-8") from None
     if adapter is not None:
         check_adapter(adapter)
     folder = locate_model(name, trust_remote_code)
@@ -45,27 +51,35 @@ def generate(
             raise InputError(f"--adapter {adapter}: does not fit {name} ({error})") from None
     if chat:
         template = tokenizer.chat_template or DEFAULT_CHAT_TEMPLATE
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], chat_template=template, tokenize=False, add_generation_prompt=True
-        )
+        message = {"role": "user", "content": prompt}
+        try:
+            text = tokenizer.apply_chat_template(
+                [message], chat_template=template, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # templates raise what their author chose
+            raise InputError(f"--chat: the chat template refuses the prompt ({type(error).__name__}: {error})") from None
         ids = encode_batch(tokenizer, [text])[0]
     else:
         ids = beginning(tokenizer) + encode_batch(tokenizer, [prompt])[0]
     ids = ids or [tokenizer.eos_token_id]  # an empty prompt: begin after the end of a document
+    rows = model.get_input_embeddings().weight.shape[0]
+    if max(ids) >= rows:
+        raise InputError(f"{folder}: the tokenizer gives token {max(ids)}, the model's embedding has {rows} rows")
     torch.manual_seed(sampling.seed)
     model.eval()
     sample = sampling.temperature > COLDEST
-    options = (
-        {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
-        if sample
-        else {"do_sample": False}
-    )
+    options: dict[str, Any] = {"do_sample": sample}
+    if sample:
+        options |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
     inputs = torch.tensor([ids])
-    with torch.no_grad():
-        output = model.generate(
-            input_ids=inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=sampling.max_new_tokens,
-            pad_token_id=tokenizer.eos_token_id, **options,
-        )  # fmt: skip
+    options |= {"max_new_tokens": sampling.max_new_tokens, "pad_token_id": tokenizer.eos_token_id}
+    try:
+        with torch.no_grad(), working("generating"):
+            output = model.generate(input_ids=inputs, attention_mask=torch.ones_like(inputs), **options)
+    except (ValueError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "probability tensor" not in str(error):
+            raise
+        raise InputError(f"{folder}: the model cannot generate text ({error})") from None
     return tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
 
 
@@ -75,8 +89,8 @@ def check_adapter(folder: Path) -> None:
         if not (folder / name).is_file():
             raise InputError(f"--adapter {folder}: no {name} there; expected a PEFT adapter directory")
     try:
-        json.loads((folder / "adapter_config.json").read_text("utf-8"))
-    except ValueError as error:
+        json.loads((folder / "adapter_config.json").read_bytes())
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{folder / 'adapter_config.json'}: not valid JSON ({error})") from None
     from safetensors import safe_open
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from shoestring.data.batches import Examples
 from shoestring.data.errors import InputError
-from shoestring.data.text import is_jsonl, read_jsonl
-from shoestring.data.tokenizer import encode_batch
+from shoestring.data.progress import working
+from shoestring.data.text import is_jsonl, kind_of_value, read_jsonl, size_of
+from shoestring.data.tokenizer import encode_all
 
 # For tokenizers without a chat template: the role on a line of its own, the text, and the end-of-text token.
 DEFAULT_CHAT_TEMPLATE = (
@@ -59,17 +60,22 @@ def _kind(path: Path) -> str:
 def read_segments(files: list[Path], kind: str, tokenizer: Any) -> list[list[tuple[str, bool]]]:
     """Return each example as pieces of text, each marked whether it is trained on; checks every record."""
     segments = []
-    for path in files:
-        for number, record in read_jsonl(path):
-            where = f"{path}: line {number}"
-            segments.append(_chat(record, where, tokenizer) if kind == CHAT else _completion(record, where, tokenizer))
+    with working("reading examples", size_of(files)):
+        for path in files:
+            for number, record in read_jsonl(path):
+                where = f"{path}: line {number}"
+                read = _chat if kind == CHAT else _completion
+                segments.append(read(record, where, tokenizer))
     return segments
 
 
 def _completion(record: dict[str, Any], where: str, tokenizer: Any) -> list[tuple[str, bool]]:
     prompt, completion = record.get("prompt"), record.get("completion")
     if not isinstance(prompt, str) or not isinstance(completion, str):
-        raise InputError(f'{where}: expected the strings "prompt" and "completion"; its fields are {sorted(record)}')
+        values = (("prompt", prompt), ("completion", completion))
+        wrong = [f'"{key}" is {kind_of_value(value)}' for key, value in values if key in record and not isinstance(value, str)]
+        found = wrong[0] if wrong else f"its fields are {sorted(record)}"
+        raise InputError(f'{where}: expected the strings "prompt" and "completion"; {found}')
     if not completion:
         raise InputError(f"{where}: the completion is empty, so there is nothing to learn")
     return [(prompt, False), (completion + tokenizer.eos_token, True)]
@@ -78,10 +84,14 @@ def _completion(record: dict[str, Any], where: str, tokenizer: Any) -> list[tupl
 def _chat(record: dict[str, Any], where: str, tokenizer: Any) -> list[tuple[str, bool]]:
     messages = record.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise InputError(f'{where}: expected a list "messages"; its fields are {sorted(record)}')
+        kind = "an empty list" if messages == [] else kind_of_value(messages)
+        found = f'"messages" is {kind}' if "messages" in record else f"its fields are {sorted(record)}"
+        raise InputError(f'{where}: expected a list "messages"; {found}')
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise InputError(f'{where}: each message needs the strings "role" and "content"')
+            values = message.items() if isinstance(message, dict) else [("a message", message)]
+            kinds = ", ".join(f'"{key}" is {kind_of_value(value)}' for key, value in values)
+            raise InputError(f'{where}: each message needs the strings "role" and "content"; {kinds}')
     pieces: list[tuple[str, bool]] = []
     done = ""
     for turn, message in enumerate(messages):
@@ -122,7 +132,7 @@ def encode_examples(segments: list[list[tuple[str, bool]]], tokenizer: Any, seq_
     """
     begin = [] if chat else beginning(tokenizer)
     pieces = [piece for example in segments for piece in example]
-    encoded = iter(encode_batch(tokenizer, [text for text, _ in pieces]))
+    encoded = encode_all(tokenizer, [text for text, _ in pieces])
     tokens: list[np.ndarray] = []
     marks: list[np.ndarray] = []
     shortened = dropped = 0

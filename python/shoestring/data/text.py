@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from shoestring.data.errors import InputError
+from shoestring.data.progress import advance, working
 
 CHUNK = 1 << 20  # bytes read at once, so that a file of any size needs little memory
+LONGEST = 4 << 20  # characters of a line or record that are tokenised at once
+ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def find_files(paths: list[Path], pattern: str = "*") -> list[Path]:
@@ -22,7 +26,10 @@ def find_files(paths: list[Path], pattern: str = "*") -> list[Path]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            inside = sorted(p for p in path.rglob(pattern) if p.is_file() and not _hidden(p.relative_to(path)))
+            try:
+                inside = sorted(p for p in path.rglob(pattern) if p.is_file() and not _hidden(p.relative_to(path)))
+            except (ValueError, NotImplementedError, IndexError) as error:
+                raise InputError(f"--glob {pattern}: expected a pattern such as '*.py' ({error})") from None
             inside = [p for p in inside if p.stat().st_size > 0]
             if not inside:
                 raise InputError(f"--data {path}: no non-empty file matches '{pattern}' in this directory")
@@ -47,30 +54,52 @@ def is_jsonl(path: Path) -> bool:
     return path.suffix.lower() in (".jsonl", ".ndjson")
 
 
-def read_text(path: Path) -> Iterator[str]:
-    """Yield the text of a UTF-8 file in pieces of about a mebibyte that end at a line end where there is one."""
+def read_text(path: Path, whole_lines: bool = False) -> Iterator[str]:
+    """Yield the text of a UTF-8 file in pieces of about a mebibyte that end at a line end where there is one.
+
+    A byte-order mark is left out. A line of more than ``LONGEST`` characters is cut unless ``whole_lines``.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")()
-    consumed, pending = 0, ""
+    consumed, pending, begun = 0, [], False
     with _open(path) as file:
         while True:
             block = file.read(CHUNK)
             held = len(decoder.getstate()[0])  # bytes of an unfinished character, counted from the block before
             try:
-                pending += decoder.decode(block, final=not block)
+                text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
                 offset = consumed - held + error.start
                 raise InputError(
                     f"{path}: not UTF-8 at byte {offset} ({error.reason}); convert the file to UTF-8"
                 ) from None
             consumed += len(block)
+            advance(len(block))
+            if text and not begun:
+                text, begun = text.removeprefix("\ufeff"), True
             if not block:
                 break
-            cut = pending.rfind("\n") + 1
+            cut = text.rfind("\n") + 1
             if cut:
-                yield pending[:cut]
-                pending = pending[cut:]
-    if pending:
-        yield pending
+                yield "".join([*pending, text[:cut]])
+                pending = []
+            pending.append(text[cut:])
+            if not whole_lines and sum(map(len, pending)) > LONGEST:
+                *pieces, rest = cut_long("".join(pending))
+                yield from pieces
+                pending = [rest]
+    if any(pending):
+        yield "".join(pending)
+
+
+def cut_long(text: str) -> Iterator[str]:
+    """Yield a text in pieces of at most ``LONGEST`` characters, cut after a line end, else before a space, else anywhere."""
+    start = 0
+    while len(text) - start > LONGEST:
+        end = text.rfind("\n", start, start + LONGEST) + 1 or text.rfind(" ", start + 1, start + LONGEST)
+        end = end if end > start else start + LONGEST
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 def _open(path: Path) -> Any:
@@ -83,15 +112,22 @@ def _open(path: Path) -> Any:
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, record) of a JSONL file; blank lines are skipped."""
     number = 0
-    for piece in read_text(path):
+    for piece in read_text(path, whole_lines=True):
         for line in piece.split("\n") if not piece.endswith("\n") else piece[:-1].split("\n"):
             number += 1
             if not line.strip():
                 continue
             try:
                 record = json.loads(line)
+                if ESCAPED_SURROGATE.search(line):
+                    json.dumps(record, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                surrogate = ascii(error.object[error.start])
+                raise InputError(f"{path}: line {number} holds {surrogate}, half of a character; mend the record") from None
             except (json.JSONDecodeError, RecursionError) as error:
                 raise InputError(f"{path}: line {number} is not valid JSON ({error})") from None
+            except ValueError:  # Python converts numbers of some thousand digits only
+                raise InputError(f"{path}: line {number} holds an integer of too many digits; remove it") from None
             if not isinstance(record, dict):
                 raise InputError(f"{path}: line {number} is not a JSON object but {type(record).__name__}")
             yield number, record
@@ -103,15 +139,28 @@ def documents(path: Path) -> Iterator[Iterator[str]]:
         yield read_text(path)
         return
     for number, record in read_jsonl(path):
-        text = record.get("text")
-        if not isinstance(text, str):
+        if "text" not in record:
             raise InputError(f'{path}: line {number} has no "text" string; its fields are {sorted(record)}')
-        yield iter((text,))
+        if not isinstance(record["text"], str):
+            raise InputError(f'{path}: line {number}: expected a string "text", got {kind_of_value(record["text"])}')
+        yield cut_long(record["text"])
+
+
+def kind_of_value(value: object) -> str:
+    """Say in JSON's words of which kind a value is."""
+    kinds = {str: "a string", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return kinds.get(type(value), "null")
+
+
+def size_of(files: list[Path]) -> int:
+    """Sum the bytes of the files."""
+    return sum(path.stat().st_size for path in files)
 
 
 def check_text(files: list[Path]) -> int:
     """Read everything once, so that bad input is found before anything is written; return the number of characters."""
-    characters = sum(len(piece) for path in files for document in documents(path) for piece in document)
+    with working("reading", size_of(files)):
+        characters = sum(len(piece) for path in files for document in documents(path) for piece in document)
     if characters == 0:
         raise InputError(f"--data {files[0]}: no text in the {len(files)} file(s)")
     return characters

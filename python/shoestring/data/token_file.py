@@ -15,12 +15,12 @@ import numpy as np
 
 from shoestring.data.errors import InputError
 from shoestring.data.files import atomic_file
-from shoestring.data.text import documents
-from shoestring.data.tokenizer import encode_batch
+from shoestring.data.progress import working
+from shoestring.data.text import documents, size_of
+from shoestring.data.tokenizer import BATCH_CHARACTERS, encode_batch
 
 MAGIC = b"shoetok\x01"
 HEADER = struct.Struct("<8sIIQ40x")
-BATCH_CHARACTERS = 1 << 20  # tokenised at once: work for every core; the encodings take about 100 bytes a token
 
 
 def write_token_file(path: Path, files: list[Path], tokenizer: Any) -> int:
@@ -28,7 +28,7 @@ def write_token_file(path: Path, files: list[Path], tokenizer: Any) -> int:
     vocab_size = len(tokenizer)
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     count = 0
-    with atomic_file(path) as out:
+    with working("tokenizing", size_of(files)), atomic_file(path) as out:
         out.write(HEADER.pack(MAGIC, vocab_size, dtype.itemsize, 0))
         for ids in _token_lists(files, tokenizer):
             out.write(np.asarray(ids, dtype).tobytes())

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoestring.data.errors import InputError
-from shoestring.data.text import documents
+from shoestring.data.progress import advance, working
+from shoestring.data.text import documents, size_of
 from shoestring.pretrained.remote_code import why_not_loaded
 
 if TYPE_CHECKING:
@@ -15,12 +16,16 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # 256 bytes and the end-of-text token
+LONGEST_WORD = 1024  # bytes; the trainer's time grows with the square of a word's length
+BATCH_CHARACTERS = 1 << 20  # tokenised at once: work for every core; the encodings take about 100 bytes a token
 
 
 def train_bpe(files: list[Path], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer (Sennrich et al. 2016; byte level as in GPT-2) on the text of ``files``.
 
-    The vocabulary holds at most ``vocab_size`` tokens, fewer where the text does not give as many merges.
+    The vocabulary holds at most ``vocab_size`` tokens, fewer where the text does not give as many merges. A word (a run
+    of letters, digits, spaces or signs) of more than ``LONGEST_WORD`` bytes counts as several; the trained tokenizer does
+    not cut words.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise InputError(
@@ -29,7 +34,8 @@ def train_bpe(files: list[Path], vocab_size: int) -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(LONGEST_WORD)])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -37,7 +43,9 @@ def train_bpe(files: list[Path], vocab_size: int) -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_pieces(files), trainer=trainer)
+    with working("training the tokenizer", size_of(files)):
+        tokenizer.train_from_iterator(_pieces(files), trainer=trainer)
+    tokenizer.pre_tokenizer = words
     return wrap(tokenizer)
 
 
@@ -99,3 +107,15 @@ def encode_batch(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     if not texts:
         return []
     return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+
+def encode_all(tokenizer: Any, texts: list[str]) -> Iterator[list[int]]:
+    """Yield the token ids of each text; tokenise about ``BATCH_CHARACTERS`` at a time."""
+    with working("tokenizing", sum(map(len, texts))):
+        first = characters = 0
+        for end, text in enumerate(texts, 1):
+            characters += len(text)
+            if characters >= BATCH_CHARACTERS or end == len(texts):
+                yield from encode_batch(tokenizer, texts[first:end])
+                advance(characters)
+                first, characters = end, 0

@@ -123,7 +123,10 @@ def _skeleton(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
             f"{METHOD}: {folder}: config.json does not describe a causal language model ({why_not_loaded(error)})"
         ) from None
     if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:
+            raise ValueError(f"{METHOD}: {folder / 'generation_config.json'}: {why_not_loaded(error)}") from None
     return model
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from shoestring.data.batches import IGNORE, packed_arguments
 from shoestring.data.errors import InputError
+from shoestring.data.progress import working
 from shoestring.data.tokenizer import quiet_transformers
 from shoestring.pretrained.load import OtherTensorsError, load_quantized
 from shoestring.pretrained.reader import read_config, stored_tensors
@@ -96,6 +97,17 @@ def load_model(
     """
     stored = check_model_directory(folder)
     quiet_transformers()
+    with working(f"loading {folder}"):
+        return _load(folder, dtype, quantize, trust_remote_code, stored)
+
+
+def _load(
+    folder: Path,
+    dtype: torch.dtype,
+    quantize: str | None,
+    trust_remote_code: bool,
+    stored: dict[str, tuple[int, ...]],
+) -> nn.Module:
     if quantize is not None or is_quantized(folder):
         try:
             return load_quantized(folder, quant_type=quantize, dtype=dtype, trust_remote_code=trust_remote_code)

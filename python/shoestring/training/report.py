@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import html
 import json
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +40,59 @@ def read_run(folder: Path) -> Run:
     try:
         record = json.loads((folder / "run.json").read_text("utf-8"))
         summary = json.loads((folder / "summary.json").read_text("utf-8"))
+        metrics = read_metrics(folder / "metrics.jsonl")
     except FileNotFoundError as error:
         name = Path(str(error.filename)).name
         raise InputError(f"{folder}: not a finished run (no {name} in it)") from None
-    except (ValueError, NotADirectoryError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise InputError(f"{folder}: not a finished run ({error})") from None
-    metrics = read_metrics(folder / "metrics.jsonl")
-    missing = {"train_loss", "tokens_per_second", "peak_memory", "memory"} - set(summary)
-    if missing or not metrics:
+    _check(folder, record, summary, metrics)
+    return Run(folder.resolve().name, folder, record, summary, metrics)
+
+
+def _check(folder: Path, record: Any, summary: Any, metrics: list[Any]) -> None:
+    """Refuse a run whose files lack what reports show, or hold something else in its place."""
+
+    def number(value: Any) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+    def has(value: Any, **kinds: Callable[[Any], bool]) -> list[str]:
+        fields = value if isinstance(value, dict) else {}
+        return [name for name, fits in kinds.items() if name not in fields or not fits(fields[name])]
+
+    def optional(value: Any) -> bool:
+        return value is None or number(value)
+
+    def text(value: Any) -> bool:
+        return isinstance(value, str)
+
+    def parts(value: Any) -> bool:
+        kinds = {"name": text, "formula": text, "expected": optional, "measured": number}
+        return isinstance(value, list) and not any(has(part, **kinds) for part in value)
+
+    wrong = has(record, command=text, fingerprint=lambda value: isinstance(value, dict))
+    wrong += has(
+        summary, train_loss=number, val_loss=optional, tokens_per_second=number, peak_memory=number, memory=parts,
+        plain=lambda value: isinstance(value, bool),
+    )  # fmt: skip
+    wrong += [name for row in metrics for name in has(row, step=number, loss=number)][:1]
+    if wrong or not metrics:
         raise InputError(
-            f"{folder}: summary.json or metrics.jsonl is incomplete ({', '.join(sorted(missing)) or 'no steps'})"
+            f"{folder}: run.json, summary.json or metrics.jsonl is incomplete ({', '.join(wrong) or 'no steps'})"
         )
-    return Run(folder.name, folder, record, summary, metrics)
+
+
+def read_runs(folders: list[Path]) -> list[Run]:
+    """Read finished runs; folders of equal names are told apart by the folders that they are in."""
+    runs = [read_run(folder) for folder in folders]
+    ends = [list(run.folder.resolve().parts) for run in runs]
+    names = []
+    for number, own in enumerate(ends):
+        others = [other for other in ends if other != own]
+        length = next((n for n in range(1, len(own)) if all(other[-n:] != own[-n:] for other in others)), len(own))
+        before = ends[:number].count(own)  # the same folder, given again
+        names.append("/".join(own[-length:]) + (f" ({before + 1})" if before else ""))
+    return [replace(run, name=name) for run, name in zip(runs, names)]
 
 
 def megabytes(count: float | None) -> str:
@@ -99,7 +142,7 @@ def write_comparison(folders: list[Path], out: Path) -> list[list[str]]:
 
     Each run also gets its ratios to the first.
     """
-    runs = [read_run(folder) for folder in folders]
+    runs = read_runs(folders)
     picture = draw_comparison(runs)
     _write(
         out, "compare", picture, _section(" and ".join(run.name for run in runs), runs, picture), "Comparison of runs"
@@ -111,7 +154,7 @@ def write_sections(out: Path, title: str, groups: dict[str, list[Path]]) -> dict
     """Write report.html into ``out`` with a comparison and a picture for each group of runs; return the tables."""
     body, tables = f"<h1>{html.escape(title)}</h1>", {}
     for name, folders in groups.items():
-        runs = [read_run(folder) for folder in folders]
+        runs = read_runs(folders)
         picture = draw_comparison(runs)
         with atomic_file(out / f"{name}.png") as file:
             file.write(picture)

@@ -242,6 +242,6 @@ def _step(model: nn.Module, example: Any) -> Callable[[], Tensor]:
 def parse_bytes(budget: int | str) -> int:
     """Bytes, given as a number or such as "6GiB" or "500 MB"."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?B|)\s*", str(budget).upper())
-    if not match or isinstance(budget, bool) or float(match[1]) <= 0:
+    if not match or isinstance(budget, bool) or not 0 < float(match[1]) * UNITS[match[2]] < 1 << 63:
         raise ValueError(f'expected bytes or such as "6GiB" or "500 MB", received {budget!r}')
     return int(float(match[1]) * UNITS[match[2]])

@@ -43,7 +43,7 @@ from shoestring.cli.options import (
     Workspace,
 )
 from shoestring.cli.values import COUNT, one_of, target_names, within
-from shoestring.data.errors import InputError
+from shoestring.data.errors import InputError, is_utf8
 from shoestring.data.files import disk_error
 from shoestring.training.config import (
     DEVICES,
@@ -377,10 +377,12 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # what the terminal has no characters for is escaped
             stream.reconfigure(errors="backslashreplace")
     command = typer.main.get_command(app)
+    arguments = spread(sys.argv[1:] if argv is None else argv)
     try:
-        result = command.main(
-            args=spread(sys.argv[1:] if argv is None else argv), prog_name="shoestring", standalone_mode=False
-        )
+        for argument in arguments:
+            if not is_utf8(argument):
+                raise InputError(f"argument {ascii(argument)}: expected UTF-8; rename the file or convert the text")
+        result = command.main(args=arguments, prog_name="shoestring", standalone_mode=False)
         if result == 130:  # the parser has turned Ctrl-C into this code
             raise KeyboardInterrupt
         return result if isinstance(result, int) else 0

@@ -33,10 +33,6 @@ def generate(
     name: str, adapter: Path | None, prompt: str, sampling: Sampling, chat: bool, trust_remote_code: bool = False
 ) -> str:
     """Return the model's continuation of ``prompt`` (with ``chat``: its answer to it)."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raise InputError("the prompt is not UTF-8; convert it to UTF-8") from None
     if adapter is not None:
         check_adapter(adapter)
     folder = locate_model(name, trust_remote_code)

@@ -22,6 +22,8 @@ def tokenize(
     """Write ``out``, and beside it ``out``-tokenizer if the tokenizer is trained here; return the number of tokens."""
     if (tokenizer_folder is None) == (vocab_size is None):
         raise InputError("give either --tokenizer DIR, to use one, or --vocab-size N, to train one on the data")
+    if not out.name:
+        raise InputError(f"--out {out}: expected the name of a file")
     trained = out.with_name(out.stem + "-tokenizer")
     for path in (out, *([trained] if vocab_size else [])):
         if path.exists():

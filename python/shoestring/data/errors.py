@@ -8,3 +8,12 @@ class InputError(ValueError):
 
     def __init__(self, message: object) -> None:
         super().__init__(" ".join(str(message).split()))
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a name or an argument is UTF-8; Python keeps other bytes as lone surrogates, which no file can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shoestring.data.errors import InputError
+from shoestring.data.errors import InputError, is_utf8
 from shoestring.data.progress import advance, working
 
 CHUNK = 1 << 20  # bytes read at once, so that a file of any size needs little memory
@@ -42,6 +42,9 @@ def find_files(paths: list[Path], pattern: str = "*") -> list[Path]:
             raise InputError(f"--data {path}: no such file or directory")
     if not files:
         raise InputError("--data: no file given")
+    for path in files:
+        if not is_utf8(str(path)):
+            raise InputError(f"--data {ascii(str(path))}: expected a name in UTF-8; rename the file")
     return list(dict.fromkeys(files))
 
 

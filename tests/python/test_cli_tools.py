@@ -184,6 +184,18 @@ def test_lines_without_a_terminal_are_few(capsys: pytest.CaptureFixture[str]) ->
     assert lines[1] == "step   50/1000  loss 1.000  lr 1.0e-01  5 tok/s  peak 1.00 GB  31:40 left"
 
 
+def test_time_left_is_that_of_the_last_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    with console.Console(20) as shown:
+        for step in range(1, 21):  # a slow first step, one pause, and a machine that is slower at first
+            seconds = 500.0 if step in (1, 15) else 10.0 if step < 8 else 2.0
+            shown.step(
+                {"step": step, "loss": 1.0, "lr": 0.1, "seconds": seconds, "tokens_per_second": 5.0, "peak": 1e9}, None
+            )
+    lines = capsys.readouterr().out.splitlines()
+    assert "left" not in lines[0] and lines[1].endswith("3:00 left")
+    assert [line.rsplit("  ", 1)[1] for line in lines[17:]] == ["0:04 left", "0:02 left", "0:00 left"]
+
+
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     shown = capsys.readouterr().out

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from typing import Any
 
 LINES = 20  # printed over a run without a terminal
+RECENT = 10  # steps whose median gives the time left
 
 
 class Console:
@@ -21,11 +23,9 @@ class Console:
 
     def __enter__(self) -> Console:
         if sys.stdout.isatty():
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-            self._bar = Progress(
-                BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
-            )
+            self._bar = Progress(BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"))
             self._bar.start()
             self._task = self._bar.add_task("starting", total=self._steps)
         return self
@@ -42,14 +42,17 @@ class Console:
         """Show one finished step."""
         number = metrics["step"]
         self._seconds.append(metrics["seconds"])
-        text = describe(metrics, val_loss)
+        text = describe(metrics, val_loss) + self._left(number)
         if self._bar is not None:
             self._bar.update(self._task, completed=number, description=text)
         elif number % self._every == 0 or number in (1, self._steps) or "val_loss" in metrics:
-            recent = self._seconds[-self._every :]
-            left = (self._steps - number) * sum(recent) / len(recent)
             width = len(str(self._steps))
-            print(f"step {number:>{width}}/{self._steps}  {text}  {clock(left)} left", flush=True)
+            print(f"step {number:>{width}}/{self._steps}  {text}", flush=True)
+
+    def _left(self, number: int) -> str:
+        """The time left after a step. The first step of a process also warms up, so it gives no estimate."""
+        recent = self._seconds[1:][-RECENT:]
+        return f"  {clock((self._steps - number) * statistics.median(recent))} left" if recent else ""
 
 
 def describe(metrics: dict[str, Any], val_loss: float | None) -> str:

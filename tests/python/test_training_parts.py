@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import mmap
 from pathlib import Path
@@ -16,7 +17,7 @@ from shoestring.data.files import atomic_directory, atomic_file
 from shoestring.training import memory
 from shoestring.training.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from shoestring.training.config import Fingerprint, LoopConfig
-from shoestring.training.metrics import MetricsLog, read_metrics
+from shoestring.training.metrics import COLUMNS, MetricsLog, read_metrics
 from shoestring.training.schedule import learning_rate
 
 
@@ -129,7 +130,8 @@ def test_fingerprint_names_the_field() -> None:
 
 def test_metrics_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+    rows: list[dict[str, float]] = [{**dict.fromkeys(COLUMNS, 1.5), "step": step} for step in (1, 2, 3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"ste')
     with MetricsLog(path, keep_through=2) as log:
-        log.add({"step": 3, "new": True})
-    assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3, "new": True}]
+        log.add({**rows[2], "val_loss": 2.0})
+    assert log.lost == 0 and read_metrics(path) == [*rows[:2], {**rows[2], "val_loss": 2.0}]

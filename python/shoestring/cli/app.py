@@ -56,6 +56,7 @@ from shoestring.training.config import (
     FinetuneConfig,
     TrainConfig,
 )
+from shoestring.training.signals import Interrupted, handled
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -372,23 +373,22 @@ def spread(argv: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return the exit code: 0, 2 for input that cannot be used, 130 for Ctrl-C."""
+    """Run the command line; return the exit code: 0, 2 for input that cannot be used, 130 for Ctrl-C, 143 for SIGTERM."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what the terminal has no characters for is escaped
             stream.reconfigure(errors="backslashreplace")
     command = typer.main.get_command(app)
     arguments = spread(sys.argv[1:] if argv is None else argv)
     try:
-        for argument in arguments:
-            if not is_utf8(argument):
-                raise InputError(f"argument {ascii(argument)}: expected UTF-8; rename the file or convert the text")
-        result = command.main(args=arguments, prog_name="shoestring", standalone_mode=False)
-        if result == 130:  # the parser has turned Ctrl-C into this code
-            raise KeyboardInterrupt
+        with handled():
+            for argument in arguments:
+                if not is_utf8(argument):
+                    raise InputError(f"argument {ascii(argument)}: expected UTF-8; rename the file or convert the text")
+            result = command.main(args=arguments, prog_name="shoestring", standalone_mode=False)
         return result if isinstance(result, int) else 0
-    except KeyboardInterrupt:
-        print("shoestring: interrupted; a training run continues with --resume", file=sys.stderr)
-        return 130
+    except Interrupted as error:
+        print(f"shoestring: {error}", file=sys.stderr)
+        return 128 + error.number
     except Exception as error:
         if hasattr(error, "exit_code") and not hasattr(error, "format_message"):  # an abort at a prompt
             return int(error.exit_code)

@@ -11,6 +11,7 @@ from shoestring.cli.demo_data import package_documentation, standard_library
 from shoestring.cli.turns import run_in_turns
 from shoestring.data.errors import InputError
 from shoestring.data.files import write_json
+from shoestring.data.lock import LOCK, locked
 from shoestring.training.report import write_sections
 
 VOCABULARY = 16384
@@ -21,6 +22,12 @@ SHAPE = ["--seq-len", "512", "--batch-size", "16", "--val-fraction", "0.02", "--
 
 def demo(out: Path, steps: int, finetune_steps: int) -> None:
     """Train, fine-tune, compare; every run is a process of its own."""
+    _check(out)
+    with locked(out / LOCK, f"--out {out}"):
+        _demo(out, steps, finetune_steps)
+
+
+def _demo(out: Path, steps: int, finetune_steps: int) -> None:
     began = time.monotonic()
     data, train, tune = _prepare(out)
     write_json(out / MARK, {"steps": steps, "finetune_steps": finetune_steps})
@@ -86,10 +93,16 @@ def demo(out: Path, steps: int, finetune_steps: int) -> None:
     print(f"\n{time.monotonic() - began:.0f} s in all. Report: {out / 'report.html'}")
 
 
+def _check(out: Path) -> None:
+    """Refuse a folder that holds anything but a demo."""
+    if out.exists() and not (out / MARK).is_file():
+        if not out.is_dir() or any(path.name != LOCK for path in out.iterdir()):
+            raise InputError(f"--out {out}: exists and is not the directory of a demo; give another")
+
+
 def _prepare(out: Path) -> list[Path]:
     """Make the folders of a demo; those of a demo before it are replaced, anything else is not touched."""
-    if out.exists() and not (out / MARK).is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"--out {out}: exists and is not the directory of a demo; give another")
+    _check(out)
     folders = [out / name for name in ("data", "train", "finetune")]
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)

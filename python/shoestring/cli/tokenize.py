@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 from pathlib import Path
 
 from shoestring.data.errors import InputError
-from shoestring.data.files import atomic_directory
+from shoestring.data.files import PARTIAL, atomic_directory
+from shoestring.data.lock import LOCK, locked
 from shoestring.data.text import check_text, find_files
 from shoestring.data.token_file import write_token_file
 from shoestring.data.tokenizer import load_tokenizer, train_bpe
@@ -19,23 +21,33 @@ def tokenize(
     vocab_size: int | None,
     trust_remote_code: bool = False,
 ) -> int:
-    """Write ``out``, and beside it ``out``-tokenizer if the tokenizer is trained here; return the number of tokens."""
+    """Write ``out``, and beside it ``out``-tokenizer if the tokenizer is trained here; return the number of tokens.
+
+    A failure leaves neither of both.
+    """
     if (tokenizer_folder is None) == (vocab_size is None):
         raise InputError("give either --tokenizer DIR, to use one, or --vocab-size N, to train one on the data")
     if not out.name:
         raise InputError(f"--out {out}: expected the name of a file")
-    trained = out.with_name(out.stem + "-tokenizer")
-    for path in (out, *([trained] if vocab_size else [])):
-        if path.exists():
-            raise InputError(f"--out {out}: {path} exists; give another name or remove it")
     if not out.parent.is_dir():
         raise InputError(f"--out {out}: no directory {out.parent}")
-    files = find_files(data, pattern)
-    check_text(files)
-    if tokenizer_folder is not None:
-        return write_token_file(out, files, load_tokenizer(tokenizer_folder, trust_remote_code))
-    assert vocab_size is not None
-    tokenizer = train_bpe(files, vocab_size)
-    with atomic_directory(trained) as partial:
-        tokenizer.save_pretrained(partial)
-    return write_token_file(out, files, tokenizer)
+    with locked(out.with_name(f".{out.name}{LOCK}"), f"--out {out}"):
+        trained = out.with_name(out.stem + "-tokenizer")
+        for path in (out, *([trained] if vocab_size else [])):
+            if path.exists():
+                raise InputError(f"--out {out}: {path} exists; give another name or remove it")
+        for leftover in out.parent.glob(f"{glob.escape(out.name)}.*{PARTIAL}"):  # of a killed process
+            leftover.unlink(missing_ok=True)
+        files = find_files(data, pattern)
+        check_text(files)
+        if tokenizer_folder is not None:
+            return write_token_file(out, files, load_tokenizer(tokenizer_folder, trust_remote_code))
+        assert vocab_size is not None
+        tokenizer = train_bpe(files, vocab_size)
+        try:
+            with atomic_directory(trained) as partial:
+                tokenizer.save_pretrained(partial)
+                return write_token_file(out, files, tokenizer)
+        except BaseException:
+            out.unlink(missing_ok=True)
+            raise

@@ -234,16 +234,17 @@ def remove_partial(folder: Path) -> None:
 
 
 def disk_error(error: BaseException) -> OSError | None:
-    """Return the disk's refusal (full, quota, read-only, no permission, broken) behind ``error``, if it is one.
+    """Return the disk's refusal (full, quota, limit, name, read-only, no permission, broken) behind ``error``, if it is one.
 
     Libraries that write files wrap the system's error or keep only its text.
     """
-    refusals = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+    of_writing = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in refusals:
+        if isinstance(seen, OSError) and seen.errno in (*of_writing, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG):
             return seen
         seen = seen.__cause__ or seen.__context__
-    if os.strerror(errno.ENOSPC) in str(error):
-        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for code in of_writing:
+        if os.strerror(code) in str(error):
+            return OSError(code, os.strerror(code))
     return None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from shoestring.data.errors import InputError
 from shoestring.data.files import PARTIAL, atomic_directory
 
 KEEP = 2  # the newest, and the one before it
+CHECKSUMS = "checksums.json"  # CRC-32 of each other file, in hexadecimal; checkpoints of older versions have none
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -39,6 +42,8 @@ def save_checkpoint(
         with open(partial / "optimizer.pt", "wb") as file:  # given a path, torch.save hides what the disk said
             torch.save({"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}, file)
         (partial / "state.json").write_text(json.dumps({"step": step, **state}))
+        sums = {path.name: _checksum(path) for path in sorted(partial.iterdir())}
+        (partial / CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n")
     for old in checkpoints(run)[:-KEEP]:  # renamed first: a kill while removing leaves nothing that looks complete
         shutil.rmtree(old.rename(old.with_name(old.name + PARTIAL)), ignore_errors=True)
     return folder
@@ -47,14 +52,26 @@ def save_checkpoint(
 def checkpoints(run: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
     folder = run / "checkpoints"
-    return sorted(p for p in folder.glob("step-*") if not p.name.endswith(PARTIAL)) if folder.is_dir() else []
+    found = [p for p in folder.glob("step-*") if re.fullmatch("step-[0-9]{8,18}", p.name)] if folder.is_dir() else []
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The number of steps after which a checkpoint was saved."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Put weights, optimizer and random state back in place; return the saved ``state`` with its step."""
+    """Put weights, optimizer and random state back in place; return the saved ``state`` with its step.
+
+    Raises:
+        InputError: a file is damaged or missing, or the checkpoint belongs to another model.
+    """
     from safetensors import safe_open
 
+    _verify(folder)
     try:
+        state = _read_state(folder)
         with safe_open(folder / "weights.safetensors", "pt") as stored, torch.no_grad():
             tensors = trained_tensors(model)
             names = set(stored.keys())
@@ -70,13 +87,58 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
                     )
                 tensor.copy_(saved)
         saved_state = torch.load(folder / "optimizer.pt", weights_only=True)
-        state = json.loads((folder / "state.json").read_text())
+        rng, optimizer_state = saved_state["rng"], saved_state["optimizer"]
+        torch.set_rng_state(rng)
     except InputError:
         raise
     except Exception as error:  # damaged from outside: none of this is left behind by a kill
-        raise InputError(
-            f"{folder}: the checkpoint is damaged ({type(error).__name__}: {error}); remove it to use the one before"
-        ) from None
-    optimizer.load_state_dict(saved_state["optimizer"])
-    torch.set_rng_state(saved_state["rng"])
+        raise _damaged(folder, f"({type(error).__name__}: {error})") from None
+    try:
+        optimizer.load_state_dict(optimizer_state)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise _damaged(folder, f"(optimizer.pt: {type(error).__name__}: {error})") from None
     return state
+
+
+def _checksum(path: Path) -> str:
+    value = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            value = zlib.crc32(block, value)
+    return f"{value:08x}"
+
+
+def _verify(folder: Path) -> None:
+    """Compare every file with its checksum; raises InputError that names the first one that differs."""
+    record = folder / CHECKSUMS
+    if not record.exists():
+        return
+    try:
+        sums = json.loads(record.read_text("utf-8"))
+        if not isinstance(sums, dict) or not sums:
+            raise ValueError("expected an object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(folder, f"({CHECKSUMS}: {error})") from None
+    for name, expected in sums.items():
+        try:
+            found = _checksum(folder / name)
+        except (OSError, ValueError) as error:
+            raise _damaged(folder, f"({name}: {error})") from None
+        if found != expected:
+            raise _damaged(folder, f"({name}: expected the checksum {expected}, got {found})")
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    state = json.loads((folder / "state.json").read_text("utf-8"))
+    if not isinstance(state, dict) or state.get("step") != step_of(folder) or isinstance(state["step"], bool):
+        raise ValueError(f"state.json: expected the step {step_of(folder)}")
+    for name in ("val_loss", "best_val_loss"):
+        if isinstance(state.get(name), bool) or not isinstance(state.get(name), (int, float, type(None))):
+            raise ValueError(f"state.json: {name}: expected a number or null, got {state[name]!r}")
+    return state
+
+
+def _damaged(folder: Path, why: str) -> InputError:
+    before = [step_of(other) for other in checkpoints(folder.parents[1]) if step_of(other) < step_of(folder)]
+    then = f"continue from step {before[-1]}" if before else "begin again"
+    return InputError(f"{folder}: the checkpoint is damaged {why}; remove it to {then}")

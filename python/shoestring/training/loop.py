@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from shoestring.data.batches import IGNORE, BatchOrder, Examples, Rows
 from shoestring.data.errors import InputError
-from shoestring.training import memory
-from shoestring.training.checkpoint import save_checkpoint
+from shoestring.training import memory, signals
+from shoestring.training.checkpoint import checkpoints, save_checkpoint
 from shoestring.training.config import LoopConfig
 from shoestring.training.metrics import MetricsLog
 from shoestring.training.models import Loss
@@ -49,14 +49,23 @@ class Trainer:
     planned_activations: int | None = None  # bytes that they are to take, under a budget
     val_loss: float | None = None  # the last one
     best_val_loss: float | None = None
+    saved: int | None = None  # the step of this process's last checkpoint
+    told: set[str] = field(default_factory=set)  # the long waits that have been said
 
     def fit(self, start: int = 0) -> None:
-        """Train from step ``start`` (counted from 0) to the end; raises InputError when the loss is not finite."""
+        """Train from step ``start`` (counted from 0) to the end.
+
+        Raises:
+            InputError: the loss is not finite.
+            Interrupted: a signal came; the step in which it came is complete and in a checkpoint.
+        """
         config = self.config
         order = BatchOrder(len(self.train), config.batch_size, config.accumulate, config.seed)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.model.train()
-        with MetricsLog(self.run / "metrics.jsonl", keep_through=start) as log:
+        with MetricsLog(self.run / "metrics.jsonl", keep_through=start) as log, signals.deferred():
+            if log.lost:
+                self.progress.note(f"metrics.jsonl is damaged: {log.lost} of the {start} steps so far are not in it")
             for step in range(start, config.steps):
                 began = time.perf_counter()
                 lr = learning_rate(
@@ -74,7 +83,11 @@ class Trainer:
                     "step": step + 1, "loss": loss, "lr": lr, "grad_norm": norm, "tokens": tokens, "seconds": seconds,
                     "tokens_per_second": tokens / seconds, "rss": memory.resident_bytes(), "peak": memory.peak_bytes(),
                 }  # fmt: skip
+                self._tell_wait("a step", seconds)
                 self._after_step(step + 1, row, log)
+                if signals.received():
+                    self._save(step + 1, log)
+                    break
 
     def _accumulate(self, step: int, order: BatchOrder, first: bool) -> tuple[float, int]:
         """Forward and backward of one step; the mean is over all labelled positions of all its micro-batches."""
@@ -118,20 +131,40 @@ class Trainer:
             if not math.isfinite(value):
                 raise InputError(
                     f"step {step + 1}: the {name} is {value}; training stopped before the weights changed; "
-                    f"lower --lr ({self.config.lr:g}) or set --clip; the last checkpoint in {self.run} is kept"
+                    f"lower --lr ({self.config.lr:g}) or set --clip{self._kept()}"
                 )
+
+    def _kept(self) -> str:
+        return f"; the last checkpoint in {self.run} is kept" if checkpoints(self.run) else ""
+
+    def _tell_wait(self, what: str, seconds: float) -> None:
+        """Say once how long a signal waits, where that is long."""
+        if seconds > signals.LONG_WAIT and what not in self.told:
+            self.told.add(what)
+            self.progress.note(
+                f"{what} takes {seconds:.0f} s: Ctrl-C and SIGTERM wait for its end, a second one exits at once"
+            )
 
     def _after_step(self, step: int, row: dict[str, Any], log: MetricsLog) -> None:
         config, last = self.config, step == self.config.steps
         if len(self.val) and (step % config.eval_every == 0 or last):
+            began = time.perf_counter()
             self.val_loss = row["val_loss"] = self.evaluate()
+            self._tell_wait("an evaluation", time.perf_counter() - began)
             self.best_val_loss = min(self.val_loss, self.best_val_loss if self.best_val_loss is not None else math.inf)
         log.add(row)
         self.progress.step(row, self.val_loss)
         if step % self.checkpoint_every == 0 or last:
-            log.sync()
-            state = {"val_loss": self.val_loss, "best_val_loss": self.best_val_loss, "fingerprint": self.fingerprint}
-            save_checkpoint(self.run, step, self.model, self.optimizer, state)
+            self._save(step, log)
+
+    def _save(self, step: int, log: MetricsLog) -> None:
+        """Save a checkpoint, unless this step has one."""
+        if self.saved == step:
+            return
+        log.sync()
+        state = {"val_loss": self.val_loss, "best_val_loss": self.best_val_loss, "fingerprint": self.fingerprint}
+        save_checkpoint(self.run, step, self.model, self.optimizer, state)
+        self.saved = step
 
     def evaluate(self) -> float:
         """Mean loss over the first ``eval_batches`` batches of the validation rows."""
@@ -147,8 +180,7 @@ class Trainer:
         value = total / max(1, labelled)
         if not math.isfinite(value):
             raise InputError(
-                f"the validation loss is {value}; lower --lr ({self.config.lr:g}); "
-                f"the last checkpoint in {self.run} is kept"
+                f"the validation loss is {value}; lower --lr ({self.config.lr:g}){self._kept()}"
             )
         return value
 

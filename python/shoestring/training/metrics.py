@@ -9,17 +9,21 @@ from typing import Any
 
 from shoestring.data.files import atomic_file
 
+COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens", "seconds", "tokens_per_second", "rss", "peak")  # of every row
+
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a metrics file; a line cut off by a kill ends it."""
+    """Return the rows of a metrics file; lines that are damaged, or cut off by a kill, are left out."""
     rows: list[dict[str, Any]] = []
     if not path.is_file():
         return rows
     for line in path.read_text("utf-8", errors="replace").splitlines():
         try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and all(isinstance(row.get(name), (int, float)) for name in (*COLUMNS, *row)):
+            rows.append(row)
     return rows
 
 
@@ -28,6 +32,7 @@ class MetricsLog:
 
     def __init__(self, path: Path, keep_through: int) -> None:
         kept = [row for row in read_metrics(path) if row["step"] <= keep_through]
+        self.lost = keep_through - len({row["step"] for row in kept})  # steps without a row: the file was damaged
         with atomic_file(path) as file:
             file.write("".join(json.dumps(row) + "\n" for row in kept).encode())
         self._file = open(path, "ab", buffering=0)

@@ -78,7 +78,7 @@ def _check(folder: Path, record: Any, summary: Any, metrics: list[Any]) -> None:
     wrong += [name for row in metrics for name in has(row, step=number, loss=number)][:1]
     if wrong or not metrics:
         raise InputError(
-            f"{folder}: run.json, summary.json or metrics.jsonl is incomplete ({', '.join(wrong) or 'no steps'})"
+            f"{folder}: run.json, summary.json or metrics.jsonl is damaged ({', '.join(wrong) or 'no steps'})"
         )
 
 

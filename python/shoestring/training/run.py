@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,16 @@ from torch import nn
 
 from shoestring.data.batches import Rows
 from shoestring.data.errors import InputError
-from shoestring.data.files import atomic_directory, remove_partial, write_json
+from shoestring.data.files import PARTIAL, atomic_directory, remove_partial, write_json
+from shoestring.data.lock import LOCK, locked
 from shoestring.optim.offload import PLACES, is_place
 from shoestring.training import memory
 from shoestring.checkpointing.model import CheckpointReport, checkpoint_model, parse_bytes
-from shoestring.training.checkpoint import checkpoints, load_checkpoint
+from shoestring.training.checkpoint import checkpoints, load_checkpoint, step_of
 from shoestring.training.config import Fingerprint, LoopConfig
 from shoestring.training.loop import Progress, Trainer, make_optimizer
 from shoestring.training.models import Loss
+from shoestring.training.signals import Interrupted
 from shoestring.training.summary import summarise
 
 
@@ -39,9 +43,7 @@ class RunOptions:
     trust_remote_code: bool = False  # run code that the model directory brings
 
     def check(self, config: LoopConfig) -> None:
-        """Refuse a folder that is in use, and options that do not go together, before anything else happens."""
-        if self.out.exists() and not self.out.is_dir():
-            raise InputError(f"--out {self.out}: exists and is not a directory")
+        """Refuse options that do not go together, and another folder than a run's, before anything else happens."""
         if self.memory_budget is not None:
             try:
                 parse_bytes(self.memory_budget)
@@ -54,16 +56,22 @@ class RunOptions:
             raise InputError(f"--offload: expected {PLACES}, got {self.offload}")
         if self.offload != "none" and config.plain:
             raise InputError(f"--offload {self.offload}: expected without --plain; leave one of them out")
-        used = self.out.is_dir() and any(self.out.iterdir())
-        if used and not self.resume:
+        try:
+            if self.out.exists() and not self.out.is_dir():
+                raise InputError(f"--out {self.out}: exists and is not a directory")
+            if not (self.out / LOCK).exists():  # with one, another process may be at work: its lock is asked first
+                self.check_folder()
+        except OSError as error:  # no permission, a name too long
+            raise InputError(f"--out {self.out}: {error.strerror}") from None
+
+    def check_folder(self) -> None:
+        """Refuse a folder whose content would be mixed with the run's."""
+        names = [path.name for path in self.out.iterdir() if path.name != LOCK] if self.out.is_dir() else []
+        if names and not self.resume:
             raise InputError(
                 f"--out {self.out}: the directory is not empty; give another, or --resume to continue the run in it"
             )
-        if (
-            used
-            and not (self.out / "run.json").is_file()
-            and any(not p.name.endswith(".partial") for p in self.out.iterdir())
-        ):
+        if not (self.out / "run.json").is_file() and any(not name.endswith(PARTIAL) for name in names):
             raise InputError(f"--resume {self.out}: not the directory of a run (no run.json in it)")
 
 
@@ -74,45 +82,88 @@ def file_list(files: list[Path]) -> list[list[Any]]:
 
 @contextmanager
 def run_folder(options: RunOptions, command: str, fingerprint: Fingerprint) -> Iterator[Path]:
-    """Create (or check) the run folder with its run.json; a folder made here goes again if nothing was trained.
+    """Lock and create (or check) the run folder with its run.json; one made here goes again if nothing was trained.
 
     Also sets the number of threads: a continued run takes the recorded one, because sums depend on it.
-    """
-    out, record = options.out, options.out / "run.json"
-    recorded: dict[str, Any] = {}
-    if record.is_file():
-        import json
 
-        try:
-            recorded = json.loads(record.read_text("utf-8"))
-            if recorded["command"] != command:
-                raise InputError(
-                    f"--resume {out}: a run of `shoestring {recorded['command']}`, not of `shoestring {command}`"
-                )
-            fingerprint.require_equal(recorded["fingerprint"], str(out))
-        except (ValueError, KeyError, TypeError) as error:
-            if isinstance(error, InputError):
+    Raises:
+        InputError: another process uses the folder, or it holds another run or something else.
+        Interrupted: a signal came; the text says what the folder holds.
+    """
+    out = options.out
+    created = [parent for parent in [out, *out.parents] if not parent.exists()]
+    try:
+        with locked(out / LOCK, f"--out {out}"):
+            options.check_folder()
+            recorded = _read_record(out, command, fingerprint)
+            try:
+                _begin(options, command, fingerprint, recorded)
+                yield out
+            except BaseException:
+                if not recorded and not checkpoints(out) and not (out / "metrics.jsonl").exists():
+                    for path in out.iterdir():
+                        if path.name != LOCK:
+                            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
                 raise
-            raise InputError(f"{record}: not the record of a run ({type(error).__name__}: {error})") from None
+    except BaseException as error:
+        with suppress(OSError):  # a folder that holds anything stays
+            for path in created:
+                path.rmdir()
+        if isinstance(error, (Interrupted, KeyboardInterrupt)):
+            raise Interrupted(getattr(error, "number", signal.SIGINT), _kept(out)) from None
+        raise
+
+
+def _read_record(out: Path, command: str, fingerprint: Fingerprint) -> dict[str, Any]:
+    """Return run.json, or nothing where there is none; raises InputError where it records another run."""
+    path = out / "run.json"
+    if not path.is_file():
+        return {}
+    try:
+        recorded = json.loads(path.read_text("utf-8"))
+        for name, kind in (("command", str), ("fingerprint", dict), ("threads", int)):
+            if not isinstance(recorded, dict) or not isinstance(recorded.get(name), kind):
+                raise ValueError(f"{name}: expected {kind.__name__}")
+        if recorded["threads"] < 1:
+            raise ValueError(f"threads: expected at least 1, got {recorded['threads']}")
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not the record of a run ({error}); give another --out") from None
+    if recorded["command"] != command:
+        raise InputError(f"--resume {out}: a run of `shoestring {recorded['command']}`, not of `shoestring {command}`")
+    fingerprint.require_equal(recorded["fingerprint"], str(out))
+    return recorded
+
+
+def _begin(options: RunOptions, command: str, fingerprint: Fingerprint, recorded: dict[str, Any]) -> None:
+    """Set the threads, remove what a killed process left half-written, and write run.json."""
     threads = options.threads or recorded.get("threads") or torch.get_num_threads()
     torch.set_num_threads(threads)
-    created = [parent for parent in [out, *out.parents] if not parent.exists()]
-    out.mkdir(parents=True, exist_ok=True)
+    remove_partial(options.out)
+    remove_partial(options.out / "checkpoints")
+    if recorded.get("threads") != threads:
+        versions = {"torch": torch.__version__, "threads": threads}
+        write_json(options.out / "run.json", {"command": command, **versions, "fingerprint": fingerprint.values})
+
+
+def _kept(out: Path) -> str:
+    """What an interrupted run leaves."""
+    existing = checkpoints(out)
+    if existing:
+        return f"checkpoint at step {step_of(existing[-1])}, continue with --resume"
+    if (out / "run.json").exists():
+        return f"interrupted before the first checkpoint; {out} holds no trained step"
+    return "interrupted before the first step; nothing was written"
+
+
+@contextmanager
+def _offload_errors(options: RunOptions) -> Iterator[None]:
+    """Turn the refusal of the place that --offload names into one line: no such folder, or no room in it."""
     try:
-        remove_partial(out)
-        remove_partial(out / "checkpoints")
-        if not recorded or recorded.get("threads") != threads:
-            versions = {"torch": torch.__version__, "threads": threads}
-            write_json(record, {"command": command, **versions, "fingerprint": fingerprint.values})
-        yield out
-    except BaseException:
-        if not recorded and not checkpoints(out) and not (out / "metrics.jsonl").exists():
-            for path in created:
-                shutil.rmtree(path, ignore_errors=True) if path == out else path.rmdir()
-            if not created:  # the folder was there, empty, before
-                for path in out.iterdir():
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-        raise
+        yield
+    except RuntimeError as error:
+        if options.offload == "none":
+            raise
+        raise InputError(f"--offload {options.offload}: {str(error).splitlines()[0]}") from None
 
 
 def _fit_memory(trainer: Trainer, budget: str) -> CheckpointReport:
@@ -144,10 +195,8 @@ def execute(
     examples one after the other, without padding.
     """
     run = options.out
-    try:
+    with _offload_errors(options):
         optimizer = make_optimizer(model, config, None if options.offload == "none" else options.offload)
-    except RuntimeError as error:  # no such folder, or no room in it
-        raise InputError(f"--offload {options.offload}: {str(error).splitlines()[0]}") from None
     if config.gradient_checkpointing and config.plain:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainer = Trainer(
@@ -164,8 +213,9 @@ def execute(
     start = 0
     existing = checkpoints(run)
     if existing:
-        state = load_checkpoint(existing[-1], model, optimizer)
-        start, trainer.val_loss, trainer.best_val_loss = state["step"], state["val_loss"], state["best_val_loss"]
+        with _offload_errors(options):
+            state = load_checkpoint(existing[-1], model, optimizer)
+        start, trainer.val_loss, trainer.best_val_loss = state["step"], state.get("val_loss"), state.get("best_val_loss")
     began = time.time()
     trainer.fit(start)
     peak = memory.peak_bytes()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shoestring.data.errors import InputError
 from shoestring.training import formulas, memory
 from shoestring.training.memory import Part
 from shoestring.training.metrics import read_metrics
@@ -26,12 +27,14 @@ def summarise(trainer: Trainer, baseline: int, peak: int, seconds: float) -> dic
     ``tokens_per_second`` is the median over steps, so that evaluation, checkpoints and a pause do not count.
     """
     rows = read_metrics(trainer.run / "metrics.jsonl")
+    if not rows:
+        raise InputError(f"{trainer.run / 'metrics.jsonl'}: holds no step; the model is saved, the report is not written")
     # The first step of a process also warms up threads and caches.
     speeds = [row["tokens_per_second"] for row in rows[1:] or rows]
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     return {
         "plain": trainer.config.plain,
-        "steps": len(rows),
+        "steps": trainer.config.steps,
         "trained_parameters": trained,
         "train_loss": statistics.fmean(row["loss"] for row in rows[-LAST:]),
         "val_loss": trainer.val_loss,

@@ -1,0 +1,111 @@
+"""SIGINT and SIGTERM: the first one ends a command in order, the second one at once.
+
+Python calls a handler between two bytecodes, and a whole backward pass is one bytecode. The second signal must not wait
+for it, so a thread reads the wakeup file descriptor, which Python's C handler writes at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+HANDLED = (signal.SIGINT, signal.SIGTERM)
+LONG_WAIT = 20.0  # seconds that a person should be told of; batch systems kill about 30 s after SIGTERM
+
+
+class Interrupted(BaseException):
+    """A signal has ended the command. The text is the line for the terminal, the exit code is 128 + ``number``."""
+
+    def __init__(self, number: int, text: str = "interrupted") -> None:
+        super().__init__(text)
+        self.number = number
+
+
+_received: int | None = None
+_deferred = False
+
+
+def received() -> int | None:
+    """Return the signal that is to end the command, if one has come."""
+    return _received
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Let the first signal wait for the end of the block, which asks ``received``; it raises Interrupted there."""
+    global _deferred
+    _deferred = True
+    try:
+        _raise_received()
+        yield
+    finally:
+        _deferred = False
+    _raise_received()
+
+
+@contextmanager
+def handled() -> Iterator[None]:
+    """Handle SIGINT and SIGTERM inside the block: Interrupted at the first signal, the end of the process at the next.
+
+    A signal that the process ignores, as a shell's background job does, stays ignored.
+    """
+    global _received
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may have handlers
+        yield
+        return
+    _received = None
+    readable, writable = os.pipe()
+    os.set_blocking(writable, False)
+    watcher = threading.Thread(target=_watch, args=(readable,), daemon=True)
+    watcher.start()
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    replaced = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
+    wakeup = signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
+    try:
+        for number in replaced:
+            signal.signal(number, _handle)
+        yield
+    finally:
+        for number in replaced:
+            signal.signal(number, before[number])
+        signal.set_wakeup_fd(wakeup)
+        os.close(writable)
+        watcher.join()
+        os.close(readable)
+
+
+def _raise_received() -> None:
+    if _received is not None:
+        raise Interrupted(_received)
+
+
+def _handle(number: int, _: FrameType | None) -> None:
+    global _received
+    _received = number
+    if not _deferred:
+        raise Interrupted(number)
+
+
+def _watch(descriptor: int) -> None:
+    """Read the numbers of signals until the pipe is closed; the second one ends the process."""
+    count = 0
+    while numbers := os.read(descriptor, 64):
+        for number in numbers:
+            if number not in HANDLED:
+                continue
+            count += 1
+            name = signal.Signals(number).name
+            if count > 1:
+                _say(f"second signal ({name}): exit at once")
+                os._exit(128 + number)
+            if _deferred:
+                _say(f"{name}: the step is finished and a checkpoint saved; a second signal exits at once")
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # the terminal may be gone
+        os.write(2, f"shoestring: {text}\n".encode())

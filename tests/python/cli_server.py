@@ -1,0 +1,104 @@
+"""Commands of the command line, each in a process of its own that costs no import.
+
+A server process imports PyTorch, Transformers and the command line once and forks for every command. It has no threads,
+so that the forked processes are sound. The processes are real ones: they can be raced, interrupted and killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class Commands:
+    """Starts commands. Use as a context manager."""
+
+    def __enter__(self) -> Commands:
+        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+        self._server = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.communicate(timeout=60)  # the end of its input ends the server
+
+    def start(self, *arguments: object, log: Path, code: str = "") -> int:
+        """Start ``shoestring ARGUMENTS`` with its output in ``log``; return the process id.
+
+        ``code`` runs in the new process before the command.
+        """
+        return self._ask({"arguments": [str(argument) for argument in arguments], "log": str(log), "code": code})
+
+    def wait(self, process: int) -> int:
+        """Return the exit code of a command; a negative signal number where a signal killed it."""
+        return self._ask({"wait": process})
+
+    def run(self, *arguments: object, log: Path, code: str = "") -> int:
+        return self.wait(self.start(*arguments, log=log, code=code))
+
+    def _ask(self, request: dict[str, Any]) -> int:
+        assert self._server.stdin is not None and self._server.stdout is not None
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        return int(self._server.stdout.readline())
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
+    """Poll until ``condition`` holds, and return its value."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.002)
+    return value
+
+
+def _serve() -> None:
+    import peft  # noqa: F401
+    import torch
+
+    from shoestring.cli import finetune, train  # noqa: F401
+    from shoestring.cli.app import main
+    from shoestring.training import memory
+
+    torch.set_num_threads(1)
+    memory.import_models()
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
+        else:
+            answer = os.fork()
+            if answer == 0:
+                _command(main, **request)
+        print(answer, flush=True)
+
+
+def _command(main: Callable[[list[str]], int], arguments: list[str], log: str, code: str) -> None:
+    """Run a command in this process and end the process as the interpreter would."""
+    result = 1
+    try:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for descriptor, copy in ((nothing, 0), (output, 1), (output, 2)):
+            os.dup2(descriptor, copy)
+        exec(code, {})
+        result = main(arguments)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(result)
+
+
+if __name__ == "__main__":
+    _serve()

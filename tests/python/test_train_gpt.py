@@ -2,17 +2,23 @@
 
 import math
 import os
+import random
 import resource
+import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from cli_helpers import refuse
 from cpp_examples import ENVIRONMENT, build_example, learnable_tokens, token_file
 from safetensors.torch import load_file
+
+from shoestring.data.lock import locked
 
 VOCAB, TOKENS, SEQ_LEN, HELD_OUT = 512, 20_000, 32, 0.02
 SMALL = ["--layers", "2", "--hidden", "32", "--heads", "4", "--kv-heads", "2", "--batch-size", "8", "--threads", "2",
@@ -95,7 +101,7 @@ def test_offloaded_state_changes_nothing_else(
     done = train(program, data, tmp_path / "run", "--offload", place)
     assert done.returncode == 0, done.stderr
     assert losses(done.stdout) == losses(whole[1])
-    none = train(program, data, tmp_path / "none", "--offload", f"nvme:{tmp_path}/none")
+    none = train(program, data, tmp_path / "none", "--offload", f"nvme:{tmp_path}/nowhere")
     assert none.returncode == 2 and "No such file" in none.stderr and len(none.stderr.splitlines()) == 1
     assert not (tmp_path / "none").exists()
 
@@ -224,7 +230,81 @@ def test_a_full_disk(program: Path, data: Path, tmp_path: Path) -> None:
     done = train(program, data, tmp_path / "out", restore_signals=False,
                  preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))  # fmt: skip
     refused(done, "checkpoint-5.safetensors: cannot write: File too large")
-    assert not list((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_with_a_checkpoint(
+    program: Path, data: Path, whole: tuple[Path, str], tmp_path: Path, number: signal.Signals
+) -> None:
+    out, command = tmp_path / "out", [program, "--data", data, "--out", tmp_path / "out", *SMALL]
+    options: list[str] = ["--checkpoint-every", "1000"]
+    for _ in range(2):
+        pipe = subprocess.PIPE
+        with subprocess.Popen([*command, *options], stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT) as process:
+            next(line for line in process.stdout if line.startswith("step "))
+            process.send_signal(number)
+            output, errors = process.communicate()
+        assert process.returncode == 128 + number, errors
+        (checkpoint,) = list(out.glob("checkpoint-*"))[-1:]
+        step = max(int(path.stem.split("-")[1]) for path in out.glob("checkpoint-*"))
+        assert errors.splitlines()[-1] == f"train_gpt: checkpoint at step {step}, continue with --resume"
+        assert not (out / ".lock").exists() and not (out / "model.safetensors").exists()
+        options = ["--checkpoint-every", "1000", "--resume"]
+    assert train(program, data, out, "--resume").returncode == 0
+    assert (out / "model.safetensors").read_bytes() == (whole[0] / "model.safetensors").read_bytes()
+
+
+def test_a_second_signal_ends_at_once(program: Path, data: Path, tmp_path: Path) -> None:
+    wide = ["--hidden", "512", "--layers", "4", "--batch-size", "128", "--steps", "2", "--threads", "1"]  # a long step
+    command = [program, "--data", data, "--out", tmp_path / "out", *SMALL, *wide]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        assert "M parameters" in process.stdout.readline()
+        time.sleep(0.5)
+        for _ in range(2):
+            process.send_signal(signal.SIGTERM)
+            line = process.stderr.readline()
+        process.wait(timeout=10)
+    assert process.returncode == 143 and line == "second signal: exit at once\n"
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+
+
+def test_a_flipped_bit_is_passed_over(
+    program: Path, data: Path, whole: tuple[Path, str], tmp_path: Path, seed: int
+) -> None:
+    rng = random.Random(seed)
+    for _ in range(4):
+        out = tmp_path / "out"
+        shutil.copytree(whole[0], out)
+        newest = out / "checkpoint-30.safetensors"
+        raw = bytearray(newest.read_bytes())
+        raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+        newest.write_bytes(raw)
+        done = train(program, data, out, "--resume")
+        assert done.returncode == 0 and "passed over a damaged checkpoint: " in done.stderr
+        assert f"{newest}: " in done.stderr and "from step 25" in done.stdout
+        assert (out / "model.safetensors").read_bytes() == (whole[0] / "model.safetensors").read_bytes()
+        shutil.rmtree(out)
+
+
+def test_two_programs_on_one_folder(program: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, text = tmp_path / "out", tmp_path / "text.txt"
+    text.write_text("some text " * 1000)
+    command = [program, "--data", data, "--out", out, *SMALL, "--steps", "300"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        next(line for line in process.stdout if line.startswith("step "))
+        process.send_signal(signal.SIGSTOP)
+        (out / "checkpoint-1.safetensors.tmp1-0").write_text("half")
+        for more in ([], ["--resume"]):
+            refused(train(program, data, out, *more), f"--out {out}: in use by process {process.pid}")
+            line = refuse(capsys, "train", "--data", text, "--out", out, "--preset", "tiny", *more)
+            assert f"--out {out}: in use by process {process.pid}" in line
+        assert (out / "checkpoint-1.safetensors.tmp1-0").exists()
+        process.kill()
+    with locked(out / ".lock", "--out"):  # free, though the file was left
+        refused(train(program, data, out, "--resume"), f"--out {out}: in use by process {os.getpid()}")
+    done = train(program, data, out, "--resume", "--steps", "300")
+    assert done.returncode == 0 and not list(out.glob("*.tmp*")) and not (out / ".lock").exists()
 
 
 def test_needs_no_python(program: Path) -> None:

@@ -19,11 +19,13 @@
 #include <cstdio>
 #include <exception>
 #include <limits>
+#include <optional>
 #include <string>
 
 #include "config.h"
 #include "data.h"
 #include "flags.h"
+#include "folder_lock.h"
 #include "model.h"
 #include "options.h"
 #include "training.h"
@@ -155,6 +157,8 @@ void run(const Options& options) {
   result.libtorch = peak_memory();
   const TokenFile file(options.data);
   const auto [blocks, held_out] = split(file, options.seq_len);
+  std::optional<FolderLock> lock;
+  if (options.steps > 0) lock.emplace(options.out);
   LlamaForCausalLM model = load(options, file);
   result.loaded = peak_memory();
   torch::manual_seed(static_cast<uint64_t>(options.seed));

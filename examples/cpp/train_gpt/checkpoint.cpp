@@ -5,7 +5,6 @@
 #include <fcntl.h>
 #include <shoestring/optim.h>
 #include <shoestring/safetensors.h>
-#include <sys/stat.h>
 #include <torch/optim/adamw.h>
 #include <unistd.h>
 
@@ -14,6 +13,7 @@
 #include <charconv>
 #include <cstdio>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -29,18 +29,23 @@ using OurState = shoestring::optim::ParamState;
 using PlainState = torch::optim::AdamWParamState;
 
 constexpr size_t kKept = 2;
-const std::string kPrefix = "checkpoint-", kSuffix = ".safetensors";
+const std::string kPrefix = "checkpoint-", kSuffix = ".safetensors", kChecksum = "checksum";
 
 std::string path_of(const std::string& folder, int64_t step) {
   return folder + "/" + kPrefix + std::to_string(step) + kSuffix;
 }
 
+std::vector<std::string> names_in(const std::string& folder) {
+  std::vector<std::string> names;
+  const std::unique_ptr<DIR, int (*)(DIR*)> dir(::opendir(folder.c_str()), ::closedir);
+  while (const dirent* entry = dir ? ::readdir(dir.get()) : nullptr) names.emplace_back(entry->d_name);
+  return names;
+}
+
 // The steps of the checkpoints in a folder, newest first. A file that was being written has another name.
 std::vector<int64_t> checkpoints(const std::string& folder) {
   std::vector<int64_t> steps;
-  const std::unique_ptr<DIR, int (*)(DIR*)> dir(::opendir(folder.c_str()), ::closedir);
-  while (const dirent* entry = dir ? ::readdir(dir.get()) : nullptr) {
-    const std::string name = entry->d_name;
+  for (const std::string& name : names_in(folder)) {
     if (name.size() <= kPrefix.size() + kSuffix.size() || name.rfind(kPrefix, 0) != 0) continue;
     const char* end = name.data() + name.size() - kSuffix.size();
     int64_t step = 0;
@@ -72,6 +77,61 @@ std::unique_ptr<torch::optim::OptimizerParamState> load_state(const SafetensorsF
   return state;
 }
 
+// Every bit counts: each step of the hash is a bijection of its value, so that no single flipped bit is missed.
+class Hash {
+ public:
+  void add(const void* data, size_t size) {
+    const auto* bytes = static_cast<const unsigned char*>(data);
+    uint64_t word = 0;
+    for (; size >= sizeof word; bytes += sizeof word, size -= sizeof word) {
+      std::memcpy(&word, bytes, sizeof word);
+      mix(word);
+    }
+    word = 0;
+    if (size > 0) std::memcpy(&word, bytes, size);
+    mix(word);
+    mix(size);
+  }
+  void add(const std::string& text) { add(text.data(), text.size()); }
+  uint64_t value() const { return value_; }
+
+ private:
+  void mix(uint64_t word) {
+    value_ = (value_ ^ word) * 1099511628211u;  // FNV-1a's prime, which is odd
+    value_ ^= value_ >> 32;
+  }
+  uint64_t value_ = 14695981039346656037u;
+};
+
+// Covers everything that a checkpoint holds: metadata, names, types, shapes and bytes. One tensor is asked for at a time.
+std::string checksum(const shoestring::Metadata& metadata, std::vector<std::string> names,
+                     const std::function<Tensor(const std::string&)>& tensor_of) {
+  Hash hash;
+  for (const auto& [name, text] : metadata) {
+    if (name != kChecksum) hash.add(name), hash.add(text);
+  }
+  std::sort(names.begin(), names.end());
+  for (const auto& name : names) {
+    const Tensor tensor = tensor_of(name);
+    hash.add(name);
+    hash.add(c10::toString(tensor.scalar_type()));
+    hash.add(tensor.sizes().data(), tensor.dim() * sizeof(int64_t));
+    const Tensor bytes = tensor.detach().contiguous();
+    hash.add(bytes.const_data_ptr(), bytes.nbytes());
+  }
+  return std::to_string(hash.value());
+}
+
+// Raises c10::Error where the file is not what was written. Files of older versions have no checksum.
+void require_sound(const SafetensorsFile& file) {
+  const auto found = file.metadata().find(kChecksum);
+  if (found == file.metadata().end()) return;
+  std::vector<std::string> names;
+  for (const auto& entry : file.entries()) names.push_back(entry.name);
+  const std::string sum = checksum(file.metadata(), names, [&](const auto& name) { return file.load(name); });
+  TORCH_CHECK(sum == found->second, file.path(), ": its content does not have the checksum ", found->second);
+}
+
 void require_same_run(const SafetensorsFile& file, const std::string& path, const Fingerprint& fingerprint) {
   for (const auto& [name, now] : fingerprint) {
     const auto found = file.metadata().find(name);
@@ -85,17 +145,14 @@ void require_same_run(const SafetensorsFile& file, const std::string& path, cons
 
 }  // namespace
 
-void make_folder(const std::string& folder) {
-  for (size_t at = 0; at != std::string::npos;) {
-    at = folder.find('/', at + 1);
-    const std::string part = folder.substr(0, at);
-    struct stat info {};
-    const bool made = ::mkdir(part.c_str(), 0777) == 0 || (::stat(part.c_str(), &info) == 0 && S_ISDIR(info.st_mode));
-    if (!made) throw InputError("--out " + folder + ": cannot make the folder: " + std::strerror(errno));
+bool has_checkpoint(const std::string& folder) { return !checkpoints(folder).empty(); }
+
+void remove_unfinished(const std::string& folder) {
+  for (const std::string& name : names_in(folder)) {
+    const bool ours = name.rfind(kPrefix, 0) == 0 || name.rfind("model.safetensors", 0) == 0 || name == "config.json.tmp";
+    if (ours && name.find(".tmp") != std::string::npos) ::unlink((folder + "/" + name).c_str());
   }
 }
-
-bool has_checkpoint(const std::string& folder) { return !checkpoints(folder).empty(); }
 
 void save_checkpoint(const std::string& folder, int64_t step, const torch::nn::Module& model,
                      torch::optim::Optimizer& optimizer, const Fingerprint& fingerprint) {
@@ -110,6 +167,7 @@ void save_checkpoint(const std::string& folder, int64_t step, const torch::nn::M
   }
   auto metadata = fingerprint;
   metadata["step"] = std::to_string(step);
+  metadata[kChecksum] = checksum(metadata, tensors.keys(), [&](const auto& name) { return tensors[name]; });
   shoestring::save_safetensors(path_of(folder, step), tensors, metadata);
 
   // A newer one than this is damaged: the run has continued from an older one.
@@ -128,6 +186,7 @@ int64_t load_checkpoint(const std::string& folder, const torch::nn::Module& mode
     std::unique_ptr<SafetensorsFile> file;
     try {
       file = std::make_unique<SafetensorsFile>(path);
+      require_sound(*file);
     } catch (const c10::Error& error) {  // a damaged file: the one before it is still good
       if (refused.empty()) refused = error.what_without_backtrace();
       continue;

@@ -10,11 +10,11 @@
 /// What must be the same for a run to be continued bit for bit, by name.
 using Fingerprint = std::map<std::string, std::string>;
 
-/// Makes the folder of a run, and the folders above it.
-void make_folder(const std::string& folder);
-
 /// True where the folder holds a checkpoint.
 bool has_checkpoint(const std::string& folder);
+
+/// Removes what a killed process left half-written in the folder.
+void remove_unfinished(const std::string& folder);
 
 /// Writes weights and optimizer state after `step` steps to one safetensors file in `folder`, complete or not at all,
 /// and removes all but the newest two.

@@ -26,8 +26,10 @@
 #include "checkpoint.h"
 #include "data.h"
 #include "flags.h"
+#include "folder_lock.h"
 #include "model.h"
 #include "options.h"
+#include "signals.h"
 #include "training.h"
 
 using at::Tensor;
@@ -115,6 +117,7 @@ void train(const Options& options) {
   const int64_t libtorch = peak_memory();
   const TokenFile file(options.data);
   const auto [blocks, held_out] = split(file, options.seq_len);
+  const FolderLock lock(options.out);
   if (!options.resume && has_checkpoint(options.out)) {
     throw InputError("--out " + options.out + ": holds a run already; continue it with --resume or give another --out");
   }
@@ -135,7 +138,7 @@ void train(const Options& options) {
   int64_t parameters = 0;
   for (const Tensor& p : model->parameters()) parameters += p.numel();
   const int64_t start = options.resume ? load_checkpoint(options.out, *model, *optimizer, fingerprint) : 0;
-  make_folder(options.out);
+  remove_unfinished(options.out);
   std::printf("%.1f M parameters, %lld tokens, vocabulary %lld, %s, %d threads%s\n",
               static_cast<double>(parameters) / 1e6, static_cast<long long>(file.size()),
               static_cast<long long>(file.vocab_size()), options.plain ? "plain LibTorch" : "shoestring",
@@ -144,6 +147,7 @@ void train(const Options& options) {
   BatchOrder order(blocks.count, options.batch_size, options.seed);
   const auto plan = plan_of(model, blocks.rows(order.batch(0)), options);
   Progress progress(options.steps, options.batch_size * options.seq_len * options.accumulate);
+  std::optional<DeferredSignals> signals(std::in_place);
   for (int64_t step = start; step < options.steps; ++step) {
     const auto began = std::chrono::steady_clock::now();
     for (auto& group : optimizer->param_groups()) group.options().set_lr(learning_rate(step, options.steps, options.warmup, options.lr));
@@ -163,10 +167,15 @@ void train(const Options& options) {
     optimizer->zero_grad();
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - began;
     progress.show(step + 1, loss, seconds.count());
-    if ((step + 1) % options.checkpoint_every == 0 || step + 1 == options.steps) {
+    if (step == start) tell_wait(seconds.count());
+    const int signal = signals->received();
+    if ((step + 1) % options.checkpoint_every == 0 || step + 1 == options.steps || signal != 0) {
       save_checkpoint(options.out, step + 1, *model, *optimizer, fingerprint);
     }
+    if (signal != 0) throw Interrupted(signal, step + 1);
   }
+  if (const int signal = signals->received(); signal != 0) throw Interrupted(signal, options.steps);
+  signals.reset();  // from here a signal ends the program as usual: the last step has its checkpoint
   const double validation = validate(model, held_out, options);
   save_model(options.out, *model, config.json());
   std::printf("validation loss %.6f, %.0f tokens/s, peak %lld MiB, of which %lld MiB are LibTorch itself\nsaved %s\n",
@@ -186,6 +195,10 @@ int main(int argc, char** argv) {
   try {
     train(parse_options(argc, argv));
     return 0;
+  } catch (const Interrupted& interrupted) {
+    std::fprintf(stderr, "train_gpt: checkpoint at step %lld, continue with --resume\n",
+                 static_cast<long long>(interrupted.step));
+    return 128 + interrupted.signal;
   } catch (const c10::Error& error) {
     return report(error.what_without_backtrace());
   } catch (const std::exception& error) {

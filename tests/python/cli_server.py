@@ -60,8 +60,11 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
 
 
 def _serve() -> None:
-    import peft  # noqa: F401
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure
+    import peft
     import torch
+    import transformers.conversion_mapping  # noqa: F401
 
     from shoestring.cli import finetune, train  # noqa: F401
     from shoestring.cli.app import main

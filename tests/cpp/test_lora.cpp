@@ -8,6 +8,8 @@
 #include <torch/serialize.h>
 #include <torch/utils.h>
 
+#include <shoestring/safetensors.h>
+
 #include "folder.h"
 #include "lora_model.h"
 
@@ -193,6 +195,10 @@ TEST_CASE("adapters are written and read in PEFT's format", "[lora]") {
                     Contains("expected values for down_proj, which has an adapter 'default'; found none"));
   CHECK_THROWS_WITH(shoestring::lora::load_adapter(*bare, directory / "none"), Contains("adapter_config.json"));
   std::ofstream(directory / "adapter_config.json") << R"({"peft_type": "LORA", "use_dora": true})";
+  const std::string weights = directory / "adapter_model.safetensors";
+  CHECK_THROWS_WITH(shoestring::lora::load_adapter(*bare, directory.path),
+                    Contains(weights + ": expected the weights that were saved with " + (directory / "adapter_config.json")));
+  shoestring::save_safetensors(weights, shoestring::load_safetensors(weights));  // without the digest of the configuration
   CHECK_THROWS_WITH(shoestring::lora::load_adapter(*bare, directory.path), Contains("lora_magnitude_vector [128], received lora_A [4, 64], lora_B [128, 4]"));
   std::ofstream(directory / "adapter_config.json") << R"({"peft_type": "LORA", "use_qalora": true})";
   CHECK_THROWS_WITH(shoestring::lora::load_adapter(*bare, directory.path), Contains("use_qalora: expected none"));

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from lora_models import assert_files_agree, llama, logits
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shoestring import lora
@@ -146,5 +147,9 @@ def test_errors(tmp_path: Path) -> None:
         model.train()(torch.ones(1, 2, dtype=torch.long))
     lora.save_adapter(model, tmp_path)
     (tmp_path / "b" / "adapter_config.json").write_text('{"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 4}')
+    with pytest.raises(ValueError, match="expected the weights that were saved with .*adapter_config.json"):
+        lora.load_adapter(llama(), tmp_path / "b")
+    weights = tmp_path / "b" / "adapter_model.safetensors"
+    save_file(load_file(weights), weights)  # without the digest of the configuration
     with pytest.raises(ValueError, match=r"expected \{'prompt_embeddings': \(4, 128\)\}, received .*\(5, 128\)"):
         lora.load_adapter(llama(), tmp_path / "b")

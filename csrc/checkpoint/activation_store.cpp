@@ -55,7 +55,7 @@ c10::intrusive_ptr<StoredActivation> ActivationStore::store(const at::Tensor& x)
   const at::NoGradGuard no_grad;
   auto stored = c10::make_intrusive<StoredActivation>(x);
   if (core_->stays(x)) {
-    stored->kept_ = x.detach();  // x itself may hold the graph that holds this
+    stored->kept_ = x.requires_grad() ? x.detach() : x;  // x itself may hold the graph that holds this
     return stored;
   }
   const ActivationTurn turn(core_);

@@ -35,7 +35,8 @@ struct Number : Packed {
   std::map<int, Tensor> values;  // by backward pass
 };
 
-struct Stop {};  // thrown through the function when all is there
+// Thrown through the function when all is there. LibTorch's engine passes on only exceptions derived from std::exception.
+struct Stop : std::exception {};
 
 struct Frame : std::enable_shared_from_this<Frame> {
   Frame(const CheckpointOptions& options, const std::vector<Tensor>& given,
@@ -56,7 +57,8 @@ struct Frame : std::enable_shared_from_this<Frame> {
   const AutocastState autocast;
   c10::intrusive_ptr<OperatorTape> tape;
   std::vector<std::weak_ptr<Number>> numbers;
-  std::mutex mutex;
+  bool complete = false;  // true once the first run has ended: then a run that saves more tensors is an error
+  std::recursive_mutex mutex;
 };
 
 struct FirstRun : SavedTensorHooks {
@@ -88,7 +90,7 @@ struct SecondRun : SavedTensorHooks {
                   " in backward: the function has to do the same both times");
       number->values[pass] = tensor;
     }
-    if (frame.early_stop && seen == frame.numbers.size()) throw Stop();
+    if (frame.early_stop && seen >= frame.numbers.size()) throw Stop();
     return std::make_shared<Itself>(tensor);
   }
 
@@ -113,7 +115,7 @@ Tensor Number::unpack() { return frame->value(*this); }
 
 Tensor Frame::value(Number& number) {
   const int pass = torch::autograd::get_current_graph_task_id();
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
   if (!number.values.contains(pass)) run_again(pass);
   const auto found = number.values.find(pass);
   Tensor value = found->second;
@@ -134,6 +136,8 @@ void Frame::run_again(int pass) {
     });
   }
   const auto hooks = std::make_shared<SecondRun>(*this, pass);
+  // In the first run the function goes on after the last number. A function that catches Stop goes on, too.
+  const bool exact = complete && !early_stop;
   {
     const at::AutoGradMode gradients(true);
     const NoTape no_outer_tape;
@@ -147,8 +151,8 @@ void Frame::run_again(int pass) {
     } catch (const Stop&) {
     }
   }
-  TORCH_CHECK(hooks->seen == numbers.size(), "checkpoint: the function saved ", numbers.size(), " tensors in forward and ",
-              hooks->seen, " in backward: it has to do the same both times");
+  TORCH_CHECK(exact ? hooks->seen == numbers.size() : hooks->seen >= numbers.size(), "checkpoint: the function saved ",
+              numbers.size(), " tensors in forward and ", hooks->seen, " in backward: it has to do the same both times");
 }
 
 }  // namespace
@@ -159,7 +163,7 @@ namespace detail {
 using namespace activations;
 
 struct CheckpointRun::Scope {
-  explicit Scope(const std::shared_ptr<Frame>& frame) : tape(frame->tape) {
+  explicit Scope(const std::shared_ptr<Frame>& frame) : frame(frame), tape(frame->tape) {
     guard.emplace("checkpoint", std::make_shared<FirstRun>(frame));
     if (tape) tape->record();
   }
@@ -169,10 +173,12 @@ struct CheckpointRun::Scope {
   }
   void finish() {
     guard.reset();  // what the tape keeps is not of the function's inside any more
+    frame->complete = true;
     finished = true;
     if (tape) tape->end();
   }
   bool finished = false;
+  const std::shared_ptr<Frame> frame;
   const c10::intrusive_ptr<OperatorTape> tape;
   std::optional<HooksGuard> guard;
 };

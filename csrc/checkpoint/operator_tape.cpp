@@ -4,24 +4,37 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <shoestring/checkpoint.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
+#include <deque>
 #include <map>
 #include <optional>
 #include <utility>
 
 namespace shoestring::activations {
+
+struct OperatorTape::Run {
+  OperatorTape* tape;  // null: no tape sees the calls
+  bool recording;
+  int pass = torch::autograd::get_current_graph_task_id();
+  std::unordered_map<const Operator*, size_t> played = {};  // calls so far, in a run that replays
+};
+
 namespace {
 
-// A key between autograd and the devices, whose own user (torchdistx) is gone.
+// A key between autograd and the devices for which PyTorch 2.11 to 2.15 have no kernel. PyTorch 2.11 calls Python's dispatch
+// modes after it. PyTorch 2.15 calls them before it, so that modes also see the calls whose results are handed out.
 constexpr auto kKey = c10::DispatchKey::Fake;
 
-thread_local std::vector<OperatorTape*> stack;  // the innermost tape sees the calls
+thread_local std::deque<OperatorTape::Run> stack;  // the innermost run sees the calls; push and pop leave the others in place
 
-void set_top() { c10::impl::tls_set_dispatch_key_included(kKey, !stack.empty() && stack.back() != nullptr); }
+OperatorTape::Run* top() { return stack.empty() || stack.back().tape == nullptr ? nullptr : &stack.back(); }
 
-void push(OperatorTape* tape) {
-  stack.push_back(tape);
+void set_top() { c10::impl::tls_set_dispatch_key_included(kKey, top() != nullptr); }
+
+void push(OperatorTape* tape, bool recording) {
+  stack.push_back({tape, recording});
   set_top();
 }
 
@@ -33,9 +46,11 @@ void pop() {
 void see(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* arguments) {
   const c10::impl::ExcludeDispatchKeyGuard once(kKey);  // what an operator calls in turn is its own affair
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
-  // A thread that inherited the key has no tape.
-  if (stack.empty() || stack.back() == nullptr) return op.redispatchBoxed(below, arguments);
-  stack.back()->call(op, below, arguments);
+  OperatorTape::Run* run = top();
+  // A thread that inherited the key has no run. The calls of a backward pass inside the function do not count: that pass may
+  // run on another thread in the first run of the function, and on this thread later.
+  if (run == nullptr || run->pass != torch::autograd::get_current_graph_task_id()) return op.redispatchBoxed(below, arguments);
+  run->tape->call(*run, op, below, arguments);
 }
 
 // Dear to compute, and small beside what a block saves.
@@ -134,7 +149,7 @@ std::vector<int64_t> sizes_of(at::ArrayRef<c10::IValue> values) {
 
 }  // namespace
 
-NoTape::NoTape() { push(nullptr); }
+NoTape::NoTape() { push(nullptr, /*recording=*/false); }
 
 NoTape::~NoTape() { pop(); }
 
@@ -144,34 +159,38 @@ OperatorTape::OperatorTape(const std::vector<std::string>& keep) : names_(keep.b
 
 void OperatorTape::record() {
   operators_.clear();
-  recording_ = true;
-  push(this);
+  recorded_ = false;
+  push(this, /*recording=*/true);
 }
 
-void OperatorTape::replay() {
-  recording_ = false;
-  for (auto& [handle, op] : operators_) op.played = 0;
-  push(this);
-}
+void OperatorTape::replay() { push(names_.empty() ? nullptr : this, /*recording=*/false); }
 
 void OperatorTape::abandon() {
+  const bool recording = stack.back().recording;
   pop();
+  if (!recording) return;
   made_.clear();
-  if (std::exchange(recording_, false)) operators_.clear();
+  operators_.clear();
 }
 
 void OperatorTape::end() {
+  const bool recording = stack.back().recording;
   pop();
+  if (!recording) return;
   made_.clear();
-  if (!std::exchange(recording_, false)) return;
   for (auto& [handle, op] : operators_) {
     for (Result& result : op.calls) save(handle.schema().name(), result);
   }
+  recorded_ = true;
+}
+
+void OperatorTape::check_unchanged(const std::string& op, const Result& result) {
+  TORCH_CHECK(versions(result.values) == result.versions, "checkpoint: the result of ", op,
+              " is kept, and was modified in place; keep the operator after that, or modify a copy");
 }
 
 void OperatorTape::save(const std::string& op, Result& result) {
-  TORCH_CHECK(versions(result.values) == result.versions, "checkpoint: the result of ", op,
-              " is kept, and was modified in place; keep the operator after that, or modify a copy");
+  check_unchanged(op, result);
   const at::Tensor nothing = at::empty({0});
   for (auto& value : result.values) {
     value = replaced(value, [&](const at::Tensor& tensor) {
@@ -195,23 +214,26 @@ OperatorTape::Operator& OperatorTape::operator_of(const c10::OperatorHandle& han
   return operators_.emplace(handle, Operator{wanted, aliasing, {}}).first->second;
 }
 
-void OperatorTape::call(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* arguments) {
+void OperatorTape::call(Run& run, const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* arguments) {
   Operator& op = operator_of(handle);
   if (op.aliasing) return handle.redispatchBoxed(keys, arguments);
   const size_t count = handle.schema().arguments().size();
   const auto given = at::ArrayRef<c10::IValue>(*arguments).slice(arguments->size() - count);
 
-  if (!recording_) {
-    const size_t number = op.played++;
+  if (!run.recording) {
+    const size_t number = run.played[&op]++;
     if (number >= op.calls.size() || op.calls[number].values.empty()) return handle.redispatchBoxed(keys, arguments);
     Result& result = op.calls[number];
     TORCH_CHECK(sizes_of(given) == result.arguments, "checkpoint: ", handle.schema().name(),
                 " is kept, and received arguments of other sizes or dtypes in backward than in forward: the function has to do "
                 "the same both times");
+    if (!recorded_) check_unchanged(handle.schema().name(), result);
     std::vector<c10::IValue> handed_out;
     size_t next = 0;
     for (const auto& value : result.values) {
-      handed_out.push_back(replaced(value, [&](const at::Tensor&) { return detached(result.saved[next++].unpack()); }));
+      handed_out.push_back(replaced(value, [&](const at::Tensor& tensor) {
+        return detached(recorded_ ? result.saved[next++].unpack() : tensor);
+      }));
     }
     if (result.rng) result.rng->restore();
     torch::jit::drop(*arguments, count);
@@ -248,7 +270,7 @@ void OperatorTape::note_made(Operator& op, at::ArrayRef<c10::IValue> values) {
 }
 
 void OperatorTape::tag(const at::Tensor& x, const std::string& tag) {
-  if (!recording_ || !names_.contains(tag) || !x.has_storage()) return;
+  if (!names_.contains(tag) || !x.has_storage()) return;
   for (const Made& made : made_) {
     const auto storage = made.storage.lock();
     if (storage.get() != x.storage().unsafeGetStorageImpl()) continue;
@@ -270,7 +292,7 @@ void OperatorTape::tag(const at::Tensor& x, const std::string& tag) {
 namespace shoestring {
 
 at::Tensor tag_activation(const at::Tensor& x, const std::string& tag) {
-  if (!activations::stack.empty() && activations::stack.back() != nullptr) activations::stack.back()->tag(x, tag);
+  if (const auto* run = activations::top(); run != nullptr && run->recording) run->tape->tag(x, tag);
   return x;
 }
 

@@ -26,15 +26,18 @@ class OperatorTape : public torch::CustomClassHolder {
   /// keep: names of operators ("aten::mm"), of groups of them ("attention", "products"), and tags of tag_activation.
   explicit OperatorTape(const std::vector<std::string>& keep);
 
-  void record();  // this thread's calls that follow are the first run's
-  void replay();  // ... are another run's
-  void end();     // of the run that was begun last
-  void abandon();  // the same, of one that failed: nothing is kept
+  /// A run of the function on one thread.
+  struct Run;
+
+  void record();   // this thread's calls that follow are the first run's
+  void replay();   // ... are another run's, which may begin before the first run has ended
+  void end();      // of the run that was begun last
+  void abandon();  // the same, of one that failed: what a first run recorded is dropped
 
   /// x is what an operator of the first run made: keeps that operator's results if the tag was asked for.
   void tag(const at::Tensor& x, const std::string& tag);
   /// Computes a call of an operator, or hands out what it gave in the first run.
-  void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+  void call(Run& run, const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
  private:
   struct Result {
@@ -47,7 +50,6 @@ class OperatorTape : public torch::CustomClassHolder {
   struct Operator {
     bool wanted, aliasing;
     std::vector<Result> calls;
-    size_t played = 0;
   };
   struct Made {  // by a call that was not kept, but may be tagged yet
     Operator* op;
@@ -60,10 +62,11 @@ class OperatorTape : public torch::CustomClassHolder {
 
   Operator& operator_of(const c10::OperatorHandle& op);
   void note_made(Operator& op, at::ArrayRef<c10::IValue> values);
-  void save(const std::string& op, Result& result);
+  static void check_unchanged(const std::string& op, const Result& result);
+  static void save(const std::string& op, Result& result);
 
   std::set<std::string> names_;
-  bool recording_ = false;
+  bool recorded_ = false;  // the first run has ended: results are in `saved`
   std::unordered_map<c10::OperatorHandle, Operator> operators_;
   std::vector<Made> made_;
 };

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +93,30 @@ def test_what_lives_on_stays(device: str) -> None:
     assert other.statistics()["stored"] == 64
     conjugate = torch.randn(90, dtype=torch.complex64).conj()
     assert torch.equal(other.unpack_hook(other.pack_hook(conjugate)), conjugate)
+
+
+class _Reads(torch.autograd.Function):
+    """Saves a weight, and reads an attribute in backward that Python code gave the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return grads[0] * weight.scale, None
+
+
+def test_frozen_tensors_that_stay_keep_their_attributes(device: str) -> None:
+    x = torch.ones(4, device=device, requires_grad=True)
+    for weight in (torch.nn.Parameter(torch.ones(4096, device=device), requires_grad=False), torch.ones(8, device=device)):
+        weight.scale = 3.0  # type: ignore[attr-defined]
+        with offload(device):
+            y = _Reads.apply(x, weight)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(grad, torch.full_like(x, 3.0))
 
 
 def test_what_somebody_holds_is_not_copied_back(device: str) -> None:

@@ -103,9 +103,10 @@ decltype(auto) call(F& fn, const Inputs& inputs) {
 /// inputs: a Tensor, a std::vector, or a std::tuple, whose items are fn's arguments; tensors in it, in vectors and
 /// optionals too, are kept as autograd keeps them, the rest is copied. fn may take whatever else it needs by capture
 /// (modules, tensors); it lives as long as the graph does. It returns anything, and has to do the same both times: other
-/// shapes, dtypes or operators are an error in backward. Calls may be nested; autograd::grad, retain_graph, a second
-/// derivative, exceptions in fn and tensors without gradients are as without checkpoint. fn must not change its inputs in
-/// place. Without gradient mode it is fn(inputs) and nothing else.
+/// shapes, dtypes or operators are an error in backward. Calls may be nested; autograd::grad (inside fn, too), retain_graph,
+/// a second derivative, exceptions in fn and tensors without gradients are as without checkpoint. fn runs again for each
+/// backward pass that it begins itself. fn must not change its inputs in place. Without gradient mode it is fn(inputs) and
+/// nothing else.
 ///
 /// For programs without Python: in a process with Python's autograd engine it throws c10::Error, and Python has
 /// shoestring.checkpoint.

@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ class Frame:
     """One function under checkpoint.
 
     Args:
-        replay: of the second run, in which what was kept is handed out.
+        replay: entered around each run after the first. It hides outer tapes and hands out the results that were kept.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Frame:
         *,
         preserve_rng_state: bool,
         early_stop: bool,
-        replay: AbstractContextManager[Any] | None,
+        replay: AbstractContextManager[Any],
     ) -> None:
         leaves, spec = tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -110,13 +110,17 @@ class Frame:
         self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._places, self._spec = places, spec
         self._fn, self._early_stop = fn, early_stop
-        self._replay = replay if replay is not None else nullcontext()
+        self._replay = replay
         self._numbers: list[weakref.ref[_Number]] = []
+        self._complete = False  # True once the first run has ended: then a run that saves more tensors is an error
         self._lock = threading.RLock()
 
-    def first_run(self) -> saved_tensors_hooks:
+    @contextmanager
+    def first_run(self) -> Iterator[None]:
         """Hooks for the function's first run."""
-        return saved_tensors_hooks(self._pack, _unpack)
+        with saved_tensors_hooks(self._pack, _unpack):
+            yield
+        self._complete = True
 
     def _pack(self, tensor: Tensor) -> _Number:
         number = _Number(self, tensor)
@@ -143,10 +147,13 @@ class Frame:
             frame = weakref.ref(self)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: _forget(frame, pass_))
         seen = 0
+        # In the first run the function goes on after the last number. A function that catches _Stop goes on, too.
+        exact = self._complete and not self._early_stop
 
         def pack(tensor: Tensor) -> Tensor:
             nonlocal seen
-            tensor = tensor.detach()  # the tensor itself may be what this is saved for: a circle
+            if tensor.requires_grad:
+                tensor = tensor.detach()  # an output would hold its own node: a cycle. Others keep their attributes.
             number = self._numbers[seen]() if seen < len(self._numbers) else None
             seen += 1
             if number is not None:
@@ -157,7 +164,7 @@ class Frame:
                         "in backward: the function has to do the same both times"
                     )
                 number.values[pass_] = tensor
-            if self._early_stop and seen == len(self._numbers):
+            if self._early_stop and seen >= len(self._numbers):
                 raise _Stop
             return tensor
 
@@ -167,7 +174,7 @@ class Frame:
                     self._fn(*args, **kwargs)
             except _Stop:
                 pass
-        if seen != len(self._numbers):
+        if seen < len(self._numbers) or (exact and seen > len(self._numbers)):
             raise CheckpointError(
                 f"checkpoint: the function saved {len(self._numbers)} tensors in forward and {seen} in backward: "
                 "it has to do the same both times"

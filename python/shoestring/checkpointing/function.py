@@ -42,9 +42,18 @@ def _name(item: Keep) -> str:
     return item
 
 
-def _runs(names: tuple[str, ...]) -> tuple[_Run, _Run]:
+def _runs(names: tuple[str, ...]) -> tuple[AbstractContextManager[Any], _Run]:
+    """The first run and a later one. Without names nothing is recorded, and tapes outside do not see the later run."""
+    if not names:
+        return nullcontext(), _run_without_tape()
     tape = torch.classes.shoestring.OperatorTape(list(names))
     return _Run(tape, tape.record), _Run(tape, tape.replay)
+
+
+@functools.cache
+def _run_without_tape() -> _Run:
+    tape = torch.classes.shoestring.OperatorTape([])
+    return _Run(tape, tape.replay)
 
 
 @functools.cache
@@ -80,8 +89,10 @@ def checkpoint(
 
     Backward runs ``fn`` a second time for the rest, up to the last tensor that it needs, with the random numbers and
     the autocast state of the first (gradient checkpointing, Chen et al. 2016). Gradients are bitwise those without
-    checkpoint. Calls may be nested; ``retain_graph``, second derivatives, ``torch.autograd.grad``, DDP, FSDP2 and
-    ``torch.compile`` work as without.
+    checkpoint. Calls may be nested; ``retain_graph``, second derivatives, ``torch.autograd.grad`` (inside ``fn``, too), DDP,
+    FSDP2 and ``torch.compile`` work as without. Saved tensors that need no gradient come back themselves, with the attributes
+    that Python code gave them. ``fn`` runs again for each backward pass that it begins itself, and operators of these passes
+    are not kept.
 
     Args:
         fn: takes and returns anything; has to do the same both times, and not to change its arguments in place.
@@ -105,7 +116,7 @@ def checkpoint(
         return torch_checkpoint.checkpoint(fn, *args, use_reentrant=False, **options, **kwargs)
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
-    record, replay = _runs(names) if names else (nullcontext(), None)
+    record, replay = _runs(names)
     frame = Frame(fn, args, kwargs, preserve_rng_state=preserve_rng_state, early_stop=early_stop, replay=replay)
     with record, frame.first_run():  # whose hooks end first: what the tape keeps goes to those around
         return fn(*args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,6 +70,41 @@ def test_compare_divides_by_the_first(runs: list[Path], tmp_path: Path, capsys: 
     )
     assert (tmp_path / "compare.png").read_bytes()[:4] == b"\x89PNG"
     assert "data:image/png;base64," in (tmp_path / "compare.html").read_text()
+
+
+def test_compare_tells_equal_names_apart(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / name for name in ("a/x/run", "b/x/run", "own")]
+    for folder in folders:
+        shutil.copytree(runs[0], folder)
+    succeed("compare", *folders, folders[0], "--out", tmp_path)
+    names = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[2:6]]
+    assert names == ["a/x/run", "b/x/run", "own", "a/x/run (2)"]
+    monkeypatch.chdir(folders[2])
+    succeed("compare", ".", "--out", tmp_path)
+    assert capsys.readouterr().out.splitlines()[2].startswith("own ")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("summary.json", "{}", "is incomplete (train_loss"),
+        ("summary.json", "[1]", "is incomplete (train_loss"),
+        ("summary.json", "[" * 100_000, "not a finished run (maximum recursion"),
+        ("run.json", "{}", "is incomplete (command, fingerprint)"),
+        ("metrics.jsonl", "", "is incomplete (no steps)"),
+        ("metrics.jsonl", "5\n", "is incomplete (step)"),
+        ("metrics.jsonl", '{"step": 1, "loss": "x"}\n', "is incomplete (loss)"),
+    ],
+)
+def test_compare_refuses_damaged_runs(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, content: str, message: str
+) -> None:
+    shutil.copytree(runs[0], tmp_path / "run")
+    (tmp_path / "run" / file).write_text(content)
+    assert message in refuse(capsys, "compare", tmp_path / "run", "--out", tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
 def test_generate_continues(runs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:

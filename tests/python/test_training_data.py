@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import random
 import struct
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 import torch
 from cli_helpers import text, write_jsonl
 
+from shoestring.data import progress
 from shoestring.data import text as text_module
 from shoestring.data.batches import IGNORE, BatchOrder, Blocks, Examples, split_blocks, split_examples
 from shoestring.data.errors import InputError
@@ -182,3 +186,72 @@ def test_template_that_rewrites_the_past_is_refused(tmp_path: Path, tokenizer) -
 def test_blocks_protocol_is_cheap() -> None:
     tokens = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint16), (1 << 40,), (0,))  # a terabyte that is not there
     assert Blocks(tokens, 512).rows([1 << 30])[0].shape == (1, 512)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_byte_order_mark_is_left_out(tmp_path: Path, name: str) -> None:
+    content = "line\n" if name == "a.txt" else '{"text": "line\\n"}\n'
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content.encode())
+    assert ["".join(document) for document in documents(tmp_path / name)] == ["line\n"]
+
+
+def test_long_lines_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Pieces are no longer than the limit, lose nothing, and end at line ends or before spaces where there are any."""
+    monkeypatch.setattr(text_module, "LONGEST", 1000)
+    monkeypatch.setattr(text_module, "CHUNK", 300)
+    draw = random.Random(seed)
+    for ends, longest in (("\n ", 1000), (" ", 1000), ("", 1300)):
+        content = "".join(draw.choice("ab" * 40 + ends) for _ in range(20_000))
+        (tmp_path / "a.txt").write_text(content)
+        for pieces in (list(read_text(tmp_path / "a.txt")), list(text_module.cut_long(content))):
+            assert "".join(pieces) == content and max(map(len, pieces)) <= longest
+            if ends:
+                pairs = zip(pieces, pieces[1:])
+                assert all(piece.endswith("\n") or after.startswith(" ") for piece, after in pairs)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a" * 5000}) + "\n")
+    assert "".join(next(documents(tmp_path / "a.jsonl"))) == "a" * 5000
+
+
+def test_training_a_tokenizer_takes_linear_time(tmp_path: Path) -> None:
+    """One word of 1 MB; with the square of its length this would take ten minutes."""
+    (tmp_path / "a.txt").write_text("a" * 1_000_000 + " the cat sat on the mat" * 50)
+    began = time.monotonic()
+    trained = train_bpe([tmp_path / "a.txt"], 300)
+    tokens = write_token_file(tmp_path / "a.bin", [tmp_path / "a.txt"], trained)
+    assert time.monotonic() - began < 60
+    assert trained.decode(read_token_file(tmp_path / "a.bin")[0][:tokens]).startswith("a" * 1_000_000 + " the cat")
+
+
+def test_words_of_ordinary_length_are_whole_in_training(tmp_path: Path, seed: int) -> None:
+    """The same tokenizer as without parts, and no parts in what is saved."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    draw = random.Random(seed)
+    content = " ".join("".join(draw.choice("abcdeé漢\n") for _ in range(draw.randint(1, 300))) for _ in range(500))
+    (tmp_path / "a.txt").write_text(content)
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<|endoftext|>"]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    plain.train_from_iterator([content], trainer=trainer)
+    trained = train_bpe([tmp_path / "a.txt"], 400)
+    assert json.loads(trained.backend_tokenizer.to_str())["model"] == json.loads(plain.to_str())["model"]
+    assert json.loads(trained.backend_tokenizer.to_str())["pre_tokenizer"]["type"] == "ByteLevel"
+
+
+def test_long_work_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(progress, "FIRST", 0.05)
+    with progress.working("reading", 200):
+        progress.advance(50)
+        time.sleep(0.3)
+        progress.advance(150)
+        time.sleep(0.6)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "reading: 25 %, 0:00" and lines[-1] == "reading: 0:00" and 3 <= len(lines) <= 6
+    monkeypatch.setattr(progress, "FIRST", 60)
+    began = time.monotonic()
+    with progress.working("short"):
+        progress.advance(1)
+    assert capsys.readouterr().out == "" and time.monotonic() - began < 30

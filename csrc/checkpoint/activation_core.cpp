@@ -45,6 +45,7 @@ ActivationEntry::ActivationEntry(std::shared_ptr<ActivationStoreCore> owner, con
 
 ActivationEntry::~ActivationEntry() {
   dropped = true;
+  if (!core->process.is_here()) return;
   const std::lock_guard lock(core->mutex);
   const auto found = core->entries.find(key);
   if (found != core->entries.end() && found->second.expired()) core->entries.erase(found);
@@ -63,7 +64,10 @@ ActivationEntry::~ActivationEntry() {
   --core->alive;
 }
 
-ActivationTurn::ActivationTurn(std::shared_ptr<ActivationStoreCore> core) : core_(std::move(core)) { core_->mutex.lock(); }
+ActivationTurn::ActivationTurn(std::shared_ptr<ActivationStoreCore> core) : core_(std::move(core)) {
+  core_->process.check(kOp);
+  core_->mutex.lock();
+}
 
 ActivationTurn::~ActivationTurn() {
   const std::vector<c10::Storage> gone = std::exchange(core_->gone, {});

@@ -53,7 +53,7 @@ struct ActivationEntry {
   FencePtr in;
 };
 
-/// Holds the mutex of a core.
+/// Holds the mutex of a core. Raises in a forked child, where a thread that does not exist may hold it.
 class ActivationTurn {
  public:
   explicit ActivationTurn(std::shared_ptr<ActivationStoreCore> core);
@@ -82,6 +82,7 @@ struct ActivationStoreCore : std::enable_shared_from_this<ActivationStoreCore> {
   /// Host memory that a stream may still use.
   void retire(at::Tensor host, const FencePtr& fence);
 
+  const OwnProcess process;
   const c10::Device device;
   const Compression compression;
   const int64_t prefetch, max_pending, min_bytes, host_bytes;

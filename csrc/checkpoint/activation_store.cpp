@@ -15,7 +15,7 @@ StoredActivation::StoredActivation(const at::Tensor& x)
 
 StoredActivation::~StoredActivation() {
   if (core_ == nullptr) return;
-  {
+  if (core_->process.is_here()) {
     const ActivationTurn turn(core_);
     if (!read_) --entry_->unread;
   }
@@ -53,6 +53,7 @@ ActivationStore::~ActivationStore() = default;
 
 c10::intrusive_ptr<StoredActivation> ActivationStore::store(const at::Tensor& x) {
   const at::NoGradGuard no_grad;
+  core_->process.check("offload_activations");
   auto stored = c10::make_intrusive<StoredActivation>(x);
   if (core_->stays(x)) {
     stored->kept_ = x.requires_grad() ? x.detach() : x;  // x itself may hold the graph that holds this

@@ -1,6 +1,9 @@
 #include "io/disturb.h"
 
+#include <fcntl.h>
+
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <thread>
 
@@ -9,7 +12,7 @@ namespace {
 
 std::atomic<int64_t> max_delay_us{0}, until_failure{-1}, state{1};
 std::atomic<int> error{0};
-std::atomic<bool> short_transfers{false};
+std::atomic<bool> short_transfers{false}, reserves{true};
 
 }  // namespace
 
@@ -17,6 +20,7 @@ void disturb(const Disturbance& d) {
   max_delay_us = d.max_delay_us;
   error = d.error;
   short_transfers = d.short_transfers;
+  reserves = d.reserves;
   until_failure = d.fail_after;
 }
 
@@ -35,6 +39,14 @@ void delay() {
 std::optional<ssize_t> failure() {
   if (until_failure.load(std::memory_order_relaxed) < 0 || until_failure.fetch_sub(1) != 0) return std::nullopt;
   return -error;
+}
+
+int reserve(int fd, int64_t offset, int64_t size) {
+  if (!reserves) return EOPNOTSUPP;
+  while (::fallocate(fd, 0, offset, size) != 0) {
+    if (errno != EINTR) return errno;
+  }
+  return 0;
 }
 
 ssize_t shortened(ssize_t result, int64_t asked) {

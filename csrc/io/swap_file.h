@@ -10,13 +10,15 @@
 #include <shoestring/export.h>
 
 #include "io/extents.h"
+#include "io/own_process.h"
 #include "io/transfers.h"
 
 namespace shoestring {
 
 /// Memory on disk: a file that is read and written many extents at a time, past the page cache (O_DIRECT), through
 /// io_uring. Its name is gone once it is open, so that its space is free again however the process ends. May be used
-/// from several threads. Errors are c10::Error, and begin with `caller` and the file.
+/// from several threads. Errors are c10::Error, and begin with `caller` and the file. In a forked child every use is one:
+/// both processes would give the same extents away.
 class SHOESTRING_API SwapFile {
  public:
   static constexpr int64_t kAlignment = 4096;  // of offsets, sizes and memory: any disk's sector
@@ -24,7 +26,7 @@ class SHOESTRING_API SwapFile {
 
   /// In `folder`, which is there; empty.
   SwapFile(std::string caller, const std::string& folder, Backend backend = Backend::kBest);
-  /// After all transfers: memory that is read into has to live until then.
+  /// After all transfers: memory that is read into has to live until then. In a forked child it only closes the file.
   ~SwapFile();
   SwapFile(const SwapFile&) = delete;
   SwapFile& operator=(const SwapFile&) = delete;
@@ -33,6 +35,8 @@ class SHOESTRING_API SwapFile {
   /// error, with the bytes needed and free, where the disk has no room; nothing has changed then.
   int64_t allocate(int64_t size);
   void free(int64_t offset, int64_t size);
+  /// Makes the file `size` bytes larger now, for later calls of allocate(). The same error where the disk has no room.
+  void reserve(int64_t size);
 
   /// Begin at once, in any order: who writes waits before reading the same extent. Each ticket is waited for once.
   using Ticket = int64_t;
@@ -52,19 +56,25 @@ class SHOESTRING_API SwapFile {
  private:
   Ticket submit(io::Transfer transfer);
   void grow(int64_t size);
+  int reserve_blocks(int64_t size) const;
   [[noreturn]] void fail(const std::string& what, int error) const;
 
-  const std::string caller_;
+  struct Waits {
+    std::mutex mutex;
+    std::condition_variable finished;
+  };
+
+  const OwnProcess process_;
+  const std::string caller_, folder_;
   std::string path_;
   int fd_ = -1;
   bool direct_ = true, uring_ = false;
-  mutable std::mutex mutex_;
-  std::condition_variable finished_;
+  const ProcessOwned<Waits> waits_ = make_process_owned<Waits>();
   Extents extents_;
   int64_t size_ = 0;
   Ticket next_ = 0;
   std::unordered_map<Ticket, std::unique_ptr<io::Transfer>> transfers_;  // not waited for
-  std::unique_ptr<io::Engine> engine_;  // the last member: it goes first
+  ProcessOwned<io::Engine> engine_;  // the last member: it goes first
 };
 
 }  // namespace shoestring

@@ -106,8 +106,8 @@ class Threads final : public Engine {
 
 }  // namespace
 
-std::unique_ptr<Engine> thread_engine(int fd, int64_t alignment, Engine::Finished finished) {
-  return std::make_unique<Threads>(fd, alignment, std::move(finished));
+ProcessOwned<Engine> thread_engine(int fd, int64_t alignment, Engine::Finished finished) {
+  return make_process_owned<Threads>(fd, alignment, std::move(finished));
 }
 
 }  // namespace shoestring::io

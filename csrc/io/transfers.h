@@ -6,8 +6,9 @@
 
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <optional>
+
+#include "io/own_process.h"
 
 namespace shoestring::io {
 
@@ -33,10 +34,12 @@ class Engine {
   using Finished = std::function<void(Transfer&)>;  // called in a thread of the engine's
   virtual ~Engine() = default;                      // after all transfers have finished
   virtual void submit(Transfer& transfer) = 0;
+  /// In a forked child, which does not destroy what threads share: closes the descriptors that it has inherited.
+  virtual void close_inherited() {}
 };
 
 /// Null where this build or this kernel has no io_uring.
-std::unique_ptr<Engine> io_uring_engine(int fd, int64_t alignment, Engine::Finished finished);
-std::unique_ptr<Engine> thread_engine(int fd, int64_t alignment, Engine::Finished finished);
+ProcessOwned<Engine> io_uring_engine(int fd, int64_t alignment, Engine::Finished finished);
+ProcessOwned<Engine> thread_engine(int fd, int64_t alignment, Engine::Finished finished);
 
 }  // namespace shoestring::io

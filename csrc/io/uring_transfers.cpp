@@ -3,7 +3,7 @@
 #ifndef SHOESTRING_IO_URING
 
 namespace shoestring::io {
-std::unique_ptr<Engine> io_uring_engine(int, int64_t, Engine::Finished) { return nullptr; }
+ProcessOwned<Engine> io_uring_engine(int, int64_t, Engine::Finished) { return nullptr; }
 }  // namespace shoestring::io
 
 #else
@@ -63,6 +63,9 @@ class Ring final : public Engine {
     waiting_.push_back(&transfer);
     fill();
   }
+
+  // The queues are memory that the processes share: an entry submitted here would be the parent's.
+  void close_inherited() override { ::io_uring_queue_exit(&ring_); }
 
  private:
   static constexpr uint64_t kStop = 1, kDelay = 2;  // no transfer's address
@@ -139,9 +142,10 @@ class Ring final : public Engine {
 
 }  // namespace
 
-std::unique_ptr<Engine> io_uring_engine(int fd, int64_t alignment, Engine::Finished finished) {
-  auto ring = std::make_unique<Ring>(fd, alignment, std::move(finished));
-  return ring->open() ? std::move(ring) : nullptr;
+ProcessOwned<Engine> io_uring_engine(int fd, int64_t alignment, Engine::Finished finished) {
+  auto ring = make_process_owned<Ring>(fd, alignment, std::move(finished));
+  if (!ring->open()) return nullptr;
+  return ring;
 }
 
 }  // namespace shoestring::io

@@ -8,11 +8,21 @@
 namespace shoestring::offload {
 namespace {
 
+// Schemas have no lists of dtypes: they come as empty tensors.
+std::vector<at::ScalarType> dtypes_of(const std::vector<Tensor>& like) {
+  std::vector<at::ScalarType> dtypes;
+  for (const Tensor& t : like) dtypes.push_back(t.scalar_type());
+  return dtypes;
+}
+
 c10::intrusive_ptr<State> make_state(const c10::intrusive_ptr<Offload>& offload, const std::vector<Tensor>& like,
                                      std::vector<int64_t> per_block, const std::vector<int64_t>& blocks, bool splits) {
-  std::vector<at::ScalarType> dtypes;  // schemas have no lists of dtypes: of empty tensors
-  for (const Tensor& t : like) dtypes.push_back(t.scalar_type());
-  return c10::make_intrusive<State>(offload, dtypes, std::move(per_block), blocks, splits);
+  return c10::make_intrusive<State>(offload, dtypes_of(like), std::move(per_block), blocks, splits);
+}
+
+int64_t state_bytes(const c10::intrusive_ptr<Offload>&, const std::vector<Tensor>& like,
+                    const std::vector<int64_t>& per_block, const std::vector<int64_t>& blocks, bool splits) {
+  return State::bytes(dtypes_of(like), per_block, blocks, splits);
 }
 
 }  // namespace
@@ -20,6 +30,9 @@ c10::intrusive_ptr<State> make_state(const c10::intrusive_ptr<Offload>& offload,
 TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   m.class_<Offload>("Offload")
       .def(torch::init<std::string, std::string, c10::Device>())
+      .def("check", [](const c10::intrusive_ptr<Offload>& o) { o->check(); })
+      .def("state_bytes", &state_bytes)
+      .def("reserve", [](const c10::intrusive_ptr<Offload>& o, int64_t bytes) { o->reserve(bytes); })
       .def("host_bytes", [](const c10::intrusive_ptr<Offload>& o) { return o->memory.bytes(); });
   m.class_<State>("OffloadedState")
       .def(torch::init(&make_state))
@@ -36,6 +49,8 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
       .def("put", &State::put)
       .def("finish", &State::finish)
       .def("done", &State::done)
+      .def("any_done", &State::any_done)
+      .def("discard", &State::discard)
       .def("commit", &State::commit);
   m.class_<HostParams>("HostParams")
       .def(torch::init<c10::intrusive_ptr<Offload>, std::vector<Tensor>>())
@@ -45,9 +60,10 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
       .def("send", &HostParams::send)
       .def("receive", &HostParams::receive);
   // For tests: what happens to every copy, read and write from now on (io/disturb.h).
-  m.def("disturb_offload(int max_delay_us=0, int fail_after=-1, int error=0, bool short_transfers=False) -> ()",
-        [](int64_t max_delay_us, int64_t fail_after, int64_t error, bool short_transfers) {
-          io::disturb({max_delay_us, fail_after, static_cast<int>(error), short_transfers});
+  m.def("disturb_offload(int max_delay_us=0, int fail_after=-1, int error=0, bool short_transfers=False, "
+        "bool reserves=True) -> ()",
+        [](int64_t max_delay_us, int64_t fail_after, int64_t error, bool short_transfers, bool reserves) {
+          io::disturb({max_delay_us, fail_after, static_cast<int>(error), short_transfers, reserves});
         });
 }
 

@@ -18,8 +18,8 @@ std::optional<c10::Stream> current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-std::shared_ptr<Fence> Fence::now(c10::Device device) {
-  auto fence = std::make_shared<Fence>();
+FencePtr Fence::now(c10::Device device) {
+  FencePtr fence = make();
   fence->issued_ = true;
   if (const auto stream = current_stream(device)) {
     fence->event_.emplace(device.type());
@@ -37,6 +37,7 @@ void Fence::issue(std::optional<c10::Event> event, std::exception_ptr error) {
 }
 
 void Fence::wait_issued() const {
+  process_.check("offload");
   std::unique_lock lock(mutex_);
   issued_changed_.wait(lock, [&] { return issued_; });
   if (error_) std::rethrow_exception(error_);
@@ -53,27 +54,30 @@ void Fence::synchronize() const {
 }
 
 bool Fence::is_done() const {
+  process_.check("offload");
   const std::lock_guard lock(mutex_);
   return issued_ && (!event_ || event_->query());
 }
 
 CopyLane::~CopyLane() {
+  if (!process_.is_here()) return;
   {
-    const std::lock_guard lock(mutex_);
-    ending_ = true;
+    const std::lock_guard lock(worker_->mutex);
+    worker_->ending = true;
   }
-  changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
+  worker_->changed.notify_all();
+  if (worker_->thread.joinable()) worker_->thread.join();
 }
 
 FencePtr CopyLane::run(std::vector<FencePtr> after, std::function<void()> copy) {
-  auto fence = std::make_shared<Fence>();
+  process_.check("offload");
+  FencePtr fence = Fence::make();
   {
-    const std::lock_guard lock(mutex_);
-    jobs_.push_back({std::move(after), std::move(copy), fence});
-    if (!thread_.joinable()) thread_ = std::thread([this] { work(); });
+    const std::lock_guard lock(worker_->mutex);
+    if (!worker_->thread.joinable()) worker_->thread = std::thread([this] { work(); });
+    worker_->jobs.push_back({std::move(after), std::move(copy), fence});
   }
-  changed_.notify_all();
+  worker_->changed.notify_all();
   return fence;
 }
 
@@ -87,11 +91,11 @@ void CopyLane::work() {
   while (true) {
     Job job;
     {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [&] { return ending_ || !jobs_.empty(); });
-      if (jobs_.empty()) return;
-      job = std::move(jobs_.front());
-      jobs_.pop_front();
+      std::unique_lock lock(worker_->mutex);
+      worker_->changed.wait(lock, [&] { return worker_->ending || !worker_->jobs.empty(); });
+      if (worker_->jobs.empty()) return;
+      job = std::move(worker_->jobs.front());
+      worker_->jobs.pop_front();
     }
     std::optional<c10::Event> event;
     std::exception_ptr error;

@@ -14,6 +14,7 @@
 #include <c10/util/accumulate.h>
 
 #include "io/extents.h"
+#include "io/own_process.h"
 #include "kernels/cuda.h"
 
 namespace shoestring {
@@ -34,8 +35,9 @@ struct HostMemory::Slabs {
 
   std::string caller;
   c10::Device device;
-  std::mutex mutex;
-  std::vector<Slab> all;
+  std::mutex mutex{};
+  std::vector<Slab> all{};
+  OwnProcess process{};
 
   ~Slabs() {
     for (const Slab& slab : all) unmap(slab);
@@ -59,11 +61,12 @@ struct HostMemory::Slabs {
   }
 
   void unmap(const Slab& slab) const {
-    if (device.is_cuda()) cuda::table<cuda::Runtime>("runtime").unregister_host(slab.begin);
+    if (device.is_cuda() && process.is_here()) cuda::table<cuda::Runtime>("runtime").unregister_host(slab.begin);
     ::munmap(slab.begin, static_cast<size_t>(slab.size));
   }
 
   void* allocate(int64_t size, int64_t slab_size) {
+    process.check(caller);
     const std::lock_guard lock(mutex);
     for (Slab& slab : all) {
       if (const int64_t offset = slab.extents.allocate(size); offset >= 0) {
@@ -77,6 +80,7 @@ struct HostMemory::Slabs {
   }
 
   void free(char* memory, int64_t size) {
+    if (!process.is_here()) return;
     const std::lock_guard lock(mutex);
     const auto slab = std::find_if(all.begin(), all.end(), [&](const Slab& s) {
       return memory >= s.begin && memory < s.begin + s.size;
@@ -86,7 +90,7 @@ struct HostMemory::Slabs {
   }
 };
 
-HostMemory::HostMemory(std::string caller, c10::Device device) : slabs_(new Slabs{std::move(caller), device, {}, {}}) {}
+HostMemory::HostMemory(std::string caller, c10::Device device) : slabs_(new Slabs{std::move(caller), device}) {}
 
 at::Tensor HostMemory::empty(at::IntArrayRef shape, at::ScalarType dtype, int64_t slab) {
   const int64_t bytes = c10::multiply_integers(shape) * static_cast<int64_t>(c10::elementSize(dtype));
@@ -108,6 +112,7 @@ int64_t HostMemory::bytes() const {
 bool HostMemory::is_pinned() const { return slabs_->device.is_cuda(); }
 
 void HostMemory::trim() {
+  slabs_->process.check(slabs_->caller);
   const std::lock_guard lock(slabs_->mutex);
   std::erase_if(slabs_->all, [&](const Slabs::Slab& slab) {
     if (slab.used == 0) slabs_->unmap(slab);

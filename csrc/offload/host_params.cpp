@@ -39,6 +39,7 @@ std::vector<Tensor> HostParams::slab(const std::vector<Tensor>& like) {
 
 // Memory must not be freed below a copy.
 HostParams::~HostParams() {
+  if (!offload_->process.is_here()) return;
   for (Own& own : own_) {
     for (const FencePtr& fence : {own.fetched, own.sent}) {
       try {

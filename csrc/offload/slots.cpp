@@ -20,12 +20,16 @@ constexpr int64_t kAhead = 2;  // of those that are read: more would share the d
 
 // Buffers must not be freed below a transfer.
 State::~State() {
+  if (offload_->process.is_here()) discard();
+}
+
+void State::discard() {
   for (Slot& slot : slots_) {
-    try {
-      wait_all(slot, Phase::kClean);
-    } catch (const std::exception&) {  // nobody is left who would step with it
-    }
+    FirstError ignored;
+    ignored.guard([&] { wait_all(slot, Phase::kClean); });
   }
+  slots_.clear();
+  done_.clear();
 }
 
 State::Slot* State::find(int64_t chunk) {
@@ -158,6 +162,7 @@ void State::read_ahead() {
 // ---- steps --------------------------------------------------------------------------------------------------------
 
 void State::start(std::vector<int64_t> chunks) {
+  offload_->check();
   int64_t largest = 0;
   for (size_t i = 1; i < edges_.size(); ++i) largest = std::max(largest, edges_[i] - edges_[i - 1]);
   while (slots_.size() < std::min(kSlots, edges_.size() - 1)) {
@@ -202,6 +207,8 @@ void State::put(int64_t chunk) {
 }
 
 void State::finish() {
+  if (slots_.empty()) return;
+  offload_->check();
   FirstError error;
   write_dirty(nullptr);
   for (Slot& slot : slots_) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <tuple>
 #include <utility>
 
 #include <ATen/ops/from_blob.h>
@@ -31,6 +32,33 @@ struct Region {
   }
 };
 
+int64_t block_bytes(const std::vector<at::ScalarType>& dtypes, const std::vector<int64_t>& per_block) {
+  int64_t bytes = 0;
+  for (size_t i = 0; i < dtypes.size(); ++i) bytes += per_block[i] * static_cast<int64_t>(c10::elementSize(dtypes[i]));
+  return bytes;
+}
+
+// In blocks of so many bytes: where each parameter begins, and the edges of the chunks.
+std::pair<std::vector<int64_t>, std::vector<int64_t>> layout(int64_t bytes, const std::vector<int64_t>& blocks, bool splits) {
+  std::vector<int64_t> begins, edges{0};
+  int64_t total = 0;
+  const int64_t most = up(std::max<int64_t>(kChunkBytes / std::max<int64_t>(bytes, 1), 1), kEdge);
+  for (const int64_t n : blocks) {
+    if (!splits && n > 0 && total > edges.back() && total + n > edges.back() + most) {
+      total = up(total, kEdge);
+      edges.push_back(total);
+    }
+    begins.push_back(total);
+    total += n;
+    if (splits) {
+      while (total > edges.back() + most) edges.push_back(edges.back() + most);
+    }
+  }
+  total = std::max(up(total, kEdge), kEdge);
+  if (total > edges.back()) edges.push_back(total);
+  return {std::move(begins), std::move(edges)};
+}
+
 std::shared_ptr<Region> map(const c10::intrusive_ptr<Offload>& offload, int64_t size) {
   SwapFile& file = *offload->file;
   const int64_t before = file.size(), offset = file.allocate(size);
@@ -56,23 +84,10 @@ Offload::Offload(std::string caller, const std::string& where, c10::Device devic
 
 State::State(c10::intrusive_ptr<Offload> offload, const std::vector<at::ScalarType>& dtypes,
              std::vector<int64_t> per_block, const std::vector<int64_t>& blocks, bool splits)
-    : offload_(std::move(offload)), per_block_(std::move(per_block)), blocks_(blocks), edges_{0} {
-  int64_t bytes = 0, total = 0;
-  for (size_t i = 0; i < dtypes.size(); ++i) bytes += per_block_[i] * static_cast<int64_t>(c10::elementSize(dtypes[i]));
-  const int64_t most = up(std::max<int64_t>(kChunkBytes / std::max<int64_t>(bytes, 1), 1), kEdge);
-  for (const int64_t n : blocks_) {
-    if (!splits && n > 0 && total > edges_.back() && total + n > edges_.back() + most) {
-      total = up(total, kEdge);
-      edges_.push_back(total);
-    }
-    begins_.push_back(total);
-    total += n;
-    if (splits) {
-      while (total > edges_.back() + most) edges_.push_back(edges_.back() + most);
-    }
-  }
-  total = std::max(up(total, kEdge), kEdge);
-  if (total > edges_.back()) edges_.push_back(total);
+    : offload_(std::move(offload)), per_block_(std::move(per_block)), blocks_(blocks) {
+  const int64_t bytes = block_bytes(dtypes, per_block_);
+  std::tie(begins_, edges_) = layout(bytes, blocks_, splits);
+  const int64_t total = edges_.back();
 
   int64_t offset = 0;
   std::shared_ptr<Region> region;
@@ -91,6 +106,12 @@ State::State(c10::intrusive_ptr<Offload> offload, const std::vector<at::ScalarTy
     offsets_.push_back(offset);
     offset += static_cast<int64_t>(values_.back().nbytes());
   }
+}
+
+int64_t State::bytes(const std::vector<at::ScalarType>& dtypes, const std::vector<int64_t>& per_block,
+                     const std::vector<int64_t>& blocks, bool splits) {
+  const int64_t bytes = block_bytes(dtypes, per_block);
+  return layout(bytes, blocks, splits).second.back() * bytes;
 }
 
 std::vector<int64_t> State::chunks(int64_t first, int64_t last) const {

@@ -25,7 +25,14 @@ class SHOESTRING_API Offload : public torch::CustomClassHolder {
  public:
   /// where: "cpu" or "stream" (state in host memory), or "nvme:DIR" (in a file in the folder DIR).
   Offload(std::string caller, const std::string& where, c10::Device device);
+  /// Raises in a forked child.
+  void check() const { process.check(caller); }
+  /// Makes room in the file for so many more bytes of state. Raises where the disk has none; does nothing without a file.
+  void reserve(int64_t bytes) {
+    if (file != nullptr) file->reserve(bytes);
+  }
 
+  const OwnProcess process;
   const std::string caller;
   const c10::Device device;
   HostMemory memory;
@@ -41,6 +48,10 @@ class SHOESTRING_API State : public torch::CustomClassHolder {
   State(c10::intrusive_ptr<Offload> offload, const std::vector<at::ScalarType>& dtypes, std::vector<int64_t> per_block,
         const std::vector<int64_t>& blocks, bool splits);
   ~State() override;
+
+  /// The bytes of such a state in the file.
+  static int64_t bytes(const std::vector<at::ScalarType>& dtypes, const std::vector<int64_t>& per_block,
+                       const std::vector<int64_t>& blocks, bool splits);
 
   /// In blocks, of each parameter, and where the last one ends, rounded up.
   const std::vector<int64_t>& begins() const { return begins_; }
@@ -67,7 +78,10 @@ class SHOESTRING_API State : public torch::CustomClassHolder {
   void finish();
   /// Has been put since the last commit(): a step that is repeated after an error leaves it out.
   bool done(int64_t chunk) const { return done_.count(chunk) > 0; }
+  bool any_done() const { return !done_.empty(); }
   void commit() { done_.clear(); }
+  /// Ends a step in which nothing has been put, whatever happens to the transfers under way.
+  void discard();
 
  private:
   enum class Phase { kClean, kReading, kReady, kTaken, kDirty, kFetching, kWriting };

@@ -4,17 +4,21 @@
 
 #include <fcntl.h>
 #include <sys/mount.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <csignal>
 #include <cstring>
 #include <random>
 #include <thread>
 
 #include <ATen/ATen.h>
 
+#include "child.h"
 #include "folder.h"
 #include "io/disturb.h"
 #include "io/swap_file.h"
@@ -207,6 +211,88 @@ TEST_CASE("a disk that is full is said before anything is written, and grows wit
     CHECK(at::equal(a, b));
   }
   ::umount(folder.path.c_str());
+}
+
+TEST_CASE("space is reserved before it is allocated, also where the file system cannot", "[offload]") {
+  const Folder folder;
+  if (::mount("shoestring", folder.path.c_str(), "tmpfs", 0, "size=1m") != 0) {
+    WARN("not checked: this user may not mount a file system of 1 MiB");
+    return;
+  }
+  for (const bool reserves : {true, false}) {
+    CAPTURE(reserves);
+    const Disturbed disturbed({.reserves = reserves});
+    SwapFile file("test", folder.path), other("test", folder.path);
+    file.reserve(3 << 18);
+    CHECK(file.size() == 3 << 18);
+    CHECK_THROWS_WITH(other.reserve(1 << 19), Contains("test: " + folder.path + ": expected room for 524288 bytes on the "
+                                                       "disk, received 262144 free: free some space"));
+    CHECK(other.size() == 0);
+    CHECK(file.allocate(1 << 19) == 0);
+    CHECK(file.allocate(1 << 18) == 1 << 19);
+    CHECK(file.size() == 3 << 18);
+    other.reserve(1 << 18);
+    struct stat info {};
+    REQUIRE(::fstat(other.descriptor(), &info) == 0);
+    CHECK(info.st_blocks * 512 == 1 << 18);  // not a sparse file
+  }
+  ::umount(folder.path.c_str());
+}
+
+TEST_CASE("a limit of the size of files is said", "[offload]") {
+  const Folder folder;
+  const int status = in_child([&] {
+    ::signal(SIGXFSZ, SIG_IGN);
+    const rlimit limit{1 << 20, 1 << 20};
+    if (::setrlimit(RLIMIT_FSIZE, &limit) != 0) return 2;
+    SwapFile file("test", folder.path);
+    file.reserve(1 << 20);
+    try {
+      file.reserve(1 << 20);
+      return 3;
+    } catch (const c10::Error& error) {
+      const std::string expected = "expected room for a file of 2097152 bytes, received a lower limit of the size of a file";
+      return std::string(error.what()).find(expected) == std::string::npos ? 4 : 0;
+    }
+  });
+  CHECK(status == 0);
+}
+
+TEST_CASE("a forked child drops a swap file, and cannot use it", "[offload]") {
+  const Folder folder;
+  HostMemory memory("test", kHost);
+  for (const Backend backend : {Backend::kBest, Backend::kThreads}) {
+    auto file = std::make_unique<SwapFile>("test", folder.path, backend);
+    CAPTURE(file->uses_io_uring());
+    const int64_t size = 16 * kPage, at = file->allocate(size);
+    const at::Tensor out = random_bytes(memory, size, 1), in = memory.empty({size}, at::kByte);
+    const Disturbed slow({.max_delay_us = 3000});
+    for (int i = 0; i < 8; ++i) {
+      const auto ticket = file->write(at, out.data_ptr(), size);
+      const int status = in_child([&] {  // while the write is under way
+        int refused = 0;
+        const auto refuses = [&](auto&& use) {
+          try {
+            use();
+          } catch (const c10::Error& error) {
+            refused += std::string(error.what()).find("received its forked child") != std::string::npos;
+          }
+        };
+        refuses([&] { file->allocate(kPage); });
+        refuses([&] { file->reserve(kPage); });
+        refuses([&] { file->read(at, in.data_ptr(), size); });
+        refuses([&] { file->wait(ticket); });
+        refuses([&] { memory.empty({3}, at::kByte); });
+        file->free(at, size);
+        file.reset();
+        return refused == 5 ? 0 : 2;
+      });
+      CHECK(status == 0);
+      file->wait(ticket);
+      file->wait(file->read(at, in.data_ptr(), size));
+      CHECK(at::equal(in, out));
+    }
+  }
 }
 
 TEST_CASE("host memory is exact, and used again", "[offload]") {

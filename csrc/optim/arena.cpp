@@ -49,6 +49,30 @@ Arena::Arena(const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> 
   }
 }
 
+namespace {
+
+struct StateShape {
+  StateShape(const Rule& rule, const Kind& kind, const std::vector<Tensor>& params)
+      : splits(rule.takes_parts() && kind.device.is_cpu()) {
+    for (const Part& part : parts(rule, kind)) {
+      dtypes.push_back(part.dtype);
+      per_block.push_back(part.per_block);
+    }
+    for (const Tensor& p : params) sizes.push_back(blocks_of(p));
+  }
+
+  std::vector<at::ScalarType> dtypes;
+  std::vector<int64_t> per_block, sizes;
+  bool splits;
+};
+
+}  // namespace
+
+int64_t offloaded_bytes(const Rule& rule, const Kind& kind, const std::vector<Tensor>& params) {
+  const StateShape shape(rule, kind, params);
+  return offload::State::bytes(shape.dtypes, shape.per_block, shape.sizes, shape.splits);
+}
+
 Arena::Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> members, std::vector<int64_t> numbers,
              const c10::intrusive_ptr<offload::Offload>& offload, bool on_host)
     : Arena(kind, std::move(members), std::move(numbers)) {
@@ -59,15 +83,8 @@ Arena::Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> members, st
     host = c10::make_intrusive<offload::HostParams>(offload, params);
     weights = host->weights();
   } else if (offload != nullptr) {
-    std::vector<at::ScalarType> dtypes;
-    std::vector<int64_t> per_block, sizes;
-    for (const Part& part : every) {
-      dtypes.push_back(part.dtype);
-      per_block.push_back(part.per_block);
-    }
-    for (const Tensor& p : params) sizes.push_back(blocks_of(p));
-    offloaded = c10::make_intrusive<offload::State>(offload, dtypes, std::move(per_block), sizes,
-                                                    rule.takes_parts() && kind.device.is_cpu());
+    const StateShape shape(rule, kind, params);
+    offloaded = c10::make_intrusive<offload::State>(offload, shape.dtypes, shape.per_block, shape.sizes, shape.splits);
     begins = offloaded->begins();
     blocks = offloaded->total();
     for (size_t i = 0; i < every.size(); ++i) values[every[i].name] = offloaded->values()[i];

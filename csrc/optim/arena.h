@@ -72,6 +72,7 @@ struct Arena {
   c10::intrusive_ptr<offload::HostParams> host;
   std::vector<Tensor> weights;  // in host memory
   bool has_fetched = false;     // gradients of the step that is under way
+  size_t next_param = 0;        // of a step that failed: the first that has not been stepped
 
   /// Zeros.
   Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> numbers,
@@ -97,6 +98,9 @@ struct Arena {
  private:
   Arena(const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> numbers);
 };
+
+/// What the state of these parameters takes of an offload's file.
+int64_t offloaded_bytes(const Rule& rule, const Kind& kind, const std::vector<Tensor>& params);
 
 /// Raises c10::Error where a parameter's state does not fit.
 void check_state(const Rule& rule, const ParamState& state, const Tensor& param, const Kind& kind);

@@ -48,39 +48,23 @@ Layout& Core::layout(size_t group) {
   for (const Tensor& p : layout.absent) changed |= has_gradient(p);
   if (!changed && count == params.size()) return layout;
 
-  struct Members {
-    Kind kind;
-    std::vector<Tensor> params;
-    std::vector<int64_t> numbers;
-  };
-  std::vector<Members> members;
   std::vector<Tensor> absent;
-  int64_t number = 0;
-  for (size_t g = 0; g < group; ++g) number += std::ssize(optimizer->param_groups()[g].params());
-  for (const Tensor& p : params) {
-    const int64_t own = number++;
-    // What hooks are on may get a gradient or a sum that must not wait for state to be made.
-    const bool from_hooks = step_in_backward || (on_cpu() && !watched_.empty());
-    if (state(p) == nullptr && !has_gradient(p) && !(from_hooks && p.requires_grad())) {
-      absent.push_back(p);
-      continue;
-    }
-    Kind kind = kind_of(p, options(group));
-    if (on_cpu()) kind.device = at::kCPU;
-    if (state(p) != nullptr) check_state(rule, *state(p), p, kind);
-    auto found = members.begin();
-    while (found != members.end() && !(found->kind == kind)) ++found;
-    if (found == members.end()) found = members.insert(found, {kind, {}, {}});
-    found->params.push_back(p);
-    found->numbers.push_back(own);
-  }
+  // What hooks are on may get a gradient or a sum that must not wait for state to be made.
+  const bool from_hooks = step_in_backward || (on_cpu() && !watched_.empty());
+  const auto found = members(group, [&](const Tensor& p) {
+    const bool belongs = state(p) != nullptr || has_gradient(p) || (from_hooks && p.requires_grad());
+    if (!belongs) absent.push_back(p);
+    return belongs;
+  });
   bring_back();
-  alone_.clear();  // views of other arenas
-  drop_buckets();
-  layout = {{}, std::move(absent)};
-  for (auto& [kind, same, numbers] : members) {
-    const Arena& arena =
-        layout.arenas.emplace_back(rule, kind, same, std::move(numbers), offload_of(kind.source), on_cpu());
+  // Nothing has changed where there is no room for one of the arenas.
+  Layout made{{}, std::move(absent)};
+  std::vector<std::pair<Key, std::map<std::string, Tensor>>> states;
+  for (const auto& [kind, same, numbers] : found) {
+    for (const Tensor& p : same) {
+      if (state(p) != nullptr) check_state(rule, *state(p), p, kind);
+    }
+    const Arena& arena = made.arenas.emplace_back(rule, kind, same, numbers, offload_of(kind.source), on_cpu());
     for (size_t i = 0; i < arena.params.size(); ++i) {
       auto views = arena.views(rule, i);
       if (const ParamState* old = state(arena.params[i])) {
@@ -97,37 +81,51 @@ Layout& Core::layout(size_t group) {
         Tensor& tensor = views[extra.name];
         if (!tensor.defined()) tensor = at::zeros(extra.shape, arena.step.options());
       }
-      optimizer->state()[arena.params[i].unsafeGetTensorImpl()] = std::make_unique<ParamState>(std::move(views));
+      states.emplace_back(arena.params[i].unsafeGetTensorImpl(), std::move(views));
     }
   }
-  return layout;
+  alone_.clear();  // views of other arenas
+  drop_buckets();
+  for (auto& [key, views] : states) optimizer->state()[key] = std::make_unique<ParamState>(std::move(views));
+  return layout = std::move(made);
 }
 
-void Core::step() {
-  drain();
-  if (step_in_backward) finish_backward();
-  std::vector<Call> calls;
-  if (unfinished_) {
-    check_resumed();
-    calls = unfinished_->first;
-  } else {
-    for (size_t g = 0; g < optimizer->param_groups().size(); ++g) {
-      const auto& params = optimizer->param_groups()[g].params();
-      if (std::none_of(params.begin(), params.end(), [&](const Tensor& p) { return has_gradient(p); })) continue;
-      for (Arena& arena : layout(g).arenas) calls.push_back({g, &arena, {}, {}});
+std::vector<Core::Members> Core::members(size_t group, c10::function_ref<bool(const Tensor&)> belongs) const {
+  std::vector<Members> found;
+  int64_t number = 0;
+  for (size_t g = 0; g < group; ++g) number += std::ssize(optimizer->param_groups()[g].params());
+  for (const Tensor& p : optimizer->param_groups()[group].params()) {
+    const int64_t own = number++;
+    if (!belongs(p)) continue;
+    Kind kind = kind_of(p, options(group));
+    if (on_cpu()) kind.device = at::kCPU;
+    auto same = std::find_if(found.begin(), found.end(), [&](const Members& m) { return m.kind == kind; });
+    if (same == found.end()) same = found.insert(found.end(), {kind, {}, {}});
+    same->params.push_back(p);
+    same->numbers.push_back(own);
+  }
+  return found;
+}
+
+void Core::reserve(size_t first) {
+  if (!streams()) return;
+  std::map<c10::intrusive_ptr<offload::Offload>, int64_t> sizes;
+  for (size_t g = first; g < optimizer->param_groups().size(); ++g) {
+    for (const auto& [kind, params, numbers] : members(g, [](const Tensor& p) { return p.requires_grad(); })) {
+      sizes[offload_of(kind.source)] += offloaded_bytes(rule(g), kind, params);
     }
-    for (Call& call : calls) gather(call);
   }
-  find_inf(calls);
-  const Tensor coefficient = clip(calls);
-  if (streams() && !step_in_backward) unfinished_.emplace(calls, versions());
-  for (const Call& call : calls) step_arena(call.group, *call.arena, call.grads, call.accumulated, coefficient);
-  bring_back();
-  for (const Call& call : calls) {
-    if (call.arena->offloaded != nullptr) call.arena->commit();
-  }
-  unfinished_.reset();
-  drop_sums();
+  for (const auto& [offload, size] : sizes) offload->reserve(size);
+}
+
+Tensor Core::step() {
+  check_process();
+  end_backward();
+  drain();
+  check_whole("step");
+  if (step_in_backward) finish_backward();
+  if (unfinished_ && !is_resumed()) abandon();
+  return finish_step(unfinished_ ? *std::exchange(unfinished_, std::nullopt) : begin_step());
 }
 
 c10::intrusive_ptr<offload::Offload> Core::offload_of(at::Device device) {
@@ -141,8 +139,8 @@ c10::intrusive_ptr<offload::Offload> Core::offload_of(at::Device device) {
 }
 
 void Core::set_offload(const std::string& where) {
-  drain();
-  bring_back();
+  settle();
+  abandon();
   const auto old = std::exchange(offloads_, decltype(offloads_)(offloads_.key_comp()));
   const std::string before = std::exchange(offload, where);
   layouts.clear();
@@ -150,8 +148,11 @@ void Core::set_offload(const std::string& where) {
   drop_buckets();
   try {
     for (size_t g = 0; g < optimizer->param_groups().size(); ++g) {
+      for (const Tensor& p : optimizer->param_groups()[g].params()) offload_of(p.device());
+    }
+    reserve(0);
+    for (size_t g = 0; g < optimizer->param_groups().size(); ++g) {
       const auto& params = optimizer->param_groups()[g].params();
-      for (const Tensor& p : params) offload_of(p.device());
       if (std::any_of(params.begin(), params.end(), [&](const Tensor& p) { return state(p) != nullptr; })) layout(g);
     }
   } catch (...) {
@@ -170,22 +171,6 @@ void Core::bring_back() {
   }
 }
 
-Core::Versions Core::versions() const {
-  Versions found;
-  for (const auto& group : optimizer->param_groups()) {
-    for (const Tensor& p : group.params()) found.emplace_back(p.grad(), p.grad().defined() ? p.grad()._version() : 0);
-  }
-  return found;
-}
-
-void Core::check_resumed() const {
-  const auto same = [](const auto& a, const auto& b) { return a.first.is_same(b.first) && a.second == b.second; };
-  const Versions now = versions(), &before = unfinished_->second;
-  TORCH_CHECK(std::equal(now.begin(), now.end(), before.begin(), before.end(), same), "shoestring::optim::", name(),
-              ": step: expected the gradients of the step that failed, which this one finishes, received others; load "
-              "saved state to go on without it");
-}
-
 void Core::step_arena(size_t group, Arena& arena, const std::vector<Tensor>& grads, const Tensor& accumulated,
                       const Tensor& clip_coef) {
   if (arena.host != nullptr) return step_on_host(group, arena, grads, accumulated, clip_coef);
@@ -193,7 +178,6 @@ void Core::step_arena(size_t group, Arena& arena, const std::vector<Tensor>& gra
   arena.in_pieces(rule(group), grads, accumulated, [&](const Arena& piece, const auto& own, const Tensor& sums) {
     step_values(group, piece, own, sums, clip_coef);
   });
-  if (!step_in_backward) arena.offloaded->finish();  // else the next parameter may need the same chunk
 }
 
 void Core::step_values(size_t group, const Arena& arena, const std::vector<Tensor>& grads, const Tensor& accumulated,
@@ -279,7 +263,19 @@ void LowMemoryOptimizer::add_param_group(const torch::optim::OptimizerParamGroup
   }
   Optimizer::add_param_group(group);
   if (group.has_options()) param_groups_.back().set_options(group.options().clone());
+  try {
+    core_->reserve(param_groups_.size() - 1);
+  } catch (...) {
+    param_groups_.pop_back();
+    throw;
+  }
   if (core_->step_in_backward) core_->watch(group.params());
+}
+
+void LowMemoryOptimizer::zero_grad(bool set_to_none) {
+  Optimizer::zero_grad(set_to_none);
+  at::NoGradGuard no_grad;
+  core_->discard();
 }
 
 Tensor LowMemoryOptimizer::step(LossClosure closure) {

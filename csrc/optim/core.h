@@ -27,6 +27,13 @@ using Key = c10::TensorImpl*;
 
 inline std::optional<Tensor> some(const Tensor& t) { return t.defined() ? std::optional<Tensor>(t) : std::nullopt; }
 
+/// The backwards whose gradients hooks have taken, by the number of their graph task.
+struct Backwards {
+  std::mutex mutex;
+  std::set<int> open;
+  bool failed = false;
+};
+
 struct Core : std::enable_shared_from_this<Core> {
   explicit Core(LowMemoryOptimizer& optimizer) : optimizer(&optimizer) {}
 
@@ -41,7 +48,7 @@ struct Core : std::enable_shared_from_this<Core> {
   const ParamState* state(const Tensor& param) const;
   /// The group's arenas: of parameters that have state or a gradient (or will have, in backward).
   Layout& layout(size_t group);
-  void step();
+  Tensor step();
   Tensor scaled_step(const Tensor& scale, const Tensor& skip);
   void step_arena(size_t group, Arena& arena, const std::vector<Tensor>& grads, const Tensor& accumulated,
                   const Tensor& clip_coef);
@@ -52,8 +59,14 @@ struct Core : std::enable_shared_from_this<Core> {
   /// What the arenas on a device share; null where nothing is offloaded.
   c10::intrusive_ptr<offload::Offload> offload_of(at::Device device);
   void set_offload(const std::string& where);
+  /// Makes room on the disk for the state of all trainable parameters of the groups from `first` on.
+  void reserve(size_t first);
   /// What has been stepped lies again where it is kept.
   void bring_back();
+  /// The same for what is going to be read or saved. Raises where a step that failed has stepped some parameters.
+  void settle();
+  /// After zero_grad: drops what is left of a step or backward that failed, where its parameters have not been stepped.
+  void discard();
 
   // ---- gradients --------------------------------------------------------------------------------------------------
 
@@ -72,8 +85,15 @@ struct Core : std::enable_shared_from_this<Core> {
 
   void flush();
   void drain();
+  /// Before the first gradients are added up: raises where the last step has not been finished.
+  void begin_sums();
 
  private:
+  struct Members {  // of a group, of one kind
+    Kind kind;
+    std::vector<Tensor> params;
+    std::vector<int64_t> numbers;
+  };
   struct Call {  // an arena, its parameters' gradients, and what the step itself adds to them
     size_t group;
     Arena* arena;
@@ -91,6 +111,7 @@ struct Core : std::enable_shared_from_this<Core> {
     size_t first, last;
     std::set<size_t> arrived{};  // whose gradient is on its way
     std::set<size_t> given{};    // whose gradient of this step has come
+    bool steps = false;          // the job
     FencePtr job{};
     struct Result {
       size_t index;
@@ -104,8 +125,26 @@ struct Core : std::enable_shared_from_this<Core> {
 
   void step_values(size_t group, const Arena& arena, const std::vector<Tensor>& grads, const Tensor& accumulated,
                    const Tensor& clip_coef);
+  struct Unfinished {  // a step that is under way, or failed
+    std::vector<Call> calls;
+    size_t done;  // calls
+    Tensor coefficient, grad_scale, found_inf;
+    Versions gradients;
+  };
+  enum class Broken { kNone, kSums, kWeights };  // what an error has left half-done, but for an unfinished step
+
+  std::vector<Members> members(size_t group, c10::function_ref<bool(const Tensor&)> belongs) const;
+  void check_process() const;
   Versions versions() const;
-  void check_resumed() const;
+  Unfinished begin_step();
+  Tensor finish_step(Unfinished step);
+  bool is_resumed() const;
+  bool has_stepped(const Unfinished& step) const;
+  void abandon();
+  void begin_backward();
+  void end_backward();
+  void check_whole(const char* what) const;
+  void drop_all_sums();
   bool has_gradient(const Tensor& param) const;
   bool is_pending(const Tensor& param) const { return pending_.count(param.unsafeGetTensorImpl()) > 0; }
   bool any_pending(const Arena& arena) const;
@@ -132,7 +171,10 @@ struct Core : std::enable_shared_from_this<Core> {
 
   std::map<at::Device, c10::intrusive_ptr<offload::Offload>, bool (*)(at::Device, at::Device)> offloads_{
       [](at::Device a, at::Device b) { return a.str() < b.str(); }};
-  std::optional<std::pair<std::vector<Call>, Versions>> unfinished_;  // a step of offloaded state that failed
+  std::optional<Unfinished> unfinished_;
+  Broken broken_ = Broken::kNone;
+  bool stepped_in_backward_ = false;  // any parameter, by the last backward
+  const std::shared_ptr<Backwards> backwards_ = std::make_shared<Backwards>();
   Tensor grad_scale_, found_inf_;         // of a scaled step, while it runs; the latter whether to skip
   std::unordered_map<Key, Tensor> sums_;  // of gradients, views of arenas once there are any
   std::unordered_set<Key> pending_;       // parameters whose sum is not empty

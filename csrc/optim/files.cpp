@@ -83,7 +83,7 @@ std::vector<Saved::Group> read_groups(const Json& json, const LowMemoryOptimizer
 
 void save_optimizer(const LowMemoryOptimizer& optimizer, const std::string& path) {
   Core& core = Access::core(optimizer);
-  core.drain();
+  core.settle();
   TensorDict tensors;
   Json groups = Json::array();
   for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {

@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "offload/first_error.h"
 #include "ops/foreach_norm.h"
 #include "optim/core.h"
 #include "optim/norm.h"
@@ -54,6 +55,7 @@ void Core::watch(const std::vector<Tensor>& params) {
 void Core::on_gradient(const Tensor& param) {
   const std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
+  if (accumulating || step_in_backward) begin_backward();
   if (on_cpu() && (accumulating || step_in_backward)) {
     arrive(param);
   } else if (accumulating) {
@@ -64,7 +66,11 @@ void Core::on_gradient(const Tensor& param) {
 }
 
 void Core::forget() {
-  drain();
+  end_backward();
+  FirstError ignored;  // the state that it concerns goes
+  ignored.guard([&] { drain(); });
+  broken_ = Broken::kNone;
+  used_.clear();
   drop_buckets();
   collected_.clear();
   known_norms_.clear();
@@ -169,8 +175,7 @@ Tensor Core::scaled_step(const Tensor& scale, const Tensor& skip) {
   const std::unique_ptr<void, decltype(done)> guard(this, done);
   grad_scale_ = scale;
   found_inf_ = skip;
-  step();
-  return found_inf_;
+  return step();
 }
 
 // ---- clipping -----------------------------------------------------------------------------------------------------
@@ -207,7 +212,14 @@ void Core::step_alone(const Tensor& param) {
     norms_.push_back(foreach_norm({grad})[0]);
     if (grad_norm.defined()) coefficient = clip_coef(grad_norm, *max_grad_norm);
   }
-  step_arena(group, arena, {grad}, accumulated, coefficient);
+  try {
+    step_arena(group, arena, {grad}, accumulated, coefficient);
+  } catch (...) {
+    if (arena.offloaded != nullptr && arena.offloaded->any_done()) stepped_in_backward_ = true;
+    arena.stepped = Tensor();
+    throw;
+  }
+  stepped_in_backward_ = true;
   if (arena.offloaded != nullptr) arena.commit();
   if (max_grad_norm && summed) grad.zero_();
   pending_.erase(key);
@@ -268,10 +280,12 @@ void LowMemoryOptimizer::set_accumulate_dtype(at::ScalarType dtype) {
 }
 
 std::shared_ptr<void> LowMemoryOptimizer::accumulate() {
+  core_->begin_sums();
   for (const auto& group : param_groups_) core_->watch(group.params());
   const bool before = std::exchange(core_->accumulating, true);
   const auto end = [before](Core* core) {
-    core->flush();
+    FirstError ignored;  // may run while another error is thrown; step() meets it again
+    ignored.guard([&] { core->flush(); });
     core->accumulating = before;
   };
   // The deleter is what counts; it keeps the core alive as long.

@@ -43,7 +43,8 @@ std::vector<Tensor> Core::on_host(Arena& arena, std::vector<Tensor> grads) {
   arena.has_fetched = true;
   for (size_t i = 0; i < grads.size(); ++i) {
     const auto kept = collected_.find(arena.params[i].unsafeGetTensorImpl());
-    grads[i] = kept != collected_.end() ? kept->second : fetched[i].value_or(Tensor());
+    const bool has = grads[i].defined();  // else the host may have one of a step that failed
+    grads[i] = kept != collected_.end() ? kept->second : has ? fetched[i].value_or(Tensor()) : Tensor();
   }
   return grads;
 }
@@ -51,19 +52,23 @@ std::vector<Tensor> Core::on_host(Arena& arena, std::vector<Tensor> grads) {
 // All gradients are on their way before the first is there; weights go back while others are stepped.
 void Core::step_on_host(size_t group, Arena& arena, std::vector<Tensor> grads, const Tensor& accumulated,
                         const Tensor& clip_coef) {
-  for (size_t i = 0; i < grads.size() && !arena.has_fetched; ++i) {
+  for (size_t i = arena.next_param; i < grads.size() && !arena.has_fetched; ++i) {
     if (grads[i].defined()) arena.host->fetch(static_cast<int64_t>(i), arena.params[i], grads[i]);
   }
   for (const Bucket& bucket : buckets(group, arena)) {
+    if (bucket.first < arena.next_param) continue;
     const auto fetched = arena.host->collect(static_cast<int64_t>(bucket.first), static_cast<int64_t>(bucket.last));
     for (size_t i = 0; i < fetched.size() && !arena.has_fetched; ++i) {
-      grads[bucket.first + i] = fetched[i].value_or(Tensor());
+      Tensor& grad = grads[bucket.first + i];
+      if (grad.defined()) grad = fetched[i].value_or(Tensor());
     }
     const auto begin = grads.begin();
     step_bucket(bucket, {begin + static_cast<int64_t>(bucket.first), begin + static_cast<int64_t>(bucket.last)},
                 accumulated.defined(), clip_coef);
+    arena.next_param = bucket.last;
   }
   arena.has_fetched = false;
+  arena.next_param = 0;
   arena.host->receive();
 }
 
@@ -147,6 +152,8 @@ void Core::send_job(Bucket& bucket) {
   const Aim aim = accumulating ? Aim::kAdd : max_grad_norm ? Aim::kKeep : Aim::kStep;
   if (!accumulating) bucket.given.insert(bucket.arrived.begin(), bucket.arrived.end());
   bucket.arrived.clear();
+  bucket.steps = aim == Aim::kStep;
+  stepped_in_backward_ |= bucket.steps;
   bucket.job = worker_->run({}, [this, &bucket, sums = std::move(sums), aim] {
     std::vector<Tensor> grads;
     const auto fetched = bucket.arena->host->collect(static_cast<int64_t>(bucket.first), static_cast<int64_t>(bucket.last));
@@ -179,9 +186,11 @@ void Core::flush() {
 void Core::drain() {
   send_jobs();
   FirstError error;
+  bool any_stepped = false;
   for (Bucket* bucket : std::exchange(jobs_, {})) {
-    error.guard([bucket, job = std::exchange(bucket->job, nullptr)] {
+    error.guard([&, job = std::exchange(bucket->job, nullptr)] {
       if (job != nullptr) job->synchronize();
+      any_stepped |= job != nullptr && bucket->steps;
       bucket->arena->host->receive();
     });
     bucket->given.clear();
@@ -189,6 +198,14 @@ void Core::drain() {
       if (is_sum) used_.push_back(grad);
       known_norms_[grad.const_data_ptr()] = norm;
       collected_[bucket->arena->params[index].unsafeGetTensorImpl()] = grad;
+    }
+  }
+  if (error && any_stepped) broken_ = Broken::kWeights;
+  if (error && broken_ == Broken::kNone) {
+    if (sums_.empty()) {
+      drop_sums();
+    } else {
+      broken_ = Broken::kSums;
     }
   }
   error.rethrow();

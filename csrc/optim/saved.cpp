@@ -63,7 +63,7 @@ void ParamState::serialize(InputArchive& archive) {
 }
 
 void LowMemoryOptimizer::save(OutputArchive& archive) const {
-  core_->drain();
+  core_->settle();
   archive.write("format_version", c10::IValue(kFormatVersion));
   archive.write("optimizer", c10::IValue(std::string(core_->name())));
   if (core_->step_in_backward && grad_norm().defined()) archive.write("grad_norm", grad_norm(), /*is_buffer=*/true);

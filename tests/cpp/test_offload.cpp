@@ -2,9 +2,15 @@
 
 #include "catch.h"
 
+#include <sys/mount.h>
+
 #include <cerrno>
 #include <random>
+#include <set>
 
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "child.h"
 #include "folder.h"
 #include "io/disturb.h"
 #include "offload/state.h"
@@ -146,15 +152,183 @@ TEST_CASE("a step that fails can be repeated, with its own gradients alone", "[o
     other.step();
     check_same(one, device, other, offloaded);
   }
-  const auto params = parameters();
-  AdamW opt(params);
-  opt.set_offload("nvme:" + folder.path);
-  train(opt, params, 0, 1);
-  const Disturbed bad({.fail_after = 0, .error = EIO});
-  new_gradients(params, 1);
-  CHECK_THROWS(opt.step());
-  new_gradients(params, 2);
-  CHECK_THROWS_WITH(opt.step(), Contains("expected the gradients of the step that failed"));
+}
+
+TEST_CASE("after a step that failed another one goes on, or says what to load", "[offload]") {
+  const Folder folder;
+  std::set<std::string> outcomes;
+  for (const bool zeroed : {false, true}) {
+    for (int after = 0; after < 16; after += 2) {
+      CAPTURE(after, zeroed);
+      const auto params = parameters(), without = parameters(), with = parameters();
+      AdamW opt(groups_of(params)), one(groups_of(without)), other(groups_of(with));
+      opt.set_offload("nvme:" + folder.path);
+      train(opt, params, 0, 2);
+      train(one, without, 0, 2);
+      train(other, with, 0, 3);
+      for (const auto& [reference, own] : {std::pair<AdamW*, std::vector<Tensor>>{&one, without}, {&other, with}}) {
+        train(*reference, own, 3, 4);
+      }
+      const auto weights = params[2].detach().clone(), small = params[0].detach().clone(), rest = params[1].detach().clone();
+      const std::string saved = archived(opt);
+      {
+        const Disturbed bad({.fail_after = after, .error = EIO});
+        new_gradients(params, 2);
+        CHECK_THROWS_WITH(opt.step(), Contains("Input/output error"));
+      }
+      if (zeroed) opt.zero_grad();
+      new_gradients(params, 3);
+      try {
+        opt.step();
+      } catch (const c10::Error& refusal) {
+        CHECK_THAT(refusal.what(), Contains("Load the weights and the optimizer's state of a checkpoint"));
+        CHECK_THROWS_WITH(archived(opt), Contains("save: expected a whole step"));
+        load_archive(opt, saved);
+        at::NoGradGuard no_grad;
+        params[2].copy_(weights);
+        params[0].copy_(small);
+        params[1].copy_(rest);
+        opt.step();
+        outcomes.insert("loaded");
+      }
+      if (equal(params, with)) {
+        outcomes.insert("finished");
+        check_same(opt, params, other, with);
+      } else {
+        outcomes.insert("went on");
+        check_same(opt, params, one, without);
+      }
+    }
+  }
+  CHECK(outcomes == std::set<std::string>{"finished", "loaded", "went on"});
+}
+
+namespace {
+
+struct Failing : torch::autograd::Function<Failing> {
+  static Tensor forward(torch::autograd::AutogradContext*, const Tensor& x) { return x.clone(); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list) {
+    TORCH_CHECK(false, "no gradient");
+  }
+};
+
+Tensor loss_of(const std::vector<Tensor>& params, int step) {
+  at::manual_seed(200 + static_cast<uint64_t>(step));
+  Tensor loss = at::zeros({});
+  for (const Tensor& p : params) loss = loss + (p * at::randn(p.sizes())).sum();
+  return loss;
+}
+
+}  // namespace
+
+TEST_CASE("after a backward that failed another one goes on, or says what to load", "[offload]") {
+  const Folder folder;
+  for (const std::string place : {std::string(), std::string("cpu"), std::string("stream"), "nvme:" + folder.path}) {
+    for (const bool in_backward : {false, true}) {
+      for (const bool in_sums : {false, true}) {
+        CAPTURE(place, in_backward, in_sums);
+        const auto params = parameters(), expected = parameters();
+        AdamW opt(groups_of(params)), plain(groups_of(expected));
+        if (!place.empty()) opt.set_offload(place);
+        opt.set_step_in_backward(in_backward);
+        const auto step = [](AdamW& own, const std::vector<Tensor>& of, int number) {
+          {
+            const auto sums = own.accumulate();
+            loss_of(of, 10 * number).backward();
+          }
+          loss_of(of, number).backward();
+          own.step();
+          own.zero_grad();
+        };
+        step(opt, params, 0);
+        step(plain, expected, 0);
+        std::vector<Tensor> weights;
+        for (const Tensor& p : params) weights.push_back(p.detach().clone());
+        const std::string saved = archived(opt);
+        {
+          const auto sums = in_sums ? opt.accumulate() : nullptr;
+          // The failing part comes last in backward: it was made first.
+          const Tensor head = Failing::apply(params[0].clone()).sum();
+          CHECK_THROWS_WITH((head + loss_of(params, 1)).backward(), Contains("no gradient"));
+        }
+        opt.zero_grad();
+        try {
+          step(opt, params, 2);
+        } catch (const c10::Error& refusal) {
+          CHECK((in_backward && !in_sums));
+          CHECK_THAT(refusal.what(), Contains("Load the weights and the optimizer's state of a checkpoint"));
+          opt.zero_grad();
+          {
+            at::NoGradGuard no_grad;
+            for (size_t i = 0; i < params.size(); ++i) params[i].copy_(weights[i]);
+          }
+          load_archive(opt, saved);
+          step(opt, params, 2);
+        }
+        step(plain, expected, 2);
+        check_same(plain, expected, opt, params);
+        for (const auto* all : {&params, &expected}) {
+          for (const Tensor& p : *all) torch::autograd::impl::set_post_acc_grad_hooks(p, nullptr);
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("a forked child drops an optimizer whose state is offloaded, and cannot step it", "[offload]") {
+  const Folder folder;
+  for (const std::string place : {std::string("cpu"), std::string("stream"), "nvme:" + folder.path}) {
+    CAPTURE(place);
+    const auto params = parameters(), expected = parameters();
+    auto opt = std::make_unique<AdamW>(params);
+    AdamW plain(expected);
+    opt->set_offload(place);
+    opt->set_step_in_backward(true);
+    const Disturbed slow({.max_delay_us = 2000});
+    for (int i = 0; i < 4; ++i) {
+      loss_of(params, i).backward();
+      const int status = in_child([&] {  // with transfers under way
+        int refused = 0;
+        try {
+          opt->step();
+        } catch (const c10::Error& error) {
+          refused += std::string(error.what()).find("offload: expected the process") != std::string::npos;
+        }
+        opt.reset();
+        return refused == 1 ? 0 : 2;
+      });
+      CHECK(status == 0);
+      opt->step();
+      loss_of(expected, i).backward();
+      plain.step();
+      plain.zero_grad();
+    }
+    check_same(plain, expected, *opt, params);
+    for (const Tensor& p : params) torch::autograd::impl::set_post_acc_grad_hooks(p, nullptr);
+  }
+}
+
+TEST_CASE("room is made when a place is set, and for each new group", "[offload]") {
+  const Folder folder;
+  if (::mount("shoestring", folder.path.c_str(), "tmpfs", 0, "size=4m") != 0) {
+    WARN("not checked: this user may not mount a file system of 4 MiB");
+    return;
+  }
+  {
+    const auto huge = at::randn({600000}).requires_grad_(), small = at::randn({3000}).requires_grad_();
+    const std::string message = "AdamW: offload: " + folder.path + ": expected room for ";
+    AdamW opt(std::vector<Tensor>{huge}, AdamWOptions(1e-2).state("fp32"));
+    CHECK_THROWS_WITH(opt.set_offload("nvme:" + folder.path), Contains(message) && Contains("received 4194304 free"));
+    new_gradients({huge}, 0);
+    opt.step();
+    AdamW other(std::vector<Tensor>{small}, AdamWOptions(1e-2).state("fp32"));
+    other.set_offload("nvme:" + folder.path);
+    CHECK_THROWS_WITH(other.add_param_group(torch::optim::OptimizerParamGroup({huge})), Contains(message));
+    CHECK(other.param_groups().size() == 1);
+    new_gradients({small}, 0);
+    other.step();
+  }
+  ::umount(folder.path.c_str());
 }
 
 TEST_CASE("a place that is none is refused, and nothing changes", "[offload]") {

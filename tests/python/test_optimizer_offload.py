@@ -253,15 +253,17 @@ def test_a_step_that_fails_can_be_repeated(fail_after: int, error: int, tmp_path
 
 
 def test_other_gradients_do_not_finish_a_step(tmp_path: Path) -> None:
-    params = weights_of(6, torch.float32, 64_000)
-    opt = AdamW(params, offload=f"nvme:{tmp_path}")
+    params = weights_of(6, torch.float32, 2 * LARGE["fp32"])
+    opt = AdamW(params, state="fp32", offload=f"nvme:{tmp_path}")
     train(opt, params, range(1))
     saved = copy.deepcopy(opt.state_dict())
-    disturb(fail_after=0, error=errno.EIO)
+    disturb(fail_after=4, error=errno.EIO)  # when the third chunk is read
     with pytest.raises(RuntimeError, match="Input/output error"):
         train(opt, params, range(1, 2))
+    with pytest.raises(RuntimeError, match=r"AdamW: state_dict: expected a whole step.* Call step\(\) again"):
+        opt.state_dict()
     opt.zero_grad()
-    message = "AdamW: step: expected the gradients of the step that failed, which this one finishes, received others"
+    message = "AdamW: step: expected the gradients of the step that failed, which has stepped some parameters, received oth"
     with pytest.raises(RuntimeError, match=message):
         train(opt, params, range(1, 2))
     opt.load_state_dict(saved)
@@ -284,11 +286,13 @@ def test_errors(tmp_path: Path) -> None:
 def test_space_is_checked_first(tmp_path: Path) -> None:
     """A parameter that is larger than any disk, though it takes four bytes of memory."""
     p = nn.Parameter(torch.zeros(1).expand(1 << 46))
-    p.grad = torch.zeros(1).expand(1 << 46)
-    opt = SGD([p], offload=f"nvme:{tmp_path}")
-    with pytest.raises(RuntimeError, match=r"SGD: offload: .*expected room for \d+ bytes on the disk, received \d+ free"):
-        opt.step()
-    assert p not in opt.state
+    message = rf"SGD: offload: {tmp_path}: expected room for \d+ bytes on the disk, received \d+ free"
+    with pytest.raises(RuntimeError, match=message):
+        SGD([p], offload=f"nvme:{tmp_path}")
+    opt = SGD([nn.Parameter(torch.zeros(3))], offload=f"nvme:{tmp_path}")
+    with pytest.raises(RuntimeError, match=message):
+        opt.add_param_group({"params": [p]})
+    assert len(opt.param_groups) == 1
 
 
 MEMORY = """

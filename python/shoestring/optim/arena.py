@@ -106,6 +106,7 @@ class Arena:
     host: Any = None  # HostParams (csrc/offload/host_params.h): parameters and gradients in host memory
     weights: list[Tensor] | None = None  # there
     has_fetched: bool = False  # gradients of the step that is under way
+    next_param: int = 0  # of a step that failed: the first that has not been stepped
 
     def __post_init__(self) -> None:
         self.is_sharded = any(map(is_dtensor, self.params))
@@ -175,6 +176,20 @@ class Arena:
         return arena
 
 
+def offloaded_bytes(params: list[Tensor], kind: Kind, moments: tuple[Moment, ...], offload: Any, splits: bool) -> int:
+    """What the state of parameters takes where it is offloaded to."""
+    return offload.state_bytes(*_state_shape(params, kind, moments, splits))
+
+
+def _state_shape(
+    params: list[Tensor], kind: Kind, moments: tuple[Moment, ...], splits: bool
+) -> tuple[list[Tensor], list[int], list[int], bool]:
+    every = parts(moments, kind.state, kind.remainder)
+    like = [torch.empty(0, dtype=part.dtype, device="cpu") for part in every]
+    sizes = [blocks(local(p).numel()) for p in params]
+    return like, [part.per_block for part in every], sizes, splits and kind.device.type == "cpu"
+
+
 def make_arena(
     members: dict[int, Tensor],
     kind: Kind,
@@ -183,28 +198,26 @@ def make_arena(
     offload: Any = None,
     splits: bool = True,
     on_host: bool = False,
-) -> Arena:
-    """An arena of parameters, by number; what ``state`` has of them moves into it, and becomes views of it.
+) -> tuple[Arena, dict[Tensor, dict[str, Any]]]:
+    """Make an arena of parameters, by number, and their state: views of the arena that hold what ``state`` has of them.
 
     splits: whether the operator steps parts of parameters. on_host: whether the CPU steps them, in host memory.
     """
     params = list(members.values())
-    sizes = [blocks(local(p).numel()) for p in params]
     every = parts(moments, kind.state, kind.remainder)
     step = torch.zeros(len(params), dtype=torch.float32, device=kind.device)
     if offload is None or on_host:
-        values = {p.name: torch.zeros(sum(sizes) * p.per_block, dtype=p.dtype, device=kind.device) for p in every}
+        total = sum(blocks(local(p).numel()) for p in params)
+        values = {p.name: torch.zeros(total * p.per_block, dtype=p.dtype, device=kind.device) for p in every}
         arena = Arena(kind, params, step, values, list(members))
         if on_host:
             arena.host = torch.classes.shoestring.HostParams(offload, arena.device_params())
             arena.weights = arena.host.weights()
     else:
-        like = [torch.empty(0, dtype=part.dtype, device="cpu") for part in every]
-        offloaded = torch.classes.shoestring.OffloadedState(
-            offload, like, [part.per_block for part in every], sizes, splits and kind.device.type == "cpu"
-        )
+        offloaded = torch.classes.shoestring.OffloadedState(offload, *_state_shape(params, kind, moments, splits))
         values = {part.name: value for part, value in zip(every, offloaded.values(), strict=True)}
         arena = Arena(kind, params, step, values, list(members), offloaded=offloaded, parts=every)
+    states = {}
     for i, (p, begin) in enumerate(zip(params, arena.begins, strict=True)):
         own = local(p)
         views = {"step": step[i]}
@@ -216,8 +229,8 @@ def make_arena(
                 views[name].copy_(old)
             else:  # maybe the caller's, and on another device
                 views[name] = old.to(kind.device, copy=True) if isinstance(old, Tensor) else old
-        state[p] = views
-    return arena
+        states[p] = views
+    return arena, states
 
 
 @dataclass

@@ -9,12 +9,25 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from typing_extensions import TypedDict
 
-from shoestring.optim.arena import STATES, WEIGHTS, Arena, Kind, Layout, Moment, Part, make_arena, parts
+from shoestring.optim.arena import (
+    STATES,
+    WEIGHTS,
+    Arena,
+    Kind,
+    Layout,
+    Moment,
+    Part,
+    make_arena,
+    offloaded_bytes,
+    parts,
+)
 from shoestring.optim.gradients import Gradients, number_on
 from shoestring.optim.host import HostSteps
-from shoestring.optim.offload import Offloading, Work, is_place, pieces
+from shoestring.optim.interrupts import Uninterrupted
+from shoestring.optim.offload import Offloading, is_place, pieces
 from shoestring.optim.sharded import is_dtensor, local, seed_of, shards
 from shoestring.optim.state_dicts import StateDicts
+from shoestring.optim.unfinished import UnfinishedSteps, Work
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -67,7 +80,7 @@ class LowMemoryOptions(TypedDict, total=False):
     offload: str | None
 
 
-class LowMemoryOptimizer(StateDicts, Offloading, HostSteps, Gradients, Optimizer):
+class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gradients, Optimizer):
     """Everything but the rule. A subclass names its moments and its operator, and hands over its options.
 
     The operator is called as ``operator(params, grads, step, moment, scales, ..., lr=, **rule, **arguments)``, as
@@ -108,7 +121,10 @@ class LowMemoryOptimizer(StateDicts, Offloading, HostSteps, Gradients, Optimizer
         self._init_gradients(max_grad_norm, step_in_backward, accumulate_dtype)
         self._init_offload(offload)
         own = dict(state=state, min_quantize_size=min_quantize_size, weights=weights, seed=seed, maximize=maximize)
+        self._is_made = False
         super().__init__(params, defaults | own)
+        self._reserve(self.param_groups)
+        self._is_made = True
 
     def _rule(self, group: dict[str, Any]) -> dict[str, Any]:
         """The operator's own arguments, from a group's options."""
@@ -168,6 +184,33 @@ class LowMemoryOptimizer(StateDicts, Offloading, HostSteps, Gradients, Optimizer
         self._watch(param_group["params"])
         for p in param_group["params"]:
             self._offload_of(local(p).device)
+        if not self._is_made:  # the constructor makes room for all groups at once
+            return
+        try:
+            self._reserve(self.param_groups[-1:])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _reserve(self, groups: list[dict[str, Any]]) -> None:
+        """Makes room on the disk for the state of all trainable parameters of these groups.
+
+        Raises:
+            RuntimeError: the disk has no room.
+        """
+        if not self._streams:
+            return
+        sizes: dict[torch.device, int] = {}
+        for group in groups:
+            members: dict[Kind, list[Tensor]] = {}
+            for p in group["params"]:
+                if p.requires_grad:
+                    members.setdefault(self._kind(p, group), []).append(p)
+            for kind, params in members.items():
+                size = offloaded_bytes(params, kind, self._moments, self._offload_of(kind.source), self._splits)
+                sizes[kind.source] = sizes.get(kind.source, 0) + size
+        for device, size in sizes.items():
+            self._offloads[device].reserve(size)
 
     @_disable_dynamo
     @torch.no_grad()
@@ -177,31 +220,33 @@ class LowMemoryOptimizer(StateDicts, Offloading, HostSteps, Gradients, Optimizer
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._drain()
-        if self.step_in_backward:
-            self._finish_backward()
-        work = self._resumed()
-        if work is None:
-            work = self._work()
-        if self._streams:
-            self._begin(work)
-        for group, arena, *gradients in work:
-            self._step_arena(group, arena, *gradients)
-        if self._streams:
-            self._end()
-        self._drop_sums()
+        with Uninterrupted():
+            self._check_process()
+            self._end_backward()
+            self._drain()
+            self._check_whole("step")
+            if self.step_in_backward:
+                self._finish_backward()
+            self._step_all()
         return loss
 
     def _work(self) -> list[Work]:
         """For each arena that has gradients, what ``_step_arena`` takes."""
+        if self.step_in_backward:  # so that a step that fails can drop its chunks
+            self._bring_back()
         calls = []
         for index, group in enumerate(self.param_groups):
             if any(self._has_gradient(p) for p in group["params"]):
                 calls += [(group, arena) for arena in self._layout(index, group).arenas]
         found_inf = getattr(self, "found_inf", None)
-        gradients = self._gathered([arena for _, arena in calls], found_inf is not None)
-        shares = [(arena.kind.shards, grads) for (_, arena), (grads, _) in zip(calls, gradients, strict=True)]
-        found_inf, coefficient = self._clip(shares, found_inf)
+        try:
+            gradients = self._gathered([arena for _, arena in calls], found_inf is not None)
+            shares = [(arena.kind.shards, grads) for (_, arena), (grads, _) in zip(calls, gradients, strict=True)]
+            found_inf, coefficient = self._clip(shares, found_inf)
+        except BaseException:
+            if self._used:  # some have a gradient in them
+                self._broken = "sums"
+            raise
         return [(*call, *own, coefficient, found_inf) for call, own in zip(calls, gradients, strict=True)]
 
     def _step_arena(
@@ -219,8 +264,6 @@ class LowMemoryOptimizer(StateDicts, Offloading, HostSteps, Gradients, Optimizer
             return self._step_values(group, arena, grads, accumulated, coefficient, found_inf)
         for piece, own, sums in pieces(arena, grads, accumulated):
             self._step_values(group, piece, own, sums, coefficient, found_inf)
-        if not self.step_in_backward:  # whose next parameter may need the same chunk
-            arena.offloaded.finish()
 
     def _step_values(
         self,
@@ -283,14 +326,18 @@ class LowMemoryOptimizer(StateDicts, Offloading, HostSteps, Gradients, Optimizer
         for arena in () if layout is None else layout.arenas:
             if arena.offloaded is not None:  # what has been stepped in backward
                 arena.offloaded.finish()
-        arenas = []
+        arenas, states = [], {}  # nothing has changed where there is no room for one of them
         for kind, params in members.items():
             offload = self._offload_of(kind.source)
             on_host = self.offload == "cpu"
-            arenas.append(make_arena(params, kind, self._moments, self.state, offload, self._splits, on_host))
-            for p in params.values():
+            arena, own = make_arena(params, kind, self._moments, self.state, offload, self._splits, on_host)
+            arenas.append(arena)
+            for p, entry in own.items():
                 for name, shape in self._extra(local(p), group).items():
-                    self.state[p].setdefault(name, torch.zeros(shape, dtype=torch.float32, device=kind.device))
+                    entry.setdefault(name, torch.zeros(shape, dtype=torch.float32, device=kind.device))
+            states |= own
+        for p, entry in states.items():
+            self.state[p] = entry
         self._alone.clear()  # views of other arenas
         self._buckets.clear()
         layout = self._layouts[index] = Layout(arenas, absent)

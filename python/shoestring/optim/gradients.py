@@ -70,6 +70,14 @@ class Gradients:
     _drain: Callable[[], None]
     _on_host: Callable[[Arena, list[Tensor | None]], list[Tensor | None]]
     _drop_collected: Callable[[], None]
+    _begin_backward: Callable[[], None]
+    _end_backward: Callable[[], None]
+    _check_whole: Callable[[str], None]
+    _check_process: Callable[[], None]
+    _abandon: Callable[[], None]
+    _init_unfinished: Callable[[], None]
+    _stepped_in_backward: bool
+    _broken: str | None
     _norms_of: Callable[[list[Tensor]], Tensor]
     _layout: Callable[[int, dict[str, Any]], Layout]
     _step_arena: Callable[..., None]
@@ -85,6 +93,7 @@ class Gradients:
         self._is_replicated: bool | None = None  # by DistributedDataParallel; not known before the first hook
         self._alone: dict[Tensor, tuple[dict[str, Any], Arena]] = {}  # in backward: each parameter's group and state
         self._norms: list[tuple[Shards | None, Tensor]] = []  # of gradients that have been freed
+        self._init_unfinished()
 
     def _gradient_options(self) -> dict[str, Any]:
         return {
@@ -106,15 +115,25 @@ class Gradients:
         Sums are in ``accumulate_dtype`` (fp32: exact but for its rounding, whatever the gradients' dtype), 4 or 2 bytes
         a parameter, and ``.grad`` is freed as soon as it is added. The last micro-batch runs outside; ``step()``, or
         the step within backward, adds its gradient on the way. The loss has to be divided by the number of
-        micro-batches, as ever. Zero_grad does not drop the sums; a step, also one that is skipped, does.
+        micro-batches, as ever. Zero_grad does not drop the sums, but for those of a micro-batch that raised an error; a
+        step, also one that is skipped, does.
+
+        Raises:
+            RuntimeError: the last step or backward failed half-way; the message says how to go on.
         """
+        self._check_process()
+        self._end_backward()
+        self._check_whole("accumulate")
+        self._abandon()
         self._watch((p for group in self.param_groups for p in group["params"]), always=True)
         before, self._accumulating = self._accumulating, True
         try:
             yield
         finally:
-            self._flush()
-            self._accumulating = before
+            try:
+                self._flush()
+            finally:
+                self._accumulating = before
 
     def _watch(self, params: Iterable[Tensor], always: bool = False) -> None:
         """Hooks on parameters, where gradients are not simply left in ``.grad``."""
@@ -141,6 +160,8 @@ class Gradients:
                 f"{type(self).__name__}: step_in_backward: expected gradients that are complete in backward, received those "
                 "of DistributedDataParallel, which all-reduces them later; use fully_shard, or step_in_backward=False"
             )
+        if self._accumulating or self.step_in_backward:
+            self._begin_backward()
         if self.offload == "cpu" and (self._accumulating or self.step_in_backward):
             self._arrive(param)
         elif self._accumulating:
@@ -253,7 +274,14 @@ class Gradients:
             self._norms.append((shards(param), foreach_norm([grad])[0]))
             if self.grad_norm is not None:
                 coefficient = clip_coef(self.grad_norm, self.max_grad_norm)
-        self._step_arena(group, arena, [grad], accumulated, coefficient, None)
+        try:
+            self._step_arena(group, arena, [grad], accumulated, coefficient, None)
+        except BaseException as error:
+            in_part = arena.offloaded is not None and arena.offloaded.any_done()
+            self._stepped_in_backward |= in_part or not isinstance(error, Exception)
+            arena.stepped = None
+            raise
+        self._stepped_in_backward = True
         if arena.offloaded is not None:
             commit([arena])
         if self.max_grad_norm is not None and param in self._pending:
@@ -283,6 +311,9 @@ class Gradients:
 
     def _restore_norm(self, norm: Tensor | None) -> None:
         """After a load: what clips the next backward."""
+        self._norms.clear()
+        self._used.clear()
+        self._init_unfinished()
         self._alone.clear()
         self._sums.clear()
         self._pending.clear()

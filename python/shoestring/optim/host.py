@@ -26,6 +26,7 @@ class Bucket:
     last: int
     arrived: set[int] = field(default_factory=set)  # of the arena's parameters, whose gradient is on its way
     given: set[int] = field(default_factory=set)  # whose gradient of this step has come
+    steps: bool = False  # the job
     job: "Future[None] | None" = None
 
     @property
@@ -70,6 +71,10 @@ class HostSteps:
     _pending: set[Tensor]
     _used: list[Tensor]
     _sums: dict[Tensor, Tensor]
+    _broken: str | None
+    _stepped_in_backward: bool
+    _drop_sums: Callable[[], None]
+    _check_process: Callable[[], None]
     _layout: Callable[[int, dict[str, Any]], Layout]
     _into_arena: Callable[[Arena], list[Tensor]]
     _step_values: Callable[..., None]
@@ -101,7 +106,11 @@ class HostSteps:
                 arena.host.fetch(i, own, grad)
         fetched = arena.host.collect(0, len(grads))
         arena.has_fetched = True
-        return [self._collected.get(p, grad) for p, grad in zip(arena.params, fetched, strict=True)]
+        found = []
+        for p, grad, own in zip(arena.params, fetched, grads, strict=True):
+            # The host may have a gradient of a step that failed.
+            found.append(self._collected.get(p, None if own is None else grad))
+        return found
 
     def _step_on_host(
         self, group: dict[str, Any], arena: Arena, grads: list[Tensor | None], accumulated: Tensor | None, *factors: Any
@@ -109,14 +118,19 @@ class HostSteps:
         """All gradients are on their way before the first is there; weights go back while others are stepped."""
         if not arena.has_fetched:
             for i, (p, grad) in enumerate(zip(arena.device_params(), grads, strict=True)):
-                if grad is not None:
+                if grad is not None and i >= arena.next_param:
                     arena.host.fetch(i, p, grad)
         factors = tuple(number_on(arena.kind.device, factor) for factor in factors)
         for bucket in buckets(group, arena):
-            own = slice(bucket.first, bucket.last)
+            if bucket.first < arena.next_param:
+                continue
+            own = grads[bucket.first : bucket.last]
             fetched = arena.host.collect(bucket.first, bucket.last)
-            self._step_bucket(bucket, grads[own] if arena.has_fetched else fetched, accumulated is not None, *factors)
-        arena.has_fetched = False
+            if not arena.has_fetched:
+                own = [None if grad is None else here for grad, here in zip(own, fetched, strict=True)]
+            self._step_bucket(bucket, own, accumulated is not None, *factors)
+            arena.next_param = bucket.last
+        arena.has_fetched, arena.next_param = False, 0
         arena.host.receive()
 
     # ---- within backward -----------------------------------------------------------------------------------------
@@ -167,6 +181,8 @@ class HostSteps:
         arrived, bucket.arrived = bucket.arrived, set()
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, f"{type(self).__name__} on the CPU")
+        bucket.steps = job == self._step_bucket
+        self._stepped_in_backward |= bucket.steps
         summed = {bucket.arena.params[i] for i in arrived} & self._pending
         if not self._accumulating:
             self._pending -= summed
@@ -214,14 +230,23 @@ class HostSteps:
         """Until all that has come has been seen to; what the device does next sees the weights."""
         self._flush()
         jobs, self._jobs = self._jobs, []
-        errors = [bucket.job.exception() for bucket in jobs if bucket.job is not None]
+        if jobs:
+            self._check_process()
+        ended = [(bucket.steps, bucket.job.exception()) for bucket in jobs if bucket.job is not None]
         for bucket in jobs:
             bucket.job = None
             bucket.given.clear()
             bucket.arena.host.receive()
-        for error in errors:
-            if error is not None:
-                raise error
+        errors = [error for _, error in ended if error is not None]
+        if not errors:
+            return
+        if any(steps and error is None for steps, error in ended):
+            self._broken = "weights"
+        elif self._broken is None and self._sums:
+            self._broken = "sums"
+        elif self._broken is None:
+            self._drop_sums()
+        raise errors[0]
 
     def _drop_collected(self) -> None:
         self._collected.clear()

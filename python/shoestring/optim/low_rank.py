@@ -9,6 +9,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from shoestring.optim.gradients import clip_coef, total_norm
+from shoestring.optim.interrupts import Uninterrupted
 from shoestring.optim.projections import is_left
 from shoestring.optim.schedule_free_adamw import ScheduleFreeAdamW
 from shoestring.optim.sgd import SGD
@@ -138,16 +139,24 @@ class LowRankOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with Uninterrupted():
+            self._step_all()
+        return loss
+
+    def _step_all(self) -> None:
         factor = self._clip_coef()
         virtual, given = self._virtual, []  # gradients to be put back
         virtual.update_options(self.param_groups)
+        for group in self.param_groups:  # before any projection is renewed
+            for p in group["params"]:
+                if p.grad is not None and p in virtual.of:
+                    self._check_grad(p, group)
         try:
             for group in self.param_groups:
                 for p in group["params"]:
                     if p.grad is None:
                         continue
                     if p in virtual.of:
-                        self._check_grad(p, group)
                         low_grad = self._down(p, p.grad.flatten(1), group)
                         virtual.provide(p, low_grad if factor is None else low_grad.mul_(factor.to(p.device)))
                     elif factor is not None:
@@ -165,7 +174,6 @@ class LowRankOptimizer(Optimizer):
                 p.grad = grad
             virtual.release()
         virtual.show(self.state, self.param_groups)
-        return loss
 
     def _check_grad(self, param: Tensor, group: dict[str, Any]) -> None:
         same = self._shape(param, group) == self._virtual.of[param].shape

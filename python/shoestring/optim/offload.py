@@ -1,5 +1,6 @@
 """Optimizer state where the device has no room for it: how a step takes it there, chunk by chunk."""
 
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +32,6 @@ def make_offload(caller: str, offload: str, device: torch.device) -> Any:
     return torch.classes.shoestring.Offload(f"{caller}: offload", offload, device)
 
 
-# A group, an arena of its parameters, gradients, what is added to them, their factor, and whether to skip.
-Work = tuple[dict[str, Any], "Arena", list[Tensor | None], Tensor | None, Tensor | None, Tensor | None]
-
-
 class Offloading:
     """The part of an optimizer that knows where the state lies."""
 
@@ -48,8 +45,8 @@ class Offloading:
     def _init_offload(self, offload: str | None) -> None:
         self.offload = offload
         self._offloads: dict[torch.device, Any] = {}
+        self._process = os.getpid()
         self._init_host_steps()
-        self._unfinished: tuple[list[Work], list[tuple[Tensor | None, int]]] | None = None  # a step that failed
 
     @property
     def _streams(self) -> bool:
@@ -68,33 +65,11 @@ class Offloading:
         """What offloading takes of host memory, page-locked for a GPU (with "cpu", state is ordinary memory beside it)."""
         return sum(offload.host_bytes() for offload in self._offloads.values())
 
-    def _gradients(self) -> list[tuple[Tensor | None, int]]:
-        grads = [p.grad for group in self.param_groups for p in group["params"]]
-        return [(g, 0 if g is None else g._version) for g in grads]
-
-    def _resumed(self) -> list[Work] | None:
-        """What is left of a step that failed."""
-        if self._unfinished is None:
-            return None
-        work, before = self._unfinished
-        now = self._gradients()
-        if len(now) != len(before) or any(a is not b or i != j for (a, i), (b, j) in zip(now, before, strict=True)):
-            raise RuntimeError(
-                f"{type(self).__name__}: step: expected the gradients of the step that failed, which this one finishes, "
-                "received others; load a state dict to go on without it"
-            )
-        return work
-
-    def _begin(self, work: list[Work]) -> None:
-        if not self.step_in_backward:
-            self._unfinished = (work, self._gradients())
-
-    def _end(self) -> None:
-        arenas = [arena for layout in self._layouts.values() for arena in layout.arenas]
-        for arena in arenas:
-            arena.offloaded.finish()
-        commit(arenas)
-        self._unfinished = None
+    def _check_process(self) -> None:
+        """Raises RuntimeError in a forked child, which has neither the threads nor a file of its own."""
+        if self._process != os.getpid():
+            for offload in self._offloads.values():
+                offload.check()
 
 
 def pieces(
@@ -123,7 +98,13 @@ def pieces(
         own = slice(first - start, last - start)
         piece = arena.piece(own, first_block, offset, blocks, values)
         sums = None if accumulated is None else arena.blocks_of(accumulated, own.start, first_block, blocks)
-        yield piece, grads[own], sums
+        try:
+            yield piece, grads[own], sums
+        except GeneratorExit:  # an error; it may have come between the operator and the next line
+            if not torch.equal(piece.step, arena.step[own]):
+                arena.stepped[own] = piece.step
+                state.put(chunk)
+            raise
         arena.stepped[own] = piece.step
         state.put(chunk)
 

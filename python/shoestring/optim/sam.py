@@ -8,6 +8,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from shoestring.optim.interrupts import Uninterrupted
+
 
 class SAM(Optimizer):
     """Sharpness-aware minimisation (arXiv 2010.01412) around another optimizer.
@@ -103,7 +105,20 @@ class SAM(Optimizer):
     def first_step(self, zero_grad: bool = False) -> None:
         """Moves every parameter that has a gradient up; ``zero_grad`` as in the other optimizers, afterwards."""
         if self._weights is not None:
-            raise RuntimeError("SAM: first_step: expected second_step() after the last first_step(), received another")
+            raise RuntimeError(
+                "SAM: first_step: expected second_step() after the last first_step(), received another. Call zero_grad() "
+                "and second_step() to take the weights back without a step."
+            )
+        with Uninterrupted():
+            try:
+                self._ascend()
+            except BaseException:
+                self._go_back()
+                raise
+        if zero_grad:
+            self.zero_grad()
+
+    def _ascend(self) -> None:
         moved = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         self._weights = {p: p.clone() for p, _ in moved}
         if moved:
@@ -117,8 +132,11 @@ class SAM(Optimizer):
                     up = up * p
                 # Where the norm is not finite, neither may be the gradient: no multiple of it is added.
                 p.copy_(p + torch.where(self._finite.to(p.device), up, 0.0))
-        if zero_grad:
-            self.zero_grad()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients, as the base optimizer does."""
+        assert self.base_optimizer is not None
+        self.base_optimizer.zero_grad(set_to_none)
 
     @torch.no_grad()
     def second_step(self, zero_grad: bool = False) -> None:
@@ -136,7 +154,8 @@ class SAM(Optimizer):
         a closure, ``step`` is ``second_step``.
         """
         if closure is None:
-            if self._weights is None:
+            # A second half that failed in the base optimizer's step may be repeated.
+            if self._weights is None and getattr(self.base_optimizer, "_unfinished", None) is None:
                 raise RuntimeError("SAM: step: expected first_step() before, or a closure, received neither")
             self._descend()
             return None
@@ -155,13 +174,16 @@ class SAM(Optimizer):
         return loss
 
     def _go_back(self) -> None:
-        assert self._weights is not None
-        for p, weight in self._weights.items():
+        for p, weight in (self._weights or {}).items():
             p.copy_(weight)
         self._weights = None
 
     def _descend(self) -> None:
-        """The step at the old weights; under a GradScaler, which hands over its scale and what it found, maybe none."""
+        with Uninterrupted():
+            self._step_at_old_weights()
+
+    def _step_at_old_weights(self) -> None:
+        """The second half; under a GradScaler, which hands over its scale and what it found, maybe no step."""
         base = self.base_optimizer
         assert base is not None
         self._go_back()

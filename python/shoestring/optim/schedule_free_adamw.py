@@ -12,6 +12,7 @@ from shoestring.ops.apply import apply_
 from shoestring.ops.schedule_free_adamw import schedule_free_adamw_
 from shoestring.optim.arena import Arena, Moment
 from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
+from shoestring.optim.interrupts import Uninterrupted
 from shoestring.optim.sharded import local
 
 
@@ -85,6 +86,10 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
     @_disable_dynamo
     @torch.no_grad()
     def _switch(self, *, train_mode: bool) -> None:
+        with Uninterrupted():
+            self._switch_all(train_mode)
+
+    def _switch_all(self, train_mode: bool) -> None:
         for index, group in enumerate(self.param_groups):
             if group["train_mode"] == train_mode:
                 continue

@@ -1,6 +1,7 @@
 """State dicts of the optimizers, loads of them, copies and pickles."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -36,6 +37,10 @@ class StateDicts:
     _moments: tuple[Moment, ...]
     _layouts: dict[int, Layout]
     _drain: Callable[[], None]
+    _settle: Callable[[], None]
+    _end_backward: Callable[[], None]
+    _is_made: bool
+    _reserve: Callable[[list[dict[str, Any]]], None]
     _kind: Callable[[Tensor, dict[str, Any]], Kind]
     _parts: Callable[[Tensor, dict[str, Any]], list[Part]]
     _layout: Callable[[int, dict[str, Any]], Layout]
@@ -49,7 +54,7 @@ class StateDicts:
 
     def state_dict(self) -> dict[str, Any]:
         """The state as in ``torch.optim.Optimizer``, with the ``format_version`` of the entries."""
-        self._drain()
+        self._settle()
         extra = {"format_version": FORMAT_VERSION}
         if self.step_in_backward and self.grad_norm is not None:
             extra["grad_norm"] = self.grad_norm
@@ -72,7 +77,9 @@ class StateDicts:
         Raises:
             ValueError: what is loaded does not fit; nothing has changed then.
         """
-        self._drain()
+        with suppress(Exception):  # of jobs whose results are dropped
+            self._end_backward()
+            self._drain()
         where = f"{self._name}: load_state_dict"
         for key in ("state", "param_groups"):
             if key not in state_dict:
@@ -121,6 +128,8 @@ class StateDicts:
         if "max_grad_norm" in state:  # a copy, which has no hooks yet
             self._init_gradients(*(state[name] for name in self._gradient_options()))
             self._init_offload(state.get("offload"))
+            self._reserve(self.param_groups)
+            self._is_made = True
         self._unfinished = None
         for index, group in enumerate(self.param_groups):
             if "max_grad_norm" in state:

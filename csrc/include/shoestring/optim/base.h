@@ -122,6 +122,10 @@ class SHOESTRING_API LowMemoryOptimizer : public torch::optim::Optimizer {
 
   at::Tensor step(LossClosure closure = nullptr) override;
 
+  /// As in torch::optim::Optimizer. It also drops what is left of a step or a backward that raised an error, sums of
+  /// accumulate() included, where no parameter had been stepped.
+  void zero_grad(bool set_to_none = true);
+
   /// A step with gradients of a loss that was multiplied by grad_scale (fp32, one element), for training in fp16: they
   /// are divided by it within the step, before clipping; grad() stays as it is. Where any gradient of the optimizer is
   /// not finite, sums of micro-batches included, or found_inf is given and not zero, nothing changes (but that sums are
@@ -147,12 +151,14 @@ class SHOESTRING_API LowMemoryOptimizer : public torch::optim::Optimizer {
   void set_step_in_backward(bool step_in_backward);
 
   /// Where the state lies: none, on the parameters' device; "cpu" (below); "stream", in host memory, page-locked for a
-  /// GPU; or "nvme:DIR", in a file without a name in the folder DIR, whose space is reserved first and free again when the
+  /// GPU; or "nvme:DIR", in a file without a name in the folder DIR, whose space is reserved here and free again when the
   /// process ends. A step takes it to the device in chunks, some of which are read and written meanwhile, and does the
   /// same, bit for bit; state takes 4 chunks of memory there, 8 MiB each (one of a single parameter, in a step that is
   /// more than a rule, may be larger). Where something cannot be read or written, step() raises c10::Error with the file
   /// and the place; parameters before it are stepped and the others are not, nothing is lost, and calling step() again,
-  /// with the gradients as they are, finishes that step. (Steps within backward have freed them: load saved state.)
+  /// with the gradients as they are, finishes that step. After zero_grad() the next step goes on where none had been
+  /// stepped; else it raises: load the weights and the state of a checkpoint. (The same after a backward that failed and
+  /// whose gradients have been stepped within it.) A forked child may read the state; its steps raise.
   /// "cpu": in host memory, and the CPU steps it. Gradients go there and weights come back, both page-locked for a GPU and
   /// of exactly their size, in buckets of some 8 MiB; while one is copied another is stepped. Changes of parameters between
   /// steps are seen by their version counters (those made below, through data pointers or .data, are not). With

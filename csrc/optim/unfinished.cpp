@@ -1,0 +1,244 @@
+// What is left of a step that failed, or of a backward whose gradients were stepped or added up: how it goes on, or ends.
+
+#include <algorithm>
+#include <functional>
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "offload/first_error.h"
+#include "optim/core.h"
+
+namespace shoestring::optim::detail {
+
+void Core::check_process() const {
+  for (const auto& [device, offload] : offloads_) offload->check();
+}
+
+// ---- steps --------------------------------------------------------------------------------------------------------
+
+Core::Unfinished Core::begin_step() {
+  if (step_in_backward) bring_back();  // so that a step that fails can drop its chunks
+  Unfinished step{{}, 0, {}, {}, {}, {}};
+  for (size_t g = 0; g < optimizer->param_groups().size(); ++g) {
+    const auto& params = optimizer->param_groups()[g].params();
+    if (std::none_of(params.begin(), params.end(), [&](const Tensor& p) { return has_gradient(p); })) continue;
+    for (Arena& arena : layout(g).arenas) step.calls.push_back({g, &arena, {}, {}});
+  }
+  try {
+    for (Call& call : step.calls) gather(call);
+    find_inf(step.calls);
+    step.coefficient = clip(step.calls);
+  } catch (...) {
+    if (!used_.empty()) broken_ = Broken::kSums;  // some have a gradient in them
+    throw;
+  }
+  step.grad_scale = grad_scale_;
+  step.found_inf = found_inf_;
+  return step;
+}
+
+// Whether it was skipped, of a scaled step.
+Tensor Core::finish_step(Unfinished step) {
+  const auto give_back = [this, scale = grad_scale_, skip = found_inf_](void*) {
+    grad_scale_ = scale;
+    found_inf_ = skip;
+  };
+  const std::unique_ptr<void, decltype(give_back)> guard(this, give_back);
+  grad_scale_ = step.grad_scale;
+  found_inf_ = step.found_inf;
+  try {
+    while (step.done < step.calls.size()) {
+      const Call& call = step.calls[step.done];
+      step_arena(call.group, *call.arena, call.grads, call.accumulated, step.coefficient);
+      ++step.done;
+      if (call.arena->offloaded != nullptr) call.arena->offloaded->finish();
+    }
+    bring_back();
+  } catch (...) {
+    step.gradients = versions();
+    unfinished_ = std::move(step);
+    throw;
+  }
+  for (const Call& call : step.calls) {
+    if (call.arena->offloaded != nullptr) call.arena->commit();
+  }
+  drop_sums();
+  return step.found_inf;
+}
+
+Core::Versions Core::versions() const {
+  Versions found;
+  for (const auto& group : optimizer->param_groups()) {
+    for (const Tensor& p : group.params()) found.emplace_back(p.grad(), p.grad().defined() ? p.grad()._version() : 0);
+  }
+  return found;
+}
+
+bool Core::is_resumed() const {
+  const auto same = [](const auto& a, const auto& b) { return a.first.is_same(b.first) && a.second == b.second; };
+  const Versions now = versions(), &before = unfinished_->gradients;
+  return std::equal(now.begin(), now.end(), before.begin(), before.end(), same);
+}
+
+bool Core::has_stepped(const Unfinished& step) const {
+  return step.done > 0 || std::any_of(step.calls.begin(), step.calls.end(), [](const Call& call) {
+    return call.arena->next_param > 0 || (call.arena->offloaded != nullptr && call.arena->offloaded->any_done());
+  });
+}
+
+// Ends a step that failed, before another begins. Where all parameters had been stepped, it is a whole one.
+void Core::abandon() {
+  if (!unfinished_) return;
+  if (unfinished_->done == unfinished_->calls.size()) {
+    finish_step(*std::exchange(unfinished_, std::nullopt));
+    return;
+  }
+  TORCH_CHECK(!has_stepped(*unfinished_), "shoestring::optim::", name(),
+              ": step: expected the gradients of the step that failed, which has stepped some parameters, received others. "
+              "Load the weights and the optimizer's state of a checkpoint.");
+  for (const Call& call : unfinished_->calls) {
+    if (call.arena->offloaded != nullptr) call.arena->offloaded->discard();
+    call.arena->stepped = Tensor();
+    call.arena->has_fetched = false;
+    if (call.arena->host != nullptr) call.arena->host->collect(0, std::ssize(call.arena->params));
+  }
+  unfinished_.reset();
+  drop_all_sums();
+}
+
+void Core::drop_all_sums() {
+  for (auto& [key, sum] : sums_) sum.zero_();
+  drop_sums();
+}
+
+// ---- backward -----------------------------------------------------------------------------------------------------
+
+namespace {
+
+// Is closed at the end of a backward, and only destroyed where the backward fails.
+class End {
+ public:
+  End(std::shared_ptr<Backwards> backwards, int task, std::function<void()> after_failure)
+      : backwards_(std::move(backwards)), task_(task), after_failure_(std::move(after_failure)) {}
+  ~End() {
+    if (close(/*failed=*/true)) after_failure_();
+  }
+  End(const End&) = delete;
+  End& operator=(const End&) = delete;
+
+  bool close(bool failed) {
+    const std::lock_guard lock(backwards_->mutex);
+    const bool was_open = backwards_->open.erase(task_) > 0;
+    backwards_->failed |= was_open && failed;
+    return was_open;
+  }
+
+ private:
+  const std::shared_ptr<Backwards> backwards_;
+  const int task_;
+  const std::function<void()> after_failure_;
+};
+
+}  // namespace
+
+// At each gradient. A backward may run within another, by a checkpoint that recomputes.
+void Core::begin_backward() {
+  const int task = torch::autograd::get_current_graph_task_id();
+  bool is_first = true;
+  {
+    const std::lock_guard lock(backwards_->mutex);
+    if (backwards_->open.count(task) > 0) return;
+    is_first = backwards_->open.empty();
+  }
+  if (is_first) {
+    check_process();
+    end_backward();
+    check_whole("backward");
+    abandon();
+    stepped_in_backward_ = false;
+  }
+  if (task < 0) return;
+  {
+    const std::lock_guard lock(backwards_->mutex);
+    backwards_->open.insert(task);
+  }
+  const auto end = std::make_shared<End>(backwards_, task, [core = weak_from_this()] {
+    const auto alive = core.lock();
+    if (alive == nullptr) return;
+    const std::lock_guard lock(alive->mutex_);
+    const at::NoGradGuard no_grad;
+    alive->end_backward();  // weights may be loaded next: nothing may still step them
+  });
+  torch::autograd::Engine::get_default_engine().queue_callback([end] { end->close(/*failed=*/false); });
+}
+
+// After one that failed, whose gradients have come in part.
+void Core::end_backward() {
+  {
+    const std::lock_guard lock(backwards_->mutex);
+    if (!std::exchange(backwards_->failed, false)) return;
+  }
+  FirstError ignored;  // of the backward that has failed anyway
+  std::vector<Bucket*> partial;
+  for (Bucket* bucket : jobs_) {
+    if (!std::exchange(bucket->arrived, {}).empty()) partial.push_back(bucket);
+  }
+  ignored.guard([&] { drain(); });
+  for (Bucket* bucket : partial) {
+    ignored.guard([&] { bucket->arena->host->collect(static_cast<int64_t>(bucket->first), static_cast<int64_t>(bucket->last)); });
+  }
+  norms_.clear();
+  if (stepped_in_backward_) {
+    broken_ = Broken::kWeights;
+  } else if (!pending_.empty() || !used_.empty()) {
+    broken_ = Broken::kSums;
+  } else {
+    drop_sums();
+  }
+}
+
+void Core::check_whole(const char* what) const {
+  TORCH_CHECK(broken_ != Broken::kWeights, "shoestring::optim::", name(), ": ", what,
+              ": expected a whole step before, received one that failed after it had stepped some parameters. Load the "
+              "weights and the optimizer's state of a checkpoint.");
+  TORCH_CHECK(broken_ != Broken::kSums, "shoestring::optim::", name(), ": ", what,
+              ": expected whole sums of gradients, received those of a step that failed. Call zero_grad() to drop them, and "
+              "begin with the first micro-batch of the step.");
+}
+
+void Core::begin_sums() {
+  const std::lock_guard lock(mutex_);
+  check_process();
+  end_backward();
+  check_whole("accumulate");
+  abandon();
+}
+
+void Core::settle() {
+  const std::lock_guard lock(mutex_);
+  end_backward();
+  drain();
+  TORCH_CHECK(!unfinished_ || unfinished_->done == unfinished_->calls.size() || !has_stepped(*unfinished_),
+              "shoestring::optim::", name(), ": save: expected a whole step, received one that failed after it had stepped "
+              "some parameters. Call step() again with its gradients, or load a checkpoint.");
+  if (unfinished_ && unfinished_->done == unfinished_->calls.size()) abandon();
+  bring_back();
+}
+
+void Core::discard() {
+  const std::lock_guard lock(mutex_);
+  end_backward();
+  if (unfinished_ && (unfinished_->done == unfinished_->calls.size() || !has_stepped(*unfinished_))) abandon();
+  if (broken_ == Broken::kSums) {
+    drop_all_sums();
+    broken_ = Broken::kNone;
+  }
+  if (!step_in_backward || accumulating) return;
+  // A backward that is over: what it has stepped is a step, what it has collected is dropped.
+  drain();
+  if (!collected_.empty()) drop_all_sums();
+  finish_backward();
+}
+
+}  // namespace shoestring::optim::detail

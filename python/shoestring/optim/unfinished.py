@@ -1,0 +1,265 @@
+"""What is left of a step that failed, or of a backward whose gradients were stepped or added up."""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from shoestring.optim.interrupts import Uninterrupted, deliver_later
+from shoestring.optim.offload import commit
+
+if TYPE_CHECKING:
+    from shoestring.optim.arena import Arena
+    from shoestring.optim.host import Bucket
+
+# A group, an arena of its parameters, gradients, what is added to them, their factor, and whether to skip.
+Work = tuple[dict[str, Any], "Arena", list[Tensor | None], Tensor | None, Tensor | None, Tensor | None]
+
+
+@dataclass
+class Unfinished:
+    """A step that is under way, or failed."""
+
+    work: list[Work]
+    done: int = 0  # of work
+    gradients: list[tuple[Tensor | None, int]] = field(default_factory=list)  # of all parameters, with their versions
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all parameters have been stepped; their state may still be on its way."""
+        return self.done == len(self.work)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether any parameter, or a part of one, has been stepped."""
+        arenas = (item[1] for item in self.work)
+        return self.done > 0 or any(
+            a.next_param > 0 or (a.offloaded is not None and a.offloaded.any_done()) for a in arenas
+        )
+
+
+class Backward:
+    """A backward that has brought gradients to hooks: called at its end, and only destroyed where it fails.
+
+    Signals wait until then, since a parameter that has been stepped cannot be taken back.
+    """
+
+    def __init__(self, optimizer: "UnfinishedSteps", task: int) -> None:
+        self._optimizer, self._task, self._is_open = weakref.ref(optimizer), task, True
+        self._signals = Uninterrupted()
+        self._signals.start()
+
+    def _close(self, failed: bool) -> None:
+        optimizer = self._optimizer()
+        if self._is_open and optimizer is not None:
+            optimizer._backwards.discard(self._task)
+            optimizer._backward_failed |= failed
+        self._is_open = False
+
+    def __call__(self) -> None:
+        self._close(failed=False)
+        self._signals.stop()
+
+    def __del__(self) -> None:
+        self._close(failed=True)
+        optimizer = self._optimizer()
+        if optimizer is not None:  # weights may be loaded next: nothing may still step them
+            with torch.no_grad():
+                optimizer._end_backward()
+        self._signals.stop(deliver_later)
+
+
+class UnfinishedSteps:
+    """The part of an optimizer that knows how a step goes on, or ends, after an error."""
+
+    # Of the optimizer:
+    param_groups: list[dict[str, Any]]
+    step_in_backward: bool
+    _layouts: dict[int, Any]
+    _jobs: "list[Bucket]"
+    _accumulating: bool
+    _pending: set[Tensor]
+    _used: list[Tensor]
+    _sums: dict[Tensor, Tensor]
+    _collected: dict[Tensor, Tensor]
+    _norms: list[Any]
+    _drain: Callable[[], None]
+    _work: Callable[[], list[Work]]
+    _step_arena: Callable[..., None]
+    _drop_sums: Callable[[], None]
+    _finish_backward: Callable[[], None]
+    _check_process: Callable[[], None]
+
+    def _init_unfinished(self) -> None:
+        self._unfinished: Unfinished | None = None  # a step that failed
+        self._broken: str | None = None  # what an error has left half-done beside: "sums" or "weights"
+        self._backwards: set[int] = set()  # that are under way, by the number of their graph task
+        self._backward_failed = False
+        self._stepped_in_backward = False  # any parameter, by the last backward
+
+    def _gradients(self) -> list[tuple[Tensor | None, int]]:
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        return [(g, 0 if g is None else g._version) for g in grads]
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def _step_all(self) -> None:
+        """A step, or the rest of one that failed."""
+        step = self._resumed() or Unfinished(self._work())
+        self._finish_step(step)
+
+    def _finish_step(self, step: Unfinished) -> None:
+        self._unfinished, item = None, None
+        try:
+            while not step.is_whole:
+                item = step.work[step.done]
+                self._step_arena(*item)
+                step.done += 1
+                if item[1].offloaded is not None:
+                    item[1].offloaded.finish()
+            self._bring_back()
+        except BaseException as error:
+            if item is not None and item[1].offloaded is None and not isinstance(error, Exception):
+                self._broken = "weights"  # an interrupt may have come between a step and its count
+            step.gradients = self._gradients()
+            self._unfinished = step
+            raise
+        commit([item[1] for item in step.work if item[1].offloaded is not None])
+        self._drop_sums()
+
+    def _resumed(self) -> Unfinished | None:
+        """The step that failed, where the gradients are still its own."""
+        if self._unfinished is None:
+            return None
+        now, before = self._gradients(), self._unfinished.gradients
+        if len(now) == len(before) and all(a is b and i == j for (a, i), (b, j) in zip(now, before, strict=True)):
+            return self._unfinished
+        self._abandon()
+        return None
+
+    def _abandon(self) -> None:
+        """Ends a step that failed, before another begins. Where all parameters had been stepped, it is a whole one."""
+        step = self._unfinished
+        if step is None:
+            return
+        if step.is_whole:
+            return self._finish_step(step)
+        if step.has_stepped:
+            raise RuntimeError(
+                f"{type(self).__name__}: step: expected the gradients of the step that failed, which has stepped some "
+                "parameters, received others. Load the weights and the optimizer's state of a checkpoint."
+            )
+        for _, arena, *_ in step.work:
+            if arena.offloaded is not None:
+                arena.offloaded.discard()
+            if arena.host is not None:
+                arena.host.collect(0, len(arena.params))
+            arena.stepped, arena.has_fetched = None, False
+        self._unfinished = None
+        self._drop_all_sums()
+
+    def _bring_back(self) -> None:
+        """What has been stepped lies again where it is kept."""
+        for layout in self._layouts.values():
+            for arena in layout.arenas:
+                if arena.offloaded is not None:
+                    arena.offloaded.finish()
+
+    def _drop_all_sums(self) -> None:
+        for total in self._sums.values():
+            total.zero_()
+        self._drop_sums()
+
+    def _settle(self) -> None:
+        """Before state is read or saved: everything that has been stepped is back."""
+        self._end_backward()
+        self._drain()
+        step = self._unfinished
+        if step is not None and step.is_whole:
+            self._abandon()
+        elif step is not None and step.has_stepped:
+            raise RuntimeError(
+                f"{type(self).__name__}: state_dict: expected a whole step, received one that failed after it had "
+                "stepped some parameters. Call step() again with its gradients, or load a checkpoint."
+            )
+        self._bring_back()
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients, as in ``torch.optim.Optimizer``.
+
+        It also drops what is left of a step or a backward that raised an error, sums of ``accumulate()`` included,
+        where no parameter had been stepped.
+        """
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        self._end_backward()
+        step = self._unfinished
+        if step is not None and (step.is_whole or not step.has_stepped):
+            self._abandon()
+        if self._broken == "sums":
+            self._drop_all_sums()
+            self._broken = None
+        if not self.step_in_backward or self._accumulating:
+            return
+        # A backward that is over: what it has stepped is a step, what it has collected is dropped.
+        self._drain()
+        if self._collected:
+            self._drop_all_sums()
+        self._finish_backward()
+
+    # ---- backward ------------------------------------------------------------------------------------------------
+
+    def _begin_backward(self) -> None:
+        """At each gradient. A backward may run within another, by a checkpoint that recomputes."""
+        task = torch._C._current_graph_task_id()
+        if task in self._backwards:
+            return
+        if not self._backwards:
+            self._check_process()
+            self._end_backward()
+            self._check_whole("backward")
+            self._abandon()
+            self._stepped_in_backward = False
+        if task < 0:
+            return
+        self._backwards.add(task)
+        torch.autograd.Variable._execution_engine.queue_callback(Backward(self, task))
+
+    def _end_backward(self) -> None:
+        """After one that failed, whose gradients have come in part."""
+        if not self._backward_failed:
+            return
+        self._backward_failed = False
+        partial = [bucket for bucket in self._jobs if bucket.arrived]
+        for bucket in partial:
+            bucket.arrived = set()
+        try:
+            self._drain()
+        except Exception:  # of the backward that has failed anyway
+            pass
+        for bucket in partial:
+            bucket.arena.host.collect(bucket.first, bucket.last)
+        self._norms.clear()
+        if self._stepped_in_backward:
+            self._broken = "weights"
+        elif self._pending or self._used:
+            self._broken = "sums"
+        else:
+            self._drop_sums()
+
+    def _check_whole(self, what: str) -> None:
+        if self._broken == "weights":
+            raise RuntimeError(
+                f"{type(self).__name__}: {what}: expected a whole step before, received one that failed after it had "
+                "stepped some parameters. Load the weights and the optimizer's state of a checkpoint."
+            )
+        if self._broken == "sums":
+            raise RuntimeError(
+                f"{type(self).__name__}: {what}: expected whole sums of gradients, received those of a step that "
+                "failed. Call zero_grad() to drop them, and begin with the first micro-batch of the step."
+            )

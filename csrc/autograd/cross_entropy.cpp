@@ -57,10 +57,10 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
  public:
   // alias: the logits without their history and their Python object, whose references nobody could tell from
   // a caller's.
-  static variable_list forward(AutogradContext* ctx, const Tensor& logits, const Call& call,
-                               const Alias& alias) {
+  static variable_list forward(AutogradContext* ctx, const Tensor& logits, Call call, const Alias& alias) {
     at::AutoDispatchBelowADInplaceOrView below;
     const Reduction reduction(call);
+    reduction.balance(call);
     const bool early = alias.replace && reduction.scalar;
     Tensor factor = reduction.factor(compute_type(logits));
     ctx->set_materialize_grads(false);
@@ -78,10 +78,13 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
     } else {
       r = logits::rows(call, {}, Gradient::kNone);
       for (const auto& [name, value] : call.options) ctx->saved_data[name] = value;
-      ctx->save_for_backward({alias.logits, call.target, factor, call.class_weights.value_or(Tensor())});
+      const bool balanced = reduction.share.defined() && call.stats;
+      ctx->save_for_backward({alias.logits, call.target, factor, call.class_weights.value_or(Tensor()),
+                              balanced ? reduction.share : Tensor(), balanced ? r.lse : Tensor()});
     }
     const Tensor loss = reduction.apply(r.loss);
     if (!call.stats) return {loss};
+    r.loss = reduction.original(r.loss, r.lse);
     ctx->mark_non_differentiable(early ? variable_list{r.loss, r.lse, r.entropy, r.argmax}
                                        : variable_list{r.argmax});
     return {loss, r.loss, r.lse, r.entropy, r.argmax};
@@ -123,7 +126,8 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
     call.input = saved[0], call.target = saved[1];
     if (saved[3].defined()) call.class_weights = saved[3];
     for (const char* name : logits::kOptions) call.options.emplace_back(name, ctx->saved_data[name]);
-    const auto gradient = token_losses::upstream_of_tokens(upstream, saved[2], compute_type(call.input));
+    const auto balanced = token_losses::balanced_upstream(upstream, saved[4], saved[5], call.z_loss());
+    const auto gradient = token_losses::upstream_of_tokens(balanced, saved[2], compute_type(call.input));
     const auto r = logits::rows(call, gradient, replace ? Gradient::kInPlace : Gradient::kNew);
     if (replace) torch::autograd::impl::bump_version(saved[0]);
     return replace ? saved[0] : r.gradient;
@@ -145,10 +149,11 @@ void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     logits::keep_hardest(call);
   }
   std::optional<Reduction> reduction;
-  if (weighted) {  // plain autograd has what they need: the losses of the tokens
+  if (weighted) {  // plain autograd has what they need: the losses of the tokens, and with a share their lse
     reduction.emplace(call);
     call.token_weights.reset();
     call.reduction = "none";
+    call.stats |= reduction->share.defined();
   }
   const Tensor logits = call.input;
   const Alias alias{logits.detach(), in_place && replaceable(logits)};
@@ -163,7 +168,8 @@ void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     refusal->add_input_metadata(logits);
     torch::autograd::impl::rebase_history(logits, {std::move(refusal), 0});
   }
-  if (reduction) out[0] = reduction->apply(out[0]);
+  if (reduction) out[0] = reduction->apply(call.stats ? reduction->balanced(out[0], out[2]) : out[0]);
+  if (!kStats) out.resize(1);
   torch::jit::drop(*stack, op.schema().arguments().size());
   for (Tensor& t : out) torch::jit::push(*stack, std::move(t));
 }

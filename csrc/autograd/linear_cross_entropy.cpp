@@ -27,17 +27,18 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight,
                                const OptionalTensor& bias, const OptionalTensor& low, const OptionalTensor& up,
-                               const Call& call) {
+                               Call call) {
     at::AutoDispatchBelowADInplaceOrView below;
     Mask mask = require_grad(call);
     mask[head::kWeight] |= call.weight_grad.has_value();
     const Reduction reduction(call);
+    reduction.balance(call);
     const auto compute = compute_type(hidden);
     const bool early = reduction.scalar && (!call.weight_grad || call.grad_scale);
     Tensor factor = reduction.factor(compute);
     if (reduction.scalar && !factor.defined()) factor = at::ones({}, hidden.options().dtype(compute));
     const double known = call.grad_scale.value_or(1);
-    const Result r = linear_loss::rows(call, {early ? factor * known : Tensor()}, early ? mask : Mask{});
+    Result r = linear_loss::rows(call, {early ? factor * known : Tensor()}, early ? mask : Mask{});
 
     ctx->set_materialize_grads(false);
     save_mask(ctx, mask);
@@ -49,11 +50,14 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
       ctx->saved_data["reduction"] = call.reduction;
       ctx->saved_data["weight_grad"] = call.weight_grad;  // which others may add to before backward
       save_head(ctx, saved, call);
-      saved.insert(saved.end(), {call.target, factor, call.class_weights.value_or(Tensor())});
+      const bool balanced = reduction.share.defined() && call.stats;
+      saved.insert(saved.end(), {call.target, factor, call.class_weights.value_or(Tensor()),
+                                 balanced ? reduction.share : Tensor(), balanced ? r.lse : Tensor()});
     }
     ctx->save_for_backward(saved);
     const Tensor loss = reduction.apply(r.loss);
     if (!call.stats) return {loss};
+    r.loss = reduction.original(r.loss, r.lse);
     ctx->mark_non_differentiable({r.argmax});
     return {loss, r.loss, r.lse, r.entropy, r.argmax};
   }
@@ -92,12 +96,14 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
     call.target = saved.next();
     const Tensor factor = saved.next();
     call.class_weights = saved.next_optional();
+    const Tensor share = saved.next(), lse = saved.next();
     call.weight_grad = ctx->saved_data["weight_grad"].toOptional<Tensor>();
     call.reduction = ctx->saved_data["reduction"].toStringRef();
     call.options = saved_options(ctx, linear_loss::kOptions);
 
     call.input = call.hidden;
-    const auto gradient = token_losses::upstream_of_tokens(upstream, factor, compute_type(call.hidden));
+    const auto balanced = token_losses::balanced_upstream(upstream, share, lse, call.z_loss());
+    const auto gradient = token_losses::upstream_of_tokens(balanced, factor, compute_type(call.hidden));
     const Result r = linear_loss::rows(call, gradient, saved_mask(ctx));
     return {r.gradients.begin(), r.gradients.end()};
   }
@@ -122,14 +128,16 @@ void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     linear_loss::keep_hardest(call);
   }
   std::optional<Reduction> reduction;
-  if (weighted) {  // plain autograd has what they need: the losses of the tokens
+  if (weighted) {  // plain autograd has what they need: the losses of the tokens, and with a share their lse
     TORCH_CHECK(!call.grad_scale, linear_loss::kOp, ": grad_scale: expected None with token_weights that require a gradient");
     reduction.emplace(call);
     call.token_weights.reset();
     call.reduction = "none";
+    call.stats |= reduction->share.defined();
   }
   variable_list out = LinearCrossEntropy::apply(call.hidden, call.weight, call.bias, call.low, call.up, call);
-  if (reduction) out[0] = reduction->apply(out[0]);
+  if (reduction) out[0] = reduction->apply(call.stats ? reduction->balanced(out[0], out[2]) : out[0]);
+  if (!kStats) out.resize(1);
   torch::jit::drop(*stack, op.schema().arguments().size());
   for (Tensor& t : out) torch::jit::push(*stack, std::move(t));
 }

@@ -143,10 +143,12 @@ template <bool kStats>
 void without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   logits::Call call(BoxedArguments(op, *stack), kStats);
   logits::keep_hardest(call);
+  const token_losses::Reduction reduction(call);
+  reduction.balance(call);
   const auto r = logits::rows(call, {}, logits::Gradient::kNone);
   torch::jit::drop(*stack, op.schema().arguments().size());
-  torch::jit::push(*stack, token_losses::Reduction(call).apply(r.loss));
-  if constexpr (kStats) torch::jit::push(*stack, r.loss, r.lse, r.entropy, r.argmax);
+  torch::jit::push(*stack, reduction.apply(r.loss));
+  if constexpr (kStats) torch::jit::push(*stack, reduction.original(r.loss, r.lse), r.lse, r.entropy, r.argmax);
 }
 
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {

@@ -62,6 +62,7 @@ struct TokenCall {
   bool stats = false;
 
   int64_t ignore_index() const { return options[0].second.toInt(); }
+  double z_loss() const;
 };
 
 /// The call on the tokens of the largest of `losses()`, a pass of its own; the others are ignored. Nothing
@@ -78,17 +79,34 @@ void keep_hardest(TokenCall& call, Losses losses) {
 
 /// How the losses of tokens become a result: sum(weights loss) / total. Undefined: weights of one, and no
 /// total.
+///
+/// A mean divides the cross-entropies by the sum of the targets' class weights, and the z terms, which have no
+/// class weight, by the number of tokens (or the sum of their weights), as Liger Kernel does. With `share`, the
+/// quotient of the two sums, class weights divided by share give both the same divisor: the second sum.
 struct Reduction {
   explicit Reduction(const TokenCall& call);
 
-  Tensor weights;  // (...)
-  Tensor total;    // (), fp64
+  Tensor weights;     // (...)
+  Tensor total;       // (), fp64
+  Tensor share;       // (), fp64; undefined: 1, or no mean with z terms
+  double z_loss = 0;  // where share is defined
+
+  /// Divides the call's class weights by share. The rows' losses are then what apply() takes.
+  void balance(TokenCall& call) const;
+  /// The losses of tokens under balanced class weights, from those under the caller's, and the reverse.
+  Tensor balanced(const Tensor& loss, const Tensor& lse) const;
+  Tensor original(const Tensor& loss, const Tensor& lse) const;
   Tensor apply(const Tensor& loss) const;
   /// What a scalar result's gradient by the tokens' losses is: () or (...), of `dtype`.
   Tensor factor(at::ScalarType dtype) const;
   bool scalar;
   bool copies;  // the losses of tokens are a result besides
 };
+
+/// The upstream gradients of an operator whose class weights are balanced: the gradient of a token's original
+/// loss becomes one of its balanced loss and one of its lse.
+std::vector<Tensor> balanced_upstream(std::vector<Tensor> upstream, const Tensor& share, const Tensor& lse,
+                                      double z_loss);
 
 /// A result's gradients by the tokens' loss, lse and entropy, from those of an operator's outputs. Undefined:
 /// none.

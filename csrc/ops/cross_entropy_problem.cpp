@@ -3,6 +3,7 @@
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -98,6 +99,11 @@ TokenCall::TokenCall(const char* op, const BoxedArguments& a, const Tensor& inpu
   target = next;
 }
 
+double TokenCall::z_loss() const {
+  const auto found = std::find_if(options.begin(), options.end(), [](const auto& o) { return o.first == "z_loss"; });
+  return found == options.end() ? 0 : found->second.toDouble();
+}
+
 // How many count is known on the device only, so the smallest loss that is kept is looked up among all,
 // sorted; and so are its equals kept.
 void keep_largest(TokenCall& call, Tensor loss) {
@@ -126,6 +132,29 @@ Reduction::Reduction(const TokenCall& call) : scalar(call.reduction != "none"), 
     each = each * at::take(*call.class_weights, within);
   }
   total = each.sum(at::kDouble);
+  if (!call.class_weights || call.z_loss() == 0) return;
+  z_loss = call.z_loss();
+  const Tensor tokens = (weights.defined() ? weights : counted).sum(at::kDouble), nothing = total.eq(0);
+  share = (total / tokens).masked_fill(nothing, 1);
+  total = tokens.masked_fill(nothing, std::numeric_limits<double>::quiet_NaN());
+}
+
+void Reduction::balance(TokenCall& call) const {
+  if (!share.defined()) return;
+  const auto compute = compute_type(call.input);
+  call.class_weights = as(*call.class_weights, compute) / share;
+}
+
+Tensor Reduction::balanced(const Tensor& loss, const Tensor& lse) const {
+  if (!share.defined()) return loss;
+  const Tensor z = z_loss * lse.square();
+  return (loss - z) / share + z;
+}
+
+Tensor Reduction::original(const Tensor& loss, const Tensor& lse) const {
+  if (!share.defined()) return loss;
+  const Tensor z = z_loss * lse.square();
+  return (loss - z) * share + z;
 }
 
 Tensor Reduction::apply(const Tensor& loss) const {
@@ -141,6 +170,15 @@ Tensor Reduction::factor(at::ScalarType dtype) const {
   const Tensor share = total.reciprocal();
   if (!weights.defined()) return as(share, dtype);
   return as(weights * share, dtype).masked_fill(weights.eq(0), 0);  // 0 / 0
+}
+
+std::vector<Tensor> balanced_upstream(std::vector<Tensor> upstream, const Tensor& share, const Tensor& lse,
+                                      double z_loss) {
+  if (!share.defined() || upstream.size() < 3 || !upstream[1].defined()) return upstream;
+  const Tensor by_lse = upstream[1] * lse * (2 * z_loss * (1 - share));
+  upstream[2] = upstream[2].defined() ? upstream[2] + by_lse : by_lse;
+  upstream[1] = upstream[1] * share;
+  return upstream;
 }
 
 std::array<Tensor, 3> upstream_of_tokens(const std::vector<Tensor>& upstream, const Tensor& factor,

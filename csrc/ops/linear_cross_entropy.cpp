@@ -87,10 +87,12 @@ template <bool kStats>
 void without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call call(BoxedArguments(op, *stack), kStats);
   linear_loss::keep_hardest(call);
+  const Reduction reduction(call);
+  reduction.balance(call);
   const Result r = linear_loss::rows(call, {}, {});
   torch::jit::drop(*stack, op.schema().arguments().size());
-  torch::jit::push(*stack, Reduction(call).apply(r.loss));
-  if constexpr (kStats) torch::jit::push(*stack, r.loss, r.lse, r.entropy, r.argmax);
+  torch::jit::push(*stack, reduction.apply(r.loss));
+  if constexpr (kStats) torch::jit::push(*stack, reduction.original(r.loss, r.lse), r.lse, r.entropy, r.argmax);
 }
 
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {

@@ -22,9 +22,11 @@ LinearCrossEntropyStats reference(const Tensor& hidden, const Tensor& weight, Te
   const Tensor counted = target.ne(options.ignore_index()), zero = at::zeros({}, logits.options());
   LinearCrossEntropyStats out;
   out.lse = at::where(counted, logits.logsumexp(-1), zero);
-  out.token_loss = at::cross_entropy_loss(logits.flatten(0, -2), target.flatten(), options.class_weights(),
-                                          at::Reduction::None, options.ignore_index(), options.label_smoothing())
-                       .view_as(target) + options.z_loss() * out.lse.square();
+  const Tensor entropies = at::cross_entropy_loss(logits.flatten(0, -2), target.flatten(), options.class_weights(),
+                                                  at::Reduction::None, options.ignore_index(), options.label_smoothing())
+                               .view_as(target);
+  const Tensor z_terms = options.z_loss() * out.lse.square();
+  out.token_loss = entropies + z_terms;
   const Tensor log_p = logits.log_softmax(-1);
   out.entropy = at::where(counted, -(log_p.exp() * log_p).sum(-1), zero);
   out.argmax = at::where(counted, logits.argmax(-1), at::full({}, -1, at::kLong));
@@ -33,11 +35,13 @@ LinearCrossEntropyStats reference(const Tensor& hidden, const Tensor& weight, Te
   out.loss = out.token_loss * each;
   if (options.reduction() != "none") out.loss = out.loss.sum();
   if (options.reduction() == "mean") {
+    const Tensor of_z = (z_terms * each).sum() / each.sum();
+    out.loss = (entropies * each).sum();
     if (options.class_weights()) {
       const Tensor classes = target.masked_fill(counted.logical_not(), 0);
       each = each * options.class_weights()->index_select(0, classes.flatten()).view_as(target);
     }
-    out.loss = out.loss / each.sum();
+    out.loss = out.loss / each.sum() + of_z;
   }
   return out;
 }

@@ -41,6 +41,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"softcap": 4.0, "logit_scale": -1.7},  # bites: logits reach +-10; and the order of the classes is turned round
     {"class_weights": True, "label_smoothing": 0.3, "z_loss": 0.1, "logit_scale": 0.25},
     {"token_weights": True, "class_weights": True},
+    {"token_weights": True, "class_weights": True, "z_loss": 0.5},
     {"token_weights": True, "reduction": "none", "softcap": 2.0, "label_smoothing": 0.1},
     {"shift": True, "token_weights": True},
     {"hard_fraction": 0.3},
@@ -209,3 +210,60 @@ def test_bitwise_repeatable(inplace: bool) -> None:
         loss = shoestring.cross_entropy(not_a_leaf(leaf), target, inplace=inplace)
         results.append((loss, torch.autograd.grad(loss, leaf)[0]))
     assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("linear", [False, True])
+def test_the_mean_of_z_terms_is_over_tokens_whatever_the_class_weights(linear: bool, weighted: bool) -> None:
+    """Liger Kernel's definition. With targets of weight 0.05 a mean over weights would be 20 times as large."""
+    leaf, target = make(2, 5, 19, dtype=torch.float64)
+    target[0, 1] = -100
+    counted = target != -100
+    weights = torch.full((19,), 0.05, dtype=torch.float64)
+    each = torch.where(counted, torch.rand(target.shape, dtype=torch.float64) if weighted else 1.0, 0.0)
+    lse = leaf.logsumexp(-1)
+    entropies = 0.05 * (lse - leaf.gather(-1, target.clamp_min(0)[..., None])[..., 0])
+    z_terms = 0.3 * lse.square()
+    mean = (entropies * each).sum() / (0.05 * each).sum() + (z_terms * each).sum() / each.sum()
+    token_loss = torch.where(counted, entropies + z_terms, 0)
+    by_mean, by_tokens = (torch.autograd.grad(x.sum(), leaf, retain_graph=True)[0] for x in (mean, token_loss))
+    options: dict[str, Any] = {"class_weights": weights, "z_loss": 0.3}
+    if weighted:
+        options["token_weights"] = each
+    name = ("linear_" if linear else "") + "cross_entropy"
+    head = (torch.eye(19, dtype=torch.float64),) if linear else ()
+    loss = getattr(shoestring, name)(leaf, *head, target, **options)
+    torch.testing.assert_close(loss, mean)
+    torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0], by_mean)
+    # The losses of tokens keep their own class weights and z terms.
+    stats = getattr(shoestring, name + "_with_stats")(leaf, *head, target, **options)
+    torch.testing.assert_close(stats.loss, mean)
+    torch.testing.assert_close(stats.token_loss, token_loss)
+    gradients = torch.autograd.grad(stats.loss + stats.token_loss.sum(), leaf)[0]
+    torch.testing.assert_close(gradients, by_mean + by_tokens)
+
+
+def test_class_weights_of_zero_make_the_mean_nan_but_not_the_losses_of_tokens() -> None:
+    leaf, target = make(1, 4, 7)
+    options: dict[str, Any] = {"class_weights": torch.zeros(7), "z_loss": 0.3}
+    ours = shoestring.cross_entropy_with_stats(leaf, target, **options)
+    assert ours.loss.isnan() and cross_entropy_reference(leaf, target, **options).loss.isnan()
+    torch.testing.assert_close(ours.token_loss, 0.3 * leaf.logsumexp(-1).square())
+
+
+@pytest.mark.parametrize("stats", [False, True])
+@pytest.mark.parametrize("linear", [False, True])
+def test_token_weights_have_gradients_beside_class_weights_and_z_terms(linear: bool, stats: bool) -> None:
+    """Both divisors of the mean depend on them."""
+    leaf, target = make(2, 3, 5, dtype=torch.float64)
+    head = (torch.randn(4, 5, dtype=torch.float64, requires_grad=True),) if linear else ()
+    target = target % 4 if linear else target
+    options: dict[str, Any] = {"class_weights": torch.rand(4 if linear else 5, dtype=torch.float64) + 0.1, "z_loss": 0.3}
+    function = getattr(shoestring, ("linear_" if linear else "") + "cross_entropy" + ("_with_stats" if stats else ""))
+
+    def run(x: Tensor, weights: Tensor, *head: Tensor) -> Any:
+        result = function(x, *head, target, token_weights=weights, **options)
+        return result[:4] if stats else result
+
+    weights = (torch.rand(target.shape, dtype=torch.float64) + 0.1).requires_grad_()
+    assert torch.autograd.gradcheck(run, (leaf, weights, *head))

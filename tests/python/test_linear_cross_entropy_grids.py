@@ -53,12 +53,12 @@ def plain(leaves: list[Tensor], target: Tensor, gradient_dtype: torch.dtype, opt
         logits, target, classes, ignore_index=ignore_index, reduction="none", label_smoothing=smoothing
     )
     counted = target != ignore_index
-    if options.get("z_loss"):
-        each = each + options["z_loss"] * logits.logsumexp(-1).square() * counted
-    if options["reduction"] == "none":
-        return each
+    z_terms = options.get("z_loss", 0.0) * logits.logsumexp(-1).square() * counted
+    if options["reduction"] != "mean":
+        each = each + z_terms
+        return each if options["reduction"] == "none" else each.sum()
     count = counted.sum() if classes is None else classes[target[counted]].sum()
-    return each.sum() / count if options["reduction"] == "mean" else each.sum()
+    return each.sum() / count + z_terms.sum() / counted.sum()
 
 
 def with_gradients(loss: Tensor, leaves: list[Tensor], upstream: Tensor | None) -> list[Tensor]:

@@ -65,9 +65,11 @@ struct LinearCrossEntropyOptions {
   TORCH_ARG(double, softcap) = 0.0;
   /// What logits are multiplied by first, bias included; not 0.
   TORCH_ARG(double, logit_scale) = 1.0;
-  /// z_loss * lse^2 is added to each token's loss, lse its log-sum-exp.
+  /// z_loss * lse^2 is added to each token's loss, lse its log-sum-exp. Its mean is over the tokens, or over
+  /// token_weights, whatever class_weights are.
   TORCH_ARG(double, z_loss) = 0.0;
-  /// (vocab): a weight for each class, as in torch::nn::functional::cross_entropy; the mean is over the targets' weights.
+  /// (vocab): a weight for each class, as in torch::nn::functional::cross_entropy; the mean of the cross-entropies is
+  /// over the targets' weights.
   TORCH_ARG(std::optional<at::Tensor>, class_weights) = std::nullopt;
   /// target's shape: what each token's loss is multiplied by; the mean is over them. Differentiable.
   TORCH_ARG(std::optional<at::Tensor>, token_weights) = std::nullopt;

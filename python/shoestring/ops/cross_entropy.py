@@ -19,9 +19,11 @@ class CrossEntropyOptions(TypedDict, total=False):
     softcap: if not 0, logits become ``softcap * tanh(logits / softcap)`` (Gemma 2).
     logit_scale: what logits, bias included, are multiplied by first; a number other than 0, or a tensor of one element,
         which is differentiable and multiplies hidden and bias, or logits, rounded to their dtype.
-    z_loss: ``z_loss * lse ** 2`` is added to each token's loss, lse being its log-sum-exp (PaLM).
-    class_weights: (vocab), a weight for each class, as ``weight`` of ``torch.nn.functional.cross_entropy``; the mean then
-        is over the weights of the targets.
+    z_loss: ``z_loss * lse ** 2`` is added to each token's loss, lse being its log-sum-exp (PaLM). Class weights do not
+        multiply this term, so its mean is over the tokens (over ``token_weights`` where they are given), as in Liger
+        Kernel.
+    class_weights: (vocab), a weight for each class, as ``weight`` of ``torch.nn.functional.cross_entropy``; the mean of the
+        cross-entropies then is over the weights of the targets.
     token_weights: target's shape; what each token's loss is multiplied by. The mean is over these, times the weights of
         the targets' classes. Differentiable; then the logits are read (or computed) twice, as for ``reduction="none"``.
     shift: each token predicts the target of the next one in its sequence, target's last dimension; the last token does
@@ -151,7 +153,16 @@ def cross_entropy_reference(
         logits = softcap * torch.tanh(logits / softcap)
     weights = None if class_weights is None else class_weights.to(logits.dtype)
     counted = target != ignore_index
-    token_loss = _token_loss(logits, target, weights, ignore_index, label_smoothing, z_loss)
+    entropies = F.cross_entropy(
+        logits.flatten(0, -2),
+        target.flatten(),
+        weights,
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=label_smoothing,
+    ).view(target.shape)
+    z_terms = z_loss * logits.logsumexp(-1).square() * counted
+    token_loss = entropies + z_terms
     each = counted.to(logits.dtype) if token_weights is None else token_weights.to(logits.dtype) * counted
     if hard_fraction < 1 and counted.any():
         hard = (token_loss * each).where(counted, -torch.inf)
@@ -164,23 +175,9 @@ def cross_entropy_reference(
     entropy = torch.where(counted, -torch.where(log_softmax.isinf(), 0, log_softmax.exp() * log_softmax).sum(-1), 0)
     argmax = torch.where(counted, logits.argmax(-1), -1)
     loss = token_loss * each
-    if reduction != "none":
-        loss = loss.sum()
-    if reduction == "mean":
+    if reduction == "mean":  # of the cross-entropies over class weights, of the z terms over tokens
         of_class = 1 if weights is None else weights[target.where(counted, 0)]
-        loss = loss / (each * of_class).sum()
+        loss = (entropies * each).sum() / (each * of_class).sum() + (z_terms * each).sum() / each.sum()
+    elif reduction == "sum":
+        loss = loss.sum()
     return CrossEntropyStats(loss, token_loss, lse, entropy, argmax)
-
-
-def _token_loss(
-    logits: Tensor, target: Tensor, weights: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float
-) -> Tensor:
-    loss = F.cross_entropy(
-        logits.flatten(0, -2),
-        target.flatten(),
-        weights,
-        ignore_index=ignore_index,
-        reduction="none",
-        label_smoothing=label_smoothing,
-    ).view(target.shape)
-    return loss + z_loss * logits.logsumexp(-1).square() * (target != ignore_index)

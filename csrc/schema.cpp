@@ -140,6 +140,9 @@ TORCH_LIBRARY(shoestring, m) {
   // Writes a tensor's bytes at the position of an open file; 0 or errno. What of it is mapped from a file does not stay in
   // memory.
   m.def("write_tensor(int fd, Tensor x) -> int");
+  // The first of PEFT's patterns that matches a module's name, or -1, and the text of its first group. rule: 0 the whole name,
+  // 1 what it ends with, 2 a module that it is in, 3 the number of its layer (csrc/lora/pattern.h). Raises ValueError.
+  m.def("match_patterns(str caller, str[] patterns, str name, int rule) -> (int, str)");
 
   // The L2 norm of all elements of all tensors, fp32, bf16 or fp16, together: fp32 (). What gradients are clipped by.
   m.def("foreach_norm(Tensor[] tensors) -> Tensor");

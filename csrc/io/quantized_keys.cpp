@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <cstring>
 #include <map>
 
 #include <ATen/Functions.h>
 #include <nlohmann/json.hpp>
 
+#include "io/read_file.h"
 #include "io/safetensors_format.h"
 #include "ops/packed.h"
 
@@ -54,7 +56,9 @@ Json read_state(const SafetensorsFiles& files, const std::string& name) {
   }
   const Tensor text = files.file(name).load(name);
   const auto* begin = text.const_data_ptr<uint8_t>();
-  Json state = Json::parse(begin, begin + text.numel(), nullptr, /*allow_exceptions=*/false);
+  const std::string place = "load_model: " + files.file(name).path() + ": " + quote(name);
+  Json state = parse_json(place + ": expected JSON with quant_type, blocksize, dtype and shape",
+                          std::string(begin, begin + text.numel()));
   const auto has = [&](const char* field, bool (Json::*is)() const noexcept) {
     return state.is_object() && state.contains(field) && (state[field].*is)();
   };
@@ -151,7 +155,8 @@ std::optional<QuantizedKeys> find_quantized(const SafetensorsFiles& files, const
     if (state["nested_blocksize"] != kNestedBlock) {
       refuse(files, name, "nested_blocksize: expected ", kNestedBlock, ", received ", state["nested_blocksize"].dump());
     }
-    keys.offset = state["nested_offset"].get<float>();
+    keys.offset = static_cast<float>(state["nested_offset"].get<double>());
+    if (!std::isfinite(*keys.offset)) refuse(files, name, "nested_offset: expected a finite number, received another");
     require(files, weight, weight + ".nested_absmax", at::kFloat, (blocks + kNestedBlock - 1) / kNestedBlock);
     require(files, weight, weight + ".nested_quant_map", at::kFloat, 256);
     keys.names.insert(keys.names.end(), {weight + ".nested_absmax", weight + ".nested_quant_map"});

@@ -1,8 +1,6 @@
 #include <ATen/Functions.h>
 #include <c10/util/Exception.h>
-#include <fcntl.h>
 #include <shoestring/safetensors.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,6 +9,7 @@
 #include <memory>
 
 #include "io/atomic_file.h"
+#include "io/read_file.h"
 #include "io/safetensors_files.h"
 #include "io/safetensors_format.h"
 #include "io/safetensors_header.h"
@@ -22,41 +21,25 @@ namespace {
 
 using safetensors::quote;
 
-void read_at(int fd, void* out, int64_t size, int64_t offset, const std::string& path) {
-  auto* to = static_cast<char*>(out);
-  while (size > 0) {
-    const ssize_t n = ::pread(fd, to, std::min<int64_t>(size, int64_t{1} << 30), offset);
-    if (n < 0 && errno == EINTR) continue;
-    TORCH_CHECK(n >= 0, "safetensors: ", path, ": cannot read: ", std::strerror(errno));
-    TORCH_CHECK(n > 0, "safetensors: ", path, ": ends at byte ", offset, ": something is changing it");
-    to += n;
-    offset += n;
-    size -= n;
-  }
-}
-
 }  // namespace
 
 SafetensorsFile::SafetensorsFile(const std::string& path) : path_(path) {
-  // O_NONBLOCK: a named pipe is refused below, not waited for.
-  fd_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  TORCH_CHECK(fd_ >= 0, "safetensors: ", path, ": cannot open: ", std::strerror(errno));
+  int64_t size = 0;
+  fd_ = open_regular("safetensors", path, size);
   try {
-    struct stat info {};
-    TORCH_CHECK(::fstat(fd_, &info) == 0 && S_ISREG(info.st_mode), "safetensors: ", path, ": expected a regular file");
-    TORCH_CHECK(info.st_size >= 8, "safetensors: ", path, ": expected at least the 8 bytes of the header's length, ",
-                "received a file of ", info.st_size);
+    TORCH_CHECK(size >= 8, "safetensors: ", path, ": expected at least the 8 bytes of the header's length, ",
+                "received a file of ", size);
     uint64_t length = 0;
-    read_at(fd_, &length, 8, 0, path);
+    read_at("safetensors", path, fd_, &length, 8, 0);
     TORCH_CHECK(length <= safetensors::kMaxHeader, "safetensors: ", path, ": expected a header of at most ",
                 safetensors::kMaxHeader, " bytes, received the length ", length, ": this is no safetensors file");
     data_ = 8 + static_cast<int64_t>(length);
-    TORCH_CHECK(data_ <= info.st_size, "safetensors: ", path, ": the header's length is ", length, " bytes, but only ",
-                info.st_size - 8, " follow: the file is truncated");
+    TORCH_CHECK(data_ <= size, "safetensors: ", path, ": the header's length is ", length, " bytes, but only ",
+                size - 8, " follow: the file is truncated");
     std::string text(length, '\0');
-    read_at(fd_, text.data(), text.size(), 8, path);
+    read_at("safetensors", path, fd_, text.data(), static_cast<int64_t>(text.size()), 8);
 
-    auto header = safetensors::parse_header(path, text, info.st_size - data_);
+    auto header = safetensors::parse_header(path, text, size - data_);
     entries_ = std::move(header.entries);
     metadata_ = std::move(header.metadata);
     for (size_t i = 0; i < entries_.size(); ++i) index_.emplace(entries_[i].name, i);
@@ -75,7 +58,7 @@ const SafetensorsFile::Entry& SafetensorsFile::entry(const std::string& name) co
 }
 
 void SafetensorsFile::read(const Entry& entry, const at::Tensor& out) const {
-  read_at(fd_, out.mutable_data_ptr(), entry.end - entry.begin, data_ + entry.begin, path_);
+  read_at("safetensors", path_, fd_, out.mutable_data_ptr(), entry.end - entry.begin, data_ + entry.begin);
   if (entry.dtype == at::kBool) {
     // Any other byte than 0 and 1 in a bool is undefined behaviour later.
     const auto* bytes = static_cast<const unsigned char*>(out.const_data_ptr());

@@ -4,8 +4,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <fstream>
+#include <climits>
 
+#include "io/read_file.h"
 #include "io/safetensors_format.h"
 
 namespace shoestring {
@@ -14,7 +15,7 @@ using safetensors::quote;
 
 namespace {
 
-constexpr int64_t kMaxIndex = 16'000'000;  // 100 bytes a tensor; the parsed tree is several times as large
+constexpr int64_t kMaxIndex = 16'000'000;  // 100 bytes a tensor
 
 }  // namespace
 
@@ -41,12 +42,7 @@ void SafetensorsFiles::open_file(const std::string& path) {
 }
 
 void SafetensorsFiles::open_shards(const std::string& folder, const std::string& index) {
-  struct stat info {};
-  TORCH_CHECK(::stat(index.c_str(), &info) == 0 && info.st_size <= kMaxIndex, "safetensors: ", index,
-              ": expected a file of at most ", kMaxIndex, " bytes");
-  std::ifstream stream(index);
-  const auto json = nlohmann::json::parse(stream, nullptr, /*allow_exceptions=*/false);
-  TORCH_CHECK(!json.is_discarded(), "safetensors: ", index, ": not valid JSON");
+  const auto json = read_json("safetensors", index, kMaxIndex);
   TORCH_CHECK(json.is_object() && json.contains("weight_map") && json["weight_map"].is_object(), "safetensors: ", index,
               ": expected an object with the object weight_map");
 
@@ -55,7 +51,7 @@ void SafetensorsFiles::open_shards(const std::string& folder, const std::string&
     TORCH_CHECK(shard.is_string(), "safetensors: ", index, ": tensor ", quote(name), ": expected the name of a file");
     const auto file = shard.get<std::string>();
     // A name with a folder in it could lead anywhere on the disk.
-    TORCH_CHECK(!file.empty() && file.find_first_of(std::string("/\\\0", 3)) == std::string::npos, "safetensors: ", index,
+    TORCH_CHECK(!file.empty() && file.size() <= NAME_MAX && file.find_first_of(std::string("/\\\0", 3)) == std::string::npos, "safetensors: ", index,
                 ": tensor ", quote(name), ": expected a file in the same folder, received ", quote(file));
     auto& open = opened[file];
     if (open == nullptr) {

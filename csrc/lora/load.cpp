@@ -1,5 +1,6 @@
+#include <unistd.h>
+
 #include <algorithm>
-#include <fstream>
 #include <map>
 
 #include <ATen/Functions.h>
@@ -7,6 +8,7 @@
 #include <shoestring/lora.h>
 #include <shoestring/safetensors.h>
 
+#include "io/safetensors_format.h"
 #include "lora/config_digest.h"
 #include "lora/initialize.h"
 #include "lora/names.h"
@@ -70,6 +72,7 @@ class Sorter {
 
  private:
   void sort(const std::string& key) {
+    TORCH_CHECK_VALUE(is_name(key), place_, ": expected names of tensors, received ", safetensors::quote(key));
     const Tensor value = file_.load(key);
     if (key == std::string(kShared) + "vera_A" || key == std::string(kShared) + "vera_B") {
       content.projection.insert(key.substr(std::string(kShared).size()), value);
@@ -168,7 +171,7 @@ class Sorter {
 void load_adapter(torch::nn::Module& module, const std::string& directory, const std::string& adapter_name) {
   check_name("lora::load_adapter", adapter_name);
   const std::string inner = directory + "/" + adapter_name;
-  const bool named = adapter_name != "default" && std::ifstream(inner + "/" + kConfig).good();
+  const bool named = adapter_name != "default" && ::access((inner + "/" + kConfig).c_str(), F_OK) == 0;
   const std::string folder = named ? inner : directory;
   const FileConfig config = read_config(folder + "/" + kConfig);
   const SafetensorsFile file(folder + "/" + kWeights);

@@ -2,12 +2,14 @@
 #include "lora/peft_config.h"
 
 #include <algorithm>
-#include <fstream>
-#include <regex>
+#include <cstdint>
+#include <map>
 #include <set>
 
+#include "io/read_file.h"
 #include "lora/config_digest.h"
 #include "lora/names.h"
+#include "lora/pattern.h"
 
 namespace shoestring::lora {
 namespace {
@@ -25,6 +27,11 @@ const char* const kRefused[] = {"fan_in_fan_out",    "layer_replication",       
                                 "megatron_config",   "alora_invocation_tokens", "monteclora_config", "arrow_config",
                                 "ensure_weight_tying"};
 
+constexpr size_t kLongestName = 1000;  // bytes
+constexpr int64_t kMaxVeraRank = 65536;  // of matrices that the file does not hold: 1 GiB each for 4096 features
+
+bool is_name_in(const Json& value) { return value.is_string() && is_name(value.get_ref<const std::string&>()); }
+
 bool is_off(const Json& value) {
   return value.is_null() || value == false || ((value.is_array() || value.is_object()) && value.empty());
 }
@@ -32,51 +39,70 @@ bool is_off(const Json& value) {
 // A JSON object with checked fields.
 class Fields {
  public:
-  explicit Fields(const std::string& path) : path_(path) {
-    std::ifstream file(path, std::ios::binary);
-    TORCH_CHECK_VALUE(file.good(), "lora::load_adapter: ", path, ": expected a file, found none that can be read");
-    config_ = Json::parse(file, nullptr, /*allow_exceptions=*/false);
-    TORCH_CHECK_VALUE(config_.is_object(), "lora::load_adapter: ", path, ": expected a JSON object, received something else");
+  explicit Fields(const std::string& path) : place_("lora::load_adapter: " + path) {
+    std::string field;
+    config_ = read_json("lora::load_adapter", path, kMaxConfig, [&](int depth, const std::string& key) {
+      if (depth == 1) keys_[field = key].clear();  // of two fields of one name the later holds
+      if (depth == 2) keys_[field].push_back(key);
+    });
+    TORCH_CHECK_VALUE(config_.is_object(), place_, ": expected a JSON object, received something else");
+  }
+
+  const Json& operator[](const char* name) const {
+    static const Json none;
+    const auto found = config_.find(name);
+    return found == config_.end() ? none : *found;
   }
   std::string digest() const { return config_digest(config_); }
-  Json operator[](const char* name) const { return config_.value(name, Json()); }
   double number(const char* name, double otherwise) const {
-    const Json value = (*this)[name];
+    const Json& value = (*this)[name];
     expect(value.is_null() || value.is_number(), name, "a number");
     return value.is_null() ? otherwise : value.get<double>();
   }
+  int64_t integer(const char* name, int64_t otherwise, int64_t least, int64_t most) const {
+    const Json& value = (*this)[name];
+    // A number above the range of int64_t would become negative.
+    const bool fits = value.is_number_integer() && (!value.is_number_unsigned() || value.get<uint64_t>() <= INT64_MAX) &&
+                      value.get<int64_t>() >= least && value.get<int64_t>() <= most;
+    expect(value.is_null() || fits, name, c10::str("an integer from ", least, " to ", most));
+    return value.is_null() ? otherwise : value.get<int64_t>();
+  }
   bool flag(const char* name) const {
-    const Json value = (*this)[name];
+    const Json& value = (*this)[name];
     expect(value.is_null() || value.is_boolean(), name, "true or false");
     return value == true;
   }
-  void expect(bool good, const char* name, const char* expected) const {
-    TORCH_CHECK_VALUE(good, "lora::load_adapter: ", path_, ": ", name, ": expected ", expected, ", received ", (*this)[name].dump());
+  std::vector<std::string> names(const char* name) const {
+    const Json& value = (*this)[name];
+    const bool strings = value.is_array() && std::all_of(value.begin(), value.end(), is_name_in);
+    expect(value.is_null() || strings, name, "a list of names");
+    return value.is_null() ? std::vector<std::string>() : value.get<std::vector<std::string>>();
+  }
+  // The names in an object, as a Python dict has them: in the order of the file, each once.
+  std::vector<std::string> keys(const char* name) const {
+    std::vector<std::string> result;
+    std::set<std::string> seen;
+    const auto found = keys_.find(name);
+    if (found == keys_.end()) return result;
+    for (const auto& key : found->second) {
+      if ((*this)[name].contains(key) && seen.insert(key).second) result.push_back(key);
+    }
+    return result;
+  }
+  void expect(bool good, const char* name, const std::string& expected) const {
+    if (good) return;
+    const std::string received = (*this)[name].dump();
+    TORCH_CHECK_VALUE(false, place_, ": ", name, ": expected ", expected, ", received ", received.substr(0, kShown),
+                      received.size() > kShown ? "..." : "");
   }
 
  private:
-  std::string path_;
+  static constexpr int64_t kMaxConfig = 16'000'000;  // bytes; 200 for each layer that has options of its own
+  static constexpr size_t kShown = 120;
+  std::string place_;
   Json config_;
+  std::map<std::string, std::vector<std::string>> keys_;  // of the objects in the fields
 };
-
-}  // namespace
-
-namespace {
-
-bool fits(const std::string& name, const std::string& pattern, const char* field) {
-  try {
-    return std::regex_match(name, std::regex(pattern));
-  } catch (const std::regex_error&) {
-    TORCH_CHECK_VALUE(false, "lora::load_adapter: ", field, ": expected a regular expression, received ", pattern);
-  }
-}
-
-std::vector<std::string> names_in(const Fields& fields, const char* name) {
-  const Json value = fields[name];
-  const bool strings = value.is_array() && std::all_of(value.begin(), value.end(), [](const Json& each) { return each.is_string(); });
-  fields.expect(value.is_null() || strings, name, "a list of names");
-  return value.is_null() ? std::vector<std::string>() : value.get<std::vector<std::string>>();
-}
 
 Json lora_to_file(const std::vector<std::pair<std::string, nn::AnyAdapterOptions>>& layers) {
   const auto& first = std::get<nn::AdapterOptions>(layers.front().second);
@@ -97,44 +123,55 @@ Json lora_to_file(const std::vector<std::pair<std::string, nn::AnyAdapterOptions
 
 }  // namespace
 
-// PEFT's rules: of alpha_pattern the first that matches the name, or what it ends with after a dot; a string of
+bool is_name(const std::string& text) {
+  const auto control = [](char c) { return static_cast<unsigned char>(c) < ' ' || c == 0x7f; };
+  return text.size() <= kLongestName && std::none_of(text.begin(), text.end(), control);
+}
+
+// PEFT's rules: the first of alpha_pattern that matches the name, or what it ends with after a dot; a string of
 // feedforward_modules is a pattern for the whole name.
 nn::AnyAdapterOptions FileConfig::own(const std::string& name, int64_t rank) const {
   if (const auto* ia3 = std::get_if<nn::IA3Options>(&options)) {
     nn::IA3Options result = *ia3;
-    const bool pattern = feedforward.is_string();
-    return result.feedforward(pattern ? fits(name, feedforward, "feedforward_modules") : matches(name, ia3->feedforward_modules()));
+    if (!feedforward) return result.feedforward(matches(name, ia3->feedforward_modules()));
+    const auto found = first_match(place + ": feedforward_modules", {*feedforward}, name, PatternRule::kWhole);
+    return result.feedforward(found.index == 0);
   }
   if (!std::holds_alternative<nn::AdapterOptions>(options)) return options;
   nn::AdapterOptions result = std::get<nn::AdapterOptions>(options);
   result.rank(rank);
-  for (const auto& [pattern, value] : alphas.items()) {
-    if (value.is_number() && fits(name, "(.*\\.)?(" + pattern + ")", "alpha_pattern")) return result.alpha(value.get<double>());
-  }
-  return result;
+  const auto found = first_match(place + ": alpha_pattern", patterns, name, PatternRule::kEnding);
+  return found.index < 0 ? result : result.alpha(alphas[static_cast<size_t>(found.index)]);
 }
 
 FileConfig read_config(const std::string& path) {
   const Fields fields(path);
-  const Json method = fields["peft_type"], bias = fields["bias"];
+  const Json &method = fields["peft_type"], &bias = fields["bias"], &alphas = fields["alpha_pattern"];
   fields.expect(method == "LORA" || method == "IA3" || method == "VERA", "peft_type", "LORA, IA3 or VERA");
   for (const char* option : kRefused) fields.expect(is_off(fields[option]), option, "none, since nothing else is supported here");
-  fields.expect(bias.is_null() || bias.is_string(), "bias", "a name");
+  fields.expect(bias.is_null() || is_name_in(bias), "bias", "a name");
   FileConfig config;
   config.digest = fields.digest();
+  config.place = "lora::load_adapter: " + path;
   if (bias.is_string()) config.bias = bias;
-  config.modules_to_save = names_in(fields, "modules_to_save");
-  config.alphas = fields["alpha_pattern"].is_object() ? fields["alpha_pattern"] : Json::object();
+  config.modules_to_save = fields.names("modules_to_save");
+  const bool numbers = alphas.is_object() && std::all_of(alphas.begin(), alphas.end(), [](const Json& a) { return a.is_number(); });
+  fields.expect(alphas.is_null() || numbers, "alpha_pattern", "an object of numbers");
+  for (const auto& pattern : fields.keys("alpha_pattern")) {
+    config.patterns.push_back(pattern);
+    config.alphas.push_back(alphas[pattern].get<double>());
+  }
   if (method == "IA3") {
-    config.feedforward = fields["feedforward_modules"];
-    if (!config.feedforward.is_string()) config.options = nn::IA3Options().feedforward_modules(names_in(fields, "feedforward_modules"));
-    else config.options = nn::IA3Options();
+    const Json& feedforward = fields["feedforward_modules"];
+    if (feedforward.is_string()) config.feedforward = feedforward.get<std::string>();
+    config.options =
+        nn::IA3Options().feedforward_modules(config.feedforward ? std::vector<std::string>() : fields.names("feedforward_modules"));
   } else if (method == "VERA") {
     config.options = nn::VeraOptions()
-                         .rank(static_cast<int64_t>(fields.number("r", 256)))
+                         .rank(fields.integer("r", 256, 1, kMaxVeraRank))
                          .dropout(fields.number("vera_dropout", 0))
                          .d_initial(fields.number("d_initial", 0.1))
-                         .seed(static_cast<int64_t>(fields.number("projection_prng_key", 0)))
+                         .seed(fields.integer("projection_prng_key", 0, INT64_MIN, INT64_MAX))
                          .save_projection(fields["save_projection"].is_null() || fields.flag("save_projection"));
   } else {
     config.options = nn::AdapterOptions()
@@ -144,7 +181,7 @@ FileConfig read_config(const std::string& path) {
                          .dora(fields.flag("use_dora"))
                          .lora_bias(fields.flag("lora_bias"));
   }
-  check_bias("lora::load_adapter: " + path, config.options, config.bias);
+  check_bias(config.place, config.options, config.bias);
   return config;
 }
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,13 +23,18 @@ struct FileConfig {
   nn::AnyAdapterOptions options;
   std::string bias = "none";
   std::vector<std::string> modules_to_save;
-  Json alphas;       // alpha_pattern
-  Json feedforward;  // feedforward_modules
-  std::string digest;  // config_digest of the file
+  std::string place;                       // begins messages
+  std::vector<std::string> patterns;       // alpha_pattern, in the order of the file
+  std::vector<double> alphas;              // its values
+  std::optional<std::string> feedforward;  // feedforward_modules where it is a pattern
+  std::string digest;                      // config_digest of the file
 
   /// A layer's own options. rank: of LoRA's tensors there.
   nn::AnyAdapterOptions own(const std::string& name, int64_t rank) const;
 };
+
+/// True for text that may name a module, and that a message may show: without control characters, at most 1000 bytes.
+bool is_name(const std::string& text);
 
 /// Raises ValueError for a method or an option that is not supported, by name.
 FileConfig read_config(const std::string& path);

@@ -1,9 +1,13 @@
+#include <cstdint>
 #include <cstdio>
+#include <type_traits>
 
 #include <nlohmann/json.hpp>
 
 #include <shoestring/safetensors.h>
 
+#include "io/read_file.h"
+#include "io/safetensors_format.h"
 #include "optim/saved.h"
 
 // The file: entries "<group>.<index in the group>.<name>", and in the metadata format ("shoestring.optimizer"),
@@ -15,6 +19,7 @@ namespace {
 
 using namespace detail;
 using Json = nlohmann::json;
+using safetensors::quote;
 
 constexpr const char* kFormat = "shoestring.optimizer";
 
@@ -35,17 +40,36 @@ Json json_of(const std::tuple<T...>& several) {
   return std::apply([](const T&... value) { return Json(std::vector<Json>{json_of(value)...}); }, several);
 }
 
+// A text from a file in a message: long ones are cut.
+std::string brief(const std::string& text) { return text.size() > 64 ? quote(text) : text; }
+
+// A number above the range would become another one, or undefined.
+int64_t integer(const Json& json) {
+  const bool fits = json.is_number_integer() && (!json.is_number_unsigned() || json.get<uint64_t>() <= INT64_MAX);
+  TORCH_CHECK_VALUE(fits, "expected an integer, received ", quote(json.dump()));
+  return json.get<int64_t>();
+}
+
 template <class T>
 void read(const Json& json, T& value) {
-  json.get_to(value);
+  if constexpr (std::is_same_v<T, int64_t>) {
+    value = integer(json);
+  } else {
+    json.get_to(value);
+  }
 }
 template <class T>
 void read(const Json& json, std::optional<T>& value) {
-  value = json.is_null() ? std::nullopt : std::optional<T>(json.get<T>());
+  if (json.is_null()) {
+    value = std::nullopt;
+  } else {
+    read(json, value.emplace());
+  }
 }
 template <class... T>
 void read(const Json& json, std::tuple<T...>& several) {
   size_t i = 0;
+  TORCH_CHECK_VALUE(json.size() == sizeof...(T), "expected ", sizeof...(T), " numbers, received ", json.size());
   std::apply([&](T&... value) { (read(json.at(i++), value), ...); }, several);
 }
 
@@ -64,17 +88,17 @@ std::vector<Saved::Group> read_groups(const Json& json, const LowMemoryOptimizer
   expect(json.size() == ours.size(), name, where, c10::str(ours.size(), " groups of parameters"), json.size());
   std::vector<Saved::Group> groups;
   for (size_t g = 0; g < ours.size(); ++g) {
-    const size_t size = json.at(g).at("size").get<size_t>(), expected = ours[g].params().size();
+    const int64_t size = integer(json.at(g).at("size")), expected = static_cast<int64_t>(ours[g].params().size());
     expect(size == expected, name, where, c10::str(expected, " parameters in group ", g), size);
     Saved::Group& to = groups.emplace_back();
-    to.states.resize(size);
+    to.states.resize(static_cast<size_t>(size));
     to.options = optimizer.defaults().clone();
     Json options = json.at(g).at("options");
     for (const Field& field : Access::fields(static_cast<const LowMemoryOptions&>(*to.options))) {
       std::visit([&](auto* value) { read(options.at(field.name), *value); }, field.value);
       options.erase(field.name);
     }
-    expect(options.empty(), name, where, "this optimizer's options alone", options.dump());
+    expect(options.empty(), name, where, "this optimizer's options alone", quote(options.dump()));
   }
   return groups;
 }
@@ -111,14 +135,14 @@ void load_optimizer(LowMemoryOptimizer& optimizer, const std::string& path) {
     return found == file.metadata().end() ? "none" : found->second;
   };
   const auto check = [&](const char* key, const std::string& expected) {
-    expect(metadata(key) == expected, name.c_str(), where.c_str(), c10::str(key, " ", expected), metadata(key));
+    expect(metadata(key) == expected, name.c_str(), where.c_str(), c10::str(key, " ", expected), brief(metadata(key)));
   };
   check("format", kFormat);
   check("format_version", std::to_string(kFormatVersion));
   check("optimizer", name);
   Saved saved;
   try {
-    saved.groups = read_groups(Json::parse(metadata("groups")), optimizer, where.c_str());
+    saved.groups = read_groups(parse_json(where + ": groups", metadata("groups")), optimizer, where.c_str());
   } catch (const Json::exception& error) {
     expect(false, name.c_str(), where.c_str(), "groups with this optimizer's options", error.what());
   }
@@ -134,7 +158,7 @@ void load_optimizer(LowMemoryOptimizer& optimizer, const std::string& path) {
     const bool parsed = std::sscanf(item.name.c_str(), "%zu.%zu.%n", &g, &i, &length) == 2 && length > 0;
     const std::string part = parsed ? item.name.substr(static_cast<size_t>(length)) : "";
     const bool fits = parsed && g < tensors.size() && i < tensors[g].size() && entry(g, i, part) == item.name;
-    expect(fits, name.c_str(), where.c_str(), "tensors called <group>.<index>.<name>, of the file's groups", item.name);
+    expect(fits, name.c_str(), where.c_str(), "tensors called <group>.<index>.<name>, of the file's groups", brief(item.name));
     tensors[g][i][part] = file.load(item.name);
   }
   for (size_t g = 0; g < tensors.size(); ++g) {

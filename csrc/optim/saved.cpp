@@ -28,6 +28,9 @@ void detail::restore(LowMemoryOptimizer& optimizer, Saved saved) {
       check_state(Access::rule(options), states[i], params[i], kind_of(params[i], options));
     }
   }
+  const Tensor& norm = saved.grad_norm;
+  expect(!norm.defined() || (norm.dim() == 0 && norm.scalar_type() == at::kFloat), name, "load",
+         "grad_norm as one fp32 number", norm.defined() ? c10::str(norm.sizes(), " of ", norm.scalar_type()) : "none");
   at::NoGradGuard no_grad;
   core.forget();
   if (core.step_in_backward) core.grad_norm = saved.grad_norm;

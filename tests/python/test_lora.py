@@ -255,7 +255,7 @@ def test_errors(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             load(llama(), tmp_path)
     (tmp_path / "adapter_config.json").write_text("{")
-    with pytest.raises(ValueError, match="adapter_config.json: expected JSON"):
+    with pytest.raises(ValueError, match="adapter_config.json: not valid JSON"):
         load(llama(), tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     (tmp_path / "adapter_model.safetensors").write_bytes(weights[:-5])

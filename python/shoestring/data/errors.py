@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+LONGEST = 1500  # characters of a message, which may quote a file
+
 
 class InputError(ValueError):
     """Something given by the user cannot be used; the message is one line that says what, where and what to do."""
 
     def __init__(self, message: object) -> None:
-        super().__init__(" ".join(str(message).split()))
+        text = " ".join(str(message).split())
+        super().__init__(text if len(text) <= LONGEST else text[:LONGEST] + "...")
 
 
 def is_utf8(text: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from shoestring.data.errors import InputError, is_utf8
 from shoestring.data.progress import advance, working
+from shoestring.data.read_file import check_regular
 
 CHUNK = 1 << 20  # bytes read at once, so that a file of any size needs little memory
 LONGEST = 4 << 20  # characters of a line or record that are tokenised at once
@@ -107,6 +108,7 @@ def cut_long(text: str) -> Iterator[str]:
 
 def _open(path: Path) -> Any:
     try:
+        check_regular(path, str(path))
         return open(path, "rb")
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None

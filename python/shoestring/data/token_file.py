@@ -16,6 +16,7 @@ import numpy as np
 from shoestring.data.errors import InputError
 from shoestring.data.files import atomic_file
 from shoestring.data.progress import working
+from shoestring.data.read_file import check_regular
 from shoestring.data.text import documents, size_of
 from shoestring.data.tokenizer import BATCH_CHARACTERS, encode_batch
 
@@ -75,7 +76,10 @@ def read_token_file(path: Path) -> tuple[np.ndarray, int]:
 
     Raises InputError where the header is not ours or does not fit the size of the file.
     """
-    size = path.stat().st_size
+    try:
+        size = check_regular(path, str(path))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
     with open(path, "rb") as file:
         head = file.read(HEADER.size)
     if len(head) < HEADER.size or head[:8] != MAGIC:

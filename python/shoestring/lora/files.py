@@ -14,6 +14,7 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
 from shoestring.data.files import atomic_file
+from shoestring.data.read_file import is_name, read_json, read_regular, shown
 from shoestring.lora.adapted import DEFAULT, AdaptedLayer
 from shoestring.lora.config_digest import KEY, check_pair, config_digest
 from shoestring.lora.experts import LoraExperts
@@ -149,11 +150,11 @@ def _replace(path: Path, data: bytes) -> None:
 
 def read_config(path: Path) -> dict[str, Any]:
     """What adapter_config.json holds."""
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"lora.load_adapter: {path}: expected JSON, received something else: {error}") from None
-    return config if isinstance(config, dict) else {}
+    where = f"lora.load_adapter: {path}"
+    config = read_json(path, where)
+    if not isinstance(config, dict):
+        raise ValueError(f"{where}: expected a JSON object, received {shown(config)}")
+    return config
 
 
 def read_weights(path: Path, config: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
@@ -162,16 +163,16 @@ def read_weights(path: Path, config: Mapping[str, Any] | None = None) -> dict[st
     Raises:
         ValueError: a damaged file, or one that was not saved with ``config``, the content of adapter_config.json.
     """
+    where = f"lora.load_adapter: {path}"
+    data = read_regular(path, where)
     try:
-        data = path.read_bytes()
         tensors = parse_safetensors(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    except FileNotFoundError:
-        raise
     except Exception as error:  # the parser's own class is not exported
-        raise ValueError(
-            f"lora.load_adapter: {path}: expected a safetensors file, received a damaged one: {error}"
-        ) from None
+        raise ValueError(f"{where}: expected a safetensors file, received a damaged one: {shown(str(error))}") from None
     if config is not None:
         check_pair(path, header.get("__metadata__") or {}, path.with_name(CONFIG), config)
+    for key in tensors:
+        if not is_name(key):
+            raise ValueError(f"{where}: expected names of tensors, received {shown(key)}")
     return {key.removeprefix(PREFIX): value for key, value in tensors.items()}

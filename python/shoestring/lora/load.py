@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoestring.data.read_file import shown
 from shoestring.lora.adapted import DEFAULT, AdaptedLayer, attach
 from shoestring.lora.apply import check_fits, own_options, saved_modules
 from shoestring.lora.files import CONFIG, WEIGHTS, read_config, read_weights
@@ -55,7 +56,7 @@ def load_adapter(
     """
     check_name(adapter_name)
     folder = Path(directory)
-    if adapter_name != DEFAULT and (folder / adapter_name / CONFIG).exists():
+    if adapter_name != DEFAULT and os.path.lexists(folder / adapter_name / CONFIG):
         folder = folder / adapter_name
     config = read_config(folder / CONFIG)
     options = from_file(config, f"lora.load_adapter: {folder / CONFIG}")
@@ -98,8 +99,8 @@ def _load_tokens(
 ) -> None:
     expected = {"prompt_embeddings": (options.tokens, width(model, options))}
     received = {key: tuple(value.shape) for key, value in tensors.items()}
-    if received != expected:
-        raise ValueError(f"{place}: expected {expected}, received {received}")
+    if received != expected or not tensors["prompt_embeddings"].is_floating_point():
+        raise ValueError(f"{place}: expected {expected} of floating point, received {shown(received)}")
     if any(adapter_name in m.adapters for m in members(model).values() if not isinstance(m, VirtualTokens)):
         raise ValueError(f"{place}: expected virtual tokens under a new name, but layers have an adapter {adapter_name!r}")
     if isinstance(options, PrefixOptions):
@@ -153,6 +154,8 @@ def _kinds(model: nn.Module, options: Options) -> dict[str, type[AdaptedLayer]]:
 def _sort_layer(
     content: Content, kinds: dict[str, type[AdaptedLayer]], key: str, value: Tensor, options: Options, place: str
 ) -> None:
+    if not value.is_floating_point():
+        raise ValueError(f"{place}: {key}: expected a floating-point tensor, received {value.dtype}")
     endings = sorted({suffix for kind in kinds.values() for suffix in kind.PARAMETERS.values()}, key=len)
     fitting = [ending for ending in endings if key.endswith("." + ending)]
     if not fitting:

@@ -1,9 +1,10 @@
 """PEFT's configurations, objects and adapter_config.json alike, as our options, and the reverse."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
+from shoestring.data.read_file import is_integer, is_name, is_number, shown
 from shoestring.lora.options import (
     IA3Options,
     LoraOptions,
@@ -78,6 +79,45 @@ REFUSED = (
     "arrow_config", "kasa_config", "megatron_config", "monteclora_config", "velora_config", "ensure_weight_tying",
 )  # fmt: skip
 
+MOST_NAMES = 100_000  # in a list or an object; each is compared with every module
+MOST_MODULES = 10_000  # in modules_to_save and target_parameters, which are compared several times
+VERA_RANK = 65_536  # of matrices that the file need not hold: 1 GiB each for 4096 features
+
+Check = tuple[Callable[[Any], bool], str]
+
+
+def _names(most: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and len(value) <= most and all(map(is_name, value))
+
+
+def _mapping(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and len(value) <= MOST_NAMES and all(map(fits, value.values()))
+
+
+def _integer(least: int, most: int = 2**31 - 1) -> Check:
+    return lambda value: is_integer(value) and least <= value <= most, f"an integer from {least} to {most}"
+
+
+NUMBER: Check = (is_number, "a finite number")
+FLAG: Check = (lambda value: isinstance(value, bool), "true or false")
+TEXT: Check = (is_name, "a name")
+NAMES: Check = (lambda value: isinstance(value, str) or _names(MOST_NAMES)(value), "a pattern or a list of names")
+MODULES: Check = (_names(MOST_MODULES), f"a list of at most {MOST_MODULES} names")
+RANKS: Check = (_mapping(_integer(1)[0]), "an object of integers of at least 1")
+ALPHAS: Check = (_mapping(is_number), "an object of finite numbers")
+LAYERS: Check = (
+    lambda value: is_integer(value) or (isinstance(value, list) and all(map(is_integer, value))),
+    "an integer or a list of integers",
+)
+# JSON's types and ranges, by the names of our options.
+CHECKS: dict[str, Check] = {
+    "target_modules": NAMES, "exclude_modules": NAMES, "layers_pattern": NAMES, "feedforward_modules": NAMES,
+    "modules_to_save": MODULES, "target_parameters": MODULES, "layers_to_transform": LAYERS, "rank": _integer(1),
+    "alpha": NUMBER, "rank_pattern": RANKS, "alpha_pattern": ALPHAS, "rslora": FLAG, "dora": FLAG, "dropout": NUMBER,
+    "lora_bias": FLAG, "bias": TEXT, "d_initial": NUMBER, "seed": _integer(-(2**63), 2**63 - 1), "save_projection": FLAG,
+    "tokens": _integer(1), "projection": FLAG, "hidden_size": _integer(1),
+}  # fmt: skip
+
 
 def from_peft(config: Any) -> Options:
     """Our options of a PEFT configuration object, recognised by its ``peft_type``.
@@ -104,10 +144,15 @@ def from_file(values: Mapping[str, Any], place: str) -> Options:
     """Our options of what adapter_config.json holds. Unknown keys are passed over, as PEFT does.
 
     Raises:
-        ValueError: a method or an option that is not supported, by name.
+        ValueError: a method or an option that is not supported, or a value of another type or range, by name.
     """
     method = _method(values.get("peft_type"), f"{place}: peft_type")
     options = _translate(method, values, place)
+    theirs = {ours: name for name, ours in FIELDS[method][1].items()}
+    for name, value in options.items():
+        fits, expected = _integer(1, VERA_RANK) if (method, name) == ("VERA", "rank") else CHECKS[name]
+        if not fits(value):
+            raise ValueError(f"{place}: {theirs[name]}: expected {expected}, received {shown(value)}")
     virtual = issubclass(FIELDS[method][0], VirtualOptions)
     if not virtual and not any(options.get(name) for name in ("target_modules", "target_parameters")):
         options["target_modules"] = ()  # a file's keys name the modules
@@ -116,9 +161,9 @@ def from_file(values: Mapping[str, Any], place: str) -> Options:
 
 def _method(kind: Any, place: str) -> str:
     method = getattr(kind, "value", kind)
-    if method not in FIELDS:
+    if not isinstance(method, str) or method not in FIELDS:
         known = ", ".join(repr(name) for name in FIELDS)
-        raise ValueError(f"{place}: expected one of {known}, received {method!r}")
+        raise ValueError(f"{place}: expected one of {known}, received {shown(method)}")
     return method
 
 
@@ -180,7 +225,7 @@ def _prompt_init(kind: Any) -> str:
 
 def _refuse(place: str, name: str, expected: Any, received: Any) -> None:
     raise ValueError(
-        f"{place}: {name}: expected {expected!r}, since nothing else is supported here, received {received!r}"
+        f"{place}: {name}: expected {expected!r}, since nothing else is supported here, received {shown(received)}"
     )
 
 

@@ -2,15 +2,20 @@
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from shoestring.lora.adapted import AdaptedLayer
 from shoestring.lora.options import Names, Options
 from shoestring.lora.trained_copy import TrainedCopy
 from shoestring.nn.quantized_linear import QuantizedLinear
+
+# How a pattern meets a name: re.fullmatch(pattern, name), and re.match with (.*\.)?(pattern)$, (^|.*\.)pattern($|\..*) or
+# (?:^|.*?\.)pattern\.(\d+)\. before it.
+WHOLE, ENDING, INSIDE, LAYER = range(4)
 
 
 def former_class(module: nn.Module) -> type[nn.Module]:
@@ -43,9 +48,13 @@ def own_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def matches(name: str, names: Names | None) -> bool:
-    """A list names modules, or what their names end with after a dot; a string is a pattern for the whole name."""
+    """A list names modules, or what their names end with after a dot; a string is a pattern for the whole name.
+
+    Raises:
+        ValueError: a string that is no pattern, or that exceeds the limits of a match.
+    """
     if isinstance(names, str):
-        return re.fullmatch(names, name) is not None
+        return first_match([names], name, WHOLE)[0] == 0
     return any(name == t or name.endswith("." + t) for t in names or ())
 
 
@@ -139,7 +148,7 @@ def _left_out(name: str, options: Options) -> bool:
 
 def is_inside(name: str, module: str) -> bool:
     """True for a module named ``module`` (a regular expression, as in PEFT), or one in it."""
-    return re.match(rf"(^|.*\.){module}($|\..*)", name) is not None
+    return first_match([module], name, INSIDE)[0] == 0
 
 
 def _layer_chosen(name: str, options: Options) -> bool:
@@ -151,14 +160,22 @@ def _layer_chosen(name: str, options: Options) -> bool:
 
 def _layer_number(name: str, options: Options) -> int | None:
     """The number of the layer that a module is in; None for a module outside of layers."""
-    patterns = options.layers_pattern or [r"[^.]*"]
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        # The first number: a later one may count experts. Without a pattern, PEFT wants two names before it.
-        before = r".*?\." if not options.layers_pattern else r"(?:^|.*?\.)"
-        found = re.match(rf"{before}{pattern}\.(\d+)\.", name)
-        if found:
-            return int(found[1])
-    return None
+    if not options.layers_pattern:
+        # The first number: a later one may count experts. PEFT wants two names before it.
+        found = re.match(r".*?\.[^.]*\.(\d+)\.", name)
+        number = found[1] if found else None
+    else:
+        patterns = [options.layers_pattern] if isinstance(options.layers_pattern, str) else list(options.layers_pattern)
+        index, number = first_match(patterns, name, LAYER)
+        number = number if index >= 0 else None
+    if number is None:
+        return None
+    if not number.isdecimal():
+        raise ValueError(
+            f"lora.apply: layers_pattern: expected a pattern whose first group is the layer's number, received "
+            f"{options.layers_pattern!r}, which finds {number!r}"
+        )
+    return int(number)
 
 
 def _refuse_unmatched_layers(options: Options, names: Iterable[str]) -> None:
@@ -174,12 +191,28 @@ def _refuse_unmatched_layers(options: Options, names: Iterable[str]) -> None:
         )
 
 
+def first_match(patterns: Sequence[str], name: str, rule: int) -> tuple[int, str]:
+    """The index of the first pattern that matches a name, or -1, and the text of its first group.
+
+    The verdict is that of Python's ``re``. Patterns without metacharacters are compared directly, others run in PCRE2 with
+    limits of steps, depth and memory (``csrc/lora/pattern.h`` lists the syntax that is refused).
+
+    Args:
+        rule: WHOLE, ENDING, INSIDE or LAYER.
+
+    Raises:
+        ValueError: a pattern that is refused, or that exceeds the limits.
+    """
+    for pattern in patterns:
+        if any("\ud800" <= letter <= "\udfff" for letter in pattern):
+            raise ValueError(f"lora: pattern: expected text without lone surrogates, received {pattern[:100]!a}")
+    return torch.ops.shoestring.match_patterns("lora: pattern", list(patterns), name, rule)
+
+
 def by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
     """PEFT's rule: the first pattern that matches the name, or what it ends with after a dot."""
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            return value
-    return default
+    index = first_match(list(patterns), name, ENDING)[0] if patterns else -1
+    return default if index < 0 else list(patterns.values())[index]
 
 
 def shortest_names(model: nn.Module, chosen: Iterable[str]) -> list[str]:

@@ -1,15 +1,19 @@
 """A linear layer whose frozen weight is held in 4 bits or int8, and bitsandbytes' keys for it."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shoestring.data.read_file import is_integer, is_number, parse_json, shown
 from shoestring.ops.quantize_4bit import BLOCK_SIZES, TYPES, code_values, quantize_4bit
 from shoestring.ops.quantize_int8 import quantize_int8
 from shoestring.ops.quantized_linear import quantized_linear
 from shoestring.quantized_tensor import QuantizedTensor
+
+LONGEST_STATE = 4096  # bytes; a real one has 250
 
 
 class KeyedLinear(nn.Linear):
@@ -187,10 +191,11 @@ def read_quantized(
 
 def _int8_of(state_dict: dict[str, Any], prefix: str, shape: tuple[int, int], dtype: torch.dtype) -> QuantizedTensor:
     packed, absmax = state_dict[prefix + "weight"], state_dict.pop(prefix + "SCB")
-    order = int(state_dict.pop(prefix + "weight_format", 0))
-    if order != 0:
-        raise ValueError(f"QuantizedLinear: {prefix}weight_format: expected 0, rows as they are, received {order}")
-    if packed.dtype != torch.int8 or packed.shape != shape or absmax.shape != shape[:1]:
+    order = state_dict.pop(prefix + "weight_format", 0)
+    order = order.tolist() if isinstance(order, Tensor) and order.numel() == 1 else order
+    if order not in (0, [0]):
+        raise ValueError(f"QuantizedLinear: {prefix}weight_format: expected 0, rows as they are, received {shown(order)}")
+    if packed.dtype != torch.int8 or packed.shape != shape or absmax.shape != shape[:1] or not absmax.is_floating_point():
         raise ValueError(
             f"QuantizedLinear: {prefix}weight and SCB: expected int8 {shape} and {shape[:1]}, received {packed.dtype} "
             f"{tuple(packed.shape)} and {tuple(absmax.shape)}"
@@ -200,19 +205,41 @@ def _int8_of(state_dict: dict[str, Any], prefix: str, shape: tuple[int, int], dt
     )
 
 
+def _state_of(text: Tensor, state_key: str) -> dict[str, Any]:
+    """The description of a weight of 4 bits, with every field of its type."""
+    if text.dtype != torch.uint8 or text.numel() > LONGEST_STATE:
+        raise ValueError(
+            f"QuantizedLinear: {state_key}: expected at most {LONGEST_STATE} bytes of JSON, received {text.numel()} of {text.dtype}"
+        )
+    state = parse_json(bytes(text.flatten().tolist()), f"QuantizedLinear: {state_key}: expected bitsandbytes' JSON, received another")
+    if not isinstance(state, dict):
+        raise ValueError(f"QuantizedLinear: {state_key}: expected a JSON object, received {shown(state)}")
+    checks: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "quant_type": (lambda v: isinstance(v, str), "a name"),
+        "blocksize": (is_integer, "an integer"),
+        "shape": (lambda v: isinstance(v, list) and all(map(is_integer, v)), "a list of integers"),
+        "dtype": (lambda v: v in ("float32", "bfloat16", "float16"), "float32, bfloat16 or float16"),
+        "nested_offset": (is_number, "a finite number"),
+    }
+    for field, (fits, expected) in checks.items():
+        if field == "nested_offset" and field not in state:
+            continue
+        if not fits(state[field]):
+            raise ValueError(f"QuantizedLinear: {state_key}: {field}: expected {expected}, received {shown(state[field])}")
+    return state
+
+
 def _4bit_of(state_dict: dict[str, Any], key: str, state_key: str, shape: tuple[int, int]) -> QuantizedTensor:
-    try:
-        state = json.loads(bytes(state_dict.pop(state_key).tolist()))
-    except ValueError as error:
-        raise ValueError(f"QuantizedLinear: {state_key}: expected bitsandbytes' JSON, received {error}") from None
+    state = _state_of(state_dict.pop(state_key), state_key)
     quant_type, block_size = state["quant_type"], state["blocksize"]
     if quant_type not in TYPES or block_size not in BLOCK_SIZES:
         raise ValueError(
             f"QuantizedLinear: {state_key}: expected {' or '.join(TYPES)} in blocks of {BLOCK_SIZES}, received "
-            f"{quant_type!r} in blocks of {block_size!r}"
+            f"{shown(quant_type)} in blocks of {shown(block_size)}"
         )
-    packed, absmax = state_dict[key].view(torch.uint8).flatten(), state_dict.pop(key + ".absmax").flatten()
-    if not torch.equal(state_dict.pop(key + ".quant_map").cpu(), code_values(quant_type)):
+    packed, absmax = state_dict[key].flatten().view(torch.uint8), state_dict.pop(key + ".absmax").flatten()
+    values = state_dict.pop(key + ".quant_map").cpu()
+    if values.dtype != torch.float32 or not torch.equal(values, code_values(quant_type)):
         raise ValueError(f"QuantizedLinear: {key}.quant_map: expected the {quant_type} values, received others")
     if tuple(state["shape"]) != shape:
         raise ValueError(f"QuantizedLinear: {key}: expected shape {shape}, received {tuple(state['shape'])}")
@@ -225,16 +252,20 @@ def _4bit_of(state_dict: dict[str, Any], key: str, state_key: str, shape: tuple[
         )
     if quant_type == "int4" and (absmax.dtype != torch.int32 or "nested_offset" in state):
         raise ValueError(f"QuantizedLinear: {key}.absmax: expected int32 with int4, not nested, received {absmax.dtype}")
+    scale_dtype = torch.uint8 if "nested_offset" in state else torch.float32
+    if quant_type != "int4" and absmax.dtype != scale_dtype:
+        raise ValueError(f"QuantizedLinear: {key}.absmax: expected {scale_dtype}, received {absmax.dtype}")
     nested = None
     if "nested_offset" in state:
         if state["nested_blocksize"] != 256:
             received = state["nested_blocksize"]
             raise ValueError(f"QuantizedLinear: {key}: nested_blocksize: expected 256, received {received}")
         scales, map_ = state_dict.pop(key + ".nested_absmax"), state_dict.pop(key + ".nested_quant_map")
-        if scales.shape != (-(-blocks // 256),) or map_.shape != (256,):
+        dtypes = {scales.dtype, map_.dtype}
+        if scales.shape != (-(-blocks // 256),) or map_.shape != (256,) or dtypes != {torch.float32}:
             raise ValueError(
                 f"QuantizedLinear: {key}: nested_absmax and nested_quant_map: expected {-(-blocks // 256)} and 256 values, "
-                f"received {tuple(scales.shape)} and {tuple(map_.shape)}"
+                f"received {tuple(scales.shape)} of {scales.dtype} and {tuple(map_.shape)} of {map_.dtype}"
             )
         nested = torch.cat([scales.new_tensor([state["nested_offset"]]), map_.float(), scales.float()])
     return QuantizedTensor(

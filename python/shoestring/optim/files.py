@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from shoestring.data.files import atomic_path
+from shoestring.data.read_file import check_regular, is_integer, is_number, parse_json, shown
 from shoestring.data.safetensors_file import write_safetensors
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.state_dicts import FORMAT_VERSION
@@ -64,18 +65,19 @@ def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
         OSError: the file cannot be read.
     """
     where = f"{type(optimizer).__name__}: load_optimizer: {os.fspath(path)}"
+    check_regular(path, where)
     with open(path, "rb"):  # an OSError of the system's, where there is none to read
         pass
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{where}: expected a safetensors file, received a damaged one: {error}") from None
+    except Exception as error:  # SafetensorError, or what PyTorch raises for a dtype that it lacks
+        raise ValueError(f"{where}: expected a safetensors file, received a damaged one: {shown(str(error))}") from None
     expected = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "optimizer": _rule_name(optimizer)}
     for key, value in expected.items():
         if metadata.get(key) != value:
-            raise ValueError(f"{where}: expected {key} {value}, received {metadata.get(key, 'none')}")
+            raise ValueError(f"{where}: expected {key} {value}, received {_brief(metadata.get(key, 'none'))}")
 
     norm = tensors.pop("grad_norm", None)
     saved, groups, first = _groups(metadata, optimizer, where), [], 0
@@ -85,7 +87,12 @@ def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
         if theirs["size"] != size:
             raise ValueError(f"{where}: expected {size} parameters in group {g}, received {theirs['size']}")
         kept = {name: value for name, value in ours.items() if name != "params"}
-        loaded = {name: _like(ours.get(name), v) for name, v in (theirs.get("extra", {}) | theirs["options"]).items()}
+        values = theirs.get("extra", {}) | theirs["options"]
+        loaded = {name: _like(ours.get(name), value, f"{where}: {name}") for name, value in values.items()}
+        try:
+            optimizer._check_options(kept | loaded)
+        except TypeError as error:  # None, where a number is compared
+            raise ValueError(f"{where}: group {g}: expected options of this optimizer's types, received others: {error}") from None
         groups.append(kept | loaded | {"params": list(range(first, first + size))})
         numbers |= {(str(g), str(i)): first + i for i in range(size)}
         first += size
@@ -94,7 +101,7 @@ def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
         group, index, entry = (*name.split(".", 2), "", "")[:3]
         if (group, index) not in numbers:
             raise ValueError(
-                f"{where}: expected tensors <group>.<index>.<name>, of the file's groups, received {name!r}"
+                f"{where}: expected tensors <group>.<index>.<name>, of the file's groups, received {shown(name)}"
             )
         state.setdefault(numbers[group, index], {})[entry] = tensor
     optimizer.load_state_dict(
@@ -109,13 +116,18 @@ def _rule_name(optimizer: LowMemoryOptimizer) -> str:
 
 
 def _groups(metadata: dict[str, str], optimizer: LowMemoryOptimizer, where: str) -> list[dict[str, Any]]:
-    try:
-        groups = json.loads(metadata.get("groups", ""))
-        fits = all(g.keys() >= {"size", "options"} and g["options"].keys() == optimizer.defaults.keys() for g in groups)
-    except (ValueError, AttributeError, TypeError):
-        groups, fits = [], False
+    message = f"{where}: expected groups with the options {sorted(optimizer.defaults)}, received others"
+    groups = parse_json(metadata.get("groups", "").encode(), message)
+    fits = isinstance(groups, list) and all(
+        isinstance(group, dict)
+        and is_integer(group.get("size"))
+        and isinstance(group.get("options"), dict)
+        and group["options"].keys() == optimizer.defaults.keys()
+        and isinstance(group.get("extra", {}), dict)
+        for group in groups
+    )
     if not fits:
-        raise ValueError(f"{where}: expected groups with the options {sorted(optimizer.defaults)}, received others")
+        raise ValueError(message)
     if len(groups) != len(optimizer.param_groups):
         count = len(optimizer.param_groups)
         raise ValueError(f"{where}: expected {count} groups of parameters, received {len(groups)}")
@@ -126,8 +138,24 @@ def _plain(value: object) -> object:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def _like(ours: object, value: object) -> object:
+def _like(ours: object, value: object, where: str) -> object:
     """JSON's value as a group has it: tuples are tuples, and a learning rate stays a tensor."""
-    if isinstance(ours, Tensor):
-        return torch.full_like(ours, value)
-    return tuple(value) if isinstance(ours, tuple) else value
+    several = isinstance(ours, (tuple, list))
+    if isinstance(value, list) != several and ours is not None:
+        raise ValueError(f"{where}: expected {'several values' if several else 'one value'}, received {shown(value)}")
+    if isinstance(ours, tuple):
+        assert isinstance(value, list)
+        if len(value) != len(ours):
+            raise ValueError(f"{where}: expected {len(ours)} values, received {shown(value)}")
+        return tuple(_like(one, other, where) for one, other in zip(ours, value, strict=True))
+    if isinstance(value, (list, dict)) or value is None:
+        return value
+    kind: type | tuple[type, ...] = bool if isinstance(ours, bool) else str if isinstance(ours, str) else (int, float)
+    plain = isinstance(value, (bool, str)) or is_number(value)
+    if not plain or (ours is not None and (not isinstance(value, kind) or isinstance(value, bool) != isinstance(ours, bool))):
+        raise ValueError(f"{where}: expected a value as {shown(ours)}, received {shown(value)}")
+    return torch.full_like(ours, float(value)) if isinstance(ours, Tensor) else value
+
+
+def _brief(text: str) -> str:
+    return text if len(text) <= 64 else shown(text)

@@ -87,6 +87,10 @@ class StateDicts:
         version = state_dict.get("format_version", FORMAT_VERSION)
         if version != FORMAT_VERSION:
             raise ValueError(f"{where}: expected format_version {FORMAT_VERSION}, received {version!r}")
+        norm = state_dict.get("grad_norm")
+        if norm is not None and not (isinstance(norm, Tensor) and norm.numel() == 1 and norm.is_floating_point()):
+            received = tuple(norm.shape) if isinstance(norm, Tensor) else repr(norm)
+            raise ValueError(f"{where}: grad_norm: expected a tensor of one number, received {received}")
 
         def keep(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             if "format_version" not in loaded:

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from shoestring.data.read_file import check_regular, is_integer
 from shoestring.nn.quantized_linear import QuantizedLinear, frozen, quantize_weight, read_quantized
 from shoestring.ops.quantize_4bit import BLOCK_SIZES, CODES, TYPES
 from shoestring.pretrained.reader import Stored, TensorReader, read_config, stored_tensors
 from shoestring.pretrained.remote_code import why_not_loaded
 
 METHOD = "load_quantized"
+# Names of configurations for the number of a model's layers.
+LAYER_COUNTS = {
+    "num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "num_encoder_layers", "encoder_layers",
+    "decoder_layers", "depth", "num_blocks", "num_nextn_predict_layers", "mtp_num_hidden_layers",
+}  # fmt: skip
+MOST_UNCHECKED = 1000  # layers or parameters, which are built quickly
+MOST_BUFFER = 1 << 31  # bytes of a buffer that is in no file
 
 
 class OtherTensorsError(ValueError):
@@ -71,7 +81,8 @@ def load_quantized(
             f"nested False, received {quant_type!r}, {block_size!r} and {nested!r}"
         )
     stored = stored_tensors(folder)
-    model = _skeleton(folder, dtype, trust_remote_code)
+    _check_layers(read_config(folder), len(stored), folder)
+    model = _skeleton(folder, dtype, len(stored), trust_remote_code)
     stored = _model_names(model, stored)
     layers = _linear_layers(model, skip_modules)
     parts = {name: _parts(stored, name) for name in layers} if ready else {}
@@ -110,23 +121,57 @@ def _check(quant_type: str | None, block_size: int | None, nested: bool, dtype: 
         raise ValueError(f"{METHOD}: dtype: expected fp32, bf16 or fp16, received {dtype}")
 
 
-def _skeleton(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+def _check_layers(fields: dict[str, Any], stored: int, folder: Path) -> None:
+    """Refuse, before anything is built, a configuration with more layers than the files have tensors.
+
+    Configurations make lists of that length, and models as many modules.
+    """
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            _check_layers(value, stored, folder)
+        elif name in LAYER_COUNTS and is_integer(value) and value > max(stored, MOST_UNCHECKED):
+            raise OtherTensorsError(
+                f"{METHOD}: {folder}: config.json: {name}: expected at most the {stored} tensors of the weights, received {value}"
+            )
+
+
+@contextmanager
+def _at_most(parameters: int) -> Iterator[None]:
+    """Raise OtherTensorsError where a model that is built has more parameters."""
+    count = 0
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        nonlocal count
+        count += 1
+        if count > parameters:
+            raise OtherTensorsError(f"more than {parameters} parameters, the weights have far fewer tensors")
+
+    handle = register_module_parameter_registration_hook(register)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _skeleton(folder: Path, dtype: torch.dtype, stored: int, trust_remote_code: bool) -> Any:
     """The model on the meta device, with the defaults of text generation that the directory has."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
+        with torch.device("meta"), _at_most(4 * stored + MOST_UNCHECKED):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ValueError(
             f"{METHOD}: {folder}: config.json does not describe a causal language model ({why_not_loaded(error)})"
         ) from None
-    if (folder / "generation_config.json").is_file():
+    if os.path.lexists(folder / "generation_config.json"):
+        where = f"{METHOD}: {folder}: generation_config.json"
         try:
+            check_regular(folder / "generation_config.json", where)
             model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
-        except Exception as error:
-            raise ValueError(f"{METHOD}: {folder / 'generation_config.json'}: {why_not_loaded(error)}") from None
+        except Exception as error:  # whatever its classes raise
+            raise ValueError(f"{where}: cannot be used ({why_not_loaded(error)})") from None
     return model
 
 
@@ -248,6 +293,12 @@ def _recreate_buffers(model: Any, device: torch.device | str) -> None:
     left = {name: buffer for name, buffer in model.named_buffers() if buffer.is_meta}
     if not left:
         return
+    for name, buffer in left.items():
+        if buffer.nbytes > MOST_BUFFER:
+            raise ValueError(
+                f"{METHOD}: {type(model).__name__}: the buffer {name}, which config.json asks for, has {buffer.nbytes} bytes; "
+                f"expected at most {MOST_BUFFER}"
+            )
     for name, buffer in left.items():
         empty = float("nan") if buffer.is_floating_point() else 0
         _set(model, [name], torch.full_like(buffer, empty, device=device))

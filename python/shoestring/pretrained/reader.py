@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoestring.data.read_file import check_regular, read_json, shown
+
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -49,36 +51,40 @@ def read_config(directory: Path) -> dict[str, Any]:
         ValueError: there is none, or it is not a JSON object.
     """
     config = directory / "config.json"
-    if not config.is_file():
-        raise ValueError(f"{directory}: no config.json there; expected a Hugging Face model directory")
     try:
-        fields = json.loads(config.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{config}: not valid JSON ({error})") from None
+        fields = read_json(config, str(config))
+    except FileNotFoundError:
+        raise ValueError(f"{directory}: no config.json there; expected a Hugging Face model directory") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{config}: expected a JSON object, received {type(fields).__name__}")
     return fields
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if os.path.lexists(index):
         return _sharded(directory, index)
-    if (directory / "model.safetensors").is_file():
-        return [directory / "model.safetensors"]
+    if os.path.lexists(single):
+        return [single]
     raise ValueError(
         f"{directory}: no weights there (model.safetensors or its sharded index); only safetensors are read"
     )
 
 
 def _sharded(directory: Path, index: Path) -> list[Path]:
+    where = f"{index}: not a valid index of sharded weights"
     try:
-        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{index}: not a valid index of sharded weights ({type(error).__name__}: {error})") from None
+        fields = read_json(index, where)
+    except FileNotFoundError:
+        raise ValueError(f"{where}: a link to a file that is not there") from None
+    files = fields.get("weight_map") if isinstance(fields, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise ValueError(f"{index}: not a valid index of sharded weights: expected weight_map, names of files by tensor")
+    names = sorted(set(files.values()))
     for name in names:
-        if Path(name).name != name or not (directory / name).is_file():
-            raise ValueError(f"{index}: names the weight file {name!r}, which is not in the directory")
+        # A name with a folder in it could lead anywhere on the disk.
+        if Path(name).name != name or "\0" in name or not os.path.lexists(directory / name):
+            raise ValueError(f"{index}: names the weight file {shown(name)}, which is not in the directory")
     return [directory / name for name in names]
 
 
@@ -95,13 +101,14 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     for file in _weight_files(directory):
         try:
+            check_regular(file, str(file))
             with safe_open(file, "pt"):
                 pass
             with open(file, "rb") as opened:
                 size = int.from_bytes(opened.read(8), "little")
                 header = json.loads(opened.read(size))
         except Exception as error:  # SafetensorError is not exported everywhere; OSError for unreadable files
-            raise ValueError(f"{file}: not a sound safetensors file ({error})") from None
+            raise ValueError(f"{file}: not a sound safetensors file ({shown(str(error))})") from None
         header.pop("__metadata__", None)
         for name, entry in header.items():
             if name in found:
@@ -159,4 +166,6 @@ class TensorReader:
             if count == 0:
                 raise ValueError(f"{stored.file}: {name}: the file ends before the tensor does")
             done += count
+        if stored.dtype == torch.bool and bool((room > 1).any()):  # any other byte is undefined behaviour later
+            raise ValueError(f"{stored.file}: {name}: expected bytes 0 and 1 for BOOL, received others")
         return room.view(stored.dtype).view(stored.shape)

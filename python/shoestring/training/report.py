@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import html
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from shoestring.data.errors import InputError
 from shoestring.data.files import atomic_file
+from shoestring.data.read_file import is_number, read_json
 from shoestring.training.metrics import read_metrics
 from shoestring.training.plots import draw_comparison, draw_run
 
@@ -38,8 +38,8 @@ class Run:
 def read_run(folder: Path) -> Run:
     """Read a finished run; raises InputError where the folder does not hold one."""
     try:
-        record = json.loads((folder / "run.json").read_text("utf-8"))
-        summary = json.loads((folder / "summary.json").read_text("utf-8"))
+        record = read_json(folder / "run.json", "run.json")
+        summary = read_json(folder / "summary.json", "summary.json")
         metrics = read_metrics(folder / "metrics.jsonl")
     except FileNotFoundError as error:
         name = Path(str(error.filename)).name
@@ -53,29 +53,26 @@ def read_run(folder: Path) -> Run:
 def _check(folder: Path, record: Any, summary: Any, metrics: list[Any]) -> None:
     """Refuse a run whose files lack what reports show, or hold something else in its place."""
 
-    def number(value: Any) -> bool:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
     def has(value: Any, **kinds: Callable[[Any], bool]) -> list[str]:
         fields = value if isinstance(value, dict) else {}
         return [name for name, fits in kinds.items() if name not in fields or not fits(fields[name])]
 
     def optional(value: Any) -> bool:
-        return value is None or number(value)
+        return value is None or is_number(value)
 
     def text(value: Any) -> bool:
         return isinstance(value, str)
 
     def parts(value: Any) -> bool:
-        kinds = {"name": text, "formula": text, "expected": optional, "measured": number}
+        kinds = {"name": text, "formula": text, "expected": optional, "measured": is_number}
         return isinstance(value, list) and not any(has(part, **kinds) for part in value)
 
     wrong = has(record, command=text, fingerprint=lambda value: isinstance(value, dict))
     wrong += has(
-        summary, train_loss=number, val_loss=optional, tokens_per_second=number, peak_memory=number, memory=parts,
+        summary, train_loss=is_number, val_loss=optional, tokens_per_second=is_number, peak_memory=is_number, memory=parts,
         plain=lambda value: isinstance(value, bool),
     )  # fmt: skip
-    wrong += [name for row in metrics for name in has(row, step=number, loss=number)][:1]
+    wrong += [name for row in metrics for name in has(row, step=is_number, loss=is_number)][:1]
     if wrong or not metrics:
         raise InputError(
             f"{folder}: run.json, summary.json or metrics.jsonl is damaged ({', '.join(wrong) or 'no steps'})"

@@ -26,6 +26,7 @@ run C++-emulated env LD_PRELOAD="$simt/libshoestring_simt.so" "$build/tests/cpp/
 run Python python -m pytest
 run Python-emulated python -m pytest --backend=simt
 run crash python -m pytest tests/crash
+run fuzz python -m pytest tests/fuzz
 run consumer tests/consumer/run.sh "$build"
 run gates python scripts/check_ptxas.py "$build"
 
@@ -53,6 +54,7 @@ add_catch C++-emulated
 add_pytest Python
 add_pytest Python-emulated
 add_pytest crash
+add_pytest fuzz
 add consumer "$(grep -c '^ok ' "$logs/consumer")" "$(grep -c '^not ok ' "$logs/consumer")"
 add gates "$(count gates passed)" "$(count gates failed)"
 sed -n 's/^skipped/gates skipped/p' "$logs/gates"

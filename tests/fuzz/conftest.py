@@ -1,0 +1,19 @@
+"""The length of a fuzzing run, and its seed."""
+
+import os
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fuzz-seconds", type=float, default=24.0, help="seconds of fuzzing, shared by all readers of both languages"
+    )
+
+
+@pytest.fixture
+def seed() -> int:
+    """Of the mutations; pytest shows the print where a test fails. SHOESTRING_SEED repeats or varies a run."""
+    value = int(os.environ.get("SHOESTRING_SEED", "1234"))
+    print(f"SHOESTRING_SEED={value}")
+    return value

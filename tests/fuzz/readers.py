@@ -1,0 +1,356 @@
+"""Every reader of files: how to make a sound input, which of its files to damage, and what the reader may raise."""
+
+import functools
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from mutate import mutate_bytes, mutate_json, mutate_lines, mutate_safetensors
+from torch import nn
+
+import shoestring
+from shoestring import lora, optim
+from shoestring.data.examples import kind_of, read_segments
+from shoestring.data.text import check_text, find_files
+from shoestring.data.token_file import HEADER, MAGIC, read_token_file
+from shoestring.data.tokenizer import load_tokenizer
+from shoestring.pretrained import load_quantized, save_quantized
+from shoestring.pretrained.reader import TensorReader, stored_tensors
+from shoestring.training.checkpoint import load_checkpoint, save_checkpoint
+from shoestring.training.metrics import read_metrics
+from shoestring.training.models import check_model_directory
+from shoestring.training.report import figures, read_run
+
+Mutator = Callable[[bytes, random.Random], bytes]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A reader and its input.
+
+    Args:
+        covers: the public functions that it fuzzes, with their modules.
+        make: writes a sound input into an empty folder.
+        files: how each file is damaged, by name, or by a pattern of names.
+        load: reads the folder.
+        errors: documented exceptions.
+        share: of the time, relative to the others.
+        special: pipes and the like in place of a file are cases too.
+    """
+
+    name: str
+    covers: tuple[str, ...]
+    make: Callable[[Path], object]
+    files: dict[str, Mutator]
+    load: Callable[[Path], object]
+    errors: tuple[type[Exception], ...] = (ValueError,)
+    share: float = 1.0
+    special: bool = True
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(8, 12), nn.Linear(12, 8, bias=False)
+
+
+class Small(nn.Module):
+    """Names as in a language model; weights of 8 by 12."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 5)
+
+
+ADAPTERS: dict[str, Any] = {
+    "lora": lora.LoraOptions(
+        rank=2, target_modules=["up_proj", "down_proj"], rank_pattern={"layers.0.up_proj": 3}, alpha_pattern={".*down_proj": 4.0},
+        modules_to_save=["head"], bias="all",
+    ),
+    "dora": lora.LoraOptions(rank=2, target_modules=r".*_proj", dora=True),
+    "ia3": lora.IA3Options(target_modules=["up_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "vera": lora.VeraOptions(rank=4, target_modules=["up_proj"], save_projection=False),
+}  # fmt: skip
+
+
+def _adapter(kind: str) -> Reader:
+    def make(folder: Path) -> None:
+        lora.save_adapter(lora.apply(Small(), ADAPTERS[kind]), folder)
+        config = json.loads((folder / "adapter_config.json").read_text())
+        if kind == "ia3":  # a pattern, as PEFT may write it
+            config["feedforward_modules"] = r".*\.(down|gate)_proj"
+        if kind == "lora":
+            config["alpha_pattern"] = {r"(?:layers\.)?[01]\.down_proj": 4.0, r"(?=.*up).*_proj": 32.0}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+
+    return Reader(
+        f"load_adapter {kind}",
+        ("lora.load.load_adapter", "lora.files.read_config", "lora.files.read_weights"),
+        make,
+        {"adapter_config.json": mutate_json, "adapter_model.safetensors": mutate_safetensors},
+        lambda folder: lora.load_adapter(Small(), folder),
+        (ValueError, FileNotFoundError),
+    )
+
+
+def _make_tokens(folder: Path) -> None:
+    lora.save_adapter(lora.apply(_llama(), lora.PromptOptions(tokens=3)), folder)
+
+
+@functools.cache
+def _config() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(_config())
+
+
+def _optimizer(name: str, **options: Any) -> Reader:
+    def fresh() -> tuple[nn.Module, Any]:
+        model = Small()
+        groups = [{"params": list(model.layers.parameters())}, {"params": list(model.head.parameters()), "lr": 0.5}]
+        return model, getattr(optim, name)(groups, lr=0.01, **options)
+
+    def make(folder: Path) -> None:
+        model, optimizer = fresh()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optim.save_optimizer(optimizer, folder / "optimizer.safetensors")
+
+    return Reader(
+        f"load_optimizer {name}",
+        ("optim.files.load_optimizer",),
+        make,
+        {"optimizer.safetensors": mutate_safetensors},
+        lambda folder: optim.load_optimizer(fresh()[1], folder / "optimizer.safetensors"),
+        (ValueError, OSError),
+        share=0.7,
+    )
+
+
+def _make_sharded(folder: Path) -> None:
+    _llama().to(torch.bfloat16).save_pretrained(folder, max_shard_size="20KB")
+
+
+def _read_all(folder: Path) -> None:
+    with TensorReader(stored_tensors(folder)) as reader:
+        for name in reader.stored:
+            reader.read(name)
+
+
+def _make_quantized(folder: Path) -> None:
+    _make_sharded(folder)
+    model = load_quantized(folder, quant_type="nf4", nested=True)
+    save_quantized(model, folder / "quantized")
+    for file in folder.iterdir():
+        if file.is_file():
+            file.unlink()
+    for file in (folder / "quantized").iterdir():
+        file.rename(folder / file.name)
+    (folder / "quantized").rmdir()
+
+
+def _make_token_file(folder: Path) -> None:
+    tokens = bytes(range(64)) * 4
+    (folder / "tokens.bin").write_bytes(HEADER.pack(MAGIC, 300, 2, len(tokens) // 2) + tokens)
+
+
+def _make_text(folder: Path) -> None:
+    (folder / "text.txt").write_text("A text of two lines.\nWith accents: é, 日本, 🙂.\n" * 3)
+    (folder / "text.jsonl").write_text('{"text": "one é"}\n\n{"text": "two", "id": 5}\n' * 3)
+
+
+def _make_examples(folder: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi é"}, {"role": "assistant", "content": "Hello"}]}
+    (folder / "chat.jsonl").write_text((json.dumps(chat) + "\n") * 3)
+    (folder / "completion.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 3)
+
+
+class Tokenizer:
+    """As much of one as reading examples needs."""
+
+    eos_token, chat_template = "</s>", None
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> str:
+        return "".join(f"{m['role']}: {m['content']}\n" for m in messages)
+
+
+def _read_examples(folder: Path) -> None:
+    for name in ("chat.jsonl", "completion.jsonl"):
+        kind = kind_of([folder / name])
+        if kind != "text":
+            read_segments([folder / name], kind, Tokenizer())
+
+
+def _make_tokenizer(folder: Path) -> None:
+    from shoestring.data.tokenizer import train_bpe
+
+    (folder / "text.txt").write_text("some words and some more words, some of them again " * 20)
+    train_bpe([folder / "text.txt"], 300).save_pretrained(folder)
+
+
+def _trainer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Small()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    return model, optimizer
+
+
+def _make_checkpoint(folder: Path) -> None:
+    saved = save_checkpoint(folder, 3, *_trainer(), {"tokens": 5, "losses": [1.5, 2.5], "seconds": 0.5})
+    for file in saved.iterdir():
+        file.rename(folder / file.name)
+    saved.rmdir()
+    saved.parent.rmdir()
+
+
+def _make_run(folder: Path) -> None:
+    memory = {"weights": 1, "gradients": 2, "optimizer": 3, "activations": 4}
+    summary = {"train_loss": 1.5, "val_loss": None, "tokens_per_second": 10.5, "peak_memory": 1000, "memory": memory}
+    (folder / "run.json").write_text(json.dumps({"command": "train", "torch": "2", "threads": 2, "fingerprint": {"a": 1}}))
+    (folder / "summary.json").write_text(json.dumps(summary))
+    rows = [{"step": i, "loss": 1.0 / i, "lr": 0.1} for i in range(1, 4)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+READERS = [
+    *(_adapter(kind) for kind in ADAPTERS),
+    Reader(
+        "load_adapter prompt",
+        ("lora.load.load_adapter",),
+        _make_tokens,
+        {"adapter_config.json": mutate_json, "adapter_model.safetensors": mutate_safetensors},
+        lambda folder: lora.load_adapter(_llama(), folder),
+        (ValueError, FileNotFoundError),
+    ),
+    _optimizer("AdamW"),
+    _optimizer("Adafactor"),
+    _optimizer("Lion"),
+    Reader(
+        "stored_tensors",
+        ("pretrained.reader.stored_tensors", "pretrained.reader.read_config"),
+        _make_sharded,
+        {
+            "model.safetensors.index.json": mutate_json,
+            "model-*.safetensors": mutate_safetensors,
+        },
+        _read_all,
+    ),
+    Reader(
+        "load_quantized",
+        ("pretrained.load.load_quantized", "pretrained.reader.read_config", "training.models.load_model"),
+        _make_sharded,
+        {"config.json": mutate_json, "generation_config.json": mutate_json, "model.safetensors.index.json": mutate_json},
+        load_quantized,
+        share=2,
+    ),
+    Reader(
+        "load_quantized 4-bit",
+        ("pretrained.load.load_quantized",),
+        _make_quantized,
+        {"config.json": mutate_json, "model.safetensors": mutate_safetensors},
+        load_quantized,
+        share=2,
+    ),
+    Reader(
+        "check_model_directory",
+        ("training.models.check_model_directory", "training.models.is_quantized"),
+        _make_sharded,
+        {"config.json": mutate_json, "model.safetensors.index.json": mutate_json},
+        check_model_directory,
+    ),
+    Reader(
+        "read_token_file",
+        ("data.token_file.read_token_file",),
+        _make_token_file,
+        {"tokens.bin": mutate_bytes},
+        lambda folder: read_token_file(folder / "tokens.bin")[0].sum(),
+        share=0.3,
+    ),
+    Reader(
+        "check_text",
+        ("data.text.check_text", "data.text.find_files", "data.text.read_text", "data.text.read_jsonl", "data.text.documents"),
+        _make_text,
+        {"text.txt": mutate_bytes, "text.jsonl": mutate_lines},
+        lambda folder: check_text(find_files([folder])),
+        share=0.5,
+    ),
+    Reader(
+        "read_segments",
+        ("data.examples.kind_of", "data.examples.read_segments"),
+        _make_examples,
+        {"chat.jsonl": mutate_lines, "completion.jsonl": mutate_lines},
+        _read_examples,
+        share=0.5,
+    ),
+    Reader(
+        "load_tokenizer",
+        ("data.tokenizer.load_tokenizer",),
+        _make_tokenizer,
+        {"tokenizer.json": mutate_json, "tokenizer_config.json": mutate_json},
+        load_tokenizer,
+    ),
+    Reader(
+        "load_checkpoint",
+        ("training.checkpoint.load_checkpoint",),
+        _make_checkpoint,
+        {"weights.safetensors": mutate_safetensors, "state.json": mutate_json, "optimizer.pt": mutate_bytes},
+        lambda folder: load_checkpoint(folder, *_trainer()),
+        special=False,  # the folder is the run's own
+    ),
+    Reader(
+        "read_run",
+        ("training.report.read_run", "training.metrics.read_metrics"),
+        _make_run,
+        {"run.json": mutate_json, "summary.json": mutate_json, "metrics.jsonl": mutate_lines},
+        lambda folder: (figures(read_run(folder)), read_metrics(folder / "metrics.jsonl")),
+        share=0.5,
+    ),
+]
+
+# Public functions that take a path and read no file of another's making, with the reason.
+NOT_READERS = {
+    **dict.fromkeys(
+        ("data.files.fsync_directory", "data.files.atomic_path", "data.files.atomic_file", "data.files.atomic_directory",
+         "data.files.write_json", "data.files.remove_partial", "data.safetensors_file.write_safetensors",
+         "data.token_file.write_token_file", "lora.files.save_adapter", "optim.files.save_optimizer",
+         "pretrained.save.save_quantized", "training.adapters.save_adapter", "training.checkpoint.save_checkpoint",
+         "training.report.write_report", "training.report.write_comparison", "training.report.write_sections",
+         "cli.demo_data.standard_library", "cli.demo_data.package_documentation", "training.metrics.MetricsLog"),
+        "writes",
+    ),
+    **dict.fromkeys(
+        ("cli.app.demo", "cli.app.finish", "cli.demo.demo", "cli.finetune.finetune", "cli.generate.generate",
+         "cli.tokenize.tokenize", "cli.app.compare", "cli.app.tokenize", "cli.app.train", "cli.app.generate", "cli.app.finetune",
+         "cli.app.estimate", "cli.app.plan", "cli.train.train", "cli.turns.run_in_turns", "training.run.RunOptions",
+         "training.run.execute", "training.run.run_folder", "training.loop.Trainer", "data.tokenizer.train_bpe"),
+        "calls the readers above",
+    ),
+    **dict.fromkeys(
+        ("data.text.is_jsonl", "training.run.file_list", "training.checkpoint.checkpoints", "data.read_file.check_regular",
+         "pretrained.reader.Stored", "training.report.Run"),
+        "looks at names and sizes alone",
+    ),
+    **dict.fromkeys(("data.read_file.read_regular", "data.read_file.read_json"), "what the readers above are made of"),
+    "cli.generate.check_adapter": "load_adapter reads the same folder after it",
+    "training.adapters.merge_adapter": "load_adapter, or PEFT",
+}  # fmt: skip
+
+assert shoestring.__version__  # the operators are registered

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <type_traits>
@@ -40,8 +41,11 @@ Json json_of(const std::tuple<T...>& several) {
   return std::apply([](const T&... value) { return Json(std::vector<Json>{json_of(value)...}); }, several);
 }
 
-// A text from a file in a message: long ones are cut.
-std::string brief(const std::string& text) { return text.size() > 64 ? quote(text) : text; }
+// A text from a file in a message: quoted where it is long or has other characters than printable ones.
+std::string brief(const std::string& text) {
+  const bool plain = std::all_of(text.begin(), text.end(), [](char c) { return c >= ' ' && c <= '~'; });
+  return plain && text.size() <= 64 ? text : quote(text);
+}
 
 // A number above the range would become another one, or undefined.
 int64_t integer(const Json& json) {
@@ -56,6 +60,9 @@ void read(const Json& json, T& value) {
     value = integer(json);
   } else {
     json.get_to(value);
+    if constexpr (std::is_same_v<T, std::string>) {
+      TORCH_CHECK_VALUE(brief(value) == value, "expected the name of an option, received ", quote(value));
+    }
   }
 }
 template <class T>

@@ -25,7 +25,7 @@ from readers import NOT_READERS, READERS, Reader
 
 import shoestring
 
-SECONDS = 5.0  # of a case
+SECONDS = 10.0  # of a case
 MEBIBYTES = 1024  # that a case may add to the process's peak
 CPP_SHARE = 0.25  # of --fuzz-seconds
 FEWEST = 20  # cases of a reader, however short the run

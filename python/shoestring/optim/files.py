@@ -151,7 +151,7 @@ def _like(ours: object, value: object, where: str) -> object:
     if isinstance(value, (list, dict)) or value is None:
         return value
     kind: type | tuple[type, ...] = bool if isinstance(ours, bool) else str if isinstance(ours, str) else (int, float)
-    plain = isinstance(value, (bool, str)) or is_number(value)
+    plain = isinstance(value, bool) or is_number(value) or (isinstance(value, str) and len(value) <= 64)
     if not plain or (ours is not None and (not isinstance(value, kind) or isinstance(value, bool) != isinstance(ours, bool))):
         raise ValueError(f"{where}: expected a value as {shown(ours)}, received {shown(value)}")
     return torch.full_like(ours, float(value)) if isinstance(ours, Tensor) else value

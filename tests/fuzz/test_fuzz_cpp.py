@@ -1,0 +1,39 @@
+"""The readers of the C++ library under sanitizers, and that none of its readers is without a fuzzer."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_fuzz import CPP_SHARE
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(os.environ.get("SHOESTRING_BUILD", ROOT / "build")) / "tests/fuzz/fuzz_readers"
+# What takes a path in the public headers: the readers that the program calls, and what only writes.
+FUZZED = {"SafetensorsFile", "load_safetensors", "load_model", "load_adapter", "load_optimizer"}
+NOT_READERS = {"save_safetensors", "save_model", "save_adapter", "save_optimizer"}
+PATHS = re.compile(r"\b(\w+)\((?:[^()]*,)?\s*const std::string& (?:path|directory|folder|file)\b")
+OPTIONS = "detect_leaks=0:detect_odr_violation=0:max_allocation_size_mb=4096:hard_rss_limit_mb=4096"
+
+
+def test_cpp_readers(seed: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Any report of a sanitizer, any other exception than the documented ones and any hang ends the program."""
+    assert PROGRAM.exists(), f"{PROGRAM} is not built; run make build, or set SHOESTRING_BUILD"
+    seconds = request.config.getoption("--fuzz-seconds") * CPP_SHARE
+    environment = {**os.environ, "ASAN_OPTIONS": OPTIONS, "UBSAN_OPTIONS": "print_stacktrace=1"}
+    command = [PROGRAM, str(seed), str(seconds), tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=seconds + 300, check=False)
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr[-6000:]
+    counts = [int(count) for count in re.findall(r"(\d+) cases", done.stdout)]
+    assert len(counts) >= len(FUZZED) and min(counts) >= 20
+
+
+def test_every_cpp_reader_has_a_fuzzer() -> None:
+    """A new function of the public headers that takes a path is in FUZZED, which the program calls, or in NOT_READERS."""
+    headers = "\n".join(path.read_text() for path in (ROOT / "csrc/include/shoestring").rglob("*.h"))
+    found = set(PATHS.findall(headers))
+    assert found == FUZZED | NOT_READERS
+    program = (ROOT / "tests/fuzz/fuzz_readers.cpp").read_text()
+    assert all(name in program for name in FUZZED)

@@ -61,7 +61,7 @@ nlohmann::json parse_json(const std::string& place, const std::string& text, con
     return true;
   };
   auto json = nlohmann::json::parse(text, check, /*allow_exceptions=*/false);
-  TORCH_CHECK_VALUE(!json.is_discarded(), place, ": expected JSON in UTF-8, received something else");
+  TORCH_CHECK_VALUE(!json.is_discarded(), place, ": not valid JSON in UTF-8");
   return json;
 }
 

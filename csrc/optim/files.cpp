@@ -105,7 +105,7 @@ std::vector<Saved::Group> read_groups(const Json& json, const LowMemoryOptimizer
       std::visit([&](auto* value) { read(options.at(field.name), *value); }, field.value);
       options.erase(field.name);
     }
-    expect(options.empty(), name, where, "this optimizer's options alone", quote(options.dump()));
+    expect(options.empty(), name, where, "this optimizer's options alone", brief(options.dump()));
   }
   return groups;
 }

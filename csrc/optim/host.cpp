@@ -99,7 +99,12 @@ void Core::arrive(const Tensor& param) {
   auto& [bucket, index] = found->second;
   Access::check_step(options(bucket->group));
   const bool here = bucket->arrived.count(index) > 0;
-  TORCH_CHECK(bucket->given.count(index) == 0 && (!here || accumulating), "shoestring::optim::", name(),
+  const bool fits = bucket->given.count(index) == 0 && (!here || accumulating);
+  if (!fits) {  // what the backward before has brought stays for step()
+    const std::lock_guard lock(backwards_->mutex);
+    backwards_->open.clear();
+  }
+  TORCH_CHECK(fits, "shoestring::optim::", name(),
               ": step_in_backward: expected step() after each backward, received a second gradient of a parameter; use "
               "accumulate() around all backwards but the last of a step");
   if (here) send_job(*bucket);  // in another backward of the same micro-batch

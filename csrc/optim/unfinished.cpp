@@ -238,6 +238,7 @@ void Core::discard() {
   // A backward that is over: what it has stepped is a step, what it has collected is dropped.
   drain();
   if (!collected_.empty()) drop_all_sums();
+  bring_back();
   finish_backward();
 }
 

@@ -96,7 +96,7 @@ def test_a_file_system_without_room(device: str, tmp_path: Path) -> None:
         net, x = model(2), torch.randn(20, 48, requires_grad=True)
         expected = gradients(net, x, contextlib.nullcontext())
         context = offload(device, folder=str(tmp_path))
-        with pytest.raises(RuntimeError, match=rf"offload_activations: {tmp_path}/\S+: expected room for \d+ bytes"):
+        with pytest.raises(RuntimeError, match=rf"offload_activations: {tmp_path}: expected room for \d+ bytes"):
             gradients(net, torch.randn(20_000, 48, requires_grad=True), context)
         gc.collect()
         assert context.statistics()["entries"] == 0 and context.statistics()["live"] == 0

@@ -248,6 +248,7 @@ def test_ctrl_c_at_random_times(place: str | None, within: bool, micro: int, tmp
         except KeyboardInterrupt:
             interrupts += 1
         run.opt.zero_grad()
+        run.opt._drain()
         for total in run.opt._sums.values():  # of micro-batches before an interrupt outside of backward
             total.zero_()
         run.opt._pending.clear()

@@ -73,6 +73,7 @@ class HostSteps:
     _sums: dict[Tensor, Tensor]
     _broken: str | None
     _stepped_in_backward: bool
+    _backwards: set[int]
     _drop_sums: Callable[[], None]
     _check_process: Callable[[], None]
     _layout: Callable[[int, dict[str, Any]], Layout]
@@ -141,6 +142,7 @@ class HostSteps:
             self._find_buckets()
         bucket, index = self._buckets[param]
         if index in bucket.given or (index in bucket.arrived and not self._accumulating):
+            self._backwards.clear()  # what the backward before has brought stays for step()
             raise RuntimeError(
                 f"{type(self).__name__}: step_in_backward: expected step() after each backward, received a second gradient "
                 "of a parameter; use accumulate() around all backwards but the last of a step"

@@ -1,5 +1,6 @@
 """Signals that wait until a step is whole."""
 
+import _signal  # type: ignore[import-not-found]  # signal's own wrappers take five times as long
 import _thread
 import signal
 import threading
@@ -7,7 +8,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (int(signal.SIGINT), int(signal.SIGTERM))
 
 
 class Uninterrupted:
@@ -31,10 +32,10 @@ class Uninterrupted:
         self._defers = True
         try:
             for number in SIGNALS:
-                handler = signal.getsignal(number)
+                handler = _signal.getsignal(number)
                 if callable(handler):
                     self._handlers[number] = handler
-                    signal.signal(number, self._defer)
+                    _signal.signal(number, self._defer)
         except BaseException:  # another signal's handler
             self.stop()
             raise
@@ -49,9 +50,11 @@ class Uninterrupted:
 
     def _restore(self) -> None:
         self._defers = False
+        if threading.current_thread() is not threading.main_thread():
+            return  # where backward ends in another thread: the next signal passes, and restores its handler
         for number, handler in self._handlers.items():
-            if signal.getsignal(number) == self._defer:  # nobody has set another one meanwhile
-                signal.signal(number, handler)
+            if _signal.getsignal(number) == self._defer:  # nobody has set another one meanwhile
+                _signal.signal(number, handler)
 
     def _defer(self, number: int, frame: FrameType | None) -> None:
         if self._defers and number not in self._pending:

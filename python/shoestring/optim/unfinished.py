@@ -55,16 +55,15 @@ class Backward:
 
     def _close(self, failed: bool) -> None:
         optimizer = self._optimizer()
-        if self._is_open and optimizer is not None:
+        if self._is_open and optimizer is not None and self._task in optimizer._backwards:
             optimizer._backwards.discard(self._task)
             optimizer._backward_failed |= failed
         self._is_open = False
 
     def __call__(self) -> None:
         self._close(failed=False)
-        self._signals.stop()
 
-    def __del__(self) -> None:
+    def __del__(self) -> None:  # an interrupt that is raised in here would be lost: they wait until its end
         self._close(failed=True)
         optimizer = self._optimizer()
         if optimizer is not None:  # weights may be loaded next: nothing may still step them
@@ -210,6 +209,7 @@ class UnfinishedSteps:
         self._drain()
         if self._collected:
             self._drop_all_sums()
+        self._bring_back()
         self._finish_backward()
 
     # ---- backward ------------------------------------------------------------------------------------------------

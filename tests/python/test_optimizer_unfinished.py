@@ -245,6 +245,7 @@ def test_ctrl_c_at_random_times(place: str | None, within: bool, micro: int, tmp
                 run.step(step, micro)
             finally:
                 timer.join()
+                time.sleep(0.005)  # for an interrupt that has waited for the end of backward
         except KeyboardInterrupt:
             interrupts += 1
         run.opt.zero_grad()

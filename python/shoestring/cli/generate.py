@@ -72,7 +72,7 @@ def generate(
     try:
         with torch.no_grad(), working("generating"):
             output = model.generate(input_ids=inputs, attention_mask=torch.ones_like(inputs), **options)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:  # values of generation_config.json among them
         if isinstance(error, RuntimeError) and "probability tensor" not in str(error):
             raise
         raise InputError(f"{folder}: the model cannot generate text ({error})") from None

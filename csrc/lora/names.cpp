@@ -30,7 +30,8 @@ std::vector<std::string> shortest_names(const torch::nn::Module& module, const s
   return meant == sorted ? list : std::vector<std::string>(sorted.begin(), sorted.end());
 }
 
-void check_matched(const std::string& argument, const std::vector<std::string>& names, const std::vector<std::string>& known) {
+void check_matched(const std::string& argument, const std::vector<std::string>& names,
+                   const std::vector<std::string>& known) {
   std::vector<std::string> missing;
   for (const auto& wanted : names) {
     const bool found = std::any_of(known.begin(), known.end(), [&](const auto& name) { return matches(name, {wanted}); });
@@ -39,8 +40,8 @@ void check_matched(const std::string& argument, const std::vector<std::string>& 
   if (missing.empty()) return;
   std::set<std::string> last;
   for (const auto& name : known) last.insert(name.substr(name.rfind('.') + 1));
-  TORCH_CHECK_VALUE(false, argument, ": expected names of modules, received ", listed(missing), ", which match", missing.size() == 1 ? "es" : "",
-                    " nothing; the module has ", listed({last.begin(), last.end()}));
+  TORCH_CHECK_VALUE(false, argument, ": expected names of modules, received ", listed(missing), ", which match",
+                    missing.size() == 1 ? "es" : "", " nothing; the module has ", listed({last.begin(), last.end()}));
 }
 
 std::vector<std::pair<std::string, torch::nn::Module*>> modules(const torch::nn::Module& module) {

@@ -18,7 +18,8 @@ std::vector<std::string> shortest_names(const torch::nn::Module& module, const s
 std::vector<std::pair<std::string, torch::nn::Module*>> modules(const torch::nn::Module& module);
 
 /// Raises ValueError for names that match none of the known ones, in the name of the caller and its argument.
-void check_matched(const std::string& argument, const std::vector<std::string>& names, const std::vector<std::string>& known);
+void check_matched(const std::string& argument, const std::vector<std::string>& names,
+                   const std::vector<std::string>& known);
 
 /// Those of one class, or with one interface.
 template <class Layer>

@@ -73,8 +73,10 @@ def _completion(record: dict[str, Any], where: str, tokenizer: Any) -> list[tupl
     prompt, completion = record.get("prompt"), record.get("completion")
     if not isinstance(prompt, str) or not isinstance(completion, str):
         values = (("prompt", prompt), ("completion", completion))
-        wrong = [f'"{key}" is {kind_of_value(value)}' for key, value in values if key in record and not isinstance(value, str)]
-        found = wrong[0] if wrong else f"its fields are {sorted(record)}"
+        wrong = [(key, value) for key, value in values if key in record and not isinstance(value, str)]
+        found = f"its fields are {sorted(record)}"
+        if wrong:
+            found = f'"{wrong[0][0]}" is {kind_of_value(wrong[0][1])}'
         raise InputError(f'{where}: expected the strings "prompt" and "completion"; {found}')
     if not completion:
         raise InputError(f"{where}: the completion is empty, so there is nothing to learn")

@@ -96,7 +96,7 @@ def read_text(path: Path, whole_lines: bool = False) -> Iterator[str]:
 
 
 def cut_long(text: str) -> Iterator[str]:
-    """Yield a text in pieces of at most ``LONGEST`` characters, cut after a line end, else before a space, else anywhere."""
+    """Yield a text in pieces of at most ``LONGEST`` characters; cut after a line end, before a space, or anywhere."""
     start = 0
     while len(text) - start > LONGEST:
         end = text.rfind("\n", start, start + LONGEST) + 1 or text.rfind(" ", start + 1, start + LONGEST)
@@ -127,8 +127,8 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if ESCAPED_SURROGATE.search(line):
                     json.dumps(record, ensure_ascii=False).encode()
             except UnicodeEncodeError as error:
-                surrogate = ascii(error.object[error.start])
-                raise InputError(f"{path}: line {number} holds {surrogate}, half of a character; mend the record") from None
+                half = ascii(error.object[error.start])
+                raise InputError(f"{path}: line {number} holds {half}, half of a character; mend the record") from None
             except (json.JSONDecodeError, RecursionError) as error:
                 raise InputError(f"{path}: line {number} is not valid JSON ({error})") from None
             except ValueError:  # Python converts numbers of some thousand digits only
@@ -153,7 +153,9 @@ def documents(path: Path) -> Iterator[Iterator[str]]:
 
 def kind_of_value(value: object) -> str:
     """Say in JSON's words of which kind a value is."""
-    kinds = {str: "a string", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    if isinstance(value, bool):
+        return "true or false"
+    kinds = {str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
     return kinds.get(type(value), "null")
 
 

@@ -89,13 +89,13 @@ def test_compare_tells_equal_names_apart(
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("summary.json", "{}", "is incomplete (train_loss"),
-        ("summary.json", "[1]", "is incomplete (train_loss"),
-        ("summary.json", "[" * 100_000, "not a finished run (maximum recursion"),
-        ("run.json", "{}", "is incomplete (command, fingerprint)"),
-        ("metrics.jsonl", "", "is incomplete (no steps)"),
-        ("metrics.jsonl", "5\n", "is incomplete (step)"),
-        ("metrics.jsonl", '{"step": 1, "loss": "x"}\n', "is incomplete (loss)"),
+        ("summary.json", "{}", "is damaged (train_loss"),
+        ("summary.json", "[1]", "is damaged (train_loss"),
+        ("summary.json", "[" * 100_000, "not a finished run (summary.json: not valid JSON ("),
+        ("run.json", "{}", "is damaged (command, fingerprint)"),
+        ("metrics.jsonl", "", "is damaged (no steps)"),
+        ("metrics.jsonl", "5\n", "is damaged (no steps)"),
+        ("metrics.jsonl", '{"step": 1, "loss": "x"}\n', "is damaged (no steps)"),
     ],
 )
 def test_compare_refuses_damaged_runs(

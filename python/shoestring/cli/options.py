@@ -22,7 +22,7 @@ Accumulate = Annotated[int, typer.Option(help="Micro-batches in a step.", callba
 Steps = Annotated[int, typer.Option(help="Optimizer steps.", callback=within(1, COUNT))]
 LearningRate = Annotated[
     float,
-    typer.Option("--lr", help="Highest learning rate.", callback=within(0, 1000, "a positive number", without=0)),
+    typer.Option("--lr", help="Highest learning rate.", callback=within(0, 1e38, "a positive number", without=0)),
 ]
 Warmup = Annotated[int, typer.Option(help="Steps of linear warm-up.", callback=within(0, COUNT, "0 or more"))]
 Schedule = Annotated[str, typer.Option(help="constant, linear, cosine or wsd.", callback=one_of(*SCHEDULES))]

@@ -5,6 +5,7 @@
 
 #include <typeinfo>
 #include <utility>
+#include <vector>
 
 #include "checkpoint/operator_tape.h"
 
@@ -14,13 +15,7 @@
 namespace shoestring::activations {
 namespace {
 
-// Debug info of this kind holds the hooks: LibTorch hands it to the threads of a backward pass, which save tensors too.
-constexpr auto kKind = static_cast<c10::DebugInfoKind>(0x53);  // LibTorch counts its own from 0
-
-struct Pushed : c10::DebugInfoBase {
-  explicit Pushed(std::shared_ptr<SavedTensorHooks> hooks) : hooks(std::move(hooks)) {}
-  const std::shared_ptr<SavedTensorHooks> hooks;
-};
+thread_local std::vector<std::shared_ptr<SavedTensorHooks>> stack;
 
 struct Adapter : torch::autograd::SavedVariableHooks {
   explicit Adapter(std::shared_ptr<SavedTensorHooks> hooks) : hooks_(std::move(hooks)) {}
@@ -44,8 +39,8 @@ struct Adapter : torch::autograd::SavedVariableHooks {
 struct Engine : torch::autograd::Engine {
   ~Engine() override { stop(); }
   std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
-    const auto* pushed = static_cast<Pushed*>(c10::ThreadLocalDebugInfo::get(kKind));
-    return pushed == nullptr || pushed->hooks == nullptr ? nullptr : std::make_unique<Adapter>(pushed->hooks);
+    if (stack.empty() || stack.back() == nullptr) return nullptr;
+    return std::make_unique<Adapter>(stack.back());
   }
 };
 
@@ -64,15 +59,14 @@ bool installed() {
   return ours && &torch::autograd::Engine::get_default_engine() == &engine();  // Python may have come since
 }
 
-std::shared_ptr<Pushed> pushed(const char* caller, std::shared_ptr<SavedTensorHooks> hooks) {
-  TORCH_CHECK(installed(), caller, ": expected a process without Python's autograd engine, which has hooks of its own; "
-              "call shoestring.", caller, " from Python instead");
-  return std::make_shared<Pushed>(std::move(hooks));
-}
-
 }  // namespace
 
-HooksGuard::HooksGuard(const char* caller, std::shared_ptr<SavedTensorHooks> hooks)
-    : guard_(kKind, pushed(caller, std::move(hooks))) {}
+HooksGuard::HooksGuard(const char* caller, std::shared_ptr<SavedTensorHooks> hooks) {
+  TORCH_CHECK(installed(), caller, ": expected a process without Python's autograd engine, which has hooks of its own; "
+              "call shoestring.", caller, " from Python instead");
+  stack.push_back(std::move(hooks));
+}
+
+HooksGuard::~HooksGuard() { stack.pop_back(); }
 
 }  // namespace shoestring::activations

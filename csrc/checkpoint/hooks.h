@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <memory>
 
@@ -22,17 +21,14 @@ struct SavedTensorHooks {
   virtual std::shared_ptr<Packed> pack(const at::Tensor& tensor) = 0;
 };
 
-/// Pushes hooks on this thread, and on those of backward passes that begin here, for its own lifetime; null: tensors are
-/// saved as ever. The innermost decide alone.
+/// Pushes hooks on this thread for its own lifetime; null: tensors are saved as ever. The innermost decide alone.
 class HooksGuard {
  public:
   /// `caller` begins the error where there can be no hooks: in a process whose autograd engine is Python's.
   HooksGuard(const char* caller, std::shared_ptr<SavedTensorHooks> hooks);
+  ~HooksGuard();
   HooksGuard(const HooksGuard&) = delete;
   HooksGuard& operator=(const HooksGuard&) = delete;
-
- private:
-  c10::DebugInfoGuard guard_;
 };
 
 }  // namespace shoestring::activations

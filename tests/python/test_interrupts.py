@@ -126,6 +126,39 @@ def test_a_second_signal_ends_a_long_step_at_once(
     assert commands.run(*command("train", data, out, "--resume"), log=log) == 0, log.read_text()
 
 
+DEFERS = """
+import _thread, os, signal, time
+from shoestring.training import loop
+accumulate = loop.Trainer._accumulate
+def deferring(self, *arguments, **options):
+    handlers, pending = {{}}, []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handlers[number] = signal.signal(number, lambda number, _: pending.append(number))
+    open({mark!r}, "w").close()
+    while not pending:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    for number in pending:
+        _thread.interrupt_main(number)
+    return accumulate(self, *arguments, **options)
+loop.Trainer._accumulate = deferring
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_other_code_defers_counts_once(
+    commands: Commands, data: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    log, mark = tmp_path / "log", tmp_path / "mark"
+    process = commands.start(*command("train", data, tmp_path / "run"), log=log, code=DEFERS.format(mark=str(mark)))
+    wait_for(mark.exists)
+    os.kill(process, number)
+    assert commands.wait(process) == 128 + number
+    assert log.read_text().splitlines()[-1] == "shoestring: checkpoint at step 1, continue with --resume"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_before_the_first_step_leaves_nothing(
     commands: Commands, data: Path, tmp_path: Path, number: signal.Signals

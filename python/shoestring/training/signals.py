@@ -1,12 +1,15 @@
 """SIGINT and SIGTERM: the first one ends a command in order, the second one at once.
 
 Python calls a handler between two bytecodes, and a whole backward pass is one bytecode. The second signal must not wait
-for it, so a thread reads the wakeup file descriptor, which Python's C handler writes at once.
+for it, so a thread reads the wakeup file descriptor, which Python's C handler writes at once. Code that defers a signal,
+as the optimizers do within a step, delivers it again and so writes twice: whatever is written before the handler has run
+is one signal, unless the handler does not run for a second.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 from collections.abc import Iterator
@@ -25,8 +28,13 @@ class Interrupted(BaseException):
         self.number = number
 
 
+PATIENCE = 1.0  # seconds in which a handler runs unless the main thread is inside a long call
+
 _received: int | None = None
 _deferred = False
+_handled = threading.Event()  # the handler has run
+_pipe = -1  # where the numbers of signals that no handler has answered are read
+_reading = threading.RLock()
 
 
 def received() -> int | None:
@@ -53,14 +61,16 @@ def handled() -> Iterator[None]:
 
     A signal that the process ignores, as a shell's background job does, stays ignored.
     """
-    global _received
+    global _received, _pipe
     if threading.current_thread() is not threading.main_thread():  # only the main thread may have handlers
         yield
         return
     _received = None
-    readable, writable = os.pipe()
-    os.set_blocking(writable, False)
-    watcher = threading.Thread(target=_watch, args=(readable,), daemon=True)
+    _handled.clear()
+    _pipe, writable = os.pipe()
+    for end in (_pipe, writable):
+        os.set_blocking(end, False)
+    watcher = threading.Thread(target=_watch, daemon=True)
     watcher.start()
     before = {number: signal.getsignal(number) for number in HANDLED}
     replaced = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
@@ -75,7 +85,7 @@ def handled() -> Iterator[None]:
         signal.set_wakeup_fd(wakeup)
         os.close(writable)
         watcher.join()
-        os.close(readable)
+        os.close(_pipe)
 
 
 def _raise_received() -> None:
@@ -85,25 +95,41 @@ def _raise_received() -> None:
 
 def _handle(number: int, _: FrameType | None) -> None:
     global _received
+    with _reading:
+        _read()  # what has been written so far is this signal
+        _handled.set()
     _received = number
     if not _deferred:
         raise Interrupted(number)
 
 
-def _watch(descriptor: int) -> None:
-    """Read the numbers of signals until the pipe is closed; the second one ends the process."""
+def _watch() -> None:
+    """End the process at the second signal; return once the pipe is closed."""
     count = 0
-    while numbers := os.read(descriptor, 64):
+    while select.select([_pipe], [], []):
+        with _reading:
+            numbers = _read()
+            if numbers is None:
+                return
+            second = _handled.is_set()
         for number in numbers:
             if number not in HANDLED:
                 continue
-            count += 1
             name = signal.Signals(number).name
-            if count > 1:
+            count += 1
+            if second or (count > 1 and not _handled.wait(PATIENCE)):
                 _say(f"second signal ({name}): exit at once")
                 os._exit(128 + number)
-            if _deferred:
+            if count == 1 and _deferred:
                 _say(f"{name}: the step is finished and a checkpoint saved; a second signal exits at once")
+
+
+def _read() -> bytes | None:
+    """The numbers that are in the pipe; None after its end."""
+    try:
+        return os.read(_pipe, 64) or None
+    except BlockingIOError:
+        return b""
 
 
 def _say(text: str) -> None:

@@ -89,6 +89,12 @@ void make_adapter(const std::string& folder, const std::string& kind) {
   if (kind == "lora") config["alpha_pattern"] = {{"(?=.*up).*_proj", 3}, {"first\\.(down|up)_proj", 5.5}};
   if (kind == "ia3") config["feedforward_modules"] = ".*\\.(down|gate)_proj";
   write(folder + "/adapter_config.json", config.dump());
+  // As PEFT writes them: the digest of their configuration would refuse every change of it.
+  const std::string weights = folder + "/adapter_model.safetensors";
+  shoestring::TensorDict tensors;
+  const shoestring::SafetensorsFile file(weights);
+  for (const auto& entry : file.entries()) tensors.insert(entry.name, file.load(entry.name));
+  shoestring::save_safetensors(weights, tensors, {{"format", "pt"}});
 }
 
 Reader adapter(const std::string& kind) {

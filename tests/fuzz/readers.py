@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from mutate import mutate_bytes, mutate_json, mutate_lines, mutate_safetensors
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import shoestring
@@ -21,7 +22,7 @@ from shoestring.data.tokenizer import load_tokenizer
 from shoestring.pretrained import load_quantized, save_quantized
 from shoestring.pretrained.reader import TensorReader, stored_tensors
 from shoestring.training.checkpoint import load_checkpoint, save_checkpoint
-from shoestring.training.metrics import read_metrics
+from shoestring.training.metrics import COLUMNS, read_metrics
 from shoestring.training.models import check_model_directory
 from shoestring.training.report import figures, read_run
 
@@ -40,6 +41,7 @@ class Reader:
         errors: documented exceptions.
         share: of the time, relative to the others.
         special: pipes and the like in place of a file are cases too.
+        folder: where the input lies, in a folder of the test.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Reader:
     errors: tuple[type[Exception], ...] = (ValueError,)
     share: float = 1.0
     special: bool = True
+    folder: str = "input"
 
 
 class Block(nn.Module):
@@ -88,6 +91,7 @@ def _adapter(kind: str) -> Reader:
         if kind == "lora":
             config["alpha_pattern"] = {r"(?:layers\.)?[01]\.down_proj": 4.0, r"(?=.*up).*_proj": 32.0}
         (folder / "adapter_config.json").write_text(json.dumps(config))
+        _forget_digest(folder)
 
     return Reader(
         f"load_adapter {kind}",
@@ -99,8 +103,15 @@ def _adapter(kind: str) -> Reader:
     )
 
 
+def _forget_digest(folder: Path) -> None:
+    """Write the weights as PEFT does, without the digest that would refuse every change of the configuration."""
+    weights = folder / "adapter_model.safetensors"
+    save_file(load_file(weights), weights, metadata={"format": "pt"})
+
+
 def _make_tokens(folder: Path) -> None:
     lora.save_adapter(lora.apply(_llama(), lora.PromptOptions(tokens=3)), folder)
+    _forget_digest(folder)
 
 
 @functools.cache
@@ -214,19 +225,25 @@ def _trainer() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def _make_checkpoint(folder: Path) -> None:
-    saved = save_checkpoint(folder, 3, *_trainer(), {"tokens": 5, "losses": [1.5, 2.5], "seconds": 0.5})
-    for file in saved.iterdir():
-        file.rename(folder / file.name)
-    saved.rmdir()
-    saved.parent.rmdir()
+    save_checkpoint(folder.parents[1], 3, *_trainer(), {"tokens": 5, "losses": [1.5, 2.5], "seconds": 0.5})
+
+
+def _make_former_checkpoint(folder: Path) -> None:
+    """Without the checksums, which would refuse every change."""
+    _make_checkpoint(folder)
+    (folder / "checksums.json").unlink()
+
+
+def _load_checkpoint(folder: Path) -> None:
+    load_checkpoint(folder, *_trainer())
 
 
 def _make_run(folder: Path) -> None:
-    memory = {"weights": 1, "gradients": 2, "optimizer": 3, "activations": 4}
-    summary = {"train_loss": 1.5, "val_loss": None, "tokens_per_second": 10.5, "peak_memory": 1000, "memory": memory}
+    memory = [{"name": "weights", "formula": "4 bytes x 2", "expected": 8, "measured": 9}]
+    summary = {"plain": False, "train_loss": 1.5, "val_loss": None, "tokens_per_second": 10.5, "peak_memory": 1000, "memory": memory}
     (folder / "run.json").write_text(json.dumps({"command": "train", "torch": "2", "threads": 2, "fingerprint": {"a": 1}}))
     (folder / "summary.json").write_text(json.dumps(summary))
-    rows = [{"step": i, "loss": 1.0 / i, "lr": 0.1} for i in range(1, 4)]
+    rows = [dict.fromkeys(COLUMNS, 1.0) | {"step": i, "loss": 1.0 / i} for i in range(1, 4)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -310,10 +327,21 @@ READERS = [
     Reader(
         "load_checkpoint",
         ("training.checkpoint.load_checkpoint",),
-        _make_checkpoint,
+        _make_former_checkpoint,
         {"weights.safetensors": mutate_safetensors, "state.json": mutate_json, "optimizer.pt": mutate_bytes},
-        lambda folder: load_checkpoint(folder, *_trainer()),
+        _load_checkpoint,
         special=False,  # the folder is the run's own
+        folder="checkpoints/step-00000003",
+    ),
+    Reader(
+        "load_checkpoint checksums",
+        ("training.checkpoint.load_checkpoint",),
+        _make_checkpoint,
+        {"checksums.json": mutate_json},
+        _load_checkpoint,
+        share=0.5,
+        special=False,
+        folder="checkpoints/step-00000003",
     ),
     Reader(
         "read_run",
@@ -328,7 +356,7 @@ READERS = [
 # Public functions that take a path and read no file of another's making, with the reason.
 NOT_READERS = {
     **dict.fromkeys(
-        ("data.files.fsync_directory", "data.files.atomic_path", "data.files.atomic_file", "data.files.atomic_directory",
+        ("data.lock.locked", "data.files.atomic_path", "data.files.atomic_file", "data.files.atomic_directory",
          "data.files.write_json", "data.files.remove_partial", "data.safetensors_file.write_safetensors",
          "data.token_file.write_token_file", "lora.files.save_adapter", "optim.files.save_optimizer",
          "pretrained.save.save_quantized", "training.adapters.save_adapter", "training.checkpoint.save_checkpoint",
@@ -340,11 +368,11 @@ NOT_READERS = {
         ("cli.app.demo", "cli.app.finish", "cli.demo.demo", "cli.finetune.finetune", "cli.generate.generate",
          "cli.tokenize.tokenize", "cli.app.compare", "cli.app.tokenize", "cli.app.train", "cli.app.generate", "cli.app.finetune",
          "cli.app.estimate", "cli.app.plan", "cli.train.train", "cli.turns.run_in_turns", "training.run.RunOptions",
-         "training.run.execute", "training.run.run_folder", "training.loop.Trainer", "data.tokenizer.train_bpe"),
+         "training.run.execute", "training.run.run_folder", "training.report.read_runs", "lora.config_digest.check_pair", "training.loop.Trainer", "data.tokenizer.train_bpe"),
         "calls the readers above",
     ),
     **dict.fromkeys(
-        ("data.text.is_jsonl", "training.run.file_list", "training.checkpoint.checkpoints", "data.read_file.check_regular",
+        ("data.text.is_jsonl", "data.text.size_of", "data.files.exchange_obstacle", "training.checkpoint.step_of", "training.run.file_list", "training.checkpoint.checkpoints", "data.read_file.check_regular",
          "pretrained.reader.Stored", "training.report.Run"),
         "looks at names and sizes alone",
     ),

@@ -118,8 +118,8 @@ def limits() -> object:
 def test_reader(reader: Reader, seed: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     seconds = request.config.getoption("--fuzz-seconds") * (1 - CPP_SHARE)
     seconds *= reader.share / sum(other.share for other in READERS)
-    folder = tmp_path / "input"
-    folder.mkdir()
+    folder = tmp_path / reader.folder
+    folder.mkdir(parents=True)
     reader.make(folder)
     mutators = {path.name: change for name, change in reader.files.items() for path in sorted(folder.glob(name))}
     sound = {name: (folder / name).read_bytes() for name in mutators}

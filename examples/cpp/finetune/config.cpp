@@ -1,5 +1,7 @@
 #include "config.h"
 
+#include <sys/stat.h>
+
 #include <fstream>
 #include <nlohmann/json.hpp>
 
@@ -12,9 +14,18 @@ using Json = nlohmann::json;
 class Config {
  public:
   explicit Config(const std::string& path) : path_(path) {
-    std::ifstream file(path);
-    if (!file.good()) refuse("expected a file, found none that can be read");
-    json_ = Json::parse(file, nullptr, /*allow_exceptions=*/false);
+    struct stat info {};
+    const bool regular = ::stat(path.c_str(), &info) == 0 && S_ISREG(info.st_mode) && info.st_size <= kLargest;
+    std::ifstream file;
+    if (regular) file.open(path);
+    if (!regular || !file.good()) refuse("expected a file of at most 1 MB, found none that can be read");
+    json_ = Json::parse(
+        file,
+        [this](int depth, Json::parse_event_t, Json&) {
+          if (depth > kDeepest) refuse("expected JSON that is less deeply nested");
+          return true;
+        },
+        /*allow_exceptions=*/false);
     if (!json_.is_object()) refuse("expected a JSON object, received something else");
   }
 
@@ -38,9 +49,14 @@ class Config {
     if (value.is_null() || value == expected) return;
     refuse(std::string(key) + ": expected " + expected.dump() + ", since nothing else is done here, received " + value.dump());
   }
-  [[noreturn]] void refuse(const std::string& what) const { throw InputError("--model " + path_ + ": " + what); }
+  [[noreturn]] void refuse(const std::string& what) const {
+    throw InputError("--model " + path_ + ": " + what.substr(0, kLongest) + (what.size() > kLongest ? "..." : ""));
+  }
 
  private:
+  static constexpr int64_t kLargest = 1'000'000;  // bytes
+  static constexpr int kDeepest = 32;
+  static constexpr size_t kLongest = 500;  // characters of a message
   std::string path_;
   Json json_;
 };

@@ -1,5 +1,7 @@
 """Model directories that bring Python code of their own (``auto_map``), which transformers imports and runs."""
 
+LONGEST = 400  # characters of a reason: a configuration's own values may be in it
+
 
 def why_not_loaded(error: Exception) -> str:
     """Describe in one line why transformers did not load something from a directory.
@@ -12,4 +14,4 @@ def why_not_loaded(error: Exception) -> str:
             "it needs the Python code that its auto_map names; read that code, then allow it with "
             "trust_remote_code=True, on the command line --trust-remote-code"
         )
-    return f"{type(error).__name__}: {' '.join(text.split())}"
+    return f"{type(error).__name__}: {' '.join(text.split())}"[:LONGEST]

@@ -32,6 +32,7 @@ PATIENCE = 1.0  # seconds in which a handler runs unless the main thread is insi
 
 _received: int | None = None
 _deferred = False
+_announced = False
 _handled = threading.Event()  # the handler has run
 _pipe = -1  # where the numbers of signals that no handler has answered are read
 _reading = threading.RLock()
@@ -61,11 +62,11 @@ def handled() -> Iterator[None]:
 
     A signal that the process ignores, as a shell's background job does, stays ignored.
     """
-    global _received, _pipe
+    global _received, _announced, _pipe
     if threading.current_thread() is not threading.main_thread():  # only the main thread may have handlers
         yield
         return
-    _received = None
+    _received, _announced = None, False
     _handled.clear()
     _pipe, writable = os.pipe()
     for end in (_pipe, writable):
@@ -99,6 +100,7 @@ def _handle(number: int, _: FrameType | None) -> None:
         _read()  # what has been written so far is this signal
         _handled.set()
     _received = number
+    _announce(number)
     if not _deferred:
         raise Interrupted(number)
 
@@ -115,13 +117,21 @@ def _watch() -> None:
         for number in numbers:
             if number not in HANDLED:
                 continue
-            name = signal.Signals(number).name
             count += 1
             if second or (count > 1 and not _handled.wait(PATIENCE)):
-                _say(f"second signal ({name}): exit at once")
+                _say(f"second signal ({signal.Signals(number).name}): exit at once")
                 os._exit(128 + number)
-            if count == 1 and _deferred:
-                _say(f"{name}: the step is finished and a checkpoint saved; a second signal exits at once")
+            _announce(number)
+
+
+def _announce(number: int) -> None:
+    """Say once, from the handler or before it can run, that the step goes on."""
+    global _announced
+    with _reading:
+        if _deferred and not _announced:
+            _announced = True
+            name = signal.Signals(number).name
+            _say(f"{name}: the step is finished and a checkpoint saved; a second signal exits at once")
 
 
 def _read() -> bytes | None:

@@ -412,5 +412,6 @@ def reason(error: Exception) -> str | None:
         return f"{error.filename}: {error.strerror}"
     # PyTorch's CPU allocator has no exception of its own.
     if isinstance(error, MemoryError) or "not enough memory" in str(error) or type(error).__name__ == "OutOfMemoryError":
-        return f"out of memory ({str(error).partition(chr(10))[0]}); take a smaller --batch-size, --seq-len or model"
+        detail = str(error).partition("\n")[0]
+        return f"out of memory{f' ({detail})' if detail else ''}; take a smaller --batch-size, --seq-len or model"
     return None

@@ -27,7 +27,7 @@ using FencePtr = std::shared_ptr<Fence>;
 /// A point in the work of a lane or of a stream. Work is issued, and on a GPU done some time after.
 class Fence {
  public:
-  /// Of work that is still to be issued.
+  /// A fence for work that is still to be issued.
   static FencePtr make() { return FencePtr(new Fence, DeleteInOwnProcess()); }
   /// What this thread has given the device to do so far.
   static FencePtr now(c10::Device device);

@@ -99,7 +99,7 @@ struct Arena {
   Arena(const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> numbers);
 };
 
-/// What the state of these parameters takes of an offload's file.
+/// The bytes that the state of these parameters takes in an offload's file.
 int64_t offloaded_bytes(const Rule& rule, const Kind& kind, const std::vector<Tensor>& params);
 
 /// Raises c10::Error where a parameter's state does not fit.

@@ -61,7 +61,7 @@ struct Core : std::enable_shared_from_this<Core> {
   void set_offload(const std::string& where);
   /// Makes room on the disk for the state of all trainable parameters of the groups from `first` on.
   void reserve(size_t first);
-  /// What has been stepped lies again where it is kept.
+  /// Waits until all stepped state is back in host memory or in the file.
   void bring_back();
   /// The same for what is going to be read or saved. Raises where a step that failed has stepped some parameters.
   void settle();

@@ -1,4 +1,4 @@
-// What is left of a step that failed, or of a backward whose gradients were stepped or added up: how it goes on, or ends.
+// A step or a backward that failed leaves work undone; this file finishes or drops that work.
 
 #include <algorithm>
 #include <functional>

@@ -9,7 +9,7 @@
 
 #include <ATen/Parallel.h>
 
-/// What a task returns in a forked child; -1 where the child hangs or is killed.
+/// Runs a task in a forked child and returns its result; -1 where the child hangs or is killed.
 template <class Task>
 int in_child(Task&& task) {
   const pid_t child = ::fork();

@@ -13,7 +13,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def seed() -> int:
-    """Of the mutations; pytest shows the print where a test fails. SHOESTRING_SEED repeats or varies a run."""
+    """Seed the mutations; pytest shows the print where a test fails. SHOESTRING_SEED repeats or varies a run."""
     value = int(os.environ.get("SHOESTRING_SEED", "1234"))
     print(f"SHOESTRING_SEED={value}")
     return value

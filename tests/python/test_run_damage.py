@@ -96,7 +96,8 @@ def test_a_damaged_state(data: Path, finished: Path, capsys: pytest.CaptureFixtu
     "content",
     ["{}", "[]", "", "1", '{"command": 1, "fingerprint": {}, "threads": 1}', "[" * 100_000,
      '{"command": "train", "fingerprint": [], "threads": 1}', '{"command": "train", "fingerprint": {}, "threads": "1"}',
-     '{"command": "train", "fingerprint": {}, "threads": 0}'],
+     '{"command": "train", "fingerprint": {}, "threads": 0}',
+     '{"command": "train", "fingerprint": {}, "threads": 100000}'],
 )  # fmt: skip
 def test_a_damaged_record(data: Path, finished: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
     (finished / "run.json").write_text(content)

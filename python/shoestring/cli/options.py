@@ -7,8 +7,8 @@ from typing import Annotated, Optional
 
 import typer
 
-from shoestring.cli.values import COUNT, MOST_THREADS, one_of, within
-from shoestring.training.config import DTYPES, SCHEDULES
+from shoestring.cli.values import COUNT, one_of, within
+from shoestring.training.config import DTYPES, MOST_THREADS, SCHEDULES
 
 VOCABULARY = within(257, 1 << 20)  # 256 bytes and the end of text; trainers allocate for all of it
 RANK = within(1, 1 << 14)  # no layer of a published model is wider

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ import typer
 from shoestring.data.errors import InputError
 
 COUNT = 10**9  # the most steps; a counter of anything that a run does once a step
-MOST_THREADS = max(256, os.cpu_count() or 1)  # tens of thousands end the process
 
 
 def within(

@@ -177,7 +177,7 @@ class Arena:
 
 
 def offloaded_bytes(params: list[Tensor], kind: Kind, moments: tuple[Moment, ...], offload: Any, splits: bool) -> int:
-    """What the state of parameters takes where it is offloaded to."""
+    """Return the bytes that the state of parameters takes in the place it is offloaded to."""
     return offload.state_bytes(*_state_shape(params, kind, moments, splits))
 
 

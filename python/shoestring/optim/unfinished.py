@@ -1,4 +1,4 @@
-"""What is left of a step that failed, or of a backward whose gradients were stepped or added up."""
+"""Finish or drop the work that a failed step, or a failed backward with steps in it, has left undone."""
 
 import weakref
 from collections.abc import Callable
@@ -107,7 +107,7 @@ class UnfinishedSteps:
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def _step_all(self) -> None:
-        """A step, or the rest of one that failed."""
+        """Take a step, or the rest of a step that failed."""
         step = self._resumed() or Unfinished(self._work())
         self._finish_step(step)
 
@@ -141,7 +141,7 @@ class UnfinishedSteps:
         return None
 
     def _abandon(self) -> None:
-        """Ends a step that failed, before another begins. Where all parameters had been stepped, it is a whole one."""
+        """End a step that failed, before another begins. It counts as whole where all parameters had been stepped."""
         step = self._unfinished
         if step is None:
             return
@@ -162,7 +162,7 @@ class UnfinishedSteps:
         self._drop_all_sums()
 
     def _bring_back(self) -> None:
-        """What has been stepped lies again where it is kept."""
+        """Wait until all stepped state is back in host memory or in the file."""
         for layout in self._layouts.values():
             for arena in layout.arenas:
                 if arena.offloaded is not None:
@@ -174,7 +174,7 @@ class UnfinishedSteps:
         self._drop_sums()
 
     def _settle(self) -> None:
-        """Before state is read or saved: everything that has been stepped is back."""
+        """Bring everything that has been stepped back, before state is read or saved."""
         self._end_backward()
         self._drain()
         step = self._unfinished
@@ -215,7 +215,7 @@ class UnfinishedSteps:
     # ---- backward ------------------------------------------------------------------------------------------------
 
     def _begin_backward(self) -> None:
-        """At each gradient. A backward may run within another, by a checkpoint that recomputes."""
+        """Note the backward of a gradient. A checkpoint that recomputes may run one backward within another."""
         task = torch._C._current_graph_task_id()
         if task in self._backwards:
             return
@@ -231,7 +231,7 @@ class UnfinishedSteps:
         torch.autograd.Variable._execution_engine.queue_callback(Backward(self, task))
 
     def _end_backward(self) -> None:
-        """After one that failed, whose gradients have come in part."""
+        """End a backward that failed after some of its gradients had come."""
         if not self._backward_failed:
             return
         self._backward_failed = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -33,6 +34,7 @@ PRESETS = {
 # The choices of the command line, here without PyTorch.
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 DTYPES = ("fp32", "bf16")
+MOST_THREADS = max(256, os.cpu_count() or 1)  # tens of thousands end the process
 ESTIMATE_DTYPES = ("fp32", "bf16", "fp16")
 DEVICES = ("cuda", "cpu")
 QUANTIZE = ("nf4", "int4", "int8", "none")

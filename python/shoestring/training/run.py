@@ -23,7 +23,7 @@ from shoestring.optim.offload import PLACES, is_place
 from shoestring.training import memory
 from shoestring.checkpointing.model import CheckpointReport, checkpoint_model, parse_bytes
 from shoestring.training.checkpoint import checkpoints, load_checkpoint, step_of
-from shoestring.training.config import Fingerprint, LoopConfig
+from shoestring.training.config import MOST_THREADS, Fingerprint, LoopConfig
 from shoestring.training.loop import Progress, Trainer, make_optimizer
 from shoestring.training.models import Loss
 from shoestring.training.signals import Interrupted
@@ -124,8 +124,8 @@ def _read_record(out: Path, command: str, fingerprint: Fingerprint) -> dict[str,
         for name, kind in (("command", str), ("fingerprint", dict), ("threads", int)):
             if not isinstance(recorded, dict) or not isinstance(recorded.get(name), kind):
                 raise ValueError(f"{name}: expected {kind.__name__}")
-        if recorded["threads"] < 1:
-            raise ValueError(f"threads: expected at least 1, got {recorded['threads']}")
+        if not 1 <= recorded["threads"] <= MOST_THREADS:
+            raise ValueError(f"threads: expected 1 to {MOST_THREADS}, got {recorded['threads']}")
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not the record of a run ({error}); give another --out") from None
     if recorded["command"] != command:
@@ -146,7 +146,7 @@ def _begin(options: RunOptions, command: str, fingerprint: Fingerprint, recorded
 
 
 def _kept(out: Path) -> str:
-    """What an interrupted run leaves."""
+    """Describe what an interrupted run leaves, for the terminal."""
     existing = checkpoints(out)
     if existing:
         return f"checkpoint at step {step_of(existing[-1])}, continue with --resume"

@@ -248,7 +248,7 @@ def refused(done: subprocess.CompletedProcess[str], part: str) -> None:
         (["--quantize", "nf5"], "--quantize: expected one of nf4, fp4, int4, int8, none, received 'nf5'"),
         (["--block-size", "48"], "block_size: expected a power of two"),
         (["--dtype", "fp8"], "--dtype: expected one of bf16, fp32, received 'fp8'"),
-        (["--targets", "w1"], "target_modules: expected names of shoestring::nn layers"),
+        (["--targets", "w1"], "target_modules: expected names of modules, received 'w1', which matches nothing; the module has "),
         (["--data", "/none"], "--data /none: cannot open"),
         (["--out", "/proc/none/run", "--steps", "1"], "cannot make the folder"),
         (["--lr", "1e30", "--clip", "0", "--steps", "3"], "; training stopped before the weights changed"),

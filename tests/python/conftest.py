@@ -7,6 +7,7 @@ marked ``device`` run, and factory functions make their tensors where the backen
 
 import ctypes
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -24,6 +25,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: programs under test inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     backend = config.getoption("--backend")
     if backend == "cuda":
         if not torch.cuda.is_available():

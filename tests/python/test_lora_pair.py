@@ -94,7 +94,7 @@ def test_a_configuration_that_peft_wrote_again_still_fits(run: Run, tmp_path: Pa
     [
         {"lora_alpha": 1e-5, "lora_dropout": 0.1},
         {"lora_alpha": 1.7976931348623157e308, "d_initial": -0.0, "projection_prng_key": 2**63 + 1},
-        {"lora_alpha": 5e-324, "projection_prng_key": -(2**53) - 1, "layers_to_transform": [3, 1, 2.5]},
+        {"lora_alpha": 5e-324, "projection_prng_key": -(2**53) - 1, "layers_to_transform": [3, 1, 2], "d_initial": 2.5},
         {"alpha_pattern": {"Grüße": 1, "日本\n\"": 2, "a": 0.1}, "rank_pattern": {"\u0000": 3}},
         {"projection_prng_key": 10**25, "exclude_modules": "a.*b", "num_virtual_tokens": [[1, [2]], {"a": [3]}]},
     ],

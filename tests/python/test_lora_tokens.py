@@ -151,5 +151,5 @@ def test_errors(tmp_path: Path) -> None:
         lora.load_adapter(llama(), tmp_path / "b")
     weights = tmp_path / "b" / "adapter_model.safetensors"
     save_file(load_file(weights), weights)  # without the digest of the configuration
-    with pytest.raises(ValueError, match=r"expected \{'prompt_embeddings': \(4, 128\)\}, received .*\(5, 128\)"):
+    with pytest.raises(ValueError, match=r"expected \{'prompt_embeddings': \(4, 128\)\} of floating point, received .*\(5, 128\)"):
         lora.load_adapter(llama(), tmp_path / "b")

@@ -45,10 +45,10 @@ def locked(path: Path, what: str) -> Iterator[None]:
 def _acquire(path: Path, what: str) -> int:
     """Return the descriptor of the lock file, which is locked."""
     for attempt in range(100):
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except FileNotFoundError:  # another process has just removed the folder
+        except (FileNotFoundError, FileExistsError):  # another process has just removed the folder
             if attempt == 99:
                 raise
             continue

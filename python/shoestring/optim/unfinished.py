@@ -214,6 +214,7 @@ class UnfinishedSteps:
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
+    @_disable_dynamo
     def _begin_backward(self) -> None:
         """Note the backward of a gradient. A checkpoint that recomputes may run one backward within another."""
         task = torch._C._current_graph_task_id()

@@ -49,7 +49,7 @@ Layout& Core::layout(size_t group) {
   if (!changed && count == params.size()) return layout;
 
   std::vector<Tensor> absent;
-  // What hooks are on may get a gradient or a sum that must not wait for state to be made.
+  // A parameter with hooks may get a gradient or a sum, which must not wait for its state to be made.
   const bool from_hooks = step_in_backward || (on_cpu() && !watched_.empty());
   const auto found = members(group, [&](const Tensor& p) {
     const bool belongs = state(p) != nullptr || has_gradient(p) || (from_hooks && p.requires_grad());

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from build_folder import BUILD
 
-BUILD = Path(os.environ.get("SHOESTRING_BUILD", Path(__file__).parents[2] / "build")) / "tests/crash"
+PROGRAMS = BUILD / "tests/crash"
 SAMPLE = 4  # kills of each save in a run without --all, besides the first and the last
 PAIR = ["expected the weights that were saved with", "adapter_model.safetensors", "adapter_config.json"]
 # A state that is neither the old nor the new one is refused with these words.
@@ -34,7 +35,7 @@ class Server:
     """saves.py or saves.cpp, with the shim of system calls."""
 
     def __init__(self, command: list[str | Path]) -> None:
-        environment = os.environ | {"LD_PRELOAD": str(BUILD / "libkill_at.so"), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"LD_PRELOAD": str(PROGRAMS / "libkill_at.so"), "OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
 
@@ -54,7 +55,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[dict[str, Server]]:
-    commands = {"python": [sys.executable, Path(__file__).with_name("saves.py")], "cpp": [BUILD / "crash_saves"]}
+    commands = {"python": [sys.executable, Path(__file__).with_name("saves.py")], "cpp": [PROGRAMS / "crash_saves"]}
     running = {name: Server(command) for name, command in commands.items()}
     yield running
     for server in running.values():

@@ -1,8 +1,12 @@
 """The length of a fuzzing run, and its seed."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "python"))  # whose helpers these tests use
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

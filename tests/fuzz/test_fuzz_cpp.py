@@ -6,11 +6,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from build_folder import BUILD
 from test_fuzz import CPP_SHARE
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = Path(os.environ.get("SHOESTRING_BUILD", ROOT / "build")) / "tests/fuzz/fuzz_readers"
-# What takes a path in the public headers: the readers that the program calls, and what only writes.
+PROGRAM = BUILD / "tests/fuzz/fuzz_readers"
+# The functions of the public headers that take a path: readers, which the program calls, and functions that only write.
 FUZZED = {"SafetensorsFile", "load_safetensors", "load_model", "load_adapter", "load_optimizer"}
 NOT_READERS = {"save_safetensors", "save_model", "save_adapter", "save_optimizer"}
 PATHS = re.compile(r"\b(\w+)\((?:[^()]*,)?\s*const std::string& (?:path|directory|folder|file)\b")

@@ -78,7 +78,7 @@ def test_the_choices_are_those_of_the_library() -> None:
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What commands require, sound and tiny."""
+    """Make sound, tiny values of everything that commands require."""
     folder = tmp_path_factory.mktemp("given")
     (folder / "data").mkdir()
     (folder / "data" / "text.txt").write_text(text(60))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from shoestring.data.errors import InputError
 from shoestring.data.examples import DEFAULT_CHAT_TEMPLATE, beginning
 from shoestring.data.progress import working
+from shoestring.data.read_file import read_json
 from shoestring.data.tokenizer import encode_batch, load_tokenizer
 from shoestring.training.models import load_model, locate_model
 
@@ -84,10 +84,7 @@ def check_adapter(folder: Path) -> None:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / name).is_file():
             raise InputError(f"--adapter {folder}: no {name} there; expected a PEFT adapter directory")
-    try:
-        json.loads((folder / "adapter_config.json").read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{folder / 'adapter_config.json'}: not valid JSON ({error})") from None
+    read_json(folder / "adapter_config.json", str(folder / "adapter_config.json"))
     from safetensors import safe_open
 
     try:

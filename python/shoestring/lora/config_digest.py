@@ -33,7 +33,7 @@ def check_pair(weights: Path, metadata: Mapping[str, str], config: Path, values:
     Raises:
         ValueError: the two files are of different saves.
     """
-    if metadata.get(KEY, config_digest(values)) != config_digest(values):
+    if KEY in metadata and metadata[KEY] != config_digest(values):
         raise ValueError(
             f"lora.load_adapter: {weights}: expected the weights that were saved with {config}, received weights of "
             "another save, which was interrupted, or a changed configuration; save the adapter again"

@@ -158,7 +158,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_weights(path: Path, config: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-    """What adapter_model.safetensors holds, by keys without PEFT's prefix.
+    """Return the tensors of adapter_model.safetensors, by keys without PEFT's prefix.
 
     Raises:
         ValueError: a damaged file, or one that was not saved with ``config``, the content of adapter_config.json.

@@ -318,7 +318,7 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         absent = []
         first = sum(len(g["params"]) for g in self.param_groups[:index])
         for number, p in enumerate(group["params"], first):
-            # What hooks are on may get a gradient or a sum that must not wait for state to be made.
+            # A parameter with hooks may get a gradient or a sum, which must not wait for its state to be made.
             if self.state.get(p) or self._has_gradient(p) or (self._steps_from_hooks and p.requires_grad):
                 members.setdefault(self._kind(p, group), {})[number] = p
             else:

@@ -38,7 +38,7 @@ demo: build
 	$(PYTHON) -m shoestring demo
 
 bench: build
-	for script in benchmarks/bench_*.py; do $(PYTHON) $$script || exit; done
+	for script in $(basename $(subst /,.,$(wildcard benchmarks/*/bench_*.py))); do $(PYTHON) -m $$script || exit; done
 
 gpu-check:
 	$(GPU_PYTHON) scripts/gpu_check.py $(GPU_CHECK_ARGS)

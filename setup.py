@@ -45,7 +45,9 @@ def run_cmake() -> None:
         except FileNotFoundError:
             sys.exit("shoestring: cmake was not found; install it, for example with `pip install cmake`")
         except subprocess.CalledProcessError as error:
-            sys.exit(f"shoestring: `{' '.join(map(str, command[:3]))} ...` failed with code {error.returncode}; see above")
+            sys.exit(
+                f"shoestring: `{' '.join(map(str, command[:3]))} ...` failed with code {error.returncode}; see above"
+            )
 
 
 class BuildPy(build_py):
@@ -73,4 +75,8 @@ class PlatformDistribution(Distribution):
         return True
 
 
-setup(version=VERSION, distclass=PlatformDistribution, cmdclass={"build_py": BuildPy, "bdist_wheel": PlatformWheel})
+setup(
+    version=VERSION,
+    distclass=PlatformDistribution,
+    cmdclass={"build_py": BuildPy, "bdist_wheel": PlatformWheel},
+)

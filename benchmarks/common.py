@@ -19,7 +19,9 @@ from pathlib import Path
 import torch
 
 Candidates = dict[str, Callable[[], object]]
-ROUND = 5e-3  # seconds: on a GPU, a candidate's share of a round; launch gaps and event ticks vanish beside it
+ROUND = (
+    5e-3  # seconds: on a GPU, a candidate's share of a round; launch gaps and event ticks vanish beside it
+)
 
 
 def arguments(
@@ -34,7 +36,9 @@ def arguments(
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", choices=devices, default="cpu")
-    parser.add_argument("--repeats", type=int, help="rounds in which each candidate is timed once; 5, and 20 on a GPU")
+    parser.add_argument(
+        "--repeats", type=int, help="rounds in which each candidate is timed once; 5, and 20 on a GPU"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs")
@@ -151,7 +155,9 @@ def copy_bandwidth(device: str) -> float:
 def gemm_rate(dtype: torch.dtype, device: str) -> float:
     """Flops a second of a square matrix product at a comfortable size."""
     n = 8192 if device == "cuda" else 1024
-    return 2 * n**3 / statistics.median(interleave({"mm": gemm_probe(n, n, n, dtype, device)}, 10, device)["mm"])
+    return (
+        2 * n**3 / statistics.median(interleave({"mm": gemm_probe(n, n, n, dtype, device)}, 10, device)["mm"])
+    )
 
 
 def file_name(device: str) -> str:

@@ -17,7 +17,14 @@ SHARD = 512 * 2**20  # bytes: small enough that a model of 1 B parameters has se
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 SIZES = {
     # TinyLlama's shape: 1.1 B parameters.
-    "1b": {"hidden": 2048, "intermediate": 5632, "layers": 22, "heads": 32, "kv_heads": 4, "vocab_size": 32_000},
+    "1b": {
+        "hidden": 2048,
+        "intermediate": 5632,
+        "layers": 22,
+        "heads": 32,
+        "kv_heads": 4,
+        "vocab_size": 32_000,
+    },
     "tiny": {"hidden": 64, "intermediate": 176, "layers": 2, "heads": 4, "kv_heads": 2, "vocab_size": 512},
 }
 
@@ -50,7 +57,9 @@ def write_random_llama(
         _write(directory / name, shard, dtype, generator)
         index |= dict.fromkeys(shard, name)
     total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
-    _write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
+    _write_json(
+        directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index}
+    )
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -71,7 +80,9 @@ def write_random_llama(
     _write_json(directory / "config.json", config)
 
 
-def _shapes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab_size: int) -> Shapes:
+def _shapes(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab_size: int
+) -> Shapes:
     narrow = hidden // heads * kv_heads
     shapes: Shapes = {"model.embed_tokens.weight": (vocab_size, hidden)}
     for layer in range(layers):
@@ -131,7 +142,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    write_random_llama(options.directory, **SIZES[options.size], dtype=getattr(torch, options.dtype), seed=options.seed)
+    write_random_llama(
+        options.directory, **SIZES[options.size], dtype=getattr(torch, options.dtype), seed=options.seed
+    )
 
 
 if __name__ == "__main__":

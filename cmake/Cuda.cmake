@@ -39,7 +39,7 @@ message(STATUS "CUDA kernels: toolkit ${CUDAToolkit_VERSION}, architectures ${SH
 
 # The kernels see no PyTorch header: they compile quickly, and the emulated build can use the same files. *_hopper.cu is
 # for sm_90a alone, whose instructions no other GPU has; host code asks for the GPU before it launches them.
-file(GLOB _kernels CONFIGURE_DEPENDS cuda/*.cu)
+file(GLOB _kernels CONFIGURE_DEPENDS cuda/*/*.cu)
 set(_hopper ${_kernels})
 list(FILTER _hopper INCLUDE REGEX "_hopper\\.cu$")
 list(FILTER _kernels EXCLUDE REGEX "_hopper\\.cu$")
@@ -47,7 +47,7 @@ add_library(shoestring_kernels OBJECT ${_kernels})
 add_library(shoestring_hopper_kernels OBJECT ${_hopper})
 set(_launcher sh ${PROJECT_SOURCE_DIR}/cmake/keep_ptxas.sh ${CMAKE_CUDA_COMPILER_LAUNCHER})
 foreach(_target shoestring_kernels shoestring_hopper_kernels)
-  target_include_directories(${_target} PRIVATE csrc csrc/include cuda)
+  target_include_directories(${_target} PRIVATE . csrc csrc/include)
   # ptxas' registers, shared memory and spills, kept beside each object for scripts/check_ptxas.py.
   target_compile_options(${_target} PRIVATE -Xptxas -v)
   set_target_properties(${_target} PROPERTIES CUDA_STANDARD 17 CUDA_COMPILER_LAUNCHER "${_launcher}")
@@ -55,7 +55,7 @@ foreach(_target shoestring_kernels shoestring_hopper_kernels)
 endforeach()
 set_target_properties(shoestring_hopper_kernels PROPERTIES CUDA_ARCHITECTURES 90a-real)
 
-add_library(shoestring_cuda SHARED cuda/runtime.cpp $<TARGET_OBJECTS:shoestring_kernels>
+add_library(shoestring_cuda SHARED cuda/core/runtime.cpp $<TARGET_OBJECTS:shoestring_kernels>
             $<TARGET_OBJECTS:shoestring_hopper_kernels>)
 target_include_directories(shoestring_cuda PRIVATE csrc)
 target_link_libraries(shoestring_cuda PUBLIC shoestring shoestring::torch_cuda PRIVATE CUDA::cudart)

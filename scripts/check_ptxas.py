@@ -24,7 +24,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90a")
-SERIALISED = re.compile(r"wgmma\.mma_async instructions are serialized due to (.*) in (?:the )?function '?([^'\s]+)")
+SERIALISED = re.compile(
+    r"wgmma\.mma_async instructions are serialized due to (.*) in (?:the )?function '?([^'\s]+)"
+)
 
 BUDGET = re.compile(r"(\d+) registers, (\d+) bytes shared(?:, (\d+) bytes stack)?(, no spills)?\.")
 ENTRY = re.compile(r"Compiling entry function '([^']+)' for '(sm_\d+\w?)'")
@@ -87,8 +89,11 @@ def budgets(source: str) -> tuple[list[Kernel], list[str]]:
                 registers, shared, stack = (int(found[i] or 0) for i in (1, 2, 3))
                 budget = Budget(registers, shared, stack, spills=not found[4])
         kernels.append(Kernel(name, source.count("\n", 0, match.end()) + 1, budget))
-    lone = [f"{n}: a budget that stands directly above no kernel: {line.strip()}"
-            for n, line in enumerate(source.split("\n"), 1) if "// Budget:" in line and n not in claimed]
+    lone = [
+        f"{n}: a budget that stands directly above no kernel: {line.strip()}"
+        for n, line in enumerate(source.split("\n"), 1)
+        if "// Budget:" in line and n not in claimed
+    ]
     return kernels, lone
 
 
@@ -129,7 +134,9 @@ def usages(log: str) -> Iterator[Usage]:
 
 def demangle(symbols: list[str]) -> dict[str, str]:
     """What a symbol is in C++, without its return type, parameters and namespaces."""
-    out = subprocess.run(["c++filt"], input="\n".join(symbols), capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        ["c++filt"], input="\n".join(symbols), capture_output=True, text=True, check=True
+    ).stdout
     return {s: _short(full) for s, full in zip(symbols, out.splitlines(), strict=True)}
 
 
@@ -142,16 +149,24 @@ def _short(signature: str) -> str:
             signature = signature[:end]
             break
     name, bracket, arguments = signature.partition("<")
-    return name.split("::")[-1].split(" ")[-1] + bracket + arguments.replace("shoestring::cuda::", "").replace("::", "")
+    return (
+        name.split("::")[-1].split(" ")[-1]
+        + bracket
+        + arguments.replace("shoestring::cuda::", "").replace("::", "")
+    )
 
 
 def compare(usage: Usage, budget: Budget) -> list[str]:
     """Each figure that is over its budget."""
-    over = [f"{used} {what}, and its budget is {allowed}" for what, used, allowed in (
-        ("registers", usage.registers, budget.registers),
-        ("bytes of shared memory", usage.shared, budget.shared),
-        ("bytes of stack frame", usage.stack, budget.stack),
-    ) if used > allowed]
+    over = [
+        f"{used} {what}, and its budget is {allowed}"
+        for what, used, allowed in (
+            ("registers", usage.registers, budget.registers),
+            ("bytes of shared memory", usage.shared, budget.shared),
+            ("bytes of stack frame", usage.stack, budget.stack),
+        )
+        if used > allowed
+    ]
     if usage.spills and not budget.spills:
         over.append(f"{usage.spills} bytes of spills, and its budget says no spills")
     return over
@@ -165,8 +180,12 @@ def check(source: Path, log: str) -> tuple[list[str], list[tuple[str, Usage, Bud
     for file in (source, *(h for name in includes if (h := source.parent / name).exists())):
         kernels, wrong = budgets(file.read_text())
         failures += [f"{file.name}:{line}" for line in wrong]
-        failures += [f"{file.name}:{k.line}: {k.name}: expected a comment like `// Budget: 40 registers, 64 bytes "
-                     "shared, no spills.` directly above the kernel" for k in kernels if k.budget is None]
+        failures += [
+            f"{file.name}:{k.line}: {k.name}: expected a comment like `// Budget: 40 registers, 64 bytes "
+            "shared, no spills.` directly above the kernel"
+            for k in kernels
+            if k.budget is None
+        ]
         named |= {k.name: k.budget for k in kernels}
     found = list(usages(log))
     names = demangle([u.symbol for u in found])
@@ -178,17 +197,26 @@ def check(source: Path, log: str) -> tuple[list[str], list[tuple[str, Usage, Bud
         if name.split("<")[0] not in named:
             failures.append(f"{source.name}: {name}: ptxas compiled it, and the file defines no such kernel")
         elif budget:
-            failures += [f"{source.name}: {name}, {usage.architecture}: {over}" for over in compare(usage, budget)]
+            failures += [
+                f"{source.name}: {name}, {usage.architecture}: {over}" for over in compare(usage, budget)
+            ]
     for reason, symbol in dict.fromkeys(SERIALISED.findall(log)):
-        failures.append(f"{source.name}: {demangle([symbol])[symbol]}: ptxas serialised its wgmma, due to {reason}")
+        failures.append(
+            f"{source.name}: {demangle([symbol])[symbol]}: ptxas serialised its wgmma, due to {reason}"
+        )
     for architecture in ARCHITECTURES[-1:] if source.stem.endswith("_hopper") else ARCHITECTURES:
         here = {name.split("<")[0] for name, usage, _ in rows if usage.architecture == architecture}
         if not here:
-            failures.append(f"{source.name}: not compiled for {architecture}; configure the build again with "
-                            "-U SHOESTRING_CUDA_ARCHITECTURES")
+            failures.append(
+                f"{source.name}: not compiled for {architecture}; configure the build again with "
+                "-U SHOESTRING_CUDA_ARCHITECTURES"
+            )
         else:
-            failures += [f"{source.name}: {name}: has a budget, and no such kernel was compiled for {architecture}"
-                         for name, budget in named.items() if budget and name not in here]
+            failures += [
+                f"{source.name}: {name}: has a budget, and no such kernel was compiled for {architecture}"
+                for name, budget in named.items()
+                if budget and name not in here
+            ]
     return failures, rows
 
 
@@ -203,18 +231,22 @@ def main() -> int:
     except FileNotFoundError:
         parser.exit(2, f"check_ptxas.py: {options.build} is no build folder of shoestring; run make build\n")
     if built["cuda"] is None:
-        print(f"skipped: the CUDA kernels were not built: {built['cuda_note']}\n0 passed, 0 failed, 1 skipped")
+        print(
+            f"skipped: the CUDA kernels were not built: {built['cuda_note']}\n0 passed, 0 failed, 1 skipped"
+        )
         return 0
     passed, failed = 0, 0
-    for source in sorted(options.sources.glob("*.cu")):
-        log = next(options.build.glob(f"CMakeFiles/*/cuda/{source.name}.o.ptxas"), None)
+    for source in sorted(options.sources.rglob("*.cu")):
+        log = next(options.build.glob(f"CMakeFiles/*/cuda/*/{source.name}.o.ptxas"), None)
         if log is None:
             failures, rows = [f"{source.name}: {options.build} has no figures of it; run make build"], []
         else:
             failures, rows = check(source, log.read_text())
         for name, usage, budget in rows if options.table else ():
-            print(f"{source.name:28} {name:44} {usage.architecture:7} {usage.registers:4} registers "
-                  f"{usage.shared:6} shared {usage.stack:4} stack {usage.spills:4} spills   budget: {budget or 'none'}")
+            print(
+                f"{source.name:28} {name:44} {usage.architecture:7} {usage.registers:4} registers "
+                f"{usage.shared:6} shared {usage.stack:4} stack {usage.spills:4} spills   budget: {budget or 'none'}"
+            )
         for line in failures:
             print(f"not ok {line}")
         passed += sum(budget is not None and not compare(usage, budget) for _, usage, budget in rows)

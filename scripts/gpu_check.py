@@ -43,10 +43,17 @@ class Check:
     def __init__(self, runner: Runner, build: Path, environment: dict) -> None:
         self.runner = runner
         self.build_folder = build
-        self.package = build / "python/shoestring"  # a copy: the source folder's own libraries stay as they are
-        self.env = {"PYTHONPATH": _path(self.package.parent), "SHOESTRING_BUILD": str(build), "PYTHONUNBUFFERED": "1",
-                    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TOKENIZERS_PARALLELISM": "false",
-                    "SIMT_CAPABILITY": environment["capability"].replace(".", "")}  # the same kernels in the emulator
+        self.package = (
+            build / "python/shoestring"
+        )  # a copy: the source folder's own libraries stay as they are
+        self.env = {
+            "PYTHONPATH": _path(self.package.parent),
+            "SHOESTRING_BUILD": str(build),
+            "PYTHONUNBUFFERED": "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "SIMT_CAPABILITY": environment["capability"].replace(".", ""),
+        }  # the same kernels in the emulator
         self.gpu = environment
         self.data: dict = {
             "machine": f"{environment['gpu']}, CUDA {environment['torch_cuda']}",
@@ -61,7 +68,9 @@ class Check:
         }
 
     def steps(self) -> list[Step]:
-        suites = [p for p in sorted((ROOT / "tests/python").glob("test_*.py")) if "mark.device" in p.read_text()]
+        suites = [
+            p for p in sorted((ROOT / "tests/python").glob("*/test_*.py")) if "mark.device" in p.read_text()
+        ]
         return [
             Step("environment", self.environment, 10),
             Step("build", self.build, 420),
@@ -69,45 +78,83 @@ class Check:
             Step("primitives", self.primitives, 90, "build"),
             Step("emulator", self.emulator, 120, "build"),
             Step("limits", self.limits, 60),
-            *(Step(p.stem, lambda p=p: self.benchmark(p), 200 if p.stem == "bench_attention" else 100, "build")
-              for p in sorted((ROOT / "benchmarks").glob("bench_*.py"))),
-            *(Step(name, lambda name=name: self.sanitizer(name), 90, "build")
-              for name in ("memcheck", "racecheck", "synccheck")),
+            *(
+                Step(
+                    p.stem,
+                    lambda p=p: self.benchmark(p),
+                    200 if p.stem == "bench_attention" else 100,
+                    "build",
+                )
+                for p in sorted((ROOT / "benchmarks").glob("*/bench_*.py"))
+            ),
+            *(
+                Step(name, lambda name=name: self.sanitizer(name), 90, "build")
+                for name in ("memcheck", "racecheck", "synccheck")
+            ),
         ]
 
     def environment(self) -> str:
         gpu = self.gpu
         nvcc = self.runner.command(["nvcc", "--version"]) if shutil.which("nvcc") else ""
         gpu["toolkit"] = found[1] if (found := re.search(r"release ([\d.]+)", nvcc)) else None
-        gpu["not_found"] = [name for name in ("nvcc", "cmake", "ninja", "compute-sanitizer") if not shutil.which(name)]
+        gpu["not_found"] = [
+            name for name in ("nvcc", "cmake", "ninja", "compute-sanitizer") if not shutil.which(name)
+        ]
         packages = ", ".join(f"{name} {version}" for name, version in gpu["packages"].items())
         free, total = (gpu[name] / 2**30 for name in ("memory_free_bytes", "memory_bytes"))
-        return (f"{gpu['gpu']}, capability {gpu['capability']}, driver {gpu['driver']}, toolkit {gpu['toolkit']}, "
-                f"PyTorch {gpu['torch']}, {free:.1f} of {total:.1f} GiB free, {gpu['cores']} cores; "
-                f"{packages or 'no peers'}; not found: {', '.join(gpu['not_found']) or 'nothing'}")
+        return (
+            f"{gpu['gpu']}, capability {gpu['capability']}, driver {gpu['driver']}, toolkit {gpu['toolkit']}, "
+            f"PyTorch {gpu['torch']}, {free:.1f} of {total:.1f} GiB free, {gpu['cores']} cores; "
+            f"{packages or 'no peers'}; not found: {', '.join(gpu['not_found']) or 'nothing'}"
+        )
 
     def build(self) -> str:
         shutil.rmtree(self.package, ignore_errors=True)
-        shutil.copytree(ROOT / "python/shoestring", self.package,
-                        ignore=shutil.ignore_patterns("lib", "include", "share", "__pycache__"))
+        shutil.copytree(
+            ROOT / "python/shoestring",
+            self.package,
+            ignore=shutil.ignore_patterns("lib", "include", "share", "__pycache__"),
+        )
         if prebuilt := os.environ.get("SHOESTRING_PREBUILT"):
             return self._take(Path(prebuilt))
         if shutil.which("nvcc") is None or shutil.which("cmake") is None:
-            raise Failed("nvcc, cmake: expected both on the PATH, or SHOESTRING_PREBUILT=DIR with libraries built "
-                         "elsewhere")
+            raise Failed(
+                "nvcc, cmake: expected both on the PATH, or SHOESTRING_PREBUILT=DIR with libraries built "
+                "elsewhere"
+            )
         capability = self.gpu["capability"].replace(".", "")
         architecture = "90a-real" if capability == "90" else f"{capability}-real"
         jobs = max(1, min(self.gpu["cores"], self.gpu["ram_bytes"] // (3 << 29)))  # 1.5 GiB a compiler
         new = not (self.build_folder / "CMakeCache.txt").exists()
         launchers = [f"-DCMAKE_{language}_COMPILER_LAUNCHER=ccache" for language in ("CXX", "CUDA")]
-        self.runner.command([
-            "cmake", "-S", ROOT, "-B", self.build_folder, *(["-G", "Ninja"] if new and shutil.which("ninja") else []),
-            f"-DPython3_EXECUTABLE={sys.executable}", f"-DCMAKE_CUDA_COMPILER={shutil.which('nvcc')}",
-            "-DSHOESTRING_CUDA=1", f"-DSHOESTRING_CUDA_ARCHITECTURES={architecture}", "-DSHOESTRING_TESTS=ON",
-            *(launchers if shutil.which("ccache") else []),
-        ])
-        self.runner.command(["cmake", "--build", self.build_folder, "--parallel", jobs, "--target", "shoestring",
-                             "shoestring_cuda"])
+        self.runner.command(
+            [
+                "cmake",
+                "-S",
+                ROOT,
+                "-B",
+                self.build_folder,
+                *(["-G", "Ninja"] if new and shutil.which("ninja") else []),
+                f"-DPython3_EXECUTABLE={sys.executable}",
+                f"-DCMAKE_CUDA_COMPILER={shutil.which('nvcc')}",
+                "-DSHOESTRING_CUDA=1",
+                f"-DSHOESTRING_CUDA_ARCHITECTURES={architecture}",
+                "-DSHOESTRING_TESTS=ON",
+                *(launchers if shutil.which("ccache") else []),
+            ]
+        )
+        self.runner.command(
+            [
+                "cmake",
+                "--build",
+                self.build_folder,
+                "--parallel",
+                jobs,
+                "--target",
+                "shoestring",
+                "shoestring_cuda",
+            ]
+        )
         self.runner.command(["cmake", "--install", self.build_folder, "--prefix", self.package])
         return f"for {architecture.removesuffix('-real')}, {jobs} jobs"
 
@@ -133,22 +180,38 @@ class Check:
         report.unlink(missing_ok=True)
         ended, without = None, [] if "expecttest" in self.gpu["packages"] else ["-k", "not opcheck"]
         try:
-            self.runner.command([sys.executable, "-m", "pytest", "--backend=cuda", file, *without,
-                                 f"--junitxml={report}"], self.env)
+            self.runner.command(
+                [sys.executable, "-m", "pytest", "--backend=cuda", file, *without, f"--junitxml={report}"],
+                self.env,
+            )
         except Failed as reason:
             ended = reason
         if not report.exists():
             raise ended or Failed("pytest wrote no report")
         cases = list(ElementTree.parse(report).iter("testcase"))
-        failures = [{"test": case.get("name"), "message": (child.get("message") or "").split("\n")[0]}
-                    for case in cases for child in case if child.tag in ("failure", "error")]
-        skipped = [{"test": case.get("name"), "message": child.get("message")}
-                   for case in cases for child in case if child.tag == "skipped"]
+        failures = [
+            {"test": case.get("name"), "message": (child.get("message") or "").split("\n")[0]}
+            for case in cases
+            for child in case
+            if child.tag in ("failure", "error")
+        ]
+        skipped = [
+            {"test": case.get("name"), "message": child.get("message")}
+            for case in cases
+            for child in case
+            if child.tag == "skipped"
+        ]
         failed = len({f["test"] for f in failures})
         passed = len(cases) - failed - len(skipped)
-        self.data["suite"][file.stem] = {"passed": passed, "failed": failed, "skipped": skipped, "failures": failures}
+        self.data["suite"][file.stem] = {
+            "passed": passed,
+            "failed": failed,
+            "skipped": skipped,
+            "failures": failures,
+        }
         counts = f"{passed} passed, {failed} failed, {len(skipped)} skipped" + (
-            "; opcheck left out: expecttest is not installed" if without else "")
+            "; opcheck left out: expecttest is not installed" if without else ""
+        )
         if failures:
             raise Failed(f"{counts}; {failures[0]['test']}: {failures[0]['message']}")
         if passed == 0:
@@ -159,47 +222,85 @@ class Check:
 
     def primitives(self) -> str:
         program = self.build_folder / "tests/cuda" / PRIMITIVES
-        if (self.build_folder / f"tests/cuda/CMakeFiles/{PRIMITIVES}.dir").exists() and not os.environ.get("SHOESTRING_PREBUILT"):
-            self.runner.command(["cmake", "--build", self.build_folder, "--parallel", self.gpu["cores"], "--target", PRIMITIVES])
+        if (self.build_folder / f"tests/cuda/CMakeFiles/{PRIMITIVES}.dir").exists() and not os.environ.get(
+            "SHOESTRING_PREBUILT"
+        ):
+            self.runner.command(
+                [
+                    "cmake",
+                    "--build",
+                    self.build_folder,
+                    "--parallel",
+                    self.gpu["cores"],
+                    "--target",
+                    PRIMITIVES,
+                ]
+            )
         if not program.exists():
             raise Skipped("Catch2 was not found, and SHOESTRING_PREBUILT has no " + PRIMITIVES)
-        return next(line for line in reversed(self.runner.command([program]).splitlines()) if line.strip("= "))
+        return next(
+            line for line in reversed(self.runner.command([program]).splitlines()) if line.strip("= ")
+        )
 
     def emulator(self) -> str:
         library = self.build_folder / "tests/simt" / EMULATOR
         if "SHOESTRING_PREBUILT" not in os.environ:
-            self.runner.command(["cmake", "--build", self.build_folder, "--parallel", self.gpu["cores"], "--target",
-                                 "shoestring_simt"])
+            self.runner.command(
+                [
+                    "cmake",
+                    "--build",
+                    self.build_folder,
+                    "--parallel",
+                    self.gpu["cores"],
+                    "--target",
+                    "shoestring_simt",
+                ]
+            )
         if not library.exists():
             raise Skipped(f"{library} is not there")
         script, results = ROOT / "tests/python/emulator_cases.py", []
         for backend in ("simt", "cuda"):
             results.append(self.runner.logs / f"emulator-{backend}.pt")
             self.runner.command([sys.executable, script, "run", backend, results[-1]], self.env)
-        rows = json.loads(self.runner.command([sys.executable, script, "compare", *results], self.env).splitlines()[-1])
+        rows = json.loads(
+            self.runner.command([sys.executable, script, "compare", *results], self.env).splitlines()[-1]
+        )
         self.data["emulator"] = rows
         wrong = [row for row in rows if not row["ok"]]
         summary = f"{len(rows)} tensors, {sum(row['error'] == 0 for row in rows)} of them bitwise equal"
         if wrong:
-            raise Failed(f"{summary}; {len(wrong)} differ by more than allowed, first: {json.dumps(wrong[0])}")
+            raise Failed(
+                f"{summary}; {len(wrong)} differ by more than allowed, first: {json.dumps(wrong[0])}"
+            )
         return summary
 
     def limits(self) -> str:
-        code = ("import json, torch; from common import copy_bandwidth, gemm_rate; "
-                "rates = {str(t)[6:]: gemm_rate(t, 'cuda') for t in (torch.bfloat16, torch.float32)}; "
-                "print(json.dumps({'copy': copy_bandwidth('cuda'), **rates}))")
-        env = self.env | {"PYTHONPATH": _path(ROOT / "benchmarks")}
+        code = (
+            "import json, torch; from benchmarks.common import copy_bandwidth, gemm_rate; "
+            "rates = {str(t)[6:]: gemm_rate(t, 'cuda') for t in (torch.bfloat16, torch.float32)}; "
+            "print(json.dumps({'copy': copy_bandwidth('cuda'), **rates}))"
+        )
+        env = self.env | {"PYTHONPATH": _path(ROOT)}
         found = json.loads(self.runner.command([sys.executable, "-c", code], env).splitlines()[-1])
-        self.data["limits"] = {"copy_bytes_per_second": found["copy"], "gemm_bfloat16_flops": found["bfloat16"],
-                               "gemm_float32_flops": found["float32"]}
-        return (f"copy {found['copy'] / 1e12:.2f} TB/s, matrix product {found['bfloat16'] / 1e12:.0f} TFLOP/s in bf16, "
-                f"{found['float32'] / 1e12:.1f} in fp32")
+        self.data["limits"] = {
+            "copy_bytes_per_second": found["copy"],
+            "gemm_bfloat16_flops": found["bfloat16"],
+            "gemm_float32_flops": found["float32"],
+        }
+        return (
+            f"copy {found['copy'] / 1e12:.2f} TB/s, matrix product {found['bfloat16'] / 1e12:.0f} TFLOP/s in bf16, "
+            f"{found['float32'] / 1e12:.1f} in fp32"
+        )
 
     def benchmark(self, file: Path) -> str:
         out = self.runner.logs / f"{file.stem}.json"
         out.unlink(missing_ok=True)
         try:
-            text = self.runner.command([sys.executable, file, "--device", "cuda", "--json", out], self.env, ok=(0, 2))
+            text = self.runner.command(
+                [sys.executable, file, "--device", "cuda", "--json", out],
+                self.env | {"PYTHONPATH": _path(ROOT)},
+                ok=(0, 2),
+            )
             if "invalid choice: 'cuda'" in text:
                 raise Skipped("it runs on the CPU only")
             print(text)
@@ -221,9 +322,25 @@ class Check:
         # allocator, so that a stray access leaves its own allocation.
         env = self.env | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         output = self.runner.command(
-            ["compute-sanitizer", "--tool", name, "--error-exitcode", "86", "--report-api-errors", "no",
-             "--kernel-regex", "kns=shoestring", sys.executable, ROOT / "tests/python/emulator_cases.py", "run", "cuda",
-             results], env, ok=tuple(range(256)))
+            [
+                "compute-sanitizer",
+                "--tool",
+                name,
+                "--error-exitcode",
+                "86",
+                "--report-api-errors",
+                "no",
+                "--kernel-regex",
+                "kns=shoestring",
+                sys.executable,
+                ROOT / "tests/python/emulator_cases.py",
+                "run",
+                "cuda",
+                results,
+            ],
+            env,
+            ok=tuple(range(256)),
+        )
         if "Device not supported" in output:
             raise Skipped("compute-sanitizer does not support this machine's GPU")
         summaries = [line.lstrip("= ") for line in output.splitlines() if "SUMMARY:" in line]
@@ -248,8 +365,13 @@ def figures(benchmarks: list[dict]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="gpu-check", description=__doc__.splitlines()[0])
     parser.add_argument("--budget-minutes", type=float, default=9.5, help="the rest is skipped")
-    parser.add_argument("--only", nargs="+", default=[], metavar="STEP", 
-                        help="only the steps whose names begin so; the file keeps what it has of the others")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="STEP",
+        help="only the steps whose names begin so; the file keeps what it has of the others",
+    )
     parser.add_argument("--build", type=Path, default=ROOT / "build-gpu", help="the build folder")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="where <gpu>.json goes")
     options = parser.parse_args()
@@ -257,17 +379,29 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running command is ended, too
     runner = Runner(options.build.resolve() / "gpu-check", options.budget_minutes * 60)
     try:
-        environment = json.loads(runner.command([sys.executable, ROOT / "scripts/gpu_environment.py"]).splitlines()[-1])
+        environment = json.loads(
+            runner.command([sys.executable, ROOT / "scripts/gpu_environment.py"]).splitlines()[-1]
+        )
     except Failed as reason:
         parser.exit(2, f"gpu-check: the GPU could not be read: {reason}\n")
     if environment["torch"] is None:
-        parser.exit(2, "gpu-check: PYTHON: expected an interpreter with PyTorch for CUDA, received "
-                    f"{sys.executable}, which has no PyTorch; set PYTHON\n")
+        parser.exit(
+            2,
+            "gpu-check: PYTHON: expected an interpreter with PyTorch for CUDA, received "
+            f"{sys.executable}, which has no PyTorch; set PYTHON\n",
+        )
     if environment["gpu"] is None:
-        parser.exit(2, f"gpu-check: no GPU here: PyTorch {environment['torch']} of {sys.executable} sees none; "
-                    "run it on a machine with one\n")
+        parser.exit(
+            2,
+            f"gpu-check: no GPU here: PyTorch {environment['torch']} of {sys.executable} sees none; "
+            "run it on a machine with one\n",
+        )
     check = Check(runner, options.build.resolve(), environment)
-    steps = [s for s in check.steps() if not options.only or s.name.startswith(("environment", "build", *options.only))]
+    steps = [
+        s
+        for s in check.steps()
+        if not options.only or s.name.startswith(("environment", "build", *options.only))
+    ]
     name = "-".join("".join(c if c.isalnum() else " " for c in environment["gpu"].lower()).split())
     target = options.out / f"{name}.json"
     options.out.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,14 @@ import platform
 import subprocess
 
 PACKAGES = (
-    "bitsandbytes", "torchao", "peft", "liger-kernel", "cut-cross-entropy", "deepspeed", "triton", "pytest",
+    "bitsandbytes",
+    "torchao",
+    "peft",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "deepspeed",
+    "triton",
+    "pytest",
     "expecttest",
 )
 

@@ -60,8 +60,13 @@ class Runner:
         with self._log.open("ab") as log:
             try:
                 process = subprocess.Popen(
-                    [str(a) for a in arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                    env={**os.environ, **(env or {})}, start_new_session=True)
+                    [str(a) for a in arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, **(env or {})},
+                    start_new_session=True,
+                )
             except OSError as error:
                 raise Failed(f"{name} could not be started: {error.strerror}") from None
             try:
@@ -73,7 +78,9 @@ class Runner:
                     os.killpg(process.pid, signal.SIGKILL)  # its own session: what it started goes with it
                     process.wait()
         output = self._log.read_bytes()[start:].decode(errors="replace")
-        last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "it printed nothing")
+        last = next(
+            (line.strip() for line in reversed(output.splitlines()) if line.strip()), "it printed nothing"
+        )
         if status is None:
             raise Failed(f"{name} was stopped at its time limit; its last line: {last}")
         if status not in ok:

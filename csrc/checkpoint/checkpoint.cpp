@@ -14,8 +14,9 @@
 
 using at::Tensor;
 
-// While a function runs the first time, each tensor that autograd saves becomes a number: the how-manieth it is. The first
-// number that backward asks for makes the function run again, and what is saved this time is put where the numbers are.
+// While a function runs the first time, each tensor that autograd saves becomes a number: the how-manieth it
+// is. The first number that backward asks for makes the function run again, and what is saved this time is
+// put where the numbers are.
 
 namespace shoestring {
 namespace activations {
@@ -25,7 +26,8 @@ struct Frame;
 
 struct Number : Packed {
   Number(std::shared_ptr<Frame> frame, const Tensor& tensor)
-      : frame(std::move(frame)), sizes(tensor.sizes().vec()), dtype(tensor.scalar_type()), device(tensor.device()) {}
+      : frame(std::move(frame)), sizes(tensor.sizes().vec()), dtype(tensor.scalar_type()),
+        device(tensor.device()) {}
   Tensor unpack() override;
 
   const std::shared_ptr<Frame> frame;
@@ -35,7 +37,8 @@ struct Number : Packed {
   std::map<int, Tensor> values;  // by backward pass
 };
 
-// Thrown through the function when all is there. LibTorch's engine passes on only exceptions derived from std::exception.
+// Thrown through the function when all is there. LibTorch's engine passes on only exceptions derived from
+// std::exception.
 struct Stop : std::exception {};
 
 struct Frame : std::enable_shared_from_this<Frame> {
@@ -85,9 +88,9 @@ struct SecondRun : SavedTensorHooks {
     if (const auto number = i < frame.numbers.size() ? frame.numbers[i].lock() : nullptr) {
       TORCH_CHECK(tensor.sizes() == at::IntArrayRef(number->sizes) && tensor.scalar_type() == number->dtype &&
                       tensor.device() == number->device,
-                  "checkpoint: saved tensor ", i, " was ", number->dtype, number->sizes, " on ", number->device,
-                  " in forward and is ", tensor.scalar_type(), tensor.sizes(), " on ", tensor.device(),
-                  " in backward: the function has to do the same both times");
+                  "checkpoint: saved tensor ", i, " was ", number->dtype, number->sizes, " on ",
+                  number->device, " in forward and is ", tensor.scalar_type(), tensor.sizes(), " on ",
+                  tensor.device(), " in backward: the function has to do the same both times");
       number->values[pass] = tensor;
     }
     if (frame.early_stop && seen >= frame.numbers.size()) throw Stop();
@@ -151,8 +154,9 @@ void Frame::run_again(int pass) {
     } catch (const Stop&) {
     }
   }
-  TORCH_CHECK(exact ? hooks->seen == numbers.size() : hooks->seen >= numbers.size(), "checkpoint: the function saved ",
-              numbers.size(), " tensors in forward and ", hooks->seen, " in backward: it has to do the same both times");
+  TORCH_CHECK(exact ? hooks->seen == numbers.size() : hooks->seen >= numbers.size(),
+              "checkpoint: the function saved ", numbers.size(), " tensors in forward and ", hooks->seen,
+              " in backward: it has to do the same both times");
 }
 
 }  // namespace
@@ -196,8 +200,9 @@ void CheckpointRun::finish() {
 CheckpointRun::~CheckpointRun() = default;
 
 void check_segments(int64_t segments, int64_t count) {
-  TORCH_CHECK(segments >= 1 && segments <= count, "checkpoint_sequential: segments: expected 1 to the number of functions (",
-              count, "), received ", segments);
+  TORCH_CHECK(segments >= 1 && segments <= count,
+              "checkpoint_sequential: segments: expected 1 to the number of functions (", count,
+              "), received ", segments);
 }
 
 }  // namespace detail

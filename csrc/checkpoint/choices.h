@@ -5,7 +5,8 @@
 
 namespace shoestring::activations {
 
-/// What a plan may do with a block's activations. Python asks for these, too (the operator checkpoint_choices).
+/// What a plan may do with a block's activations. Python asks for these, too (the operator
+/// checkpoint_choices).
 struct Choice {
   std::string name;
   bool recomputed;
@@ -15,12 +16,13 @@ struct Choice {
 
 /// Without and with offload. One that is offloaded comes behind the one that it is else like.
 inline const std::vector<Choice>& choices() {
-  static const std::vector<Choice> all{{"keep", false, {}, false},
-                                       {"recompute", true, {}, false},
-                                       {"keep attention", true, {"attention"}, false},
-                                       {"keep attention and products", true, {"attention", "products"}, false},
-                                       {"offload", false, {}, true},
-                                       {"recompute, input offloaded", true, {}, true}};
+  static const std::vector<Choice> all{
+      {"keep", false, {}, false},
+      {"recompute", true, {}, false},
+      {"keep attention", true, {"attention"}, false},
+      {"keep attention and products", true, {"attention", "products"}, false},
+      {"offload", false, {}, true},
+      {"recompute, input offloaded", true, {}, true}};
   return all;
 }
 

@@ -9,8 +9,9 @@
 
 #include "checkpoint/operator_tape.h"
 
-// LibTorch asks its engine for default hooks at every saved tensor; the engine that it has without Python knows none. So
-// an engine that does takes its place, the first time that hooks are wanted; it is LibTorch's own in all else.
+// LibTorch asks its engine for default hooks at every saved tensor; the engine that it has without Python
+// knows none. So an engine that does takes its place, the first time that hooks are wanted; it is LibTorch's
+// own in all else.
 
 namespace shoestring::activations {
 namespace {
@@ -24,7 +25,8 @@ struct Adapter : torch::autograd::SavedVariableHooks {
     const at::NoGradGuard no_grad;
     const NoTape no_tape;
     const auto hooks = std::move(hooks_);
-    packed_ = hooks->pack(tensor.requires_grad() ? tensor.detach() : tensor);  // an output would hold its own node: a cycle
+    packed_ = hooks->pack(tensor.requires_grad() ? tensor.detach()
+                                                 : tensor);  // an output would hold its own node: a cycle
   }
 
   at::Tensor call_unpack_hook() override {
@@ -62,8 +64,10 @@ bool installed() {
 }  // namespace
 
 HooksGuard::HooksGuard(const char* caller, std::shared_ptr<SavedTensorHooks> hooks) {
-  TORCH_CHECK(installed(), caller, ": expected a process without Python's autograd engine, which has hooks of its own; "
-              "call shoestring.", caller, " from Python instead");
+  TORCH_CHECK(installed(), caller,
+              ": expected a process without Python's autograd engine, which has hooks of its own; "
+              "call shoestring.",
+              caller, " from Python instead");
   stack.push_back(std::move(hooks));
 }
 

@@ -10,11 +10,13 @@ namespace shoestring::activations {
 
 constexpr int kErrorsAlone = 2;  // of c10's log levels
 
-// PyTorch's allocators tell a profiler, where this thread has one, of every block. So this is one, to all that ask.
+// PyTorch's allocators tell a profiler, where this thread has one, of every block. So this is one, to all
+// that ask.
 struct MemoryMeter::Counter : torch::profiler::impl::ProfilerStateBase {
   Counter()
-      : ProfilerStateBase(torch::profiler::impl::ProfilerConfig(torch::profiler::impl::ProfilerState::Disabled,
-                                                                /*report_input_shapes=*/false, /*profile_memory=*/true)) {}
+      : ProfilerStateBase(
+            torch::profiler::impl::ProfilerConfig(torch::profiler::impl::ProfilerState::Disabled,
+                                                  /*report_input_shapes=*/false, /*profile_memory=*/true)) {}
   torch::profiler::impl::ActiveProfilerType profilerType() override {
     return torch::profiler::impl::ActiveProfilerType::NONE;
   }

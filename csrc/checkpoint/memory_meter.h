@@ -11,8 +11,9 @@
 
 namespace shoestring::activations {
 
-/// Counts the bytes of tensors that this thread allocates and frees between begin() and end(), and backward passes begun
-/// by it: those of PyTorch's allocators, on every device, to the byte, whatever the process does besides.
+/// Counts the bytes of tensors that this thread allocates and frees between begin() and end(), and backward
+/// passes begun by it: those of PyTorch's allocators, on every device, to the byte, whatever the process does
+/// besides.
 class SHOESTRING_API MemoryMeter : public torch::CustomClassHolder {
  public:
   MemoryMeter();

@@ -4,8 +4,8 @@
 
 #include <ATen/Context.h>
 
-#include "checkpoint/activation_store.h"
 #include "checkpoint/hooks.h"
+#include "offload/activation_store.h"
 
 namespace shoestring {
 namespace {
@@ -37,10 +37,15 @@ struct OffloadActivations::Scope::Hooks {
 OffloadActivations::Scope::Scope(std::unique_ptr<Hooks> hooks) : hooks_(std::move(hooks)) {}
 OffloadActivations::Scope::~Scope() = default;
 
-OffloadActivations::OffloadActivations(const OffloadActivationsOptions& o, const std::vector<at::Tensor>& exclude) {
-  TORCH_CHECK(o.host_bytes() == 0 || !o.folder().empty(), "offload_activations: host_bytes: expected a folder for the rest, "
-              "received ", o.host_bytes(), " and none");
-  const std::string device = !o.device().empty() ? o.device() : at::globalContext().hasCUDA() ? "cuda" : "cpu";
+OffloadActivations::OffloadActivations(const OffloadActivationsOptions& o,
+                                       const std::vector<at::Tensor>& exclude) {
+  TORCH_CHECK(o.host_bytes() == 0 || !o.folder().empty(),
+              "offload_activations: host_bytes: expected a folder for the rest, "
+              "received ",
+              o.host_bytes(), " and none");
+  const std::string device = !o.device().empty()             ? o.device()
+                             : at::globalContext().hasCUDA() ? "cuda"
+                                                             : "cpu";
   store_ = std::make_unique<Store>(Store{c10::make_intrusive<ActivationStore>(
       device, o.compression(), o.prefetch(), o.max_pending(), o.min_bytes(), o.folder(), o.host_bytes())});
   this->exclude(exclude);
@@ -59,7 +64,9 @@ void OffloadActivations::mark() { store_->store->mark(); }
 
 void OffloadActivations::wait(int64_t bytes) { store_->store->wait(bytes); }
 
-CheckpointPlanOptions OffloadActivations::measure_link(int64_t bytes) const { return store_->store->measure_link(bytes); }
+CheckpointPlanOptions OffloadActivations::measure_link(int64_t bytes) const {
+  return store_->store->measure_link(bytes);
+}
 
 std::map<std::string, int64_t> OffloadActivations::statistics() const {
   std::map<std::string, int64_t> result;

@@ -23,11 +23,13 @@ struct OperatorTape::Run {
 
 namespace {
 
-// A key between autograd and the devices for which PyTorch 2.11 to 2.15 have no kernel. PyTorch 2.11 calls Python's dispatch
-// modes after it. PyTorch 2.15 calls them before it, so that modes also see the calls whose results are handed out.
+// A key between autograd and the devices for which PyTorch 2.11 to 2.15 have no kernel. PyTorch 2.11 calls
+// Python's dispatch modes after it. PyTorch 2.15 calls them before it, so that modes also see the calls whose
+// results are handed out.
 constexpr auto kKey = c10::DispatchKey::Fake;
 
-thread_local std::deque<OperatorTape::Run> stack;  // the innermost run sees the calls; push and pop leave the others in place
+thread_local std::deque<OperatorTape::Run>
+    stack;  // the innermost run sees the calls; push and pop leave the others in place
 
 OperatorTape::Run* top() { return stack.empty() || stack.back().tape == nullptr ? nullptr : &stack.back(); }
 
@@ -47,9 +49,10 @@ void see(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::St
   const c10::impl::ExcludeDispatchKeyGuard once(kKey);  // what an operator calls in turn is its own affair
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   OperatorTape::Run* run = top();
-  // A thread that inherited the key has no run. The calls of a backward pass inside the function do not count: that pass may
-  // run on another thread in the first run of the function, and on this thread later.
-  if (run == nullptr || run->pass != torch::autograd::get_current_graph_task_id()) return op.redispatchBoxed(below, arguments);
+  // A thread that inherited the key has no run. The calls of a backward pass inside the function do not
+  // count: that pass may run on another thread in the first run of the function, and on this thread later.
+  if (run == nullptr || run->pass != torch::autograd::get_current_graph_task_id())
+    return op.redispatchBoxed(below, arguments);
   run->tape->call(*run, op, below, arguments);
 }
 
@@ -57,21 +60,22 @@ void see(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::St
 const std::map<std::string, std::set<std::string>>& groups() {
   static const std::map<std::string, std::set<std::string>> all{
       {"attention",
-       {"shoestring::attention", "shoestring::attention_with_lse", "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention", "aten::_flash_attention_forward",
-        "aten::_efficient_attention_forward"}},
+       {"shoestring::attention", "shoestring::attention_with_lse",
+        "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_flash_attention_forward", "aten::_efficient_attention_forward"}},
       {"products",
-       {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_scaled_mm", "aten::convolution",
-        "shoestring::quantized_linear", "shoestring::lora_linear", "shoestring::lora_linear_group",
-        "shoestring::lora_linear_group_forward"}}};
+       {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_scaled_mm",
+        "aten::convolution", "shoestring::quantized_linear", "shoestring::lora_linear",
+        "shoestring::lora_linear_group", "shoestring::lora_linear_group_forward"}}};
   return all;
 }
 
 // Shares data and version counter, but is no part of any graph, nor will be.
 at::Tensor detached(const at::Tensor& tensor) {
   auto* impl = tensor.unsafeGetTensorImpl();
-  return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
+  return at::Tensor(
+      impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
 }
 
 // The value with each tensor in it replaced.
@@ -80,7 +84,8 @@ c10::IValue replaced(const c10::IValue& value, const F& by) {
   if (value.isTensor()) return value.toTensor().defined() ? by(value.toTensor()) : value;
   if (!value.isTensorList()) return value;
   c10::List<at::Tensor> list;
-  for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(tensor.defined() ? by(tensor) : tensor);
+  for (const at::Tensor& tensor : value.toTensorVector())
+    list.push_back(tensor.defined() ? by(tensor) : tensor);
   return list;
 }
 
@@ -92,18 +97,24 @@ c10::IValue detached(const c10::IValue& value) {
 std::set<std::string> operators_of(const std::vector<std::string>& keep) {
   std::set<std::string> operators;
   for (const auto& name : keep) {
-    TORCH_CHECK(!name.empty(), "checkpoint: keep: expected names of operators, groups or tags, received an empty one");
+    TORCH_CHECK(!name.empty(),
+                "checkpoint: keep: expected names of operators, groups or tags, received an empty one");
     const auto group = groups().find(name);
     if (group != groups().end()) operators.insert(group->second.begin(), group->second.end());
     if (name.find("::") == std::string::npos) continue;
     const auto dot = name.find('.');
-    const std::string overload = dot == std::string::npos || name.substr(dot) == ".default" ? "" : name.substr(dot + 1);
+    const std::string overload =
+        dot == std::string::npos || name.substr(dot) == ".default" ? "" : name.substr(dot + 1);
     bool found = false;
     for (const auto& known : c10::Dispatcher::singleton().getAllOpNames()) {
-      found |= known.name == name.substr(0, dot) && (dot == std::string::npos || known.overload_name == overload);
+      found |=
+          known.name == name.substr(0, dot) && (dot == std::string::npos || known.overload_name == overload);
     }
-    TORCH_CHECK(found, "checkpoint: keep: expected \"attention\", \"products\", a tag, or an operator such as \"aten::mm\", "
-                "received \"", name, "\", which is no operator");
+    TORCH_CHECK(
+        found,
+        "checkpoint: keep: expected \"attention\", \"products\", a tag, or an operator such as \"aten::mm\", "
+        "received \"",
+        name, "\", which is no operator");
     operators.insert(name);
   }
   return operators;
@@ -206,15 +217,19 @@ OperatorTape::Operator& OperatorTape::operator_of(const c10::OperatorHandle& han
   const auto& schema = handle.schema();
   bool aliasing = false;
   for (const auto& result : schema.returns()) aliasing |= result.alias_info() != nullptr;
-  for (const auto& argument : schema.arguments()) aliasing |= argument.alias_info() && argument.alias_info()->isWrite();
-  const std::string full = schema.name() + "." + (schema.overload_name().empty() ? "default" : schema.overload_name());
+  for (const auto& argument : schema.arguments())
+    aliasing |= argument.alias_info() && argument.alias_info()->isWrite();
+  const std::string full =
+      schema.name() + "." + (schema.overload_name().empty() ? "default" : schema.overload_name());
   const bool wanted = names_.contains(schema.name()) || names_.contains(full);
-  TORCH_CHECK(!wanted || !aliasing, "checkpoint: keep: ", full,
-              " returns or changes its argument itself, so there is nothing to keep; name the operator before it");
+  TORCH_CHECK(
+      !wanted || !aliasing, "checkpoint: keep: ", full,
+      " returns or changes its argument itself, so there is nothing to keep; name the operator before it");
   return operators_.emplace(handle, Operator{wanted, aliasing, {}}).first->second;
 }
 
-void OperatorTape::call(Run& run, const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* arguments) {
+void OperatorTape::call(Run& run, const c10::OperatorHandle& handle, c10::DispatchKeySet keys,
+                        torch::jit::Stack* arguments) {
   Operator& op = operator_of(handle);
   if (op.aliasing) return handle.redispatchBoxed(keys, arguments);
   const size_t count = handle.schema().arguments().size();
@@ -222,10 +237,12 @@ void OperatorTape::call(Run& run, const c10::OperatorHandle& handle, c10::Dispat
 
   if (!run.recording) {
     const size_t number = run.played[&op]++;
-    if (number >= op.calls.size() || op.calls[number].values.empty()) return handle.redispatchBoxed(keys, arguments);
+    if (number >= op.calls.size() || op.calls[number].values.empty())
+      return handle.redispatchBoxed(keys, arguments);
     Result& result = op.calls[number];
     TORCH_CHECK(sizes_of(given) == result.arguments, "checkpoint: ", handle.schema().name(),
-                " is kept, and received arguments of other sizes or dtypes in backward than in forward: the function has to do "
+                " is kept, and received arguments of other sizes or dtypes in backward than in forward: the "
+                "function has to do "
                 "the same both times");
     if (!recorded_) check_unchanged(handle.schema().name(), result);
     std::vector<c10::IValue> handed_out;
@@ -246,7 +263,8 @@ void OperatorTape::call(Run& run, const c10::OperatorHandle& handle, c10::Dispat
   std::vector<at::Tensor> tensors;
   if (random) each_tensor(given, [&](const at::Tensor& tensor) { tensors.push_back(tensor); });
   handle.redispatchBoxed(keys, arguments);
-  const auto made = at::ArrayRef<c10::IValue>(*arguments).slice(arguments->size() - handle.schema().returns().size());
+  const auto made =
+      at::ArrayRef<c10::IValue>(*arguments).slice(arguments->size() - handle.schema().returns().size());
   if (op.wanted) {
     for (const auto& value : made) result.values.push_back(detached(value));
     result.versions = versions(made);
@@ -260,8 +278,13 @@ void OperatorTape::note_made(Operator& op, at::ArrayRef<c10::IValue> values) {
   if (values.empty() || !values[0].isTensor()) return;
   const at::Tensor& first = values[0].toTensor();
   if (!first.defined() || !first.has_storage()) return;
-  Made made{&op, op.calls.size() - 1, first.storage().getWeakStorageImpl(), first.sizes().vec(), first.strides().vec(),
-            first.storage_offset(), {}};
+  Made made{&op,
+            op.calls.size() - 1,
+            first.storage().getWeakStorageImpl(),
+            first.sizes().vec(),
+            first.strides().vec(),
+            first.storage_offset(),
+            {}};
   for (const auto& value : values.slice(1)) made.others.push_back(detached(value));
   size_t bytes = 0;
   each_tensor(made.others, [&](const at::Tensor& tensor) { bytes += tensor.nbytes(); });
@@ -274,8 +297,9 @@ void OperatorTape::tag(const at::Tensor& x, const std::string& tag) {
   for (const Made& made : made_) {
     const auto storage = made.storage.lock();
     if (storage.get() != x.storage().unsafeGetStorageImpl()) continue;
-    TORCH_CHECK(version(x) == 0, "tag_activation: ", tag,
-                ": expected an activation that was not modified in place; tag a copy, or what it was made of");
+    TORCH_CHECK(
+        version(x) == 0, "tag_activation: ", tag,
+        ": expected an activation that was not modified in place; tag a copy, or what it was made of");
     const at::AutoDispatchBelowADInplaceOrView below;
     at::Tensor first = at::as_strided(detached(x), made.sizes, made.strides, made.offset);
     first.unsafeGetTensorImpl()->set_version_counter(x.unsafeGetTensorImpl()->version_counter());
@@ -298,10 +322,13 @@ at::Tensor tag_activation(const at::Tensor& x, const std::string& tag) {
 
 }  // namespace shoestring
 
-TORCH_LIBRARY_IMPL(_, Fake, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&shoestring::activations::see>()); }
+TORCH_LIBRARY_IMPL(_, Fake, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&shoestring::activations::see>());
+}
 
 TORCH_LIBRARY_IMPL(shoestring, CompositeImplicitAutograd, m) {
-  m.impl("tag_activation", [](const at::Tensor& x, std::string tag) { return shoestring::tag_activation(x, tag); });
+  m.impl("tag_activation",
+         [](const at::Tensor& x, std::string tag) { return shoestring::tag_activation(x, tag); });
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {

@@ -15,15 +15,16 @@
 
 #include "checkpoint/rng_state.h"
 
-// Selective checkpointing: the results of chosen operators are kept while a function runs, and handed out when it runs a
-// second time, so that these operators are not computed twice. It works below autograd, for every operator that there is:
-// a fallback on a dispatch key that PyTorch leaves unused sees each call.
+// Selective checkpointing: the results of chosen operators are kept while a function runs, and handed out
+// when it runs a second time, so that these operators are not computed twice. It works below autograd, for
+// every operator that there is: a fallback on a dispatch key that PyTorch leaves unused sees each call.
 
 namespace shoestring::activations {
 
 class OperatorTape : public torch::CustomClassHolder {
  public:
-  /// keep: names of operators ("aten::mm"), of groups of them ("attention", "products"), and tags of tag_activation.
+  /// keep: names of operators ("aten::mm"), of groups of them ("attention", "products"), and tags of
+  /// tag_activation.
   explicit OperatorTape(const std::vector<std::string>& keep);
 
   /// A run of the function on one thread.
@@ -41,11 +42,12 @@ class OperatorTape : public torch::CustomClassHolder {
 
  private:
   struct Result {
-    std::vector<c10::IValue> values;   // empty: not kept; after the first run `saved` has their tensors
-    std::vector<uint32_t> versions;    // of the tensors, to see that nobody writes over them in the first run
-    std::vector<torch::autograd::SavedVariable> saved;  // sees it afterwards, and goes through hooks around the checkpoint
-    std::vector<int64_t> arguments;    // sizes of the arguments, to see that the second run is as the first
-    std::optional<RngState> rng;       // after a random operator, so that those behind it draw the same
+    std::vector<c10::IValue> values;  // empty: not kept; after the first run `saved` has their tensors
+    std::vector<uint32_t> versions;   // of the tensors, to see that nobody writes over them in the first run
+    std::vector<torch::autograd::SavedVariable>
+        saved;                       // sees it afterwards, and goes through hooks around the checkpoint
+    std::vector<int64_t> arguments;  // sizes of the arguments, to see that the second run is as the first
+    std::optional<RngState> rng;     // after a random operator, so that those behind it draw the same
   };
   struct Operator {
     bool wanted, aliasing;

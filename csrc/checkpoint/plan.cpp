@@ -16,7 +16,8 @@ std::vector<int64_t> best(const std::vector<Criteria>& all, int count) {
   std::iota(order.begin(), order.end(), 0);
   // One that is at least as good as another comes before it.
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    return std::lexicographical_compare(all[a].begin(), all[a].begin() + count, all[b].begin(), all[b].begin() + count);
+    return std::lexicographical_compare(all[a].begin(), all[a].begin() + count, all[b].begin(),
+                                        all[b].begin() + count);
   });
   std::vector<int64_t> kept;
   std::vector<Criteria> values;
@@ -53,7 +54,8 @@ int memory_criteria(const Model& model, const State& s, Criteria& to) {
   return count;
 }
 
-// The whole time is the longest of the chains through forward and then backward, each of which goes on from one of these.
+// The whole time is the longest of the chains through forward and then backward, each of which goes on from
+// one of these.
 int all_criteria(const Model& model, const State& s, Criteria& to) {
   int count = memory_criteria(model, s, to);
   for (const int64_t forward : {s.out, s.compute}) {
@@ -69,8 +71,9 @@ struct Search {
   bool complete = true;                      // nothing was left out that might have been better
 };
 
-// Extends states block by block. `criteria(state, done, to)` fills what states are compared by and says how many that are, or
-// 0 where the state leads nowhere. Of more than `widest` states those with the least `rank(state, done)` go on.
+// Extends states block by block. `criteria(state, done, to)` fills what states are compared by and says how
+// many that are, or 0 where the state leads nowhere. Of more than `widest` states those with the least
+// `rank(state, done)` go on.
 template <class Compare, class Rank>
 Search extend(const Model& model, int64_t budget, Compare criteria, Rank rank, size_t widest) {
   Search search{{State()}, {}};
@@ -113,7 +116,8 @@ int64_t least_budget(const Model& model) {
     return count + 1;
   };
   int64_t least = kNone;
-  for (const State& s : extend(model, 0, criteria, [](const State& s, size_t) { return s.peak; }, kNone).last) {
+  for (const State& s :
+       extend(model, 0, criteria, [](const State& s, size_t) { return s.peak; }, kNone).last) {
     least = std::min(least, s.peak);
   }
   return least;
@@ -127,7 +131,8 @@ namespace shoestring {
 // Behind all blocks together: what a second or two are enough for.
 constexpr size_t kStates = 100000;
 
-CheckpointPlan checkpoint_plan(const std::vector<PlanBlock>& blocks, int64_t budget, const CheckpointPlanOptions& options) {
+CheckpointPlan checkpoint_plan(const std::vector<PlanBlock>& blocks, int64_t budget,
+                               const CheckpointPlanOptions& options) {
   constexpr const char* op = "checkpoint_plan";
   const plan::Model model = plan::make_model(op, blocks, budget, options);
   const plan::Bound bound(model, budget);
@@ -154,8 +159,8 @@ CheckpointPlan checkpoint_plan(const std::vector<PlanBlock>& blocks, int64_t bud
     complete = search.complete;
     if (complete) break;
   }
-  TORCH_CHECK(least != plan::kNone, op, ": budget: expected at least ", plan::least_budget(model), " bytes, received ", budget,
-              "; give more memory, or choices that hold less");
+  TORCH_CHECK(least != plan::kNone, op, ": budget: expected at least ", plan::least_budget(model),
+              " bytes, received ", budget, "; give more memory, or choices that hold less");
   CheckpointPlan found = plan::simulate(model, std::move(choices), budget);
   found.least_seconds = complete ? found.seconds : std::min(found.seconds, bound(plan::State(), 0) * 1e-12);
   return found;

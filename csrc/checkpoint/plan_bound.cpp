@@ -12,7 +12,8 @@ constexpr int kLevels[kMaxPrefetch] = {64, 16, 8, 6};
 
 }  // namespace
 
-// lead[j]: how much longer backward lasts from the copy of the block j places back on, than from the last block on.
+// lead[j]: how much longer backward lasts from the copy of the block j places back on, than from the last
+// block on.
 size_t Bound::place(const double* lead) const {
   size_t place = 0;
   for (int j = 0; j < prefetch_; ++j) {
@@ -24,7 +25,9 @@ size_t Bound::place(const double* lead) const {
 Bound::Price Bound::at(const Model& model, double held, double out) const {
   const size_t n = model.blocks.size();
   // Rounding to float goes down, too.
-  const auto down = [](double x) { return std::nextafter(static_cast<float>(x), -std::numeric_limits<float>::infinity()); };
+  const auto down = [](double x) {
+    return std::nextafter(static_cast<float>(x), -std::numeric_limits<float>::infinity());
+  };
   Price price{held, out, std::vector<float>((n + 1) * places_)};
   for (size_t p = 0; p < places_; ++p) {
     size_t first = p;
@@ -35,7 +38,8 @@ Bound::Price Bound::at(const Model& model, double held, double out) const {
     const Block& block = model.blocks[i];
     for (size_t p = 0; p < places_; ++p) {
       double lead[kMaxPrefetch], next[kMaxPrefetch];
-      for (size_t j = prefetch_, digits = p; j-- > 0; digits /= levels_) lead[j] = (digits % levels_) * level_;
+      for (size_t j = prefetch_, digits = p; j-- > 0; digits /= levels_)
+        lead[j] = (digits % levels_) * level_;
       double least = std::numeric_limits<double>::infinity();
       for (const Choice& c : block.choices) {
         const double took = std::max(double(block.backward + c.extra), lead[prefetch_ - 1]);
@@ -64,12 +68,15 @@ Bound::Bound(const Model& model, int64_t budget)
   double time = 1, bytes = 1, longest = 0;
   for (const Block& block : model.blocks) {
     for (const Choice& choice : block.choices) {
-      time = std::max(time, double(block.forward + choice.slower + block.backward + choice.extra + choice.out + choice.in));
+      time = std::max(time, double(block.forward + choice.slower + block.backward + choice.extra +
+                                   choice.out + choice.in));
       bytes = std::max(bytes, double(choice.held + choice.link));
       longest = std::max(longest, double(choice.in));
     }
   }
-  level_ = std::max(1.0, 2 * longest / levels_);  // copies that wait for one another take longer; the last level is "or more"
+  level_ = std::max(
+      1.0,
+      2 * longest / levels_);  // copies that wait for one another take longer; the last level is "or more"
   for (int j = 0; j < prefetch_; ++j) places_ *= levels_;
   const State start;
   for (const double out : {0.0, 0.25, 0.5, 0.75, 1.0}) {
@@ -84,7 +91,8 @@ Bound::Bound(const Model& model, int64_t budget)
       }
     }
     // Further into the row another price may be the best.
-    for (const double factor : {0.0, 0.6, 0.8, 1.0, 1.25, 1.6}) prices_.push_back(at(model, factor * (low + high) / 2, out));
+    for (const double factor : {0.0, 0.6, 0.8, 1.0, 1.25, 1.6})
+      prices_.push_back(at(model, factor * (low + high) / 2, out));
   }
 }
 

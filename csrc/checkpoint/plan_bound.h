@@ -8,9 +8,10 @@
 
 namespace shoestring::plan {
 
-/// Lower bounds of the whole time, from a state on: what is left to do, with two things made easier. The budget is not a
-/// limit, but bytes that blocks hold have a price (Lagrange); and forward is a mean of its two chains, computing and copying
-/// out. Backward's waits for copies stay, with the time until they arrive rounded down to a few levels.
+/// Lower bounds of the whole time, from a state on: what is left to do, with two things made easier. The
+/// budget is not a limit, but bytes that blocks hold have a price (Lagrange); and forward is a mean of its
+/// two chains, computing and copying out. Backward's waits for copies stay, with the time until they arrive
+/// rounded down to a few levels.
 class Bound {
  public:
   Bound(const Model& model, int64_t budget);
@@ -20,8 +21,8 @@ class Bound {
 
  private:
   struct Price {
-    double held, out;          // picoseconds a byte; the weight of copying out, 0 to 1
-    std::vector<float> rest;   // after each number of blocks and for each rounded state: what is left
+    double held, out;         // picoseconds a byte; the weight of copying out, 0 to 1
+    std::vector<float> rest;  // after each number of blocks and for each rounded state: what is left
   };
   Price at(const Model& model, double held, double out) const;
   double value(const Price& price, const State& state, size_t done) const;

@@ -8,8 +8,9 @@
 namespace shoestring::plan {
 namespace {
 
-constexpr double kTicks = 1e12;                   // a second
-constexpr int64_t kMost = int64_t{1} << 52;       // bytes or picoseconds of one choice: sums of a thousand stay exact
+constexpr double kTicks = 1e12;  // a second
+constexpr int64_t kMost =
+    int64_t{1} << 52;  // bytes or picoseconds of one choice: sums of a thousand stay exact
 constexpr int64_t kLongest = int64_t{1} << 60;
 
 int64_t ticks(const char* op, const char* what, size_t block, double seconds) {
@@ -30,29 +31,40 @@ int64_t copy_time(int64_t bytes, double per_tick) {
 
 }  // namespace
 
-Model make_model(const char* op, const std::vector<PlanBlock>& blocks, int64_t budget, const CheckpointPlanOptions& options) {
+Model make_model(const char* op, const std::vector<PlanBlock>& blocks, int64_t budget,
+                 const CheckpointPlanOptions& options) {
   TORCH_CHECK(budget >= 0, op, ": budget: expected bytes, received ", budget);
-  TORCH_CHECK(options.prefetch() >= 1 && options.prefetch() <= kMaxPrefetch, op, ": prefetch: expected 1 to ", kMaxPrefetch,
-              " blocks, received ", options.prefetch());
-  TORCH_CHECK(options.copy_share() >= 0 && options.copy_share() <= 1, op, ": copy_share: expected 0 to 1, received ",
-              options.copy_share());
+  TORCH_CHECK(options.prefetch() >= 1 && options.prefetch() <= kMaxPrefetch, op, ": prefetch: expected 1 to ",
+              kMaxPrefetch, " blocks, received ", options.prefetch());
+  TORCH_CHECK(options.copy_share() >= 0 && options.copy_share() <= 1, op,
+              ": copy_share: expected 0 to 1, received ", options.copy_share());
   TORCH_CHECK(blocks.size() <= 1000, op, ": blocks: expected at most 1000, received ", blocks.size());
-  Model model{{}, options.out_bytes_per_second() / kTicks, options.in_bytes_per_second() / kTicks,
-              static_cast<int>(options.prefetch()), options.copy_share()};
+  Model model{{},
+              options.out_bytes_per_second() / kTicks,
+              options.in_bytes_per_second() / kTicks,
+              static_cast<int>(options.prefetch()),
+              options.copy_share()};
   for (size_t i = 0; i < blocks.size(); ++i) {
     const PlanBlock& from = blocks[i];
     TORCH_CHECK(!from.choices.empty(), op, ": choices of block ", i, ": expected one or more, received none");
     Block to{ticks(op, "forward_seconds", i, from.forward_seconds),
-             ticks(op, "backward_seconds", i, from.backward_seconds), {}};
+             ticks(op, "backward_seconds", i, from.backward_seconds),
+             {}};
     for (const PlanChoice& choice : from.choices) {
-      const int64_t held = bytes(op, "bytes", i, choice.bytes), link = bytes(op, "link_bytes", i, choice.link_bytes);
+      const int64_t held = bytes(op, "bytes", i, choice.bytes),
+                    link = bytes(op, "link_bytes", i, choice.link_bytes);
       TORCH_CHECK(link == 0 || (options.out_bytes_per_second() > 0 && options.in_bytes_per_second() > 0), op,
-                  ": link_bytes of block ", i, ": expected bandwidths above 0, received ", options.out_bytes_per_second(),
-                  " bytes per second out and ", options.in_bytes_per_second(), " in");
-      Choice one{held, link, std::max(bytes(op, "forward_bytes", i, choice.forward_bytes), held + link),
+                  ": link_bytes of block ", i, ": expected bandwidths above 0, received ",
+                  options.out_bytes_per_second(), " bytes per second out and ", options.in_bytes_per_second(),
+                  " in");
+      Choice one{held,
+                 link,
+                 std::max(bytes(op, "forward_bytes", i, choice.forward_bytes), held + link),
                  std::max(bytes(op, "backward_bytes", i, choice.backward_bytes), held + link),
-                 ticks(op, "extra_seconds", i, choice.extra_seconds), copy_time(link, model.out_bytes),
-                 copy_time(link, model.in_bytes), 0};
+                 ticks(op, "extra_seconds", i, choice.extra_seconds),
+                 copy_time(link, model.out_bytes),
+                 copy_time(link, model.in_bytes),
+                 0};
       TORCH_CHECK(one.out <= kMost && one.in <= kMost, op, ": link_bytes of block ", i,
                   ": expected copies of at most 4500 seconds, received ", link, " bytes for this bandwidth");
       one.slower = std::llround(model.copy_share * static_cast<double>(one.out));
@@ -82,9 +94,11 @@ State step(const Model& model, const State& s, const Block& block, const Choice&
   for (int j = 0; j < k; ++j) prefetched += s.link[j];
   next.rest = std::max(block.backward + choice.extra + s.rest, s.arrival[k - 1]);
   // Where no copy is made, the time of one that takes none, when the block starts.
-  next.arrival[0] = choice.link > 0 ? choice.in + std::max(next.rest, s.arrival[0]) : std::max(next.rest, s.arrival[0]);
+  next.arrival[0] =
+      choice.link > 0 ? choice.in + std::max(next.rest, s.arrival[0]) : std::max(next.rest, s.arrival[0]);
   next.link[0] = choice.link;
-  for (int j = 1; j < k; ++j) next.arrival[j] = std::max(s.arrival[j - 1], next.rest), next.link[j] = s.link[j - 1];
+  for (int j = 1; j < k; ++j)
+    next.arrival[j] = std::max(s.arrival[j - 1], next.rest), next.link[j] = s.link[j - 1];
   next.peak = std::max({s.peak, s.held + choice.forward + waiting, s.held + choice.backward + prefetched});
   return next;
 }
@@ -108,15 +122,17 @@ CheckpointPlan simulate(const Model& model, std::vector<int64_t> choices, int64_
 
 namespace shoestring {
 
-CheckpointPlan simulate_checkpoint_plan(const std::vector<PlanBlock>& blocks, const std::vector<int64_t>& choices,
-                                        int64_t budget, const CheckpointPlanOptions& options) {
+CheckpointPlan simulate_checkpoint_plan(const std::vector<PlanBlock>& blocks,
+                                        const std::vector<int64_t>& choices, int64_t budget,
+                                        const CheckpointPlanOptions& options) {
   constexpr const char* op = "simulate_checkpoint_plan";
   const plan::Model model = plan::make_model(op, blocks, budget, options);
-  TORCH_CHECK(choices.size() == blocks.size(), op, ": choices: expected one for each of ", blocks.size(), " blocks, received ",
-              choices.size());
+  TORCH_CHECK(choices.size() == blocks.size(), op, ": choices: expected one for each of ", blocks.size(),
+              " blocks, received ", choices.size());
   for (size_t i = 0; i < blocks.size(); ++i) {
-    TORCH_CHECK(choices[i] >= 0 && choices[i] < static_cast<int64_t>(blocks[i].choices.size()), op, ": choices: expected 0 to ",
-                blocks[i].choices.size() - 1, " for block ", i, ", received ", choices[i]);
+    TORCH_CHECK(choices[i] >= 0 && choices[i] < static_cast<int64_t>(blocks[i].choices.size()), op,
+                ": choices: expected 0 to ", blocks[i].choices.size() - 1, " for block ", i, ", received ",
+                choices[i]);
   }
   return plan::simulate(model, choices, budget);
 }

@@ -30,7 +30,8 @@ constexpr int kRuns = 3;  // of each function; the quickest counts
 // Seconds that a second run takes at least, whatever was measured: nothing is gained where all fits.
 constexpr double kLeastExtra = 1e-6;
 
-Tensor run(const Choice& choice, const BlockFunction& function, const Tensor& x, OffloadActivations* offload) {
+Tensor run(const Choice& choice, const BlockFunction& function, const Tensor& x,
+           OffloadActivations* offload) {
   if (choice.offloaded && c10::GradMode::is_enabled()) {
     const auto scope = offload->scope();
     return run({choice.name, choice.recomputed, choice.keep, false}, function, x, nullptr);
@@ -43,7 +44,8 @@ struct Source : torch::autograd::Function<Source> {
   static Tensor forward(torch::autograd::AutogradContext*, const Tensor& /*anchor*/, const Tensor& value) {
     return value.clone();
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, const torch::autograd::variable_list&) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 const torch::autograd::variable_list&) {
     return {Tensor(), Tensor()};
   }
 };
@@ -119,7 +121,8 @@ Cost measure(const Choice& choice, const BlockFunction& function, const Tensor& 
   return cost;
 }
 
-PlanBlock planned(const BlockFunction& function, const Tensor& x, bool differentiable, OffloadActivations* offload) {
+PlanBlock planned(const BlockFunction& function, const Tensor& x, bool differentiable,
+                  OffloadActivations* offload) {
   PlanBlock block;
   Cost kept{};
   int64_t least = 0;
@@ -133,11 +136,14 @@ PlanBlock planned(const BlockFunction& function, const Tensor& x, bool different
       block.choices.push_back(std::move(moved));
       continue;
     }
-    Cost cost = measure(choice, function, x, differentiable);  // what lasts is made in the first: workspaces, caches
+    Cost cost =
+        measure(choice, function, x, differentiable);  // what lasts is made in the first: workspaces, caches
     for (int i = 0; i < kRuns; ++i) {
       const Cost again = measure(choice, function, x, differentiable);
-      const double forward = i == 0 ? again.forward_seconds : std::min(cost.forward_seconds, again.forward_seconds);
-      const double backward = i == 0 ? again.backward_seconds : std::min(cost.backward_seconds, again.backward_seconds);
+      const double forward =
+          i == 0 ? again.forward_seconds : std::min(cost.forward_seconds, again.forward_seconds);
+      const double backward =
+          i == 0 ? again.backward_seconds : std::min(cost.backward_seconds, again.backward_seconds);
       cost = again;
       cost.forward_seconds = forward;
       cost.backward_seconds = backward;
@@ -151,19 +157,23 @@ PlanBlock planned(const BlockFunction& function, const Tensor& x, bool different
     } else if (cost.held <= least) {
       continue;  // nothing of the kind to keep here
     }
-    const double extra = cost.forward_seconds + cost.backward_seconds - kept.forward_seconds - kept.backward_seconds;
-    block.choices.push_back({choice.name, cost.held, choice.recomputed ? std::max(kLeastExtra, extra) : 0.0, 0,
-                             std::max(cost.forward_bytes, cost.held), std::max(cost.backward_bytes, cost.held)});
+    const double extra =
+        cost.forward_seconds + cost.backward_seconds - kept.forward_seconds - kept.backward_seconds;
+    block.choices.push_back({choice.name, cost.held, choice.recomputed ? std::max(kLeastExtra, extra) : 0.0,
+                             0, std::max(cost.forward_bytes, cost.held),
+                             std::max(cost.backward_bytes, cost.held)});
   }
   return block;
 }
 
 }  // namespace
 
-SequencePlan plan_sequential(const std::vector<BlockFunction>& functions, const Tensor& x, int64_t budget_bytes,
-                             const std::vector<int64_t>& kinds, OffloadActivations* offload) {
-  TORCH_CHECK(kinds.empty() || kinds.size() == functions.size(), "plan_sequential: kinds: expected a number for each of the ",
-              functions.size(), " functions, or none, received ", kinds.size());
+SequencePlan plan_sequential(const std::vector<BlockFunction>& functions, const Tensor& x,
+                             int64_t budget_bytes, const std::vector<int64_t>& kinds,
+                             OffloadActivations* offload) {
+  TORCH_CHECK(kinds.empty() || kinds.size() == functions.size(),
+              "plan_sequential: kinds: expected a number for each of the ", functions.size(),
+              " functions, or none, received ", kinds.size());
   const activations::RngState rng(std::vector<Tensor>{x});
   const activations::RngGuard rng_after(rng);
   std::map<int64_t, PlanBlock> known;
@@ -196,20 +206,25 @@ SequencePlan plan_sequential(const std::vector<BlockFunction>& functions, const 
 
 Tensor checkpoint_sequential(const std::vector<BlockFunction>& functions, const SequencePlan& plan, Tensor x,
                              OffloadActivations* offload) {
-  TORCH_CHECK(plan.names.size() == functions.size(), "checkpoint_sequential: plan: expected one for ", functions.size(),
-              " functions, received one for ", plan.names.size());
+  TORCH_CHECK(plan.names.size() == functions.size(), "checkpoint_sequential: plan: expected one for ",
+              functions.size(), " functions, received one for ", plan.names.size());
   const auto& all = activations::choices();
   for (size_t i = 0; i < functions.size(); ++i) {
-    const auto choice = std::find_if(all.begin(), all.end(), [&](const Choice& one) { return plan.names[i] == one.name; });
-    TORCH_CHECK(choice != all.end(), "checkpoint_sequential: plan: expected \"keep\", \"recompute\" and the like, received \"",
+    const auto choice =
+        std::find_if(all.begin(), all.end(), [&](const Choice& one) { return plan.names[i] == one.name; });
+    TORCH_CHECK(choice != all.end(),
+                "checkpoint_sequential: plan: expected \"keep\", \"recompute\" and the like, received \"",
                 plan.names[i], "\"");
-    TORCH_CHECK(!choice->offloaded || offload != nullptr, "checkpoint_sequential: offload: expected what the plan was made with: "
-                "function ", i, " is \"", choice->name, "\"");
+    TORCH_CHECK(!choice->offloaded || offload != nullptr,
+                "checkpoint_sequential: offload: expected what the plan was made with: "
+                "function ",
+                i, " is \"", choice->name, "\"");
     x = run(*choice, functions[i], x, offload);
     if (offload == nullptr || !c10::GradMode::is_enabled()) continue;
     const bool last = i + 1 == functions.size();
-    if (choice->offloaded && !last) offload->mark();      // backward begins with the last, which stays
-    offload->wait(last ? 0 : plan.pending_bytes[i + 1]);  // backward begins when all copies are out, as planned
+    if (choice->offloaded && !last) offload->mark();  // backward begins with the last, which stays
+    offload->wait(last ? 0
+                       : plan.pending_bytes[i + 1]);  // backward begins when all copies are out, as planned
   }
   return x;
 }

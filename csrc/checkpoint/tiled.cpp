@@ -13,19 +13,21 @@ void check_tiles(const char* op, int64_t tiles, int64_t length, const char* what
 
 Tensor joined(const std::vector<Tensor>& parts, int64_t dim, const Tensor& x) {
   Tensor all = at::cat(parts, dim);
-  TORCH_CHECK(all.size(dim) == x.size(dim), "tiled: fn: expected results as long along dim ", dim, " as their tiles, ",
-              x.size(dim), " in all, received ", all.size(dim));
+  TORCH_CHECK(all.size(dim) == x.size(dim), "tiled: fn: expected results as long along dim ", dim,
+              " as their tiles, ", x.size(dim), " in all, received ", all.size(dim));
   return all;
 }
 
-std::vector<std::vector<Tensor>> tiles_of(const std::vector<std::pair<Tensor, int64_t>>& weights, int64_t tiles) {
+std::vector<std::vector<Tensor>> tiles_of(const std::vector<std::pair<Tensor, int64_t>>& weights,
+                                          int64_t tiles) {
   TORCH_CHECK(!weights.empty(), "tiled_features: weights: expected at least one");
   const int64_t length = weights[0].first.size(weights[0].second);
   check_tiles("tiled_features", tiles, length, "features");
   std::vector<std::vector<Tensor>> all(tiles);
   for (const auto& [weight, dim] : weights) {
-    TORCH_CHECK(weight.size(dim) == length, "tiled_features: weights: expected the same length along each's dim, received ",
-                length, " and ", weight.size(dim));
+    TORCH_CHECK(weight.size(dim) == length,
+                "tiled_features: weights: expected the same length along each's dim, received ", length,
+                " and ", weight.size(dim));
     const auto pieces = weight.tensor_split(tiles, dim);
     for (int64_t i = 0; i < tiles; ++i) all[i].push_back(pieces[i]);
   }

@@ -2,7 +2,7 @@
 
 #include <torch/library.h>
 
-#include "io/disturb.h"
+#include "offload/disturb.h"
 #include "offload/host_params.h"
 
 namespace shoestring::offload {
@@ -15,8 +15,9 @@ std::vector<at::ScalarType> dtypes_of(const std::vector<Tensor>& like) {
   return dtypes;
 }
 
-c10::intrusive_ptr<State> make_state(const c10::intrusive_ptr<Offload>& offload, const std::vector<Tensor>& like,
-                                     std::vector<int64_t> per_block, const std::vector<int64_t>& blocks, bool splits) {
+c10::intrusive_ptr<State> make_state(const c10::intrusive_ptr<Offload>& offload,
+                                     const std::vector<Tensor>& like, std::vector<int64_t> per_block,
+                                     const std::vector<int64_t>& blocks, bool splits) {
   return c10::make_intrusive<State>(offload, dtypes_of(like), std::move(per_block), blocks, splits);
 }
 
@@ -40,10 +41,11 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
       .def("total", [](const c10::intrusive_ptr<State>& s) { return s->total(); })
       .def("values", [](const c10::intrusive_ptr<State>& s) { return s->values(); })
       .def("chunks", &State::chunks)
-      .def("piece", [](const c10::intrusive_ptr<State>& s, int64_t chunk, int64_t first, int64_t last) {
-        const auto [from, to, first_block, offset, blocks] = s->piece(chunk, first, last);
-        return std::vector<int64_t>{from, to, first_block, offset, blocks};
-      })
+      .def("piece",
+           [](const c10::intrusive_ptr<State>& s, int64_t chunk, int64_t first, int64_t last) {
+             const auto [from, to, first_block, offset, blocks] = s->piece(chunk, first, last);
+             return std::vector<int64_t>{from, to, first_block, offset, blocks};
+           })
       .def("start", &State::start)
       .def("take", &State::take)
       .def("put", &State::put)
@@ -59,12 +61,13 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
       .def("collect", &HostParams::collect)
       .def("send", &HostParams::send)
       .def("receive", &HostParams::receive);
-  // For tests: what happens to every copy, read and write from now on (io/disturb.h).
-  m.def("disturb_offload(int max_delay_us=0, int fail_after=-1, int error=0, bool short_transfers=False, "
-        "bool reserves=True) -> ()",
-        [](int64_t max_delay_us, int64_t fail_after, int64_t error, bool short_transfers, bool reserves) {
-          io::disturb({max_delay_us, fail_after, static_cast<int>(error), short_transfers, reserves});
-        });
+  // For tests: what happens to every copy, read and write from now on (offload/disturb.h).
+  m.def(
+      "disturb_offload(int max_delay_us=0, int fail_after=-1, int error=0, bool short_transfers=False, "
+      "bool reserves=True) -> ()",
+      [](int64_t max_delay_us, int64_t fail_after, int64_t error, bool short_transfers, bool reserves) {
+        io::disturb({max_delay_us, fail_after, static_cast<int>(error), short_transfers, reserves});
+      });
 }
 
 }  // namespace shoestring::offload

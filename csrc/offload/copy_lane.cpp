@@ -9,7 +9,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "io/disturb.h"
+#include "offload/disturb.h"
 
 namespace shoestring {
 
@@ -83,10 +83,11 @@ FencePtr CopyLane::run(std::vector<FencePtr> after, std::function<void()> copy) 
 
 void CopyLane::work() {
   const c10::NoGradGuard no_grad;
-  at::internal::lazy_init_num_threads();  // else the first operator would undo the next line
+  at::internal::lazy_init_num_threads();            // else the first operator would undo the next line
   if (threads_ > 0) omp_set_num_threads(threads_);  // of this thread: the others compute
   std::optional<c10::Stream> stream;
-  if (!device_.is_cpu()) stream = c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_);
+  if (!device_.is_cpu())
+    stream = c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_);
   const c10::OptionalStreamGuard guard(stream);
   while (true) {
     Job job;

@@ -14,7 +14,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
-#include "io/own_process.h"
+#include "offload/own_process.h"
 
 namespace shoestring {
 
@@ -64,8 +64,8 @@ class CopyLane {
   CopyLane(const CopyLane&) = delete;
   CopyLane& operator=(const CopyLane&) = delete;
 
-  /// Runs `copy` after these fences, with the lane's stream as the current one. It must not need Python's lock, nor give
-  /// back memory that a stream may still use. Raises in a forked child.
+  /// Runs `copy` after these fences, with the lane's stream as the current one. It must not need Python's
+  /// lock, nor give back memory that a stream may still use. Raises in a forked child.
   FencePtr run(std::vector<FencePtr> after, std::function<void()> copy);
 
  private:

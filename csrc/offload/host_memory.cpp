@@ -13,9 +13,9 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/accumulate.h>
 
-#include "io/extents.h"
-#include "io/own_process.h"
-#include "kernels/cuda.h"
+#include "core/cuda_tables.h"
+#include "offload/extents.h"
+#include "offload/own_process.h"
 
 namespace shoestring {
 namespace {
@@ -46,12 +46,13 @@ struct HostMemory::Slabs {
   Slab& add(int64_t size) {
     constexpr int kAccess = PROT_READ | PROT_WRITE, kFlags = MAP_PRIVATE | MAP_ANONYMOUS;
     void* begin = ::mmap(nullptr, static_cast<size_t>(size), kAccess, kFlags, -1, 0);
-    TORCH_CHECK(begin != MAP_FAILED, caller, ": expected ", size, " bytes of host memory, received none: ",
-                std::strerror(errno));
+    TORCH_CHECK(begin != MAP_FAILED, caller, ": expected ", size,
+                " bytes of host memory, received none: ", std::strerror(errno));
     ::madvise(begin, static_cast<size_t>(size), MADV_HUGEPAGE);  // a hint
     if (device.is_cuda()) {
       const c10::OptionalDeviceGuard guard(device);
-      const char* error = cuda::table<cuda::Runtime>("runtime").register_host(begin, static_cast<size_t>(size));
+      const char* error =
+          cuda::table<cuda::Runtime>("runtime").register_host(begin, static_cast<size_t>(size));
       if (error != nullptr) ::munmap(begin, static_cast<size_t>(size));
       TORCH_CHECK(error == nullptr, caller, ": cannot page-lock ", size, " bytes of host memory: ", error);
     }
@@ -61,7 +62,8 @@ struct HostMemory::Slabs {
   }
 
   void unmap(const Slab& slab) const {
-    if (device.is_cuda() && process.is_here()) cuda::table<cuda::Runtime>("runtime").unregister_host(slab.begin);
+    if (device.is_cuda() && process.is_here())
+      cuda::table<cuda::Runtime>("runtime").unregister_host(slab.begin);
     ::munmap(slab.begin, static_cast<size_t>(slab.size));
   }
 
@@ -90,7 +92,8 @@ struct HostMemory::Slabs {
   }
 };
 
-HostMemory::HostMemory(std::string caller, c10::Device device) : slabs_(new Slabs{std::move(caller), device}) {}
+HostMemory::HostMemory(std::string caller, c10::Device device)
+    : slabs_(new Slabs{std::move(caller), device}) {}
 
 at::Tensor HostMemory::empty(at::IntArrayRef shape, at::ScalarType dtype, int64_t slab) {
   const int64_t bytes = c10::multiply_integers(shape) * static_cast<int64_t>(c10::elementSize(dtype));
@@ -99,7 +102,8 @@ at::Tensor HostMemory::empty(at::IntArrayRef shape, at::ScalarType dtype, int64_
   void* memory = slabs_->allocate(aligned(bytes), slab);
   return at::from_blob(
       memory, shape,
-      [slabs = slabs_, size = aligned(bytes)](void* begin) { slabs->free(static_cast<char*>(begin), size); }, options);
+      [slabs = slabs_, size = aligned(bytes)](void* begin) { slabs->free(static_cast<char*>(begin), size); },
+      options);
 }
 
 int64_t HostMemory::bytes() const {

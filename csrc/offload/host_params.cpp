@@ -31,7 +31,8 @@ std::vector<Tensor> HostParams::slab(const std::vector<Tensor>& like) {
   const Tensor all = offload_->memory.empty({total}, at::kByte);
   std::vector<Tensor> found;
   for (const Tensor& t : like) {
-    found.push_back(all.narrow(0, begin, static_cast<int64_t>(t.nbytes())).view(t.scalar_type()).view(t.sizes()));
+    found.push_back(
+        all.narrow(0, begin, static_cast<int64_t>(t.nbytes())).view(t.scalar_type()).view(t.sizes()));
     begin += bytes_of(t);
   }
   return found;
@@ -78,12 +79,14 @@ void HostParams::fetch(int64_t index, const Tensor& param, const std::optional<T
   if (copies.empty()) return;
   own.fetched = offload_->out.run({Fence::now(offload_->device)},
                                   [device = offload_->device, copies = std::move(copies)]() mutable {
-    copy_all(copies);
-    // A gradient may be freed now, though the stream that computes has its memory again only once it has gone.
-    for (auto& [to, from] : copies) {
-      if (const auto stream = current_stream(device)) from.record_stream(*stream);
-    }
-  });
+                                    copy_all(copies);
+                                    // A gradient may be freed now, though the stream that computes has its
+                                    // memory again only once it has gone.
+                                    for (auto& [to, from] : copies) {
+                                      if (const auto stream = current_stream(device))
+                                        from.record_stream(*stream);
+                                    }
+                                  });
 }
 
 std::vector<std::optional<Tensor>> HostParams::collect(int64_t first, int64_t last) {

@@ -1,7 +1,7 @@
 #pragma once
 
-// What the CPU steps where a device has no room for the state of its optimizer: parameters and gradients in host memory,
-// and how they come there and go back beside what the device does.
+// What the CPU steps where a device has no room for the state of its optimizer: parameters and gradients in
+// host memory, and how they come there and go back beside what the device does.
 
 #include <cstdint>
 #include <optional>
@@ -17,14 +17,15 @@ class SHOESTRING_API HostParams : public torch::CustomClassHolder {
   HostParams(c10::intrusive_ptr<Offload> offload, const std::vector<Tensor>& params);
   ~HostParams() override;
 
-  /// Contiguous, in exact-size host memory. Each up to date after collect(), until its parameter is changed on the device.
+  /// Contiguous, in exact-size host memory. Each up to date after collect(), until its parameter is changed
+  /// on the device.
   const std::vector<Tensor>& weights() const { return weights_; }
 
-  /// Begins to bring a gradient to the host, after what the device does by now, and the parameter where it is not as
-  /// send() has left it. Nothing keeps the gradient once it has gone.
+  /// Begins to bring a gradient to the host, after what the device does by now, and the parameter where it is
+  /// not as send() has left it. Nothing keeps the gradient once it has gone.
   void fetch(int64_t index, const Tensor& param, const std::optional<Tensor>& grad);
-  /// On the host until that is there, and what was sent has gone: the gradients of parameters [first, last), in the
-  /// place of those that have none an undefined tensor.
+  /// On the host until that is there, and what was sent has gone: the gradients of parameters [first, last),
+  /// in the place of those that have none an undefined tensor.
   std::vector<std::optional<Tensor>> collect(int64_t first, int64_t last);
   /// Begins to bring the weights of these parameters back to the device.
   void send(const std::vector<int64_t>& indices, const std::vector<Tensor>& params);

@@ -14,7 +14,8 @@ namespace {
 
 // One that is stepped, two that are read, and one that is written.
 constexpr size_t kSlots = 4;
-constexpr int64_t kAhead = 2;  // of those that are read: more would share the disk with the first, which is waited for
+constexpr int64_t kAhead =
+    2;  // of those that are read: more would share the disk with the first, which is waited for
 
 }  // namespace
 
@@ -33,11 +34,13 @@ void State::discard() {
 }
 
 State::Slot* State::find(int64_t chunk) {
-  const auto found = std::find_if(slots_.begin(), slots_.end(), [&](const Slot& s) { return s.chunk == chunk; });
+  const auto found =
+      std::find_if(slots_.begin(), slots_.end(), [&](const Slot& s) { return s.chunk == chunk; });
   return found == slots_.end() ? nullptr : &*found;
 }
 
-void State::copy(CopyLane& lane, Slot& slot, FencePtr after, std::vector<Tensor> to, std::vector<Tensor> from) {
+void State::copy(CopyLane& lane, Slot& slot, FencePtr after, std::vector<Tensor> to,
+                 std::vector<Tensor> from) {
   slot.copied = lane.run({std::move(after)}, [to = std::move(to), from = std::move(from)] {
     for (size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i], /*non_blocking=*/true);
   });
@@ -68,13 +71,15 @@ State::Slot& State::make_idle() {
     oldest = &slot;
   }
   TORCH_INTERNAL_ASSERT(oldest != nullptr);
-  if (oldest->phase == Phase::kReading) await_read(*oldest);  // read ahead, and not taken: the plan has changed
+  if (oldest->phase == Phase::kReading)
+    await_read(*oldest);  // read ahead, and not taken: the plan has changed
   if (oldest->phase == Phase::kDirty) write(*oldest);
   while (oldest->phase == Phase::kFetching || oldest->phase == Phase::kWriting) await_write(*oldest);
   return *oldest;
 }
 
-// Waits for a slot's transfers; where one has failed, all are over nevertheless, and the slot is as `failed` says.
+// Waits for a slot's transfers; where one has failed, all are over nevertheless, and the slot is as `failed`
+// says.
 void State::wait_all(Slot& slot, Phase failed) {
   FirstError error;
   if (!is_in_file(slot)) {
@@ -82,7 +87,8 @@ void State::wait_all(Slot& slot, Phase failed) {
       if (copied != nullptr) copied->synchronize();
     });
   }
-  for (const int64_t ticket : std::exchange(slot.tickets, {})) error.guard([&] { offload_->file->wait(ticket); });
+  for (const int64_t ticket : std::exchange(slot.tickets, {}))
+    error.guard([&] { offload_->file->wait(ticket); });
   if (!error) return;
   slot.phase = failed;
   if (failed == Phase::kClean) slot.chunk = -1;
@@ -90,11 +96,13 @@ void State::wait_all(Slot& slot, Phase failed) {
 }
 
 void State::read(Slot& slot, int64_t chunk) {
-  const int64_t begin = edges_[static_cast<size_t>(chunk)], blocks = edges_[static_cast<size_t>(chunk) + 1] - begin;
+  const int64_t begin = edges_[static_cast<size_t>(chunk)],
+                blocks = edges_[static_cast<size_t>(chunk) + 1] - begin;
   slot.chunk = chunk;
   slot.phase = Phase::kReading;
   if (offload_->file == nullptr) {
-    return copy(offload_->in, slot, slot.made, parts_of(slot.device, 0, blocks), parts_of(values_, begin, blocks));
+    return copy(offload_->in, slot, slot.made, parts_of(slot.device, 0, blocks),
+                parts_of(values_, begin, blocks));
   }
   const auto to = parts_of(slot.host, 0, blocks);
   for (size_t i = 0; i < to.size(); ++i) {
@@ -108,7 +116,8 @@ void State::await_read(Slot& slot) {
     wait_all(slot, Phase::kClean);
     if (!offload_->device.is_cpu()) copy(offload_->in, slot, slot.made, slot.device, slot.host);
   }
-  if (const auto copied = std::exchange(slot.copied, nullptr)) copied->block(current_stream(offload_->device));
+  if (const auto copied = std::exchange(slot.copied, nullptr))
+    copied->block(current_stream(offload_->device));
   slot.phase = Phase::kReady;
 }
 
@@ -119,7 +128,8 @@ void State::write(Slot& slot) {
   const bool in_file = offload_->file != nullptr;
   if (slot.phase == Phase::kDirty && !(in_file && offload_->device.is_cpu())) {
     copy(offload_->out, slot, Fence::now(offload_->device),
-         in_file ? parts_of(slot.host, 0, blocks) : parts_of(values_, begin, blocks), parts_of(slot.device, 0, blocks));
+         in_file ? parts_of(slot.host, 0, blocks) : parts_of(values_, begin, blocks),
+         parts_of(slot.device, 0, blocks));
     slot.phase = Phase::kFetching;
     return;
   }
@@ -159,7 +169,8 @@ void State::read_ahead() {
   }
 }
 
-// ---- steps --------------------------------------------------------------------------------------------------------
+// ---- steps
+// --------------------------------------------------------------------------------------------------------
 
 void State::start(std::vector<int64_t> chunks) {
   offload_->check();
@@ -172,7 +183,8 @@ void State::start(std::vector<int64_t> chunks) {
       const auto dtype = values_[i].scalar_type();
       if (offload_->file != nullptr) slot.host.push_back(offload_->memory.empty({size}, dtype));
       if (offload_->device.is_cpu()) {
-        slot.device.push_back(offload_->file != nullptr ? slot.host.back() : offload_->memory.empty({size}, dtype));
+        slot.device.push_back(offload_->file != nullptr ? slot.host.back()
+                                                        : offload_->memory.empty({size}, dtype));
       } else {
         slot.device.push_back(at::empty({size}, at::TensorOptions().dtype(dtype).device(offload_->device)));
       }
@@ -196,7 +208,8 @@ std::vector<Tensor> State::take(int64_t chunk) {
   if (slot->phase == Phase::kReading) await_read(*slot);
   slot->phase = Phase::kTaken;
   read_ahead();
-  return parts_of(slot->device, 0, edges_[static_cast<size_t>(chunk) + 1] - edges_[static_cast<size_t>(chunk)]);
+  return parts_of(slot->device, 0,
+                  edges_[static_cast<size_t>(chunk) + 1] - edges_[static_cast<size_t>(chunk)]);
 }
 
 void State::put(int64_t chunk) {

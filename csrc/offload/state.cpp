@@ -13,9 +13,11 @@
 namespace shoestring::offload {
 namespace {
 
-// Chunks begin at multiples of this many blocks: then every part of one, if only four bytes a block, is whole pages.
+// Chunks begin at multiples of this many blocks: then every part of one, if only four bytes a block, is whole
+// pages.
 constexpr int64_t kEdge = 1024;
-// Of a chunk: parts of a few MiB, which is what a disk needs to be fast, and few enough for the caches' second half.
+// Of a chunk: parts of a few MiB, which is what a disk needs to be fast, and few enough for the caches'
+// second half.
 constexpr int64_t kChunkBytes = int64_t{8} << 20;
 
 int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -34,12 +36,15 @@ struct Region {
 
 int64_t block_bytes(const std::vector<at::ScalarType>& dtypes, const std::vector<int64_t>& per_block) {
   int64_t bytes = 0;
-  for (size_t i = 0; i < dtypes.size(); ++i) bytes += per_block[i] * static_cast<int64_t>(c10::elementSize(dtypes[i]));
+  for (size_t i = 0; i < dtypes.size(); ++i)
+    bytes += per_block[i] * static_cast<int64_t>(c10::elementSize(dtypes[i]));
   return bytes;
 }
 
 // In blocks of so many bytes: where each parameter begins, and the edges of the chunks.
-std::pair<std::vector<int64_t>, std::vector<int64_t>> layout(int64_t bytes, const std::vector<int64_t>& blocks, bool splits) {
+std::pair<std::vector<int64_t>, std::vector<int64_t>> layout(int64_t bytes,
+                                                             const std::vector<int64_t>& blocks,
+                                                             bool splits) {
   std::vector<int64_t> begins, edges{0};
   int64_t total = 0;
   const int64_t most = up(std::max<int64_t>(kChunkBytes / std::max<int64_t>(bytes, 1), 1), kEdge);
@@ -102,7 +107,8 @@ State::State(c10::intrusive_ptr<Offload> offload, const std::vector<at::ScalarTy
       continue;
     }
     void* begin = static_cast<char*>(region->memory) + (offset - region->offset);
-    values_.push_back(at::from_blob(begin, {elements}, [region](void*) {}, at::TensorOptions().dtype(dtypes[i])));
+    values_.push_back(
+        at::from_blob(begin, {elements}, [region](void*) {}, at::TensorOptions().dtype(dtypes[i])));
     offsets_.push_back(offset);
     offset += static_cast<int64_t>(values_.back().nbytes());
   }

@@ -1,6 +1,6 @@
 #include <shoestring/optim.h>
 
-#include "optim/factored.h"
+#include "optim/factored_optimizer.h"
 
 namespace shoestring::optim {
 
@@ -8,7 +8,9 @@ using namespace detail;
 
 namespace {
 
-std::vector<Extra> second_moment(const Tensor& param) { return factored(param, "row_var", "col_var", "variance"); }
+std::vector<Extra> second_moment(const Tensor& param) {
+  return factored(param, "row_var", "col_var", "variance");
+}
 
 }  // namespace
 

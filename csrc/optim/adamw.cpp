@@ -12,8 +12,9 @@ const Rule& AdamWOptions::rule() const {
 }
 
 std::vector<Field> AdamWOptions::fields() {
-  return {
-      {"betas", &betas_, &kFraction}, {"eps", &eps_, &kAtLeastZero}, {"weight_decay", &weight_decay_, &kAtLeastZero}};
+  return {{"betas", &betas_, &kFraction},
+          {"eps", &eps_, &kAtLeastZero},
+          {"weight_decay", &weight_decay_, &kAtLeastZero}};
 }
 
 }  // namespace shoestring::optim

@@ -8,7 +8,9 @@ using namespace detail;
 
 const Rule& AdEMAMixOptions::rule() const {
   static const Rule rule{
-      "AdEMAMix", "ademamix_", {{"exp_avg", true}, {"exp_avg_slow", true, /*is_long=*/true}, {"exp_avg_sq", false}}};
+      "AdEMAMix",
+      "ademamix_",
+      {{"exp_avg", true}, {"exp_avg_slow", true, /*is_long=*/true}, {"exp_avg_sq", false}}};
   return rule;
 }
 

@@ -13,7 +13,8 @@ using at::Tensor;
 
 namespace {
 
-constexpr double kNormGrowth = 1.01;  // the most that the norm of an update grows by from step to step; the paper's
+constexpr double kNormGrowth =
+    1.01;  // the most that the norm of an update grows by from step to step; the paper's
 
 }  // namespace
 
@@ -21,10 +22,12 @@ APOLLOCore::APOLLOCore(BaseClass base, std::unique_ptr<torch::optim::OptimizerOp
     : LowRankCore({"APOLLO", "scale_type", "norm", /*unit_lr=*/true}, std::move(base), std::move(defaults)) {}
 
 void APOLLOCore::check(const LowRankOptions& o) const {
-  expect(o.kind == "channel" || o.kind == "tensor", "scale_type", "\"channel\" or \"tensor\"", "\"" + o.kind + "\"");
+  expect(o.kind == "channel" || o.kind == "tensor", "scale_type", "\"channel\" or \"tensor\"",
+         "\"" + o.kind + "\"");
 }
 
-std::pair<at::ScalarType, std::vector<int64_t>> APOLLOCore::kept_as(const Projected&, const LowRankOptions&) const {
+std::pair<at::ScalarType, std::vector<int64_t>> APOLLOCore::kept_as(const Projected&,
+                                                                    const LowRankOptions&) const {
   return {at::kFloat, {}};
 }
 
@@ -58,7 +61,8 @@ void APOLLOCore::up(Projected& p, const Tensor& clip, const LowRankOptions& o, d
   factor.mul_(limit * (maximize ? 1.0 : -1.0) * o.scale * lr);
   change_rows(p.param, 1 - lr * decay, [&](int64_t first, int64_t count, const Tensor& rows) {
     const bool by_row = o.kind == "channel" && !p.left;
-    rows.addcmul_(grad.narrow(0, first, count).to(at::kFloat), by_row ? factor.narrow(0, first, count) : factor);
+    rows.addcmul_(grad.narrow(0, first, count).to(at::kFloat),
+                  by_row ? factor.narrow(0, first, count) : factor);
   });
 }
 

@@ -18,7 +18,8 @@ std::string names(const std::map<std::string, Tensor>& tensors) {
 Kind kind_of(const Tensor& param, const LowMemoryOptions& options) {
   const bool large = param.numel() >= Access::min_quantize_size(options);
   return {large ? Access::state(options) : "fp32",
-          Access::weights(options) == "remainder" && param.scalar_type() == at::kBFloat16, param.device(), param.device()};
+          Access::weights(options) == "remainder" && param.scalar_type() == at::kBFloat16, param.device(),
+          param.device()};
 }
 
 std::vector<Part> parts(const Rule& rule, const Kind& kind) {
@@ -34,7 +35,8 @@ std::vector<Part> parts(const Rule& rule, const Kind& kind) {
       found.push_back({scale, at::kFloat, 1, false});
     } else {
       found.push_back({name, at::kByte, kBlock / 2, false});
-      found.push_back({scale, at::kFloat, m.is_signed ? kernels::kScales4<true> : kernels::kScales4<false>, false});
+      found.push_back(
+          {scale, at::kFloat, m.is_signed ? kernels::kScales4<true> : kernels::kScales4<false>, false});
     }
   }
   if (kind.remainder) found.push_back({"weight_remainder", at::kShort, kBlock, true});
@@ -84,7 +86,8 @@ Arena::Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> members, st
     weights = host->weights();
   } else if (offload != nullptr) {
     const StateShape shape(rule, kind, params);
-    offloaded = c10::make_intrusive<offload::State>(offload, shape.dtypes, shape.per_block, shape.sizes, shape.splits);
+    offloaded = c10::make_intrusive<offload::State>(offload, shape.dtypes, shape.per_block, shape.sizes,
+                                                    shape.splits);
     begins = offloaded->begins();
     blocks = offloaded->total();
     for (size_t i = 0; i < every.size(); ++i) values[every[i].name] = offloaded->values()[i];
@@ -101,7 +104,8 @@ std::map<std::string, Tensor> Arena::views(const Rule& rule, size_t index) const
   for (const Part& part : parts(rule, kind)) {
     const auto shape = part.shape(p);
     const Tensor& all = values.at(part.name);
-    views[part.name] = all.narrow(0, begins[index] * part.per_block, c10::multiply_integers(shape)).view(shape);
+    views[part.name] =
+        all.narrow(0, begins[index] * part.per_block, c10::multiply_integers(shape)).view(shape);
   }
   return views;
 }
@@ -119,13 +123,15 @@ std::vector<Tensor> Arena::accumulated_views(at::ScalarType dtype) {
 
 Arena Arena::run(const Rule& rule, size_t first, size_t last) const {
   const auto from = static_cast<int64_t>(first), to = static_cast<int64_t>(last);
-  Arena some(kind, {params.begin() + from, params.begin() + to}, {numbers.begin() + from, numbers.begin() + to});
+  Arena some(kind, {params.begin() + from, params.begin() + to},
+             {numbers.begin() + from, numbers.begin() + to});
   some.step = step.narrow(0, from, to - from);
   for (const Part& part : parts(rule, kind)) {
     const Tensor& all = values.at(part.name);
     some.values[part.name] = all.narrow(0, begins[first] * part.per_block, some.blocks * part.per_block);
   }
-  if (accumulated.defined()) some.accumulated = accumulated.narrow(0, begins[first] * kBlock, some.blocks * kBlock);
+  if (accumulated.defined())
+    some.accumulated = accumulated.narrow(0, begins[first] * kBlock, some.blocks * kBlock);
   if (!weights.empty()) some.weights = {weights.begin() + from, weights.begin() + to};
   some.offloaded = offloaded;
   some.start = start + from;
@@ -179,12 +185,13 @@ void check_state(const Rule& rule, const ParamState& state, const Tensor& param,
   const auto same = [](const auto& a, const auto& b) { return a.first == b.first; };
   const auto& tensors = state.tensors();
   TORCH_CHECK(std::equal(expected.begin(), expected.end(), tensors.begin(), tensors.end(), same),
-              "shoestring::optim::", rule.name, ": state=\"", kind.state, "\": expected the entries ", names(expected),
-              ", received ", names(tensors));
+              "shoestring::optim::", rule.name, ": state=\"", kind.state, "\": expected the entries ",
+              names(expected), ", received ", names(tensors));
   const auto fits = [&](const std::string& name, at::ScalarType dtype, at::IntArrayRef shape) {
     const Tensor& t = tensors.at(name);
-    TORCH_CHECK(t.defined() && t.scalar_type() == dtype && t.sizes() == shape, "shoestring::optim::", rule.name, ": ",
-                name, ": expected ", dtype, " ", shape, " for a parameter of ", param.sizes(), ", received ",
+    TORCH_CHECK(t.defined() && t.scalar_type() == dtype && t.sizes() == shape,
+                "shoestring::optim::", rule.name, ": ", name, ": expected ", dtype, " ", shape,
+                " for a parameter of ", param.sizes(), ", received ",
                 t.defined() ? c10::str(t.scalar_type(), " ", t.sizes()) : "none");
   };
   fits("step", at::kFloat, {});

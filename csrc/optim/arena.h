@@ -1,7 +1,8 @@
 #pragma once
 
-// Where the state of optimizers lies: flat arenas that an operator steps in one call, and a parameter's views of them.
-// Sizes, names and numbers are those of Python (shoestring/optim/arena.py), so that state and random bits are, too.
+// Where the state of optimizers lies: flat arenas that an operator steps in one call, and a parameter's views
+// of them. Sizes, names and numbers are those of Python (shoestring/optim/arena.py), so that state and random
+// bits are, too.
 
 #include <map>
 #include <optional>
@@ -11,10 +12,10 @@
 
 #include <c10/util/FunctionRef.h>
 
-#include "kernels/map_4bit.h"
-#include "kernels/optimizer.h"
 #include "offload/host_params.h"
+#include "optim/optimizer_table.h"
 #include "optim/rule.h"
+#include "quantization/map_4bit.h"
 
 namespace shoestring::optim::detail {
 
@@ -66,7 +67,8 @@ struct Arena {
   c10::intrusive_ptr<offload::State> offloaded;
   int64_t start = 0;  // of the parameters among those of offloaded
   Tensor stepped;     // step, while a step is under way
-  std::optional<std::pair<int64_t, int64_t>> part;  // of a piece: the first parameter's first block, how many blocks
+  std::optional<std::pair<int64_t, int64_t>>
+      part;  // of a piece: the first parameter's first block, how many blocks
 
   // Where the CPU steps what lies on a device:
   c10::intrusive_ptr<offload::HostParams> host;
@@ -88,10 +90,11 @@ struct Arena {
   Arena run(const Rule& rule, size_t first, size_t last) const;
 
   using Gradients = std::vector<Tensor>;
-  /// What is offloaded, in pieces that are on the device, with their gradients and sums. What had been stepped when the
-  /// same step failed before is left out.
-  void in_pieces(const Rule& rule, const Gradients& grads, const Tensor& accumulated,
-                 c10::function_ref<void(const Arena& piece, const Gradients& grads, const Tensor& accumulated)> step);
+  /// What is offloaded, in pieces that are on the device, with their gradients and sums. What had been
+  /// stepped when the same step failed before is left out.
+  void in_pieces(
+      const Rule& rule, const Gradients& grads, const Tensor& accumulated,
+      c10::function_ref<void(const Arena& piece, const Gradients& grads, const Tensor& accumulated)> step);
   /// All pieces have been stepped.
   void commit();
 

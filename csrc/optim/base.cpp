@@ -33,8 +33,8 @@ const ParamState* Core::state(const Tensor& param) const {
   const auto found = optimizer->state().find(param.unsafeGetTensorImpl());
   if (found == optimizer->state().end()) return nullptr;
   const auto* ours = dynamic_cast<const ParamState*>(found->second.get());
-  TORCH_CHECK(ours != nullptr, "shoestring::optim::", name(), ": state: expected shoestring::optim::ParamState, ",
-              "received that of another optimizer");
+  TORCH_CHECK(ours != nullptr, "shoestring::optim::", name(),
+              ": state: expected shoestring::optim::ParamState, ", "received that of another optimizer");
   return ours;
 }
 
@@ -64,7 +64,8 @@ Layout& Core::layout(size_t group) {
     for (const Tensor& p : same) {
       if (state(p) != nullptr) check_state(rule, *state(p), p, kind);
     }
-    const Arena& arena = made.arenas.emplace_back(rule, kind, same, numbers, offload_of(kind.source), on_cpu());
+    const Arena& arena =
+        made.arenas.emplace_back(rule, kind, same, numbers, offload_of(kind.source), on_cpu());
     for (size_t i = 0; i < arena.params.size(); ++i) {
       auto views = arena.views(rule, i);
       if (const ParamState* old = state(arena.params[i])) {
@@ -111,7 +112,8 @@ void Core::reserve(size_t first) {
   if (!streams()) return;
   std::map<c10::intrusive_ptr<offload::Offload>, int64_t> sizes;
   for (size_t g = first; g < optimizer->param_groups().size(); ++g) {
-    for (const auto& [kind, params, numbers] : members(g, [](const Tensor& p) { return p.requires_grad(); })) {
+    for (const auto& [kind, params, numbers] :
+         members(g, [](const Tensor& p) { return p.requires_grad(); })) {
       sizes[offload_of(kind.source)] += offloaded_bytes(rule(g), kind, params);
     }
   }
@@ -153,7 +155,8 @@ void Core::set_offload(const std::string& where) {
     reserve(0);
     for (size_t g = 0; g < optimizer->param_groups().size(); ++g) {
       const auto& params = optimizer->param_groups()[g].params();
-      if (std::any_of(params.begin(), params.end(), [&](const Tensor& p) { return state(p) != nullptr; })) layout(g);
+      if (std::any_of(params.begin(), params.end(), [&](const Tensor& p) { return state(p) != nullptr; }))
+        layout(g);
     }
   } catch (...) {
     offloads_ = old;
@@ -175,13 +178,14 @@ void Core::step_arena(size_t group, Arena& arena, const std::vector<Tensor>& gra
                       const Tensor& clip_coef) {
   if (arena.host != nullptr) return step_on_host(group, arena, grads, accumulated, clip_coef);
   if (arena.offloaded == nullptr) return step_values(group, arena, grads, accumulated, clip_coef);
-  arena.in_pieces(rule(group), grads, accumulated, [&](const Arena& piece, const auto& own, const Tensor& sums) {
-    step_values(group, piece, own, sums, clip_coef);
-  });
+  arena.in_pieces(rule(group), grads, accumulated,
+                  [&](const Arena& piece, const auto& own, const Tensor& sums) {
+                    step_values(group, piece, own, sums, clip_coef);
+                  });
 }
 
-void Core::step_values(size_t group, const Arena& arena, const std::vector<Tensor>& grads, const Tensor& accumulated,
-                       const Tensor& clip_coef) {
+void Core::step_values(size_t group, const Arena& arena, const std::vector<Tensor>& grads,
+                       const Tensor& accumulated, const Tensor& clip_coef) {
   const LowMemoryOptions& o = options(group);
   c10::List<std::optional<Tensor>> optional_grads;
   for (const Tensor& g : grads) optional_grads.push_back(some(g));
@@ -246,20 +250,24 @@ void LowMemoryOptimizer::add_param_group(const torch::optim::OptimizerParamGroup
                 "Options in every group, received those of another optimizer");
     Access::check(static_cast<const LowMemoryOptions&>(group.options()));
   }
-  const auto& options = static_cast<const LowMemoryOptions&>(group.has_options() ? group.options() : *defaults_);
+  const auto& options =
+      static_cast<const LowMemoryOptions&>(group.has_options() ? group.options() : *defaults_);
   std::unordered_set<Key> seen;
   for (size_t i = 0; i < group.params().size(); ++i) {
     const Tensor& p = group.params()[i];
     const auto type = p.scalar_type();
     const std::string which = c10::str("params[", i, "]");
     const bool half = type == at::kHalf && Access::weights(options) != "plain";
-    expect(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, name, which.c_str(), "fp32, bf16 or fp16",
-           type);
+    expect(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, name, which.c_str(),
+           "fp32, bf16 or fp16", type);
     expect(p.dim() == 2 || !Access::rule(options).takes_matrices_alone, name, which.c_str(),
-           "a matrix (use shoestring::optim::AdamW for parameters of other shapes)", c10::str("shape ", p.sizes()));
+           "a matrix (use shoestring::optim::AdamW for parameters of other shapes)",
+           c10::str("shape ", p.sizes()));
     expect(!half, name, which.c_str(),
-           "bf16 (or fp32, which it leaves as they are) with weights=\"" + Access::weights(options) + "\"", type);
-    expect(seen.insert(p.unsafeGetTensorImpl()).second, name, which.c_str(), "each parameter once", "one again");
+           "bf16 (or fp32, which it leaves as they are) with weights=\"" + Access::weights(options) + "\"",
+           type);
+    expect(seen.insert(p.unsafeGetTensorImpl()).second, name, which.c_str(), "each parameter once",
+           "one again");
   }
   Optimizer::add_param_group(group);
   if (group.has_options()) param_groups_.back().set_options(group.options().clone());

@@ -1,6 +1,6 @@
 #include <shoestring/optim.h>
 
-#include "optim/factored.h"
+#include "optim/factored_optimizer.h"
 
 namespace shoestring::optim {
 
@@ -10,7 +10,8 @@ namespace {
 
 std::vector<Extra> statistics(const Tensor& param) {
   auto all = factored(param, "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq");
-  for (Extra& extra : factored(param, "exp_avg_res_row", "exp_avg_res_col", nullptr)) all.push_back(std::move(extra));
+  for (Extra& extra : factored(param, "exp_avg_res_row", "exp_avg_res_col", nullptr))
+    all.push_back(std::move(extra));
   return all;
 }
 

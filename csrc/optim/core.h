@@ -25,7 +25,9 @@ struct Layout {
 /// A parameter's address, by which LibTorch knows its state.
 using Key = c10::TensorImpl*;
 
-inline std::optional<Tensor> some(const Tensor& t) { return t.defined() ? std::optional<Tensor>(t) : std::nullopt; }
+inline std::optional<Tensor> some(const Tensor& t) {
+  return t.defined() ? std::optional<Tensor>(t) : std::nullopt;
+}
 
 /// The backwards whose gradients hooks have taken, by the number of their graph task.
 struct Backwards {
@@ -37,9 +39,10 @@ struct Backwards {
 struct Core : std::enable_shared_from_this<Core> {
   explicit Core(LowMemoryOptimizer& optimizer) : optimizer(&optimizer) {}
 
-  // ---- steps ------------------------------------------------------------------------------------------------------
+  // ---- steps
+  // ------------------------------------------------------------------------------------------------------
 
-  LowMemoryOptimizer* optimizer;  // which may move
+  LowMemoryOptimizer* optimizer;               // which may move
   std::unordered_map<size_t, Layout> layouts;  // by the group's position
 
   const char* name() const;  // of the class
@@ -63,12 +66,15 @@ struct Core : std::enable_shared_from_this<Core> {
   void reserve(size_t first);
   /// Waits until all stepped state is back in host memory or in the file.
   void bring_back();
-  /// The same for what is going to be read or saved. Raises where a step that failed has stepped some parameters.
+  /// The same for what is going to be read or saved. Raises where a step that failed has stepped some
+  /// parameters.
   void settle();
-  /// After zero_grad: drops what is left of a step or backward that failed, where its parameters have not been stepped.
+  /// After zero_grad: drops what is left of a step or backward that failed, where its parameters have not
+  /// been stepped.
   void discard();
 
-  // ---- gradients --------------------------------------------------------------------------------------------------
+  // ---- gradients
+  // --------------------------------------------------------------------------------------------------
 
   std::optional<double> max_grad_norm;
   Tensor grad_norm;
@@ -81,7 +87,8 @@ struct Core : std::enable_shared_from_this<Core> {
   /// After a load.
   void forget();
 
-  // ---- steps by the CPU (host.cpp) --------------------------------------------------------------------------------
+  // ---- steps by the CPU (host.cpp)
+  // --------------------------------------------------------------------------------
 
   void flush();
   void drain();
@@ -123,15 +130,19 @@ struct Core : std::enable_shared_from_this<Core> {
 
   using Versions = std::vector<std::pair<Tensor, uint32_t>>;  // of gradients
 
-  void step_values(size_t group, const Arena& arena, const std::vector<Tensor>& grads, const Tensor& accumulated,
-                   const Tensor& clip_coef);
+  void step_values(size_t group, const Arena& arena, const std::vector<Tensor>& grads,
+                   const Tensor& accumulated, const Tensor& clip_coef);
   struct Unfinished {  // a step that is under way, or failed
     std::vector<Call> calls;
     size_t done;  // calls
     Tensor coefficient, grad_scale, found_inf;
     Versions gradients;
   };
-  enum class Broken { kNone, kSums, kWeights };  // what an error has left half-done, but for an unfinished step
+  enum class Broken {
+    kNone,
+    kSums,
+    kWeights
+  };  // what an error has left half-done, but for an unfinished step
 
   std::vector<Members> members(size_t group, c10::function_ref<bool(const Tensor&)> belongs) const;
   void check_process() const;
@@ -159,7 +170,8 @@ struct Core : std::enable_shared_from_this<Core> {
   std::vector<Tensor> on_host(Arena& arena, std::vector<Tensor> grads);
   void step_on_host(size_t group, Arena& arena, std::vector<Tensor> grads, const Tensor& accumulated,
                     const Tensor& clip_coef);
-  void step_bucket(const Bucket& bucket, const std::vector<Tensor>& grads, bool summed, const Tensor& clip_coef);
+  void step_bucket(const Bucket& bucket, const std::vector<Tensor>& grads, bool summed,
+                   const Tensor& clip_coef);
   void arrive(const Tensor& param);
   void find_buckets();
   void drop_buckets();
@@ -184,8 +196,9 @@ struct Core : std::enable_shared_from_this<Core> {
   std::vector<Tensor> norms_;             // of gradients that have been freed
   std::mutex mutex_;                      // backward has a thread for each device
   std::vector<std::unique_ptr<Bucket>> buckets_;
-  std::unordered_map<Key, std::pair<Bucket*, size_t>> bucket_of_;  // and which of the arena's parameters it is
-  std::vector<Bucket*> jobs_;                                      // with gradients on their way, or a job
+  std::unordered_map<Key, std::pair<Bucket*, size_t>>
+      bucket_of_;                              // and which of the arena's parameters it is
+  std::vector<Bucket*> jobs_;                  // with gradients on their way, or a job
   std::unordered_map<Key, Tensor> collected_;  // gradients in host memory, which wait for the norm of all
   std::unordered_map<const void*, Tensor> known_norms_;  // of those, by address
   std::unique_ptr<CopyLane> worker_;                     // the last: it ends first

@@ -1,20 +1,25 @@
 #pragma once
 
-#include "optim/rule.h"
+// Running means of squares: a matrix's as those of its rows and columns, a vector's in full.
 
-namespace shoestring::optim::detail {
+#include "optim/composite.h"
 
-/// A matrix's second moment, kept as that of its rows and columns, or in full (`full` may be null) that of what has
-/// fewer dimensions; what a parameter does not have is empty.
-inline std::vector<Extra> factored(const Tensor& param, const char* row, const char* col, const char* full) {
-  const std::vector<int64_t> shape = param.sizes().vec(), none{0};
-  std::vector<Extra> all{{row, none}, {col, none}};
-  if (shape.size() > 1) {
-    all[0].shape = all[1].shape = shape;
-    all[0].shape.end()[-1] = all[1].shape.end()[-2] = 1;
-  }
-  if (full != nullptr) all.push_back({full, shape.size() > 1 ? none : shape});
-  return all;
-}
+namespace shoestring::optimizer {
 
-}  // namespace shoestring::optim::detail
+class Factored {
+ public:
+  /// The names of a call's tensors; `full` is null where vectors have none.
+  Factored(const Call& call, const char* row, const char* col, const char* full);
+
+  /// Advances the means by `weight` of `square`, whose memory it takes, and returns the mean as it stands for
+  /// each element: row col / mean(row), with mean(row) at least `least`.
+  Tensor advance(const Share& s, Tensor square, const Tensor& weight, double least) const;
+
+ private:
+  std::vector<Tensor> row_, col_, full_;
+};
+
+/// exp_avg, which a call has where beta1 is above 0, and only there.
+std::vector<Moment> optional_mean(const Call& call, double beta1);
+
+}  // namespace shoestring::optimizer

@@ -7,13 +7,14 @@
 
 #include <shoestring/safetensors.h>
 
-#include "io/read_file.h"
-#include "io/safetensors_format.h"
+#include "files/read_file.h"
+#include "files/safetensors_format.h"
 #include "optim/saved.h"
 
-// The file: entries "<group>.<index in the group>.<name>", and in the metadata format ("shoestring.optimizer"),
-// format_version, optimizer (the class) and groups: JSON, a list of {"size": parameters, "options": {...}}. Python's
-// groups may have "extra" beside them: what its schedulers keep there.
+// The file: entries "<group>.<index in the group>.<name>", and in the metadata format
+// ("shoestring.optimizer"), format_version, optimizer (the class) and groups: JSON, a list of {"size":
+// parameters, "options": {...}}. Python's groups may have "extra" beside them: what its schedulers keep
+// there.
 
 namespace shoestring::optim {
 namespace {
@@ -49,7 +50,8 @@ std::string brief(const std::string& text) {
 
 // A number above the range would become another one, or undefined.
 int64_t integer(const Json& json) {
-  const bool fits = json.is_number_integer() && (!json.is_number_unsigned() || json.get<uint64_t>() <= INT64_MAX);
+  const bool fits =
+      json.is_number_integer() && (!json.is_number_unsigned() || json.get<uint64_t>() <= INT64_MAX);
   TORCH_CHECK_VALUE(fits, "expected an integer, received ", quote(json.dump()));
   return json.get<int64_t>();
 }
@@ -76,7 +78,8 @@ void read(const Json& json, std::optional<T>& value) {
 template <class... T>
 void read(const Json& json, std::tuple<T...>& several) {
   size_t i = 0;
-  TORCH_CHECK_VALUE(json.size() == sizeof...(T), "expected ", sizeof...(T), " numbers, received ", json.size());
+  TORCH_CHECK_VALUE(json.size() == sizeof...(T), "expected ", sizeof...(T), " numbers, received ",
+                    json.size());
   std::apply([&](T&... value) { (read(json.at(i++), value), ...); }, several);
 }
 
@@ -89,13 +92,16 @@ Json options_json(const LowMemoryOptions& options) {
 }
 
 // The groups without their states; JSON's exceptions say what does not fit.
-std::vector<Saved::Group> read_groups(const Json& json, const LowMemoryOptimizer& optimizer, const char* where) {
+std::vector<Saved::Group> read_groups(const Json& json, const LowMemoryOptimizer& optimizer,
+                                      const char* where) {
   const char* name = Access::core(optimizer).name();
   const auto& ours = optimizer.param_groups();
-  expect(json.size() == ours.size(), name, where, c10::str(ours.size(), " groups of parameters"), json.size());
+  expect(json.size() == ours.size(), name, where, c10::str(ours.size(), " groups of parameters"),
+         json.size());
   std::vector<Saved::Group> groups;
   for (size_t g = 0; g < ours.size(); ++g) {
-    const int64_t size = integer(json.at(g).at("size")), expected = static_cast<int64_t>(ours[g].params().size());
+    const int64_t size = integer(json.at(g).at("size")),
+                  expected = static_cast<int64_t>(ours[g].params().size());
     expect(size == expected, name, where, c10::str(expected, " parameters in group ", g), size);
     Saved::Group& to = groups.emplace_back();
     to.states.resize(static_cast<size_t>(size));
@@ -142,7 +148,8 @@ void load_optimizer(LowMemoryOptimizer& optimizer, const std::string& path) {
     return found == file.metadata().end() ? "none" : found->second;
   };
   const auto check = [&](const char* key, const std::string& expected) {
-    expect(metadata(key) == expected, name.c_str(), where.c_str(), c10::str(key, " ", expected), brief(metadata(key)));
+    expect(metadata(key) == expected, name.c_str(), where.c_str(), c10::str(key, " ", expected),
+           brief(metadata(key)));
   };
   check("format", kFormat);
   check("format_version", std::to_string(kFormatVersion));
@@ -165,11 +172,13 @@ void load_optimizer(LowMemoryOptimizer& optimizer, const std::string& path) {
     const bool parsed = std::sscanf(item.name.c_str(), "%zu.%zu.%n", &g, &i, &length) == 2 && length > 0;
     const std::string part = parsed ? item.name.substr(static_cast<size_t>(length)) : "";
     const bool fits = parsed && g < tensors.size() && i < tensors[g].size() && entry(g, i, part) == item.name;
-    expect(fits, name.c_str(), where.c_str(), "tensors called <group>.<index>.<name>, of the file's groups", brief(item.name));
+    expect(fits, name.c_str(), where.c_str(), "tensors called <group>.<index>.<name>, of the file's groups",
+           brief(item.name));
     tensors[g][i][part] = file.load(item.name);
   }
   for (size_t g = 0; g < tensors.size(); ++g) {
-    for (size_t i = 0; i < tensors[g].size(); ++i) saved.groups[g].states[i] = ParamState(std::move(tensors[g][i]));
+    for (size_t i = 0; i < tensors[g].size(); ++i)
+      saved.groups[g].states[i] = ParamState(std::move(tensors[g][i]));
   }
   restore(optimizer, std::move(saved));
 }

@@ -12,18 +12,20 @@ namespace shoestring::optim::detail {
 using at::Tensor;
 
 GaLoreCore::GaLoreCore(BaseClass base, std::unique_ptr<torch::optim::OptimizerOptions> defaults)
-    : LowRankCore({"GaLore", "projection", "projection", /*unit_lr=*/false}, std::move(base), std::move(defaults)) {}
+    : LowRankCore({"GaLore", "projection", "projection", /*unit_lr=*/false}, std::move(base),
+                  std::move(defaults)) {}
 
 void GaLoreCore::check(const LowRankOptions& o) const {
-  expect(o.kind == "auto" || o.kind == "left" || o.kind == "right", "projection", "\"auto\", \"left\" or \"right\"",
-         "\"" + o.kind + "\"");
+  expect(o.kind == "auto" || o.kind == "left" || o.kind == "right", "projection",
+         "\"auto\", \"left\" or \"right\"", "\"" + o.kind + "\"");
 }
 
 bool GaLoreCore::is_left(int64_t rows, int64_t columns, const LowRankOptions& o) const {
   return o.kind == "left" || (o.kind == "auto" && rows <= columns);
 }
 
-std::pair<at::ScalarType, std::vector<int64_t>> GaLoreCore::kept_as(const Projected& p, const LowRankOptions& o) const {
+std::pair<at::ScalarType, std::vector<int64_t>> GaLoreCore::kept_as(const Projected& p,
+                                                                    const LowRankOptions& o) const {
   return {p.param.scalar_type(), {p.left ? p.param.size(0) : p.param.numel() / p.param.size(0), *o.rank}};
 }
 

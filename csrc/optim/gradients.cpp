@@ -8,8 +8,8 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "offload/first_error.h"
-#include "ops/foreach_norm.h"
 #include "optim/core.h"
+#include "optim/foreach_norm.h"
 #include "optim/norm.h"
 
 namespace shoestring::optim {
@@ -35,7 +35,8 @@ bool Core::has_gradient(const Tensor& param) const {
 }
 
 bool Core::any_pending(const Arena& arena) const {
-  return std::any_of(arena.params.begin(), arena.params.end(), [&](const Tensor& p) { return is_pending(p); });
+  return std::any_of(arena.params.begin(), arena.params.end(),
+                     [&](const Tensor& p) { return is_pending(p); });
 }
 
 void Core::watch(const std::vector<Tensor>& params) {
@@ -82,7 +83,8 @@ void Core::forget() {
   norms_.clear();
 }
 
-// ---- sums over micro-batches --------------------------------------------------------------------------------------
+// ---- sums over micro-batches
+// --------------------------------------------------------------------------------------
 
 void Core::add(const Tensor& param) {
   const Tensor grad = param.grad();
@@ -138,7 +140,8 @@ void Core::drop_sums() {
   known_norms_.clear();
 }
 
-// ---- scaled losses ------------------------------------------------------------------------------------------------
+// ---- scaled losses
+// ------------------------------------------------------------------------------------------------
 
 std::vector<Tensor> Core::gradients_of(const std::vector<Call>& calls) {
   std::vector<Tensor> grads;
@@ -158,7 +161,8 @@ void Core::find_inf(const std::vector<Call>& calls) {
   std::vector<Tensor> largest{at::zeros({}, grad_scale_.options())};
   for (const Tensor& g : grads) largest.push_back(at::linalg_vector_norm(g, INFINITY).to(largest[0]));
   Tensor found = at::stack(largest).amax().isfinite().logical_not().to(at::kFloat);
-  if (found_inf_.defined()) found = found.logical_or(found_inf_.to(found.device()).reshape({})).to(at::kFloat);
+  if (found_inf_.defined())
+    found = found.logical_or(found_inf_.to(found.device()).reshape({})).to(at::kFloat);
   found_inf_ = found;
 }
 
@@ -178,7 +182,8 @@ Tensor Core::scaled_step(const Tensor& scale, const Tensor& skip) {
   return step();
 }
 
-// ---- clipping -----------------------------------------------------------------------------------------------------
+// ---- clipping
+// -----------------------------------------------------------------------------------------------------
 
 // An undefined tensor where nothing is clipped.
 Tensor Core::clip(const std::vector<Call>& calls) {
@@ -192,7 +197,8 @@ Tensor Core::clip(const std::vector<Call>& calls) {
   return clip_coef(grad_norm, *max_grad_norm);
 }
 
-// ---- steps within backward ----------------------------------------------------------------------------------------
+// ---- steps within backward
+// ----------------------------------------------------------------------------------------
 
 void Core::step_alone(const Tensor& param) {
   const Key key = param.unsafeGetTensorImpl();

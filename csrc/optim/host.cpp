@@ -1,12 +1,13 @@
-// Steps by the CPU of what lies on a device: gradients come to host memory and weights go back, beside what it does.
+// Steps by the CPU of what lies on a device: gradients come to host memory and weights go back, beside what
+// it does.
 
 #include <algorithm>
 
 #include <ATen/Functions.h>
 
 #include "offload/first_error.h"
-#include "ops/foreach_norm.h"
 #include "optim/core.h"
+#include "optim/foreach_norm.h"
 
 namespace shoestring::optim::detail {
 namespace {
@@ -32,12 +33,14 @@ std::vector<Core::Bucket> Core::buckets(size_t group, Arena& arena) {
   return found;
 }
 
-// ---- a step of all ------------------------------------------------------------------------------------------------
+// ---- a step of all
+// ------------------------------------------------------------------------------------------------
 
 // Gradients in host memory, now.
 std::vector<Tensor> Core::on_host(Arena& arena, std::vector<Tensor> grads) {
   for (size_t i = 0; i < grads.size(); ++i) {
-    if (has_gradient(arena.params[i])) arena.host->fetch(static_cast<int64_t>(i), arena.params[i], some(grads[i]));
+    if (has_gradient(arena.params[i]))
+      arena.host->fetch(static_cast<int64_t>(i), arena.params[i], some(grads[i]));
   }
   const auto fetched = arena.host->collect(0, std::ssize(grads));
   arena.has_fetched = true;
@@ -57,13 +60,15 @@ void Core::step_on_host(size_t group, Arena& arena, std::vector<Tensor> grads, c
   }
   for (const Bucket& bucket : buckets(group, arena)) {
     if (bucket.first < arena.next_param) continue;
-    const auto fetched = arena.host->collect(static_cast<int64_t>(bucket.first), static_cast<int64_t>(bucket.last));
+    const auto fetched =
+        arena.host->collect(static_cast<int64_t>(bucket.first), static_cast<int64_t>(bucket.last));
     for (size_t i = 0; i < fetched.size() && !arena.has_fetched; ++i) {
       Tensor& grad = grads[bucket.first + i];
       if (grad.defined()) grad = fetched[i].value_or(Tensor());
     }
     const auto begin = grads.begin();
-    step_bucket(bucket, {begin + static_cast<int64_t>(bucket.first), begin + static_cast<int64_t>(bucket.last)},
+    step_bucket(bucket,
+                {begin + static_cast<int64_t>(bucket.first), begin + static_cast<int64_t>(bucket.last)},
                 accumulated.defined(), clip_coef);
     arena.next_param = bucket.last;
   }
@@ -73,7 +78,8 @@ void Core::step_on_host(size_t group, Arena& arena, std::vector<Tensor> grads, c
 }
 
 // With gradients in host memory.
-void Core::step_bucket(const Bucket& bucket, const std::vector<Tensor>& grads, bool summed, const Tensor& clip_coef) {
+void Core::step_bucket(const Bucket& bucket, const std::vector<Tensor>& grads, bool summed,
+                       const Tensor& clip_coef) {
   const Arena piece = bucket.arena->run(rule(bucket.group), bucket.first, bucket.last);
   step_values(bucket.group, piece, grads, summed ? piece.accumulated : Tensor(), clip_coef);
   std::vector<int64_t> stepped;
@@ -86,7 +92,8 @@ void Core::step_bucket(const Bucket& bucket, const std::vector<Tensor>& grads, b
   bucket.arena->host->send(stepped, params);
 }
 
-// ---- within backward ----------------------------------------------------------------------------------------------
+// ---- within backward
+// ----------------------------------------------------------------------------------------------
 
 // A gradient that is complete, or one to be added up: it leaves, and is freed once it has left.
 void Core::arrive(const Tensor& param) {
@@ -105,7 +112,8 @@ void Core::arrive(const Tensor& param) {
     backwards_->open.clear();
   }
   TORCH_CHECK(fits, "shoestring::optim::", name(),
-              ": step_in_backward: expected step() after each backward, received a second gradient of a parameter; use "
+              ": step_in_backward: expected step() after each backward, received a second gradient of a "
+              "parameter; use "
               "accumulate() around all backwards but the last of a step");
   if (here) send_job(*bucket);  // in another backward of the same micro-batch
   if (bucket->job != nullptr) bucket->job->synchronize();
@@ -161,16 +169,19 @@ void Core::send_job(Bucket& bucket) {
   stepped_in_backward_ |= bucket.steps;
   bucket.job = worker_->run({}, [this, &bucket, sums = std::move(sums), aim] {
     std::vector<Tensor> grads;
-    const auto fetched = bucket.arena->host->collect(static_cast<int64_t>(bucket.first), static_cast<int64_t>(bucket.last));
+    const auto fetched =
+        bucket.arena->host->collect(static_cast<int64_t>(bucket.first), static_cast<int64_t>(bucket.last));
     for (const auto& grad : fetched) grads.push_back(grad.value_or(Tensor()));
     if (aim == Aim::kStep) {
-      const bool summed = std::any_of(sums.begin(), sums.end(), [](const Tensor& sum) { return sum.defined(); });
+      const bool summed =
+          std::any_of(sums.begin(), sums.end(), [](const Tensor& sum) { return sum.defined(); });
       return step_bucket(bucket, grads, summed, {});
     }
     for (size_t i = 0; i < grads.size(); ++i) {
       if (!grads[i].defined()) continue;
       const Tensor grad = sums[i].defined() ? sums[i].add_(grads[i]) : grads[i];
-      if (aim == Aim::kKeep) bucket.results.push_back({bucket.first + i, grad, foreach_norm({grad}), sums[i].defined()});
+      if (aim == Aim::kKeep)
+        bucket.results.push_back({bucket.first + i, grad, foreach_norm({grad}), sums[i].defined()});
     }
   });
 }

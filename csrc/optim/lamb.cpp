@@ -13,8 +13,9 @@ const Rule& LAMBOptions::rule() const {
 }
 
 std::vector<Field> LAMBOptions::fields() {
-  return {
-      {"betas", &betas_, &kFraction}, {"eps", &eps_, &kAtLeastZero}, {"weight_decay", &weight_decay_, &kAtLeastZero}};
+  return {{"betas", &betas_, &kFraction},
+          {"eps", &eps_, &kAtLeastZero},
+          {"weight_decay", &weight_decay_, &kAtLeastZero}};
 }
 
 }  // namespace shoestring::optim

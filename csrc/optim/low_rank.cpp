@@ -35,10 +35,8 @@ c10::IValue read(InputArchive& archive, const std::string& name) {
 }  // namespace
 
 LowRankCore::LowRankCore(const Method& method, BaseClass base, std::unique_ptr<OptimizerOptions> defaults)
-    : Optimizer(std::vector<OptimizerParamGroup>(), std::move(defaults)),
-      class_(std::move(base)),
-      method_(method),
-      base_(class_.make()) {}
+    : Optimizer(std::vector<OptimizerParamGroup>(), std::move(defaults)), class_(std::move(base)),
+      method_(method), base_(class_.make()) {}
 
 std::string LowRankCore::prefix() const { return c10::str("shoestring::optim::", method_.name, ": "); }
 
@@ -47,7 +45,9 @@ void LowRankCore::expect(bool good, const char* option, const std::string& expec
   TORCH_CHECK(good, prefix(), option, ": expected ", expected, ", received ", received);
 }
 
-bool LowRankCore::is_left(int64_t rows, int64_t columns, const LowRankOptions&) const { return rows <= columns; }
+bool LowRankCore::is_left(int64_t rows, int64_t columns, const LowRankOptions&) const {
+  return rows <= columns;
+}
 
 void LowRankCore::add(const OptimizerParamGroup& group, const LowRankOptions& o) {
   expect(!o.rank || *o.rank >= 1, "rank", "none or a number of at least 1", c10::str(o.rank.value_or(0)));
@@ -55,7 +55,8 @@ void LowRankCore::add(const OptimizerParamGroup& group, const LowRankOptions& o)
   expect(o.scale > 0, "scale", "a number above 0", c10::str(o.scale));
   check(o);
   auto options = (group.has_options() ? group.options() : *defaults_).clone();
-  expect(class_.fits(*options), "options", c10::str("shoestring::optim::", class_.name, "Options in every group"),
+  expect(class_.fits(*options), "options",
+         c10::str("shoestring::optim::", class_.name, "Options in every group"),
          "those of another optimizer");
   const double decay = class_.weight_decay(*options);
   expect(!o.rank || decay == 0 || !class_.decay_is_a_penalty, "weight_decay",
@@ -235,7 +236,8 @@ void LowRankCore::load(InputArchive& archive) {
          c10::str("an archive of ", expected, ", format_version ", kFormatVersion),
          named ? c10::str(optimizer.toStringRef(), "'s, format_version ", version.toInt()) : "another one");
   const int64_t count = read(archive, "groups").toInt();
-  expect(count == static_cast<int64_t>(groups_.size()), "load", c10::str(groups_.size(), " groups"), c10::str(count));
+  expect(count == static_cast<int64_t>(groups_.size()), "load", c10::str(groups_.size(), " groups"),
+         c10::str(count));
   std::vector<Group> loaded = groups_;
   for (size_t g = 0; g < groups_.size(); ++g) {
     InputArchive group;

@@ -7,7 +7,8 @@ namespace shoestring::optim {
 using namespace detail;
 
 const Rule& MuonOptions::rule() const {
-  static const Rule rule{"Muon", "muon_", {{"momentum_buffer", true}}, nullptr, /*takes_matrices_alone=*/true};
+  static const Rule rule{
+      "Muon", "muon_", {{"momentum_buffer", true}}, nullptr, /*takes_matrices_alone=*/true};
   return rule;
 }
 

@@ -5,7 +5,7 @@
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 
-#include "ops/foreach_norm.h"
+#include "optim/foreach_norm.h"
 
 namespace shoestring::optim::detail {
 
@@ -32,6 +32,8 @@ Tensor total_norm(const std::vector<Tensor>& grads, const std::unordered_map<con
   return at::linalg_vector_norm(at::cat(norms));
 }
 
-Tensor clip_coef(const Tensor& norm, double max_norm) { return ((norm + 1e-6).reciprocal() * max_norm).clamp_max(1); }
+Tensor clip_coef(const Tensor& norm, double max_norm) {
+  return ((norm + 1e-6).reciprocal() * max_norm).clamp_max(1);
+}
 
 }  // namespace shoestring::optim::detail

@@ -23,8 +23,9 @@ template <class... T>
 NamedArguments values_of(const std::string& name, const std::tuple<T...>& several) {
   NamedArguments all;
   int number = 0;
-  std::apply([&](const T&... value) { (all.emplace_back(numbered(name, ++number), c10::IValue(value)), ...); },
-             several);
+  std::apply(
+      [&](const T&... value) { (all.emplace_back(numbered(name, ++number), c10::IValue(value)), ...); },
+      several);
   return all;
 }
 
@@ -67,12 +68,13 @@ void check_numbers(const char* rule, const Field& field) {
   }
   const bool whole = std::holds_alternative<int64_t*>(field.value);
   const char* what[] = {"", whole ? "a whole number " : "a number ", "two numbers ", "three numbers "};
-  expect(good, rule, field.name, what[std::min<size_t>(numbers.size(), 3)] + std::string(field.allowed->expected),
-         received);
+  expect(good, rule, field.name,
+         what[std::min<size_t>(numbers.size(), 3)] + std::string(field.allowed->expected), received);
 }
 
 template <size_t n>
-void check_choice(const char* rule, const char* option, const char* const (&choices)[n], const std::string& received) {
+void check_choice(const char* rule, const char* option, const char* const (&choices)[n],
+                  const std::string& received) {
   std::string expected;
   bool found = false;
   for (const char* choice : choices) {

@@ -1,6 +1,7 @@
 #pragma once
 
-// Between LowMemoryOptimizer and the classes over it: a class is its options, one list of their fields, and a rule.
+// Between LowMemoryOptimizer and the classes over it: a class is its options, one list of their fields, and a
+// rule.
 
 #include <optional>
 #include <string>
@@ -11,7 +12,7 @@
 
 #include <shoestring/optim/base.h>
 
-#include "ops/call.h"
+#include "core/call.h"
 
 namespace shoestring::optim::detail {
 
@@ -29,8 +30,8 @@ inline constexpr Allowed kAtLeastOne{"of at least 1", [](double x) { return x >=
 inline constexpr Allowed kFraction{"in [0, 1)", [](double x) { return x >= 0 && x < 1; }};
 inline constexpr Allowed kFinite{"that is finite", [](double x) { return x - x == 0; }};
 
-/// A field of an options struct: saved and loaded, checked, and handed to the operator under this name. Those of a
-/// tuple have their number behind: eps1, and of betas beta1.
+/// A field of an options struct: saved and loaded, checked, and handed to the operator under this name. Those
+/// of a tuple have their number behind: eps1, and of betas beta1.
 struct Field {
   using Value = std::variant<double*, int64_t*, bool*, std::string*, std::optional<std::string>*,
                              std::optional<int64_t>*, std::vector<double>*, std::tuple<double, double>*,
@@ -41,8 +42,8 @@ struct Field {
   bool of_operator = true;           // else saved and loaded alone
 };
 
-/// One of a rule's running means, whether it may be negative, and whether it is long: changes in a step by less than
-/// codes are apart.
+/// One of a rule's running means, whether it may be negative, and whether it is long: changes in a step by
+/// less than codes are apart.
 struct Moment {
   const char* name;
   bool is_signed;
@@ -57,7 +58,7 @@ struct Extra {
 
 struct Rule {
   const char* name;  // of the class, in errors and files
-  const char* op;    // called with the fields of the options, the moments, and what ops/optimizer.h reads
+  const char* op;    // called with the fields of the options, the moments, and what optim/optimizer.h reads
   std::vector<Moment> moments;
   /// The same names for every parameter: the operator has a list of each.
   std::vector<Extra> (*extra_of)(const Tensor& param) = nullptr;
@@ -97,8 +98,10 @@ NamedArguments values(const Field& field);
 
 /// An error as all of these are: the class, the option, what was expected and what came.
 template <class Received>
-void expect(bool good, const char* name, const char* option, const std::string& expected, const Received& received) {
-  TORCH_CHECK(good, "shoestring::optim::", name, ": ", option, ": expected ", expected, ", received ", received);
+void expect(bool good, const char* name, const char* option, const std::string& expected,
+            const Received& received) {
+  TORCH_CHECK(good, "shoestring::optim::", name, ": ", option, ": expected ", expected, ", received ",
+              received);
 }
 
 }  // namespace shoestring::optim::detail

@@ -10,8 +10,7 @@ using at::Tensor;
 SAM::SAM(std::unique_ptr<torch::optim::Optimizer> base, SAMOptions options)
     : Optimizer(std::vector<torch::optim::OptimizerParamGroup>(),
                 base == nullptr ? nullptr : std::as_const(*base).defaults().clone()),
-      base_(std::move(base)),
-      options_(options) {
+      base_(std::move(base)), options_(options) {
   TORCH_CHECK(base_ != nullptr, "shoestring::optim::SAM: base: expected an optimizer, received none");
   TORCH_CHECK(dynamic_cast<ScheduleFreeAdamW*>(base_.get()) == nullptr,
               "shoestring::optim::SAM: base: expected an optimizer without train() and eval(), received "

@@ -30,7 +30,8 @@ void detail::restore(LowMemoryOptimizer& optimizer, Saved saved) {
   }
   const Tensor& norm = saved.grad_norm;
   expect(!norm.defined() || (norm.dim() == 0 && norm.scalar_type() == at::kFloat), name, "load",
-         "grad_norm as one fp32 number", norm.defined() ? c10::str(norm.sizes(), " of ", norm.scalar_type()) : "none");
+         "grad_norm as one fp32 number",
+         norm.defined() ? c10::str(norm.sizes(), " of ", norm.scalar_type()) : "none");
   at::NoGradGuard no_grad;
   core.forget();
   if (core.step_in_backward) core.grad_norm = saved.grad_norm;
@@ -42,7 +43,8 @@ void detail::restore(LowMemoryOptimizer& optimizer, Saved saved) {
       ParamState& state = saved.groups[g].states[i];
       if (state.tensors().empty()) continue;
       any = true;
-      optimizer.state()[groups[g].params()[i].unsafeGetTensorImpl()] = std::make_unique<ParamState>(std::move(state));
+      optimizer.state()[groups[g].params()[i].unsafeGetTensorImpl()] =
+          std::make_unique<ParamState>(std::move(state));
     }
     if (any) core.layout(g);
   }
@@ -69,7 +71,8 @@ void LowMemoryOptimizer::save(OutputArchive& archive) const {
   core_->settle();
   archive.write("format_version", c10::IValue(kFormatVersion));
   archive.write("optimizer", c10::IValue(std::string(core_->name())));
-  if (core_->step_in_backward && grad_norm().defined()) archive.write("grad_norm", grad_norm(), /*is_buffer=*/true);
+  if (core_->step_in_backward && grad_norm().defined())
+    archive.write("grad_norm", grad_norm(), /*is_buffer=*/true);
   torch::optim::serialize<ParamState, LowMemoryOptions>(archive, *this);
 }
 

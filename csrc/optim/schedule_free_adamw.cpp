@@ -44,9 +44,13 @@ void ScheduleFreeAdamW::set_mode(bool train_mode) {
         c10::List<std::optional<Tensor>> offsets;
         const auto device = some.params[0].device();
         for (const Tensor& p : some.params) offsets.push_back((*core.state(p))["offset"].to(device));
-        NamedArguments arguments{{"params", some.params},     {"grads", offsets},
-                                 {"step", some.step.to(device, some.step.scalar_type(), false, /*copy=*/true)}, {"lr", (1 - beta1) / beta1},
-                                 {"weight_decay", 0.0},       {"maximize", train_mode}};
+        NamedArguments arguments{
+            {"params", some.params},
+            {"grads", offsets},
+            {"step", some.step.to(device, some.step.scalar_type(), false, /*copy=*/true)},
+            {"lr", (1 - beta1) / beta1},
+            {"weight_decay", 0.0},
+            {"maximize", train_mode}};
         const auto kept = some.values.find("weight_remainder");
         const Tensor remainder = kept == some.values.end() ? Tensor() : kept->second.to(device);
         if (remainder.defined()) arguments.emplace_back("weight_remainder", remainder);

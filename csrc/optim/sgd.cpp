@@ -7,8 +7,9 @@ namespace shoestring::optim {
 using namespace detail;
 
 namespace {
-constexpr Allowed kMomentum{"above 0 (without momentum use torch::optim::SGD)", [](double x) { return x > 0; }};
-}
+constexpr Allowed kMomentum{"above 0 (without momentum use torch::optim::SGD)",
+                            [](double x) { return x > 0; }};
+}  // namespace
 
 const Rule& SGDOptions::rule() const {
   static const Rule rule{"SGD", "sgd_", {{"momentum_buffer", true}}};

@@ -59,7 +59,8 @@ Tensor project(const Tensor& grad, const Tensor& basis, bool left) {
   return low;
 }
 
-void change_rows(const Tensor& param, double keep, c10::function_ref<void(int64_t, int64_t, const Tensor&)> body) {
+void change_rows(const Tensor& param, double keep,
+                 c10::function_ref<void(int64_t, int64_t, const Tensor&)> body) {
   const Tensor matrix = param.flatten(1);  // of a tensor that is not one in memory, a copy
   const int64_t m = matrix.size(0), step = rows_at_a_time(matrix);
   for (int64_t i = 0; i < m; i += step) {
@@ -73,9 +74,10 @@ void change_rows(const Tensor& param, double keep, c10::function_ref<void(int64_
 }
 
 Tensor normal(int64_t rows, int64_t columns, int64_t seed, at::Device device) {
-  at::Generator generator = device.is_cpu()
-      ? at::make_generator<at::CPUGeneratorImpl>()
-      : at::globalContext().getAcceleratorHooksInterface(device.type()).getNewGenerator(device.index());
+  at::Generator generator =
+      device.is_cpu()
+          ? at::make_generator<at::CPUGeneratorImpl>()
+          : at::globalContext().getAcceleratorHooksInterface(device.type()).getNewGenerator(device.index());
   generator.set_current_seed(static_cast<uint64_t>(seed));
   return at::randn({rows, columns}, generator, at::TensorOptions().dtype(at::kFloat).device(device));
 }

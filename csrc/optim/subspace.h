@@ -19,7 +19,8 @@ at::Tensor random_basis(int64_t rows, int64_t count, int64_t seed, at::Device de
 /// A gradient (m, n) at low rank, in fp32: basis^T G, (r, n), or G basis, (m, r).
 at::Tensor project(const at::Tensor& grad, const at::Tensor& basis, bool left);
 
-/// body(first, count, those rows of the parameter's matrix, times keep) changes rows in place: in fp32, rounded once.
+/// body(first, count, those rows of the parameter's matrix, times keep) changes rows in place: in fp32,
+/// rounded once.
 void change_rows(const at::Tensor& param, double keep,
                  c10::function_ref<void(int64_t, int64_t, const at::Tensor&)> body);
 

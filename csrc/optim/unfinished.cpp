@@ -15,14 +15,16 @@ void Core::check_process() const {
   for (const auto& [device, offload] : offloads_) offload->check();
 }
 
-// ---- steps --------------------------------------------------------------------------------------------------------
+// ---- steps
+// --------------------------------------------------------------------------------------------------------
 
 Core::Unfinished Core::begin_step() {
   if (step_in_backward) bring_back();  // so that a step that fails can drop its chunks
   Unfinished step{{}, 0, {}, {}, {}, {}};
   for (size_t g = 0; g < optimizer->param_groups().size(); ++g) {
     const auto& params = optimizer->param_groups()[g].params();
-    if (std::none_of(params.begin(), params.end(), [&](const Tensor& p) { return has_gradient(p); })) continue;
+    if (std::none_of(params.begin(), params.end(), [&](const Tensor& p) { return has_gradient(p); }))
+      continue;
     for (Arena& arena : layout(g).arenas) step.calls.push_back({g, &arena, {}, {}});
   }
   try {
@@ -70,21 +72,25 @@ Tensor Core::finish_step(Unfinished step) {
 Core::Versions Core::versions() const {
   Versions found;
   for (const auto& group : optimizer->param_groups()) {
-    for (const Tensor& p : group.params()) found.emplace_back(p.grad(), p.grad().defined() ? p.grad()._version() : 0);
+    for (const Tensor& p : group.params())
+      found.emplace_back(p.grad(), p.grad().defined() ? p.grad()._version() : 0);
   }
   return found;
 }
 
 bool Core::is_resumed() const {
-  const auto same = [](const auto& a, const auto& b) { return a.first.is_same(b.first) && a.second == b.second; };
+  const auto same = [](const auto& a, const auto& b) {
+    return a.first.is_same(b.first) && a.second == b.second;
+  };
   const Versions now = versions(), &before = unfinished_->gradients;
   return std::equal(now.begin(), now.end(), before.begin(), before.end(), same);
 }
 
 bool Core::has_stepped(const Unfinished& step) const {
   return step.done > 0 || std::any_of(step.calls.begin(), step.calls.end(), [](const Call& call) {
-    return call.arena->next_param > 0 || (call.arena->offloaded != nullptr && call.arena->offloaded->any_done());
-  });
+           return call.arena->next_param > 0 ||
+                  (call.arena->offloaded != nullptr && call.arena->offloaded->any_done());
+         });
 }
 
 // Ends a step that failed, before another begins. Where all parameters had been stepped, it is a whole one.
@@ -95,7 +101,8 @@ void Core::abandon() {
     return;
   }
   TORCH_CHECK(!has_stepped(*unfinished_), "shoestring::optim::", name(),
-              ": step: expected the gradients of the step that failed, which has stepped some parameters, received others. "
+              ": step: expected the gradients of the step that failed, which has stepped some parameters, "
+              "received others. "
               "Load the weights and the optimizer's state of a checkpoint.");
   for (const Call& call : unfinished_->calls) {
     if (call.arena->offloaded != nullptr) call.arena->offloaded->discard();
@@ -112,7 +119,8 @@ void Core::drop_all_sums() {
   drop_sums();
 }
 
-// ---- backward -----------------------------------------------------------------------------------------------------
+// ---- backward
+// -----------------------------------------------------------------------------------------------------
 
 namespace {
 
@@ -186,7 +194,9 @@ void Core::end_backward() {
   }
   ignored.guard([&] { drain(); });
   for (Bucket* bucket : partial) {
-    ignored.guard([&] { bucket->arena->host->collect(static_cast<int64_t>(bucket->first), static_cast<int64_t>(bucket->last)); });
+    ignored.guard([&] {
+      bucket->arena->host->collect(static_cast<int64_t>(bucket->first), static_cast<int64_t>(bucket->last));
+    });
   }
   norms_.clear();
   if (stepped_in_backward_) {
@@ -200,10 +210,12 @@ void Core::end_backward() {
 
 void Core::check_whole(const char* what) const {
   TORCH_CHECK(broken_ != Broken::kWeights, "shoestring::optim::", name(), ": ", what,
-              ": expected a whole step before, received one that failed after it had stepped some parameters. Load the "
+              ": expected a whole step before, received one that failed after it had stepped some "
+              "parameters. Load the "
               "weights and the optimizer's state of a checkpoint.");
   TORCH_CHECK(broken_ != Broken::kSums, "shoestring::optim::", name(), ": ", what,
-              ": expected whole sums of gradients, received those of a step that failed. Call zero_grad() to drop them, and "
+              ": expected whole sums of gradients, received those of a step that failed. Call zero_grad() to "
+              "drop them, and "
               "begin with the first micro-batch of the step.");
 }
 
@@ -220,7 +232,8 @@ void Core::settle() {
   end_backward();
   drain();
   TORCH_CHECK(!unfinished_ || unfinished_->done == unfinished_->calls.size() || !has_stepped(*unfinished_),
-              "shoestring::optim::", name(), ": save: expected a whole step, received one that failed after it had stepped "
+              "shoestring::optim::", name(),
+              ": save: expected a whole step, received one that failed after it had stepped "
               "some parameters. Call step() again with its gradients, or load a checkpoint.");
   if (unfinished_ && unfinished_->done == unfinished_->calls.size()) abandon();
   bring_back();
@@ -229,7 +242,8 @@ void Core::settle() {
 void Core::discard() {
   const std::lock_guard lock(mutex_);
   end_backward();
-  if (unfinished_ && (unfinished_->done == unfinished_->calls.size() || !has_stepped(*unfinished_))) abandon();
+  if (unfinished_ && (unfinished_->done == unfinished_->calls.size() || !has_stepped(*unfinished_)))
+    abandon();
   if (broken_ == Broken::kSums) {
     drop_all_sums();
     broken_ = Broken::kNone;

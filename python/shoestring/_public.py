@@ -7,7 +7,7 @@ __version__ = build.version
 cmake_prefix_path = str(_load.PACKAGE / "share" / "cmake")
 
 from shoestring import lora, nn, optim  # noqa: E402
-from shoestring.checkpointing import (  # noqa: E402
+from shoestring.checkpoint import (  # noqa: E402
     CheckpointPlan,
     CheckpointReport,
     PlanBlock,
@@ -21,6 +21,13 @@ from shoestring.checkpointing import (  # noqa: E402
     tag_activation,
     tiled,
     tiled_features,
+)
+from shoestring.integrations.transformers import (  # noqa: E402  # noqa: E402
+    PatchReport,
+    load_quantized,
+    patch,
+    register_attention,
+    save_quantized,
 )
 from shoestring.ops import (  # noqa: E402
     add_rms_norm,
@@ -47,9 +54,7 @@ from shoestring.ops import (  # noqa: E402
     swiglu,
     vocab_parallel_linear_cross_entropy,
 )
-from shoestring.patching import PatchReport, patch, register_attention  # noqa: E402
-from shoestring.pretrained import load_quantized, save_quantized  # noqa: E402
-from shoestring.quantized_tensor import QuantizedTensor  # noqa: E402
+from shoestring.quantization.quantized_tensor import QuantizedTensor  # noqa: E402
 
 __all__ = [
     "CheckpointPlan",

@@ -17,7 +17,8 @@ int main() {
   at::Tensor target = at::randint(500, {64});
   at::Tensor loss = shoestring::linear_cross_entropy(hidden, weight, target);
   at::Tensor plain = at::cross_entropy_loss(at::linear(hidden, weight), target);
-  check(std::abs(loss.item<double>() - plain.item<double>()) < 1e-5, "linear_cross_entropy equals cross_entropy(linear)");
+  check(std::abs(loss.item<double>() - plain.item<double>()) < 1e-5,
+        "linear_cross_entropy equals cross_entropy(linear)");
   loss.backward();
   check(weight.grad().defined() && weight.grad().sizes() == weight.sizes(), "backward fills weight.grad");
 
@@ -27,6 +28,7 @@ int main() {
   optimizer.step();
   const double moved = (before - weight).abs().mean().item<double>();
   check(std::abs(moved - 0.5) < 0.01, "AdamW moves every weight by lr in its first step");
-  check(dynamic_cast<AdamWOptions*>(&optimizer.param_groups()[0].options()) != nullptr, "its options are AdamWOptions");
+  check(dynamic_cast<AdamWOptions*>(&optimizer.param_groups()[0].options()) != nullptr,
+        "its options are AdamWOptions");
   return failures;
 }

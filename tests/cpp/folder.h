@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-// A temporary folder without subfolders. POSIX, not std::filesystem: LibTorch exports an older copy of that, which
-// crashes.
+// A temporary folder without subfolders. POSIX, not std::filesystem: LibTorch exports an older copy of that,
+// which crashes.
 struct Folder {
   Folder() : path(::mkdtemp(name)) {}
   ~Folder() {

@@ -10,14 +10,16 @@
 
 using NamedArguments = std::vector<std::pair<std::string, c10::IValue>>;
 
-/// Calls torch.ops.shoestring.NAME, which returns nothing, with arguments by name; the others have their defaults.
+/// Calls torch.ops.shoestring.NAME, which returns nothing, with arguments by name; the others have their
+/// defaults.
 inline void call(const std::string& name, const NamedArguments& arguments) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(("shoestring::" + name).c_str(), "");
   torch::jit::Stack stack;
   for (const c10::Argument& argument : op.schema().arguments()) {
     const auto given = std::find_if(arguments.begin(), arguments.end(),
                                     [&](const auto& pair) { return pair.first == argument.name(); });
-    stack.push_back(given != arguments.end() ? given->second : argument.default_value().value_or(c10::IValue()));
+    stack.push_back(given != arguments.end() ? given->second
+                                             : argument.default_value().value_or(c10::IValue()));
   }
   op.callBoxed(stack);
 }

@@ -12,7 +12,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "python"))  # whose helpers t
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="kill at every system call, not at a sample")
-    parser.addoption("--kills", type=int, default=16, help="kills at random times, over all programs together")
+    parser.addoption(
+        "--kills", type=int, default=16, help="kills at random times, over all programs together"
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -17,19 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import shoestring
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
-
-import shoestring
 from shoestring import lora
-from shoestring.data.errors import InputError
-from shoestring.data.files import atomic_directory, write_json
+from shoestring.core.errors import InputError
 from shoestring.data.token_file import read_token_file, write_token_file
 from shoestring.data.tokenizer import load_tokenizer, train_bpe
+from shoestring.files.atomic import atomic_directory, write_json
+from shoestring.integrations.transformers.reader import TensorReader, read_config, stored_tensors
 from shoestring.optim import AdamW, load_optimizer, save_optimizer
-from shoestring.pretrained.reader import TensorReader, read_config, stored_tensors
 from shoestring.training.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from torch import Tensor, nn
 
 OLD, NEW = 1, 2
 
@@ -136,7 +135,9 @@ def save_run_checkpoint(folder: Path, value: int, steps: Sequence[int] = (3,)) -
     """The old state has checkpoints 1 and 2; the new one adds 3, and removes 1."""
     for step in (1, 2) if value == OLD else steps:
         model, optimizer = Model(value), make_optimizer(value)
-        save_checkpoint(folder, step, model, optimizer, {"val_loss": None, "best_val_loss": None, "value": value})
+        save_checkpoint(
+            folder, step, model, optimizer, {"val_loss": None, "best_val_loss": None, "value": value}
+        )
 
 
 def load_run_checkpoint(folder: Path) -> float:
@@ -160,13 +161,18 @@ def language_models() -> dict[int, tuple[nn.Module, nn.Module]]:
         model = LlamaForCausalLM(config).bfloat16()
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
-            found[value] = (model, shoestring.load_quantized(folder, quant_type="nf4" if value == OLD else "int8"))
+            found[value] = (
+                model,
+                shoestring.load_quantized(folder, quant_type="nf4" if value == OLD else "int8"),
+            )
     return found
 
 
 def which(models: dict[int, dict[str, Tensor]], loaded: dict[str, Tensor]) -> float:
     for value, expected in models.items():
-        if expected.keys() == loaded.keys() and all(torch.equal(loaded[name], t) for name, t in expected.items()):
+        if expected.keys() == loaded.keys() and all(
+            torch.equal(loaded[name], t) for name, t in expected.items()
+        ):
             return value
     return float("nan")
 
@@ -182,7 +188,9 @@ def saves() -> dict[str, Save]:
 
     def save_quantized(folder: Path, value: int, overwrite: bool = False) -> None:
         size = 8_000 if value == OLD else 20_000
-        shoestring.save_quantized(models[value][1], folder / "model", max_shard_bytes=size, overwrite=overwrite)
+        shoestring.save_quantized(
+            models[value][1], folder / "model", max_shard_bytes=size, overwrite=overwrite
+        )
 
     def load_quantized(folder: Path) -> float:
         return which(quantized, shoestring.load_quantized(folder / "model").state_dict())

@@ -65,7 +65,9 @@ def commands() -> Iterator[Commands]:
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "text.txt").write_text(text())
-    succeed("train", "--data", folder / "text.txt", "--out", folder / "base", *TINY, "--steps", "1", "--plain")
+    succeed(
+        "train", "--data", folder / "text.txt", "--out", folder / "base", *TINY, "--steps", "1", "--plain"
+    )
     return folder
 
 
@@ -76,7 +78,17 @@ def program(request: pytest.FixtureRequest, commands: Commands, inputs: Path) ->
         return _cpp_program(inputs)
     arguments: list[object] = ["train", "--data", data, *TINY, *STEPS]
     if name != "train":
-        arguments = ["finetune", "--model", inputs / "base" / "model", "--data", data, *TUNE, *STEPS, "--val-fraction", 0.2]
+        arguments = [
+            "finetune",
+            "--model",
+            inputs / "base" / "model",
+            "--data",
+            data,
+            *TUNE,
+            *STEPS,
+            "--val-fraction",
+            0.2,
+        ]
     if name == "finetune --plain":
         arguments += ["--plain", "--quantize", "none"]
     result = "model" if name == "train" else "adapter"
@@ -90,7 +102,10 @@ def program(request: pytest.FixtureRequest, commands: Commands, inputs: Path) ->
 
 
 def _cpp_program(inputs: Path) -> Program:
-    program, data = build_example("train_gpt"), token_file(inputs / "tokens.bin", learnable_tokens(20_000, 512))
+    program, data = (
+        build_example("train_gpt"),
+        token_file(inputs / "tokens.bin", learnable_tokens(20_000, 512)),
+    )
     running: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(out: Path, log: Path) -> int:
@@ -111,7 +126,11 @@ def _cpp_program(inputs: Path) -> Program:
 
 
 def test_killed_runs_end_with_the_same_bits(
-    program: Program, request: pytest.FixtureRequest, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
+    program: Program,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    seed: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     kills = max(1, request.config.getoption("--kills") // len(PROGRAMS))
     whole, log = tmp_path / "whole", tmp_path / "log"
@@ -132,7 +151,9 @@ def test_killed_runs_end_with_the_same_bits(
     assert not report.failures, report.failures
 
 
-def _run_killed(program: Program, out: Path, log: Path, rng: random.Random, kills: int, report: Report) -> None:
+def _run_killed(
+    program: Program, out: Path, log: Path, rng: random.Random, kills: int, report: Report
+) -> None:
     """Run to the end, killed at random times until the report has ``kills`` kills.
 
     Every second kill is aimed: it comes within milliseconds after a checkpoint has begun.
@@ -147,7 +168,9 @@ def _run_killed(program: Program, out: Path, log: Path, rng: random.Random, kill
                 pass
             if report.kills % 2:
                 time.sleep(rng.choice((0.0, 0.001, 0.004)))
-            os.kill(process, signal.SIGKILL)  # nothing happens to a process that has ended and is not yet awaited
+            os.kill(
+                process, signal.SIGKILL
+            )  # nothing happens to a process that has ended and is not yet awaited
         code = program.wait(process)
         if code == 0:
             report.longest = min(report.longest, time.monotonic() - began)

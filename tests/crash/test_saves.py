@@ -22,7 +22,12 @@ SAMPLE = 4  # kills of each save in a run without --all, besides the first and t
 PAIR = ["expected the weights that were saved with", "adapter_model.safetensors", "adapter_config.json"]
 # A state that is neither the old nor the new one is refused with these words.
 UNFINISHED = ["no config.json there"]
-REFUSED = {"adapter": PAIR, "adapter_rank": PAIR, "result_in_place": UNFINISHED, "quantized_in_place": UNFINISHED}
+REFUSED = {
+    "adapter": PAIR,
+    "adapter_rank": PAIR,
+    "result_in_place": UNFINISHED,
+    "quantized_in_place": UNFINISHED,
+}
 PYTHON = [
     "adapter", "adapter_rank", "optimizer", "tokens", "record", "checkpoint", "checkpoint_again", "tokenizer", "result",
     "result_in_place", "quantized", "quantized_in_place",
@@ -48,14 +53,19 @@ class Server:
 
     def save(self, name: str, folder: Path, version: str, n: int = 0) -> int:
         """Save and return the number of system calls; the process is killed before the n-th."""
-        outcome, calls = self.ask("save", name, folder, version, n, int(not name.endswith("_in_place"))).split()
+        outcome, calls = self.ask(
+            "save", name, folder, version, n, int(not name.endswith("_in_place"))
+        ).split()
         assert outcome == ("killed" if n else "saved"), (name, n, outcome)
         return int(calls)
 
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[dict[str, Server]]:
-    commands = {"python": [sys.executable, Path(__file__).with_name("saves.py")], "cpp": [PROGRAMS / "crash_saves"]}
+    commands = {
+        "python": [sys.executable, Path(__file__).with_name("saves.py")],
+        "cpp": [PROGRAMS / "crash_saves"],
+    }
     running = {name: Server(command) for name, command in commands.items()}
     yield running
     for server in running.values():
@@ -83,7 +93,12 @@ def assert_foreign(template: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize(("language", "name"), [*(("python", n) for n in PYTHON), *(("cpp", n) for n in CPP)])
 def test_a_kill_leaves_the_old_state_or_the_new(
-    language: str, name: str, servers: dict[str, Server], tmp_path: Path, seed: int, pytestconfig: pytest.Config
+    language: str,
+    name: str,
+    servers: dict[str, Server],
+    tmp_path: Path,
+    seed: int,
+    pytestconfig: pytest.Config,
 ) -> None:
     server, template = servers[language], tmp_path / "template"
     template.mkdir()
@@ -107,7 +122,9 @@ def test_a_kill_leaves_the_old_state_or_the_new(
             if name not in CPP and checker is servers["cpp"]:
                 continue
             verdict = checker.ask("check", name, folder)
-            refused = verdict.startswith("refused") and name in REFUSED and all(t in verdict for t in REFUSED[name])
+            refused = (
+                verdict.startswith("refused") and name in REFUSED and all(t in verdict for t in REFUSED[name])
+            )
             assert verdict in ("old", "new") or refused, f"killed at call {n} of {calls}: {verdict}"
             verdicts[verdict.split()[0]] += 1
         assert_foreign(template, folder)

@@ -11,7 +11,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "python"))  # whose helpers t
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--fuzz-seconds", type=float, default=24.0, help="seconds of fuzzing, shared by all readers of both languages"
+        "--fuzz-seconds",
+        type=float,
+        default=24.0,
+        help="seconds of fuzzing, shared by all readers of both languages",
     )
 
 

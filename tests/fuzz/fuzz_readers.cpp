@@ -1,10 +1,11 @@
-// Damaged files for the readers of the C++ library, compiled with AddressSanitizer and UndefinedBehaviorSanitizer:
+// Damaged files for the readers of the C++ library, compiled with AddressSanitizer and
+// UndefinedBehaviorSanitizer:
 //
 //   fuzz_readers SEED SECONDS FOLDER
 //
-// Each case loads, or raises the documented exception with one line. Prints a line for each reader. Any other exception, a
-// report of a sanitizer or a case that takes longer than 20 s ends the program, which names the reader and the case; the folder
-// keeps the input.
+// Each case loads, or raises the documented exception with one line. Prints a line for each reader. Any other
+// exception, a report of a sanitizer or a case that takes longer than 20 s ends the program, which names the
+// reader and the case; the folder keeps the input.
 
 #include <sys/stat.h>
 #include <unistd.h>
@@ -75,7 +76,9 @@ std::string read(const std::string& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-void write(const std::string& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
+void write(const std::string& path, const std::string& text) {
+  std::ofstream(path, std::ios::binary) << text;
+}
 
 void make_adapter(const std::string& folder, const std::string& kind) {
   Model model;
@@ -98,13 +101,14 @@ void make_adapter(const std::string& folder, const std::string& kind) {
 }
 
 Reader adapter(const std::string& kind) {
-  return {"lora::load_adapter " + kind,
-          [kind](const std::string& folder) { make_adapter(folder, kind); },
-          {{"adapter_config.json", fuzz::mutate_json}, {"adapter_model.safetensors", fuzz::mutate_safetensors}},
-          [](const std::string& folder) {
-            Model model;
-            lora::load_adapter(model, folder);
-          }};
+  return {
+      "lora::load_adapter " + kind,
+      [kind](const std::string& folder) { make_adapter(folder, kind); },
+      {{"adapter_config.json", fuzz::mutate_json}, {"adapter_model.safetensors", fuzz::mutate_safetensors}},
+      [](const std::string& folder) {
+        Model model;
+        lora::load_adapter(model, folder);
+      }};
 }
 
 template <class Optimizer, class Options>
@@ -167,19 +171,25 @@ std::vector<Reader> readers() {
          two.insert("b", at::ones({4}));
          shoestring::save_safetensors(folder + "/one.safetensors", one);
          shoestring::save_safetensors(folder + "/two.safetensors", two);
-         write(folder + "/model.safetensors.index.json",
-               R"({"metadata": {"total_size": 28}, "weight_map": {"a": "one.safetensors", "b": "two.safetensors"}})");
+         write(
+             folder + "/model.safetensors.index.json",
+             R"({"metadata": {"total_size": 28}, "weight_map": {"a": "one.safetensors", "b": "two.safetensors"}})");
        },
        {{"model.safetensors.index.json", fuzz::mutate_json}, {"one.safetensors", fuzz::mutate_safetensors}},
        [](const std::string& folder) { shoestring::load_safetensors(folder); }},
-      model("dense"), model("nf4"), model("int4"), model("int8"),
-      adapter("lora"), adapter("ia3"), adapter("vera"),
+      model("dense"),
+      model("nf4"),
+      model("int4"),
+      model("int8"),
+      adapter("lora"),
+      adapter("ia3"),
+      adapter("vera"),
       optimizer<shoestring::optim::AdamW, shoestring::optim::AdamWOptions>("AdamW"),
       optimizer<shoestring::optim::Adafactor, shoestring::optim::AdafactorOptions>("Adafactor"),
       {"TokenFile",
        [](const std::string& folder) {
-         std::string data = std::string("shoetok\1", 8) + std::string("\x2c\x01\0\0\2\0\0\0", 8) + std::string("\x20\0\0\0\0\0\0\0", 8) +
-                            std::string(40, '\0');
+         std::string data = std::string("shoetok\1", 8) + std::string("\x2c\x01\0\0\2\0\0\0", 8) +
+                            std::string("\x20\0\0\0\0\0\0\0", 8) + std::string(40, '\0');
          for (int i = 0; i < 32; ++i) data += std::string{static_cast<char>(i), 0};
          write(folder + "/tokens.bin", data);
        },
@@ -191,8 +201,9 @@ std::vector<Reader> readers() {
        }},
       {"read_config",
        [](const std::string& folder) {
-         write(folder + "/config.json",
-               R"({"model_type": "llama", "hidden_act": "silu", "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,
+         write(
+             folder + "/config.json",
+             R"({"model_type": "llama", "hidden_act": "silu", "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,
                    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
                    "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})");
        },
@@ -238,7 +249,8 @@ bool loads(const Reader& reader, const std::string& folder) {
     fail(std::string("undocumented exception: ") + error.what());
   }
   ::alarm(0);
-  if (message.find('\n') != std::string::npos || message.empty() || message.size() > 2000) fail("a message of one line: " + message.substr(0, 400));
+  if (message.find('\n') != std::string::npos || message.empty() || message.size() > 2000)
+    fail("a message of one line: " + message.substr(0, 400));
   return false;
 }
 
@@ -262,13 +274,14 @@ void run(const Reader& reader, uint64_t seed, double seconds, const std::string&
     } else {
       write(path, reader.files[which].second(sound[which], rng));
     }
-    std::snprintf(running, sizeof running, "%s, seed %llu, case %zu, %s", reader.name.c_str(), static_cast<unsigned long long>(seed),
-                  cases, path.c_str());
+    std::snprintf(running, sizeof running, "%s, seed %llu, case %zu, %s", reader.name.c_str(),
+                  static_cast<unsigned long long>(seed), cases, path.c_str());
     loaded += loads(reader, folder);
     if (special) std::remove(path.c_str());
     write(path, sound[which]);
   }
-  std::printf("fuzz: C++ %s: %zu cases, %zu loaded, %zu refused, 0 failed\n", reader.name.c_str(), cases, loaded, cases - loaded);
+  std::printf("fuzz: C++ %s: %zu cases, %zu loaded, %zu refused, 0 failed\n", reader.name.c_str(), cases,
+              loaded, cases - loaded);
   std::fflush(stdout);
 }
 
@@ -281,7 +294,8 @@ int main(int argc, char** argv) {
   __sanitizer_set_death_callback(say_case);
   const auto all = readers();
   for (size_t i = 0; i < all.size(); ++i) {
-    run(all[i], std::strtoull(argv[1], nullptr, 10), std::atof(argv[2]) / double(all.size()), std::string(argv[3]) + "/" + std::to_string(i));
+    run(all[i], std::strtoull(argv[1], nullptr, 10), std::atof(argv[2]) / double(all.size()),
+        std::string(argv[3]) + "/" + std::to_string(i));
   }
   return 0;
 }

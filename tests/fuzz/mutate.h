@@ -21,15 +21,24 @@ inline std::string mutate_bytes(std::string data, Random& rng) {
     const size_t at = below(rng, data.size() + 1), length = below(rng, data.size() - at + 1);
     switch (below(rng, 5)) {
       case 0:
-        for (size_t i = 1 + below(rng, 8); i > 0 && !data.empty(); --i) data[below(rng, data.size())] ^= char(1 << below(rng, 8));
+        for (size_t i = 1 + below(rng, 8); i > 0 && !data.empty(); --i)
+          data[below(rng, data.size())] ^= char(1 << below(rng, 8));
         break;
-      case 1: data.erase(at, length); break;
-      case 2: data.resize(at); break;
-      case 3: data.insert(at, data.substr(at, 1 + below(rng, 64))); break;
+      case 1:
+        data.erase(at, length);
+        break;
+      case 2:
+        data.resize(at);
+        break;
+      case 3:
+        data.insert(at, data.substr(at, 1 + below(rng, 64)));
+        break;
       default: {
-        const uint64_t values[] = {0, 1, data.size(), data.size() - 8, 1u << 31, UINT32_MAX, INT64_MAX, UINT64_MAX, rng() % (1 << 20)};
+        const uint64_t values[] = {0,          1,         data.size(), data.size() - 8,  1u << 31,
+                                   UINT32_MAX, INT64_MAX, UINT64_MAX,  rng() % (1 << 20)};
         const uint64_t value = values[below(rng, std::size(values))];
-        const size_t places[] = {0, 0, 8, 12, 16, at}, place = places[below(rng, 6)], width = below(rng, 2) ? 8 : 4;
+        const size_t places[] = {0, 0, 8, 12, 16, at}, place = places[below(rng, 6)],
+                     width = below(rng, 2) ? 8 : 4;
         if (place + width <= data.size()) std::memcpy(data.data() + place, &value, width);
       }
     }
@@ -38,10 +47,37 @@ inline std::string mutate_bytes(std::string data, Random& rng) {
 }
 
 inline Json another(const Json& value, Random& rng) {
-  static const std::vector<Json> values = {
-      0, -1, 1, 1ull << 31, 1ull << 32, INT64_MAX, UINT64_MAX, INT64_MIN, 1e300, -1e300, 0.5, 1e-320, nullptr, true, false,
-      Json::array(), Json::object(), "", std::string("\0", 1), std::string(5000, 'x'), "\xc3\xa9\n", "../x", "(a+)+$",
-      std::string(100000, '('), ".*.*.*.*.*.*.*.*x", "((a{1,200}){1,200}){1,200}", "[[:alpha:]]", "(?<=a|bc)x", "nf4", "F32", "BF16"};
+  static const std::vector<Json> values = {0,
+                                           -1,
+                                           1,
+                                           1ull << 31,
+                                           1ull << 32,
+                                           INT64_MAX,
+                                           UINT64_MAX,
+                                           INT64_MIN,
+                                           1e300,
+                                           -1e300,
+                                           0.5,
+                                           1e-320,
+                                           nullptr,
+                                           true,
+                                           false,
+                                           Json::array(),
+                                           Json::object(),
+                                           "",
+                                           std::string("\0", 1),
+                                           std::string(5000, 'x'),
+                                           "\xc3\xa9\n",
+                                           "../x",
+                                           "(a+)+$",
+                                           std::string(100000, '('),
+                                           ".*.*.*.*.*.*.*.*x",
+                                           "((a{1,200}){1,200}){1,200}",
+                                           "[[:alpha:]]",
+                                           "(?<=a|bc)x",
+                                           "nf4",
+                                           "F32",
+                                           "BF16"};
   if (below(rng, 4) == 0) return Json::array({value});
   if (value.is_number_integer() && below(rng, 2)) return value.get<uint64_t>() + rng() % 3 - 1;
   if (value.is_string() && below(rng, 3) == 0) return value.get<std::string>() + "x";
@@ -66,18 +102,23 @@ inline std::string mutate_json(const std::string& text, Random& rng) {
     auto place = inside.begin();
     std::advance(place, below(rng, inside.size()));
     switch (below(rng, 5)) {
-      case 0: inside.erase(place); break;
+      case 0:
+        inside.erase(place);
+        break;
       case 1: {
         Json nested = *place;
-        for (size_t depth = below(rng, 2) ? 70 : 400; depth > 0; --depth) nested = Json::array({std::move(nested)});
+        for (size_t depth = below(rng, 2) ? 70 : 400; depth > 0; --depth)
+          nested = Json::array({std::move(nested)});
         *place = std::move(nested);
         break;
       }
-      default: *place = another(*place, rng);
+      default:
+        *place = another(*place, rng);
     }
   }
   std::string result = tree.dump(-1, ' ', below(rng, 2) == 0, Json::error_handler_t::replace);
-  if (below(rng, 12) == 0 && result.size() > 2 && result[0] == '{') result.insert(1, result.substr(1, result.size() - 2) + ",");
+  if (below(rng, 12) == 0 && result.size() > 2 && result[0] == '{')
+    result.insert(1, result.substr(1, result.size() - 2) + ",");
   return result;
 }
 

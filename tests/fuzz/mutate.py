@@ -7,8 +7,39 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-HUGE = (0, -1, 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, 10**22, 10**400, 1e300, -1e300, float("inf"), float("nan"), 0.5, 1e-320)
-TEXTS = ("", "\0", "x" * 5000, "é\n", "../x", "[", "(a+)+$", "(" * 500, ".*" * 20 + "x", "nf4", "F32", "BF16", "cpu")
+HUGE = (
+    0,
+    -1,
+    1,
+    2**31,
+    2**32,
+    2**63 - 1,
+    2**63,
+    2**64,
+    10**22,
+    10**400,
+    1e300,
+    -1e300,
+    float("inf"),
+    float("nan"),
+    0.5,
+    1e-320,
+)
+TEXTS = (
+    "",
+    "\0",
+    "x" * 5000,
+    "é\n",
+    "../x",
+    "[",
+    "(a+)+$",
+    "(" * 500,
+    ".*" * 20 + "x",
+    "nf4",
+    "F32",
+    "BF16",
+    "cpu",
+)
 NOTHING = (None, True, False, [], {}, [[]], {"a": {}})
 
 
@@ -32,7 +63,11 @@ def grow(data: bytes, rng: random.Random) -> bytes:
     """Repeat a piece, or insert bytes."""
     at = rng.randrange(len(data) + 1)
     piece = data[at : at + rng.randint(1, 64)] * rng.randint(1, 20)
-    return data[:at] + rng.choice((piece, bytes(rng.randrange(256) for _ in range(8)), b"\xff" * 16, b"\0" * 16)) + data[at:]
+    return (
+        data[:at]
+        + rng.choice((piece, bytes(rng.randrange(256) for _ in range(8)), b"\xff" * 16, b"\0" * 16))
+        + data[at:]
+    )
 
 
 def change_length(data: bytes, rng: random.Random) -> bytes:
@@ -42,7 +77,9 @@ def change_length(data: bytes, rng: random.Random) -> bytes:
     if len(data) < size:
         return b"\xff" * 16
     at = rng.choice((0, 0, 0, 8, 12, 16, rng.randrange(len(data) - size + 1)))
-    value = rng.choice((0, 1, len(data), len(data) - 8, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1, rng.randrange(2**20)))
+    value = rng.choice(
+        (0, 1, len(data), len(data) - 8, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1, rng.randrange(2**20))
+    )
     return data[:at] + struct.pack(form, value % 2 ** (8 * size)) + data[at + size :]
 
 

@@ -8,23 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import shoestring
 import torch
 from mutate import mutate_bytes, mutate_json, mutate_lines, mutate_safetensors
 from safetensors.torch import load_file, save_file
-from torch import nn
-
-import shoestring
 from shoestring import lora, optim
 from shoestring.data.examples import kind_of, read_segments
 from shoestring.data.text import check_text, find_files
 from shoestring.data.token_file import HEADER, MAGIC, read_token_file
 from shoestring.data.tokenizer import load_tokenizer
-from shoestring.pretrained import load_quantized, save_quantized
-from shoestring.pretrained.reader import TensorReader, stored_tensors
+from shoestring.integrations.transformers import load_quantized, save_quantized
+from shoestring.integrations.transformers.reader import TensorReader, stored_tensors
 from shoestring.training.checkpoint import load_checkpoint, save_checkpoint
 from shoestring.training.metrics import COLUMNS, read_metrics
 from shoestring.training.models import check_model_directory
 from shoestring.training.report import figures, read_run
+from torch import nn
 
 Mutator = Callable[[bytes, random.Random], bytes]
 
@@ -95,7 +94,7 @@ def _adapter(kind: str) -> Reader:
 
     return Reader(
         f"load_adapter {kind}",
-        ("lora.load.load_adapter", "lora.files.read_config", "lora.files.read_weights"),
+        ("adapters.load.load_adapter", "adapters.files.read_config", "adapters.files.read_weights"),
         make,
         {"adapter_config.json": mutate_json, "adapter_model.safetensors": mutate_safetensors},
         lambda folder: lora.load_adapter(Small(), folder),
@@ -119,7 +118,12 @@ def _config() -> Any:
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
 
 
@@ -133,7 +137,10 @@ def _llama() -> nn.Module:
 def _optimizer(name: str, **options: Any) -> Reader:
     def fresh() -> tuple[nn.Module, Any]:
         model = Small()
-        groups = [{"params": list(model.layers.parameters())}, {"params": list(model.head.parameters()), "lr": 0.5}]
+        groups = [
+            {"params": list(model.layers.parameters())},
+            {"params": list(model.head.parameters()), "lr": 0.5},
+        ]
         return model, getattr(optim, name)(groups, lr=0.01, **options)
 
     def make(folder: Path) -> None:
@@ -240,8 +247,17 @@ def _load_checkpoint(folder: Path) -> None:
 
 def _make_run(folder: Path) -> None:
     memory = [{"name": "weights", "formula": "4 bytes x 2", "expected": 8, "measured": 9}]
-    summary = {"plain": False, "train_loss": 1.5, "val_loss": None, "tokens_per_second": 10.5, "peak_memory": 1000, "memory": memory}
-    (folder / "run.json").write_text(json.dumps({"command": "train", "torch": "2", "threads": 2, "fingerprint": {"a": 1}}))
+    summary = {
+        "plain": False,
+        "train_loss": 1.5,
+        "val_loss": None,
+        "tokens_per_second": 10.5,
+        "peak_memory": 1000,
+        "memory": memory,
+    }
+    (folder / "run.json").write_text(
+        json.dumps({"command": "train", "torch": "2", "threads": 2, "fingerprint": {"a": 1}})
+    )
     (folder / "summary.json").write_text(json.dumps(summary))
     rows = [dict.fromkeys(COLUMNS, 1.0) | {"step": i, "loss": 1.0 / i} for i in range(1, 4)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -251,7 +267,7 @@ READERS = [
     *(_adapter(kind) for kind in ADAPTERS),
     Reader(
         "load_adapter prompt",
-        ("lora.load.load_adapter",),
+        ("adapters.load.load_adapter",),
         _make_tokens,
         {"adapter_config.json": mutate_json, "adapter_model.safetensors": mutate_safetensors},
         lambda folder: lora.load_adapter(_llama(), folder),
@@ -262,7 +278,7 @@ READERS = [
     _optimizer("Lion"),
     Reader(
         "stored_tensors",
-        ("pretrained.reader.stored_tensors", "pretrained.reader.read_config"),
+        ("integrations.transformers.reader.stored_tensors", "integrations.transformers.reader.read_config"),
         _make_sharded,
         {
             "model.safetensors.index.json": mutate_json,
@@ -272,15 +288,23 @@ READERS = [
     ),
     Reader(
         "load_quantized",
-        ("pretrained.load.load_quantized", "pretrained.reader.read_config", "training.models.load_model"),
+        (
+            "integrations.transformers.load.load_quantized",
+            "integrations.transformers.reader.read_config",
+            "training.models.load_model",
+        ),
         _make_sharded,
-        {"config.json": mutate_json, "generation_config.json": mutate_json, "model.safetensors.index.json": mutate_json},
+        {
+            "config.json": mutate_json,
+            "generation_config.json": mutate_json,
+            "model.safetensors.index.json": mutate_json,
+        },
         load_quantized,
         share=2,
     ),
     Reader(
         "load_quantized 4-bit",
-        ("pretrained.load.load_quantized",),
+        ("integrations.transformers.load.load_quantized",),
         _make_quantized,
         {"config.json": mutate_json, "model.safetensors": mutate_safetensors},
         load_quantized,
@@ -303,7 +327,13 @@ READERS = [
     ),
     Reader(
         "check_text",
-        ("data.text.check_text", "data.text.find_files", "data.text.read_text", "data.text.read_jsonl", "data.text.documents"),
+        (
+            "data.text.check_text",
+            "data.text.find_files",
+            "data.text.read_text",
+            "data.text.read_jsonl",
+            "data.text.documents",
+        ),
         _make_text,
         {"text.txt": mutate_bytes, "text.jsonl": mutate_lines},
         lambda folder: check_text(find_files([folder])),
@@ -356,10 +386,10 @@ READERS = [
 # Public functions that take a path and read no file of another's making, with the reason.
 NOT_READERS = {
     **dict.fromkeys(
-        ("data.lock.locked", "data.files.atomic_path", "data.files.atomic_file", "data.files.atomic_directory",
-         "data.files.write_json", "data.files.remove_partial", "data.safetensors_file.write_safetensors",
-         "data.token_file.write_token_file", "lora.files.save_adapter", "optim.files.save_optimizer",
-         "pretrained.save.save_quantized", "training.adapters.save_adapter", "training.checkpoint.save_checkpoint",
+        ("files.lock.locked", "files.atomic.atomic_path", "files.atomic.atomic_file", "files.atomic.atomic_directory",
+         "files.atomic.write_json", "files.atomic.remove_partial", "files.safetensors_file.write_safetensors",
+         "data.token_file.write_token_file", "adapters.files.save_adapter", "optim.files.save_optimizer",
+         "integrations.transformers.save.save_quantized", "training.adapters.save_adapter", "training.checkpoint.save_checkpoint",
          "training.report.write_report", "training.report.write_comparison", "training.report.write_sections",
          "cli.demo_data.standard_library", "cli.demo_data.package_documentation", "training.metrics.MetricsLog"),
         "writes",
@@ -368,15 +398,15 @@ NOT_READERS = {
         ("cli.app.demo", "cli.app.finish", "cli.demo.demo", "cli.finetune.finetune", "cli.generate.generate",
          "cli.tokenize.tokenize", "cli.app.compare", "cli.app.tokenize", "cli.app.train", "cli.app.generate", "cli.app.finetune",
          "cli.app.estimate", "cli.app.plan", "cli.train.train", "cli.turns.run_in_turns", "training.run.RunOptions",
-         "training.run.execute", "training.run.run_folder", "training.report.read_runs", "lora.config_digest.check_pair", "training.loop.Trainer", "data.tokenizer.train_bpe"),
+         "training.run.execute", "training.run.run_folder", "training.report.read_runs", "adapters.config_digest.check_pair", "training.loop.Trainer", "data.tokenizer.train_bpe"),
         "calls the readers above",
     ),
     **dict.fromkeys(
-        ("data.text.is_jsonl", "data.text.size_of", "data.files.exchange_obstacle", "training.checkpoint.step_of", "training.run.file_list", "training.checkpoint.checkpoints", "data.read_file.check_regular",
-         "pretrained.reader.Stored", "training.report.Run"),
+        ("data.text.is_jsonl", "data.text.size_of", "files.atomic.exchange_obstacle", "training.checkpoint.step_of", "training.run.file_list", "training.checkpoint.checkpoints", "files.read_file.check_regular",
+         "integrations.transformers.reader.Stored", "training.report.Run"),
         "looks at names and sizes alone",
     ),
-    **dict.fromkeys(("data.read_file.read_regular", "data.read_file.read_json"), "what the readers above are made of"),
+    **dict.fromkeys(("files.read_file.read_regular", "files.read_file.read_json"), "what the readers above are made of"),
     "cli.generate.check_adapter": "load_adapter reads the same folder after it",
     "training.adapters.merge_adapter": "load_adapter, or PEFT",
 }  # fmt: skip

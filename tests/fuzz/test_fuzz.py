@@ -19,11 +19,10 @@ import traceback
 from pathlib import Path
 
 import pytest
+import shoestring
 import torch
 from mutate import BYTES
 from readers import NOT_READERS, READERS, Reader
-
-import shoestring
 
 SECONDS = 10.0  # of a case
 MEBIBYTES = 1024  # that a case may add to the process's peak
@@ -57,7 +56,9 @@ def remove(path: Path) -> None:
 def listing(folder: Path) -> dict[str, tuple[int, int, int]]:
     """Kind, size and time of every file, by name."""
     found = ((path, path.lstat()) for path in folder.rglob("*"))
-    return {str(path.relative_to(folder)): (info.st_mode, info.st_size, info.st_mtime_ns) for path, info in found}
+    return {
+        str(path.relative_to(folder)): (info.st_mode, info.st_size, info.st_mtime_ns) for path, info in found
+    }
 
 
 def peak() -> int:
@@ -74,7 +75,7 @@ def too_long(*_: object) -> None:
 
 
 def verdict(reader: Reader, folder: Path) -> tuple[str, str]:
-    """"loaded", "refused" or "failed", and the reason."""
+    """ "loaded", "refused" or "failed", and the reason."""
     before, memory = listing(folder), peak()
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
@@ -84,12 +85,19 @@ def verdict(reader: Reader, folder: Path) -> tuple[str, str]:
         text = str(error)
         result = ("refused", text)
         if "\n" in text.strip() or len(text) > 2000 or not text.strip():
-            result = ("failed", f"expected a message of one line, received {type(error).__name__}: {text[:300]!r}")
+            result = (
+                "failed",
+                f"expected a message of one line, received {type(error).__name__}: {text[:300]!r}",
+            )
     except BaseException as error:
         signal.setitimer(signal.ITIMER_REAL, 0)
         if isinstance(error, KeyboardInterrupt):
             raise
-        kind = f"took more than {SECONDS} s" if isinstance(error, TooLongError) else f"undocumented {type(error).__name__}"
+        kind = (
+            f"took more than {SECONDS} s"
+            if isinstance(error, TooLongError)
+            else f"undocumented {type(error).__name__}"
+        )
         result = ("failed", f"{kind}: {traceback.format_exc(-5)}"[:3000])
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -121,7 +129,9 @@ def test_reader(reader: Reader, seed: int, tmp_path: Path, request: pytest.Fixtu
     folder = tmp_path / reader.folder
     folder.mkdir(parents=True)
     reader.make(folder)
-    mutators = {path.name: change for name, change in reader.files.items() for path in sorted(folder.glob(name))}
+    mutators = {
+        path.name: change for name, change in reader.files.items() for path in sorted(folder.glob(name))
+    }
     sound = {name: (folder / name).read_bytes() for name in mutators}
     assert verdict(reader, folder)[0] == "loaded", verdict(reader, folder)  # imports and caches, too
     counts = {"loaded": 0, "refused": 0, "failed": 0}
@@ -148,9 +158,13 @@ def test_reader(reader: Reader, seed: int, tmp_path: Path, request: pytest.Fixtu
         remove(folder / name)
         (folder / name).write_bytes(sound[name])
         case += 1
-    print(f"fuzz: {reader.name}: {case} cases, {counts['loaded']} loaded, {counts['refused']} refused, {counts['failed']} failed")
+    print(
+        f"fuzz: {reader.name}: {case} cases, {counts['loaded']} loaded, {counts['refused']} refused, {counts['failed']} failed"
+    )
     text = "\n".join(f"{place}: {reason}" for place, reason in list(failures.items())[:8])
-    assert not failures, f"{reader.name}: {counts['failed']} of {case} cases failed, {len(failures)} kinds:\n{text}"
+    assert not failures, (
+        f"{reader.name}: {counts['failed']} of {case} cases failed, {len(failures)} kinds:\n{text}"
+    )
 
 
 def takes_path(function: object) -> bool:

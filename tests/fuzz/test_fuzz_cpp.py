@@ -24,7 +24,9 @@ def test_cpp_readers(seed: int, tmp_path: Path, request: pytest.FixtureRequest) 
     seconds = request.config.getoption("--fuzz-seconds") * CPP_SHARE
     environment = {**os.environ, "ASAN_OPTIONS": OPTIONS, "UBSAN_OPTIONS": "print_stacktrace=1"}
     command = [PROGRAM, str(seed), str(seconds), tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=seconds + 300, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=seconds + 300, check=False
+    )
     print(done.stdout)
     assert done.returncode == 0, done.stderr[-6000:]
     counts = [int(count) for count in re.findall(r"(\d+) cases", done.stdout)]

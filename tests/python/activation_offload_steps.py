@@ -5,15 +5,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from shoestring.checkpoint import offload_activations
 from torch import Tensor, nn
-
-from shoestring.checkpointing import offload_activations
 
 
 @pytest.fixture
 def device(backend: str) -> str:
     if backend == "simt":
-        pytest.skip("there are no kernels here, and the emulator runs those of compression from one thread only")
+        pytest.skip(
+            "there are no kernels here, and the emulator runs those of compression from one thread only"
+        )
     return "cuda" if backend == "cuda" else "cpu"
 
 
@@ -37,7 +38,11 @@ def delay(request: pytest.FixtureRequest) -> Iterator[int]:
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down, self.norm = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.LayerNorm(width)
+        self.up, self.down, self.norm = (
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+            nn.LayerNorm(width),
+        )
         self.register_buffer("gain", torch.rand(width))
         self.frozen = nn.Parameter(torch.rand(width, width), requires_grad=False)
 

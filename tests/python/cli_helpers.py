@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from shoestring.cli.app import main
 
 WORDS = "the cat sat on a mat while two dogs ran over hills and far away to see rivers".split()
@@ -32,7 +31,9 @@ TUNE = ["--seq-len", "32", "--batch-size", "4", "--warmup", "2", "--rank", "4", 
 def text(lines: int = 200) -> str:
     """Lines of words that follow each other by a rule, so that there is something to learn."""
     return (
-        "\n".join(" ".join(WORDS[(i * 7 + j * (i % 5 + 1)) % len(WORDS)] for j in range(12)) for i in range(lines))
+        "\n".join(
+            " ".join(WORDS[(i * 7 + j * (i % 5 + 1)) % len(WORDS)] for j in range(12)) for i in range(lines)
+        )
         + "\n"
     )
 

@@ -22,7 +22,11 @@ class Commands:
     def __enter__(self) -> Commands:
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         self._server = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
         return self
 
@@ -34,7 +38,9 @@ class Commands:
 
         ``code`` runs in the new process before the command.
         """
-        return self._ask({"arguments": [str(argument) for argument in arguments], "log": str(log), "code": code})
+        return self._ask(
+            {"arguments": [str(argument) for argument in arguments], "log": str(log), "code": code}
+        )
 
     def wait(self, process: int) -> int:
         """Return the exit code of a command; a negative signal number where a signal killed it."""
@@ -65,7 +71,6 @@ def _serve() -> None:
     import peft
     import torch
     import transformers.conversion_mapping  # noqa: F401
-
     from shoestring.cli import finetune, train  # noqa: F401
     from shoestring.cli.app import main
     from shoestring.training import memory

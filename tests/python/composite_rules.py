@@ -13,7 +13,9 @@ MATRICES = [(20, 13), (7, 40), (1, 300), (5, 1), (0, 4), (33, 33)]
 ANY = [(20, 13), (300,), (3, 4, 50), (), (0, 4), (1, 1), (2, 2, 3, 3)]
 SHAPES = {"muon": MATRICES}
 RULES = pytest.mark.parametrize(
-    "rule", [MUON, LAMB, ADAFACTOR, ADAFACTOR_MEAN, CAME], ids=lambda r: r.name + "_mean" * (r is ADAFACTOR_MEAN)
+    "rule",
+    [MUON, LAMB, ADAFACTOR, ADAFACTOR_MEAN, CAME],
+    ids=lambda r: r.name + "_mean" * (r is ADAFACTOR_MEAN),
 )
 STATES = pytest.mark.parametrize("state", ["8bit", "4bit", "bf16", "fp32"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -11,30 +11,40 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import shoestring  # noqa: F401  (registers the operators)
 import torch
 from build_folder import EMULATOR
 
-import shoestring  # noqa: F401  (registers the operators)
-
 CAPABILITIES = ("plain", "avx2", "avx512")
-GPUS = {"sm_80": 80, "sm_90a": 90}  # that the emulator can say it is: host code chooses other kernels for each
+GPUS = {
+    "sm_80": 80,
+    "sm_90a": 90,
+}  # that the emulator can say it is: host code chooses other kernels for each
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--backend", choices=("cpu", "cuda", "simt"), default="cpu", help="what runs the operators")
+    parser.addoption(
+        "--backend", choices=("cpu", "cuda", "simt"), default="cpu", help="what runs the operators"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: programs under test inherit it
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # a shell's background job: programs under test inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     backend = config.getoption("--backend")
     if backend == "cuda":
         if not torch.cuda.is_available():
-            raise pytest.UsageError("--backend=cuda: PyTorch sees no GPU here; --backend=simt runs the kernels without one")
+            raise pytest.UsageError(
+                "--backend=cuda: PyTorch sees no GPU here; --backend=simt runs the kernels without one"
+            )
         torch.set_default_device("cuda")
     if backend == "simt":
         if not EMULATOR.exists():
-            raise pytest.UsageError(f"--backend=simt: {EMULATOR} is not built; run make build, or set SHOESTRING_BUILD")
+            raise pytest.UsageError(
+                f"--backend=simt: {EMULATOR} is not built; run make build, or set SHOESTRING_BUILD"
+            )
         torch.ops.load_library(str(EMULATOR))
 
 

@@ -7,10 +7,9 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
+import shoestring
 import torch
 from build_folder import BUILD, REPOSITORY
-
-import shoestring
 
 ENVIRONMENT = os.environ | {"OMP_WAIT_POLICY": "passive"}  # threads that spin are slow on a busy machine
 

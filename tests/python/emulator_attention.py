@@ -1,9 +1,8 @@
 """Attention's cases of emulator_cases.py: our kernels alone, since the emulator has no others."""
 
+import shoestring
 import torch
 from torch import Tensor
-
-import shoestring
 
 
 def attention(device: str) -> dict[str, tuple[Tensor, float]]:
@@ -13,21 +12,38 @@ def attention(device: str) -> dict[str, tuple[Tensor, float]]:
         return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1).to(device)
 
     found: dict[str, tuple[Tensor, float]] = {}
-    everything = {"bias": uniform(1, 2, 70, 90, seed=4), "sinks": uniform(2, seed=5), "alibi_slopes": uniform(2, seed=6).abs(),
-                  "softcap": 5.0, "dropout_p": 0.2, "seed": torch.tensor([3], device=device)}
+    everything = {
+        "bias": uniform(1, 2, 70, 90, seed=4),
+        "sinks": uniform(2, seed=5),
+        "alibi_slopes": uniform(2, seed=6).abs(),
+        "softcap": 5.0,
+        "dropout_p": 0.2,
+        "seed": torch.tensor([3], device=device),
+    }
     starts = torch.tensor([0, 5, 5, 70], dtype=torch.int32, device=device)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for name, dim, options in (("plain", 64, {}), ("causal", 128, {"causal": True}), ("window", 96, {"window": (9, 3)}),
-                                   ("capped", 64, {"softcap": 4.0, "causal": True}), ("everything", 40, everything),
-                                   ("packed", 64, {"cu_seqlens_q": starts, "causal": True})):
-            leaves = [uniform(1, h, n, dim, seed=s).to(dtype) for s, h, n in ((1, 2, 70), (2, 1, 90), (3, 1, 90))]
+        for name, dim, options in (
+            ("plain", 64, {}),
+            ("causal", 128, {"causal": True}),
+            ("window", 96, {"window": (9, 3)}),
+            ("capped", 64, {"softcap": 4.0, "causal": True}),
+            ("everything", 40, everything),
+            ("packed", 64, {"cu_seqlens_q": starts, "causal": True}),
+        ):
+            leaves = [
+                uniform(1, h, n, dim, seed=s).to(dtype) for s, h, n in ((1, 2, 70), (2, 1, 90), (3, 1, 90))
+            ]
             if name == "packed":
                 leaves = [t[0, :, :70].transpose(0, 1).contiguous() for t in leaves]
             leaves = [t.requires_grad_() for t in leaves]
             out, lse = shoestring.attention(*leaves, **options, deterministic=True, return_lse=True)
-            gradients = torch.autograd.grad((out.float() * uniform(*out.shape, seed=7)).sum() + lse.sum(), leaves)
+            gradients = torch.autograd.grad(
+                (out.float() * uniform(*out.shape, seed=7)).sum() + lse.sum(), leaves
+            )
             # Exponentials and the order of products differ in the last bits, by which a probability may round the other way.
-            for part, t in zip(("out", "lse", "q", "k", "v"), (out.detach(), lse.detach(), *gradients), strict=True):
+            for part, t in zip(
+                ("out", "lse", "q", "k", "v"), (out.detach(), lse.detach(), *gradients), strict=True
+            ):
                 allowed = 64.0 if dtype == torch.float32 or part == "lse" else 4.0
                 found[f"{name} {str(dtype)[6:]} {part}"] = (t, allowed)
     return found

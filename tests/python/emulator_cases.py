@@ -13,15 +13,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import shoestring
 import torch
 from build_folder import EMULATOR
 from emulator_attention import attention
 from optimizer_rules import ADAMW, LION, SGD, Rule, blocks
-from torch import Tensor
-
-import shoestring
 from shoestring.ops import dequantize_8bit, dequantize_state_4bit, quantize_8bit, quantize_state_4bit
-from shoestring.ops.optimizer import join
+from shoestring.optim.optimizer import join
+from torch import Tensor
 
 Results = dict[str, tuple[Tensor, float]]  # name: tensor, allowed
 OPERATORS = torch.ops.shoestring
@@ -34,7 +33,9 @@ def uniform(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
 
 
 def byte_values(count: int, seed: int, low: int = 0, high: int = 256) -> Tensor:
-    return torch.randint(low, high, (count,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return torch.randint(
+        low, high, (count,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8
+    )
 
 
 def quantize_8bit_codes(device: str) -> Results:
@@ -43,8 +44,11 @@ def quantize_8bit_codes(device: str) -> Results:
         x = uniform(size, seed=size).to(device)
         for signed in (True, False):
             codes, scale = quantize_8bit(x if signed else x.abs(), signed=signed)
-            found |= {f"codes {size} {signed}": (codes, 0), f"scale {size} {signed}": (scale, 0),
-                      f"values {size} {signed}": (dequantize_8bit(codes, scale, signed=signed), 2)}
+            found |= {
+                f"codes {size} {signed}": (codes, 0),
+                f"scale {size} {signed}": (scale, 0),
+                f"values {size} {signed}": (dequantize_8bit(codes, scale, signed=signed), 2),
+            }
     return found
 
 
@@ -55,16 +59,26 @@ def quantize_state_4bit_codes(device: str) -> Results:
         for signed in (True, False):
             codes, scale = quantize_state_4bit(x if signed else x.abs(), signed=signed, step=step)
             values = dequantize_state_4bit(codes, scale, signed=signed, numel=size)
-            found |= {f"codes {size} {signed}": (codes, 0), f"scale {size} {signed}": (scale, 0),
-                      f"values {size} {signed}": (values, 0)}
+            found |= {
+                f"codes {size} {signed}": (codes, 0),
+                f"scale {size} {signed}": (scale, 0),
+                f"values {size} {signed}": (values, 0),
+            }
     return found
 
 
 def quantize_4bit(device: str) -> Results:
     found: Results = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for kind, block, size in (("nf4", 64, 4096), ("fp4", 64, 1000), ("nf4", 32, 777), ("nf4", 4096, 9000),
-                                  ("int4", 64, 4096), ("int4", 32, 777), ("int4", 4096, 9000)):
+        for kind, block, size in (
+            ("nf4", 64, 4096),
+            ("fp4", 64, 1000),
+            ("nf4", 32, 777),
+            ("nf4", 4096, 9000),
+            ("int4", 64, 4096),
+            ("int4", 32, 777),
+            ("int4", 4096, 9000),
+        ):
             x = uniform(size, seed=size).to(device, dtype)
             packed, absmax = OPERATORS.quantize_4bit(x, quant_type=kind, block_size=block)
             name = f"{kind} {block} {size} {str(dtype)[6:]}"
@@ -83,11 +97,15 @@ def dequantize_4bit(device: str) -> Results:
         blocks = -(-size // block)
         packed = byte_values((size + 1) // 2, seed=size).to(device)
         absmax = uniform(blocks, seed=2).abs().to(device)
-        codes, nested = byte_values(blocks, seed=3).to(device), uniform(257 + -(-blocks // 256), seed=4).to(device)
+        codes, nested = (
+            byte_values(blocks, seed=3).to(device),
+            uniform(257 + -(-blocks // 256), seed=4).to(device),
+        )
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for name, scales in (("flat", (absmax, None)), ("nested", (codes, nested))):
-                out = OPERATORS.dequantize_4bit(packed, *scales, shape=(size,), dtype=dtype, quant_type="nf4",
-                                                block_size=block)
+                out = OPERATORS.dequantize_4bit(
+                    packed, *scales, shape=(size,), dtype=dtype, quant_type="nf4", block_size=block
+                )
                 found[f"{name} {block} {size} {str(dtype)[6:]}"] = (out, 0)
     return found
 
@@ -100,7 +118,11 @@ def int8(device: str) -> Results:
             packed, absmax = OPERATORS.quantize_int8(uniform(5, columns, seed=columns).to(device, dtype))
             out = OPERATORS.dequantize_int8(packed, absmax, dtype=dtype)
             name = f"{columns} {str(dtype)[6:]}"
-            found |= {f"packed {name}": (packed, 0), f"absmax {name}": (absmax, 0), f"values {name}": (out, 0)}
+            found |= {
+                f"packed {name}": (packed, 0),
+                f"absmax {name}": (absmax, 0),
+                f"values {name}": (out, 0),
+            }
     return found
 
 
@@ -117,10 +139,13 @@ STEPPED = (
 
 def optimizers(device: str) -> Results:
     """The second step, from a given state: all that a step reads is the same on both sides."""
-    return {f"{rule.name} {state} {weights} {name}": row
-            for rule in (ADAMW, LION, SGD) for state in ("8bit", "4bit", "bf16", "fp32")
-            for weights in ("plain", "stochastic", "remainder")
-            for name, row in second_step(device, rule, state, weights).items()}
+    return {
+        f"{rule.name} {state} {weights} {name}": row
+        for rule in (ADAMW, LION, SGD)
+        for state in ("8bit", "4bit", "bf16", "fp32")
+        for weights in ("plain", "stochastic", "remainder")
+        for name, row in second_step(device, rule, state, weights).items()
+    }
 
 
 def second_step(device: str, rule: Rule, state: str, weights: str) -> Results:
@@ -130,13 +155,23 @@ def second_step(device: str, rule: Rule, state: str, weights: str) -> Results:
     arenas: list[Tensor | None] = [torch.ones(len(sizes), device=device)]
     for i, t in enumerate(rule.arenas(sizes, state)[1:]):
         if t is not None:
-            values = byte_values(t.numel(), i, low=1) if t.dtype == torch.uint8 else uniform(t.numel(), seed=i).abs()
+            values = (
+                byte_values(t.numel(), i, low=1)
+                if t.dtype == torch.uint8
+                else uniform(t.numel(), seed=i).abs()
+            )
             t = values.to(device, t.dtype)
         arenas.append(t)
     total, options = 256 * sum(map(blocks, sizes)), {}
-    remainder = torch.randint(-(2**15), 2**15, (total,), generator=torch.Generator().manual_seed(1), dtype=torch.int16)
+    remainder = torch.randint(
+        -(2**15), 2**15, (total,), generator=torch.Generator().manual_seed(1), dtype=torch.int16
+    )
     if weights == "stochastic":
-        options = {"stochastic_rounding": True, "seed": 5, "accumulated": uniform(total, seed=2).to(device).bfloat16()}
+        options = {
+            "stochastic_rounding": True,
+            "seed": 5,
+            "accumulated": uniform(total, seed=2).to(device).bfloat16(),
+        }
     if weights == "remainder":
         options = {"weight_remainder": remainder.to(device), "accumulated": uniform(total, seed=2).to(device)}
     rule.step(params, grads, *arenas, **rule.hyper, **options)
@@ -165,18 +200,30 @@ def linear_cross_entropy(device: str) -> Results:
         weights = (uniform(vocab, seed=9) + 1).to(device)
         everything = {"class_weights": weights, "z_loss": 1e-2, "logit_scale": 0.7, "label_smoothing": 0.1}
         filtered = {"filter_eps": 2.0**-20}
-        for options in ({}, {"softcap": 5.0, "label_smoothing": 0.1}, {"reduction": "none"}, everything, filtered):
+        for options in (
+            {},
+            {"softcap": 5.0, "label_smoothing": 0.1},
+            {"reduction": "none"},
+            everything,
+            filtered,
+        ):
             hidden = uniform(tokens, features, seed=5).to(device, dtype).requires_grad_()
             weight = uniform(vocab, features, seed=6, scale=0.5).to(device, dtype).requires_grad_()
             bias = uniform(vocab, seed=7)
             target = torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(8)).to(device)
-            if options is filtered:  # far below the threshold, so that no rounding decides; the others far above
+            if (
+                options is filtered
+            ):  # far below the threshold, so that no rounding decides; the others far above
                 bias[170:] -= 30
                 target %= 170
             bias = bias.to(device, dtype).requires_grad_()
             target[3] = -100
-            if options is everything:  # by all that has a gradient: all but argmax, which a rounding may change
-                results = shoestring.linear_cross_entropy_with_stats(hidden, weight, target, bias, **options)[:4]
+            if (
+                options is everything
+            ):  # by all that has a gradient: all but argmax, which a rounding may change
+                results = shoestring.linear_cross_entropy_with_stats(hidden, weight, target, bias, **options)[
+                    :4
+                ]
             else:
                 results = (shoestring.linear_cross_entropy(hidden, weight, target, bias, **options),)
             torch.autograd.backward([x.sum() for x in results])
@@ -195,7 +242,11 @@ def linear_distillation(device: str) -> Results:
     found: Results = {}
     tokens, features, vocab = 40, 64, 515
     for dtype, allowed in ((torch.float32, 64.0), (torch.bfloat16, 4.0)):
-        for options in ({}, {"divergence": "reverse_kl", "temperature": 2.0}, {"divergence": "jsd", "reduction": "none"}):
+        for options in (
+            {},
+            {"divergence": "reverse_kl", "temperature": 2.0},
+            {"divergence": "jsd", "reduction": "none"},
+        ):
             leaves = {
                 "hidden": uniform(tokens, features, seed=5).to(device, dtype),
                 "bias": uniform(vocab, seed=7).to(device, dtype),
@@ -204,15 +255,27 @@ def linear_distillation(device: str) -> Results:
             }
             leaves = {name: t.requires_grad_() for name, t in leaves.items()}
             teacher = uniform(tokens, features, seed=6).to(device, dtype)
-            heads = [shoestring.quantize_4bit(uniform(vocab, features, seed=s, scale=0.5).to(device, dtype)) for s in (8, 9)]
+            heads = [
+                shoestring.quantize_4bit(uniform(vocab, features, seed=s, scale=0.5).to(device, dtype))
+                for s in (8, 9)
+            ]
             target = torch.zeros(tokens, dtype=torch.int64, device=device)
             target[3] = -100
-            loss = shoestring.linear_distillation(weight=heads[0], teacher_hidden=teacher, teacher_weight=heads[1],
-                                                  target=target, **leaves, **options)
+            loss = shoestring.linear_distillation(
+                weight=heads[0],
+                teacher_hidden=teacher,
+                teacher_weight=heads[1],
+                target=target,
+                **leaves,
+                **options,
+            )
             loss.sum().backward()
             name = f"{str(dtype)[6:]} {' '.join(map(str, options.values()))}".strip()
             # As for linear_cross_entropy: 16-bit products round their logits.
-            found[f"{name} loss"] = (loss.detach(), allowed * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps)
+            found[f"{name} loss"] = (
+                loss.detach(),
+                allowed * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps,
+            )
             for part, x in leaves.items():
                 found[f"{name} grad_{part}"] = (x.grad, allowed)
     return found
@@ -229,7 +292,9 @@ def cross_entropy(device: str) -> Results:
         for options in ({}, {"softcap": 5.0}, {"reduction": "none"}, everything):
             for inplace in (False, True):
                 leaf = uniform(tokens, vocab, seed=5, scale=8).to(device, dtype).requires_grad_()
-                results = shoestring.cross_entropy_with_stats(leaf * 1, target, inplace=inplace, **options)[:4]
+                results = shoestring.cross_entropy_with_stats(leaf * 1, target, inplace=inplace, **options)[
+                    :4
+                ]
                 torch.autograd.backward([x.sum() for x in results if x.requires_grad])
                 name = f"{str(dtype)[6:]} {'in place ' * inplace}{' '.join(options)}".strip()
                 for part, x in zip(("loss", "token_loss", "lse", "entropy"), results):
@@ -255,16 +320,30 @@ def layers(device: str) -> Results:
                 gradients = torch.autograd.grad(made, leaves, [grad] * len(made), allow_unused=True)
                 for i, t in enumerate((*made, *gradients)):
                     if t is not None:
-                        found[f"{name} {rows} {features} {str(dtype)[6:]} {i}"] = (t.detach(), 32.0 if dtype == torch.float32 else 1.0)
-        q, k = (uniform(2, 7, n, 64, seed=n).to(device, dtype).transpose(1, 2).requires_grad_() for n in (4, 2))
+                        found[f"{name} {rows} {features} {str(dtype)[6:]} {i}"] = (
+                            t.detach(),
+                            32.0 if dtype == torch.float32 else 1.0,
+                        )
+        q, k = (
+            uniform(2, 7, n, 64, seed=n).to(device, dtype).transpose(1, 2).requires_grad_() for n in (4, 2)
+        )
         weights = [uniform(64, seed=s).to(device, dtype).requires_grad_() for s in (6, 7)]
         angles = uniform(7, 24, seed=8, scale=3.0).to(device)
         for interleaved in (False, True):
             for norms in ({}, {"q_weight": weights[0], "k_weight": weights[1]}):
-                made = shoestring.rope(q, k, angles.cos().to(dtype), angles.sin().to(dtype), rotary_dim=48,
-                                       interleaved=interleaved, **norms)
+                made = shoestring.rope(
+                    q,
+                    k,
+                    angles.cos().to(dtype),
+                    angles.sin().to(dtype),
+                    rotary_dim=48,
+                    interleaved=interleaved,
+                    **norms,
+                )
                 leaves = [q, k, *norms.values()]
-                gradients = torch.autograd.grad(made, leaves, [uniform(*t.shape, seed=9).to(device, dtype) for t in made])
+                gradients = torch.autograd.grad(
+                    made, leaves, [uniform(*t.shape, seed=9).to(device, dtype) for t in made]
+                )
                 for i, t in enumerate((*made, *gradients)):
                     name = f"rope {interleaved} {len(norms)} {str(dtype)[6:]} {i}"
                     found[name] = (t.detach().contiguous(), 32.0 if dtype == torch.float32 else 1.0)
@@ -272,8 +351,18 @@ def layers(device: str) -> Results:
 
 
 CASES: tuple[Callable[[str], Results], ...] = (
-    quantize_8bit_codes, quantize_state_4bit_codes, quantize_4bit, quantize_absmax, dequantize_4bit, int8, optimizers,
-    linear_cross_entropy, linear_distillation, cross_entropy, layers, attention,
+    quantize_8bit_codes,
+    quantize_state_4bit_codes,
+    quantize_4bit,
+    quantize_absmax,
+    dequantize_4bit,
+    int8,
+    optimizers,
+    linear_cross_entropy,
+    linear_distillation,
+    cross_entropy,
+    layers,
+    attention,
 )
 
 
@@ -301,7 +390,9 @@ def distance(a: Tensor, b: Tensor) -> float:
     apart = (a.double() - b.double()).abs()
     if not a.is_floating_point():
         return apart.max().item() if (apart > 0).double().mean() <= FLIPPED else float("inf")
-    return (apart.nan_to_num().max() / (torch.finfo(a.dtype).eps * b.double().abs().nan_to_num().max())).item()
+    return (
+        apart.nan_to_num().max() / (torch.finfo(a.dtype).eps * b.double().abs().nan_to_num().max())
+    ).item()
 
 
 def compare(first: Path, second: Path) -> list[dict]:
@@ -312,12 +403,21 @@ def compare(first: Path, second: Path) -> list[dict]:
         right = two[case]
         if isinstance(left, str) or isinstance(right, str):
             message = left if isinstance(left, str) else right
-            rows.append({"case": case, "tensor": None, "error": None, "allowed": 0, "ok": False, "message": message})
+            rows.append(
+                {"case": case, "tensor": None, "error": None, "allowed": 0, "ok": False, "message": message}
+            )
             continue
         for name, (a, allowed) in left.items():
             error = distance(a, right[name][0])
-            rows.append({"case": case, "tensor": name, "error": error if math.isfinite(error) else None,
-                         "allowed": allowed, "ok": error <= allowed})
+            rows.append(
+                {
+                    "case": case,
+                    "tensor": name,
+                    "error": error if math.isfinite(error) else None,
+                    "allowed": allowed,
+                    "ok": error <= allowed,
+                }
+            )
     return rows
 
 

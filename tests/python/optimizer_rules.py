@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
-
 from shoestring.ops import (
     adafactor_,
     adafactor_reference,
@@ -32,7 +30,8 @@ from shoestring.ops import (
     sgd_,
     sgd_reference,
 )
-from shoestring.ops.quantize_state_4bit import GROUP_4BIT
+from shoestring.quantization.quantize_state_4bit import GROUP_4BIT
+from torch import Tensor
 
 STATE_BLOCK = 256
 
@@ -100,25 +99,57 @@ class Rule:
         return [plain(by_name[n], by_name.get(f"{n}_scale"), s)[kept] for n, s in self.moments.items()]
 
 
-ADAMW = Rule("adamw", adamw_, adamw_reference, {"exp_avg": True, "exp_avg_sq": False},
-             dict(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1))
-LION = Rule("lion", lion_, lion_reference, {"exp_avg": True}, dict(lr=1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1))
-SGD = Rule("sgd", sgd_, sgd_reference, {"momentum_buffer": True},
-           dict(lr=1e-2, momentum=0.9, dampening=0.25, weight_decay=0.1))
+ADAMW = Rule(
+    "adamw",
+    adamw_,
+    adamw_reference,
+    {"exp_avg": True, "exp_avg_sq": False},
+    dict(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1),
+)
+LION = Rule(
+    "lion", lion_, lion_reference, {"exp_avg": True}, dict(lr=1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1)
+)
+SGD = Rule(
+    "sgd",
+    sgd_,
+    sgd_reference,
+    {"momentum_buffer": True},
+    dict(lr=1e-2, momentum=0.9, dampening=0.25, weight_decay=0.1),
+)
 NESTEROV = Rule("nesterov", sgd_, sgd_reference, SGD.moments, SGD.hyper | dict(dampening=0.0, nesterov=True))
 APPLY = Rule("apply", apply_, apply_reference, {}, dict(lr=1e-2, weight_decay=0.1))
-ADEMAMIX = Rule("ademamix", ademamix_, ademamix_reference,
-                {"exp_avg": True, "exp_avg_slow": True, "exp_avg_sq": False},
-                dict(lr=1e-2, beta1=0.9, beta2=0.999, beta3=0.99, alpha=2.0, eps=1e-8, weight_decay=0.1, t_alpha=2,
-                     t_beta3=4), long=("exp_avg_slow",))
-SCHEDULE_FREE = Rule("schedule_free_adamw", schedule_free_adamw_, schedule_free_adamw_reference,
-                     {"offset": True, "exp_avg_sq": False},
-                     dict(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, warmup_steps=2),
-                     long=("offset",))
+ADEMAMIX = Rule(
+    "ademamix",
+    ademamix_,
+    ademamix_reference,
+    {"exp_avg": True, "exp_avg_slow": True, "exp_avg_sq": False},
+    dict(
+        lr=1e-2,
+        beta1=0.9,
+        beta2=0.999,
+        beta3=0.99,
+        alpha=2.0,
+        eps=1e-8,
+        weight_decay=0.1,
+        t_alpha=2,
+        t_beta3=4,
+    ),
+    long=("exp_avg_slow",),
+)
+SCHEDULE_FREE = Rule(
+    "schedule_free_adamw",
+    schedule_free_adamw_,
+    schedule_free_adamw_reference,
+    {"offset": True, "exp_avg_sq": False},
+    dict(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, warmup_steps=2),
+    long=("offset",),
+)
 EMA = Rule("ema", ema_, ema_reference, {"exp_avg": True}, dict(lr=1e-2, beta=0.9, nesterov=True))
 
 # Of more than a rule.
-MUON = Rule("muon", muon_, muon_reference, {"momentum_buffer": True}, dict(lr=0.1, momentum=0.9, weight_decay=0.1))
+MUON = Rule(
+    "muon", muon_, muon_reference, {"momentum_buffer": True}, dict(lr=0.1, momentum=0.9, weight_decay=0.1)
+)
 LAMB = Rule("lamb", lamb_, lamb_reference, ADAMW.moments, ADAMW.hyper | dict(lr=0.1))
 FACTORED: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
     "row_var": lambda s: (*s[:-1], 1) if len(s) > 1 else (0,),
@@ -126,9 +157,25 @@ FACTORED: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
     "variance": lambda s: (0,) if len(s) > 1 else tuple(s),
 }
 ADAFACTOR = Rule("adafactor", adafactor_, adafactor_reference, {}, dict(lr=0.1, weight_decay=0.1), FACTORED)
-ADAFACTOR_MEAN = Rule("adafactor", adafactor_, adafactor_reference, {"exp_avg": True},
-                      ADAFACTOR.hyper | dict(beta1=0.9), FACTORED)
+ADAFACTOR_MEAN = Rule(
+    "adafactor",
+    adafactor_,
+    adafactor_reference,
+    {"exp_avg": True},
+    ADAFACTOR.hyper | dict(beta1=0.9),
+    FACTORED,
+)
 # eps1: without it a vector's first update is of one size everywhere, and all of its codes lie at a boundary.
-CAME = Rule("came", came_, came_reference, {"exp_avg": True}, dict(lr=1e-3, beta3=0.99, eps1=0.1, weight_decay=0.1),
-            {f"exp_avg_{of}_{kept}": FACTORED[of_torch] for of in ("sq", "res")
-             for kept, of_torch in (("row", "row_var"), ("col", "col_var"))} | {"exp_avg_sq": FACTORED["variance"]})
+CAME = Rule(
+    "came",
+    came_,
+    came_reference,
+    {"exp_avg": True},
+    dict(lr=1e-3, beta3=0.99, eps1=0.1, weight_decay=0.1),
+    {
+        f"exp_avg_{of}_{kept}": FACTORED[of_torch]
+        for of in ("sq", "res")
+        for kept, of_torch in (("row", "row_var"), ("col", "col_var"))
+    }
+    | {"exp_avg_sq": FACTORED["variance"]},
+)

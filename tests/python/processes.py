@@ -15,16 +15,26 @@ from torch.nn import Module
 
 # A server that has imported everything forks the processes: importing torch takes each of them seconds.
 multiprocessing.get_context("forkserver").set_forkserver_preload(
-    ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch._dynamo", "pytest", "shoestring"]
+    [
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint.state_dict",
+        "torch._dynamo",
+        "pytest",
+        "shoestring",
+    ]
 )
 
 
-def _process(rank: int, world: int, store: str, task: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _process(
+    rank: int, world: int, store: str, task: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     torch.manual_seed(1234)
     timeout = timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout
+    )
     task(rank, *arguments)
     dist.barrier()
     dist.destroy_process_group()
@@ -51,7 +61,9 @@ def batch(step: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(8, 256, generator=torch.Generator().manual_seed(step)).to(dtype)
 
 
-def train(net: Module, opt: torch.optim.Optimizer, steps: range, batches: Callable[[int], Tensor] = batch) -> None:
+def train(
+    net: Module, opt: torch.optim.Optimizer, steps: range, batches: Callable[[int], Tensor] = batch
+) -> None:
     for step in steps:
         opt.zero_grad()
         net(batches(step)).square().mean().backward()

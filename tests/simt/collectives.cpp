@@ -1,4 +1,5 @@
-// What threads do together: barriers, and operations of a warp's lanes. Both also pass on who knows what of whom.
+// What threads do together: barriers, and operations of a warp's lanes. Both also pass on who knows what of
+// whom.
 
 #include <algorithm>
 #include <cstring>
@@ -11,14 +12,16 @@ namespace {
 
 struct Barrier {
   std::vector<int> waiting, arrived;  // threads
-  std::vector<uint32_t> published;    // what those that arrived knew and had done by then; what they do later is not in it
+  std::vector<uint32_t>
+      published;  // what those that arrived knew and had done by then; what they do later is not in it
   int count = 0;
 };
 Barrier barriers[16];
 std::vector<int> reduced_values;
 int reduced = 0;
 
-// Everything that any of `ids` knows, and what they themselves have done, becomes known to all of them, and `published`.
+// Everything that any of `ids` knows, and what they themselves have done, becomes known to all of them, and
+// `published`.
 void synchronise(const std::vector<int>& ids, const std::vector<uint32_t>& published = {}) {
   auto known = std::make_shared<std::vector<uint32_t>>(block.threads, 0);
   learn(*known, published);
@@ -40,25 +43,28 @@ void synchronise(const std::vector<int>& ids, const std::vector<uint32_t>& publi
 }
 
 void arrive(int id, int count, const char* name, Where where) {
-  if (id < 0 || id > 15) fail(std::string(name) + ": expected a barrier from 0 to 15, received " + std::to_string(id));
+  if (id < 0 || id > 15)
+    fail(std::string(name) + ": expected a barrier from 0 to 15, received " + std::to_string(id));
   const int expected = count == 0 ? block.threads : count;
   if (expected % 32 != 0 && expected != block.threads) {
-    fail(std::string(name) + ": expected a count of threads that is a multiple of 32, received " + std::to_string(count));
+    fail(std::string(name) + ": expected a count of threads that is a multiple of 32, received " +
+         std::to_string(count));
   }
   Barrier& b = barriers[id];
   if (b.waiting.empty() && b.arrived.empty()) b.count = expected;
   if (b.count != expected) {
-    fail(std::string(name) + ": others at barrier " + std::to_string(id) + " expect " + std::to_string(b.count) +
-         " threads, this one " + std::to_string(expected));
+    fail(std::string(name) + ": others at barrier " + std::to_string(id) + " expect " +
+         std::to_string(b.count) + " threads, this one " + std::to_string(expected));
   }
   if (std::count(b.arrived.begin(), b.arrived.end(), current->id) > 0) {
-    fail(std::string(name) + " (" + text_of(where) + "): this thread has arrived at barrier " + std::to_string(id) +
-         " already, and the barrier still waits for others");
+    fail(std::string(name) + " (" + text_of(where) + "): this thread has arrived at barrier " +
+         std::to_string(id) + " already, and the barrier still waits for others");
   }
   if (count == 0 && !b.waiting.empty()) {
     const Thread& other = threads[b.waiting[0]];
     if (other.where.line() != where.line() || std::string(other.where.file_name()) != where.file_name()) {
-      fail(std::string(name) + ": thread " + std::to_string(other.id) + " is at another one, " + text_of(other.where));
+      fail(std::string(name) + ": thread " + std::to_string(other.id) + " is at another one, " +
+           text_of(other.where));
     }
   }
 }
@@ -123,14 +129,16 @@ int barrier_reduce(int value, int (*combine)(int, int), const char* name, Where 
 
 void check_source(const char* name, unsigned mask, int lane, Where where) {
   if (mask >> lane & 1) return;
-  fail(std::string(name) + ": reads lane " + std::to_string(lane) + ", which is not in the mask (" + text_of(where) + ")");
+  fail(std::string(name) + ": reads lane " + std::to_string(lane) + ", which is not in the mask (" +
+       text_of(where) + ")");
 }
 
-void warp_collective(const char* name, unsigned mask, const void* in, void* out, Compute compute, bool orders_memory,
-                     Where where) {
+void warp_collective(const char* name, unsigned mask, const void* in, void* out, Compute compute,
+                     bool orders_memory, Where where) {
   Thread* self = current;
   const int lane = self->id % 32, first = self->id - lane;
-  if ((mask >> lane & 1) == 0) fail(std::string(name) + ": the calling lane is not in the mask (" + text_of(where) + ")");
+  if ((mask >> lane & 1) == 0)
+    fail(std::string(name) + ": the calling lane is not in the mask (" + text_of(where) + ")");
   bool all = true;
   for (int l = 0; l < 32; ++l) {
     if ((mask >> l & 1) == 0 || l == lane) continue;
@@ -140,7 +148,8 @@ void warp_collective(const char* name, unsigned mask, const void* in, void* out,
     if (other.done) fail(who() + "has returned (" + text_of(where) + ")");
     const bool here = other.waiting && other.mask == mask && std::strcmp(other.at, name) == 0;
     if (other.waiting && !here && other.mask >> lane & 1) {
-      fail(who() + "waits for this one at " + other.at + " (" + text_of(other.where) + "), this one is at " + text_of(where));
+      fail(who() + "waits for this one at " + other.at + " (" + text_of(other.where) + "), this one is at " +
+           text_of(where));
     }
     all = all && here;
   }

@@ -33,16 +33,19 @@ void finish_thread() {
 
 void copy_async(void* to, const void* from, int bytes, int from_bytes, Where where) {
   const Place place{nullptr, where};
-  if (bytes != 4 && bytes != 8 && bytes != 16) fail("cp.async: expected 4, 8 or 16 bytes, received " + std::to_string(bytes));
+  if (bytes != 4 && bytes != 8 && bytes != 16)
+    fail("cp.async: expected 4, 8 or 16 bytes, received " + std::to_string(bytes));
   check_aligned(to, bytes, true, place);
   if (from_bytes > 0) {
-    if (reinterpret_cast<uintptr_t>(from) % bytes != 0) bad_access("misaligned", bytes, false, false, place, "");
+    if (reinterpret_cast<uintptr_t>(from) % bytes != 0)
+      bad_access("misaligned", bytes, false, false, place, "");
     check(from, from_bytes, false, false, place);
   }
-  if (!is_shared(to, bytes)) bad_access("cp.async writes to shared memory only", bytes, true, false, place, "");
+  if (!is_shared(to, bytes))
+    bad_access("cp.async writes to shared memory only", bytes, true, false, place, "");
   begin_write(to, bytes, current->id, place);
-  async[current->id].copies.push_back({static_cast<unsigned char*>(to), static_cast<const unsigned char*>(from), bytes,
-                                       from_bytes, false, 0});
+  async[current->id].copies.push_back({static_cast<unsigned char*>(to),
+                                       static_cast<const unsigned char*>(from), bytes, from_bytes, false, 0});
 }
 
 void copy_async_commit(Where) {

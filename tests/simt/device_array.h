@@ -1,6 +1,7 @@
 #pragma once
 
-// Memory for kernels, on a GPU where this is compiled against CUDA's headers, in the emulator where against its own.
+// Memory for kernels, on a GPU where this is compiled against CUDA's headers, in the emulator where against
+// its own.
 
 #include <stdexcept>
 #include <vector>

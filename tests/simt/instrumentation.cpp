@@ -24,7 +24,8 @@ std::string text_of(const Place& place) {
   if (FILE* pipe = popen(command, "r")) {
     char text[4096];
     while (std::fgets(text, sizeof text, pipe)) {
-      const std::string line = relative(std::string(text, std::strcspn(text, " \n")));  // without "(discriminator 3)"
+      const std::string line =
+          relative(std::string(text, std::strcspn(text, " \n")));  // without "(discriminator 3)"
       if (best.empty() || best.find("/common/") != std::string::npos) best = line;
     }
     pclose(pipe);
@@ -36,8 +37,8 @@ namespace {
 
 struct sigaction before;
 
-// Every access is checked before it happens, but for the alignment of what is wider than 16 bytes: the compiler does not
-// say it, and moves 16 at a time.
+// Every access is checked before it happens, but for the alignment of what is wider than 16 bytes: the
+// compiler does not say it, and moves 16 at a time.
 void on_fault(int, siginfo_t*, void* context) {
   if (current == nullptr) {  // not a kernel's
     sigaction(SIGSEGV, &before, nullptr);
@@ -55,7 +56,7 @@ void on_fault(int, siginfo_t*, void* context) {
 }  // namespace
 
 CaughtFaults::CaughtFaults() {
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_sigaction = on_fault;
   action.sa_flags = SA_SIGINFO | SA_NODEFER;  // it is left by a jump
   sigaction(SIGSEGV, &action, &before);
@@ -64,11 +65,19 @@ CaughtFaults::~CaughtFaults() { sigaction(SIGSEGV, &before, nullptr); }
 
 }  // namespace simt
 
-#define SIMT_ACCESSES(SIZE)                                                                                      \
-  void __tsan_read##SIZE(void* p) { simt::check_aligned(p, SIZE, false, {__builtin_return_address(0), {}}); }    \
-  void __tsan_write##SIZE(void* p) { simt::check_aligned(p, SIZE, true, {__builtin_return_address(0), {}}); }    \
-  void __tsan_unaligned_read##SIZE(void* p) { simt::check(p, SIZE, false, false, {__builtin_return_address(0), {}}); } \
-  void __tsan_unaligned_write##SIZE(void* p) { simt::check(p, SIZE, true, false, {__builtin_return_address(0), {}}); }
+#define SIMT_ACCESSES(SIZE)                                                 \
+  void __tsan_read##SIZE(void* p) {                                         \
+    simt::check_aligned(p, SIZE, false, {__builtin_return_address(0), {}}); \
+  }                                                                         \
+  void __tsan_write##SIZE(void* p) {                                        \
+    simt::check_aligned(p, SIZE, true, {__builtin_return_address(0), {}});  \
+  }                                                                         \
+  void __tsan_unaligned_read##SIZE(void* p) {                               \
+    simt::check(p, SIZE, false, false, {__builtin_return_address(0), {}});  \
+  }                                                                         \
+  void __tsan_unaligned_write##SIZE(void* p) {                              \
+    simt::check(p, SIZE, true, false, {__builtin_return_address(0), {}});   \
+  }
 
 extern "C" {
 void __tsan_init() {}
@@ -77,8 +86,12 @@ SIMT_ACCESSES(2)
 SIMT_ACCESSES(4)
 SIMT_ACCESSES(8)
 SIMT_ACCESSES(16)
-void __tsan_read_range(void* p, size_t n) { simt::check(p, n, false, false, {__builtin_return_address(0), {}}); }
-void __tsan_write_range(void* p, size_t n) { simt::check(p, n, true, false, {__builtin_return_address(0), {}}); }
+void __tsan_read_range(void* p, size_t n) {
+  simt::check(p, n, false, false, {__builtin_return_address(0), {}});
+}
+void __tsan_write_range(void* p, size_t n) {
+  simt::check(p, n, true, false, {__builtin_return_address(0), {}});
+}
 
 // -fsanitize=bounds: an index beyond an array whose size the compiler knows.
 struct BoundsCheck {
@@ -87,7 +100,7 @@ struct BoundsCheck {
 };
 void __ubsan_handle_out_of_bounds(BoundsCheck* check, void* index) {
   if (simt::current == nullptr) return;
-  simt::fail("out of bounds: index " + std::to_string(reinterpret_cast<intptr_t>(index)) + " of an array at " +
-             simt::relative(check->file) + ":" + std::to_string(check->line));
+  simt::fail("out of bounds: index " + std::to_string(reinterpret_cast<intptr_t>(index)) +
+             " of an array at " + simt::relative(check->file) + ":" + std::to_string(check->line));
 }
 }

@@ -15,14 +15,15 @@ namespace simt {
 constexpr int kMaxThreads = 1024;  // of a block, with its mbarriers: see Thread::known
 constexpr size_t kStack = 256 << 10;
 
-// What a thread has seen of the others: a clock counts a thread's synchronisations, and an access is ordered before
-// everything that happens after its thread's clock at that time has become known.
+// What a thread has seen of the others: a clock counts a thread's synchronisations, and an access is ordered
+// before everything that happens after its thread's clock at that time has become known.
 using Clocks = std::shared_ptr<const std::vector<uint32_t>>;
 
 struct Thread {
   int id = 0;
   uint32_t clock = 1;
-  Clocks known;  // by thread, as of the last barriers; behind them, by mbarrier: its phases that are known to be over
+  Clocks known;  // by thread, as of the last barriers; behind them, by mbarrier: its phases that are known to
+                 // be over
   uint32_t known_lanes[32] = {};  // of the own warp, as of the last warp-level synchronisations
 
   bool done = true, waiting = false;
@@ -68,21 +69,24 @@ void wait_at(const char* name, Where where);  // until somebody clears `waiting`
 // collectives.cpp
 void forget_collectives();
 void learn(std::vector<uint32_t>& known, const std::vector<uint32_t>& more);
-void learn_from(std::vector<uint32_t>& known, const Thread& thread);  // what it knows, but not what it did itself
+void learn_from(std::vector<uint32_t>& known,
+                const Thread& thread);  // what it knows, but not what it did itself
 // memory.cpp
 void begin_block();
 // copies.cpp
 void begin_copies();
 void finish_thread();  // nothing may be under way
 
-// Where in the source an access stands: from the compiler's call, whose address is looked up only for a message, or given.
+// Where in the source an access stands: from the compiler's call, whose address is looked up only for a
+// message, or given.
 struct Place {
   const void* code = nullptr;
   Where where;
 };
 void check(const void* address, size_t size, bool write, bool atomic, const Place& place);
 bool is_shared(const void* address, size_t size);
-// A write that another agent does, from now on until end_write(): to shared memory that nobody touches in between.
+// A write that another agent does, from now on until end_write(): to shared memory that nobody touches in
+// between.
 void begin_write(const void* address, size_t size, int agent, const Place& place);
 void end_write(const void* address, size_t size, int agent, uint32_t clock);
 // A read by the tensor cores, from now on until end_read(), which says whether somebody wrote in between.
@@ -90,8 +94,8 @@ uint64_t begin_read(const void* address, size_t size, const Place& place);
 bool end_read(const void* address, size_t size, uint64_t begun);
 // mbarrier.cpp
 void begin_mbarriers();
-bool deliver();               // what is under way, until somebody can go on
-const char* left_in_block();  // what is still under way when all threads have returned, or null
+bool deliver();                    // what is under way, until somebody can go on
+const char* left_in_block();       // what is still under way when all threads have returned, or null
 std::string state_of_mbarriers();  // those that somebody waits for
 // wgmma.cpp
 void begin_wgmma();

@@ -1,5 +1,6 @@
-// Barriers in shared memory and the tensor copies that complete on them. A copy has the data of when it began, and delivers
-// them when nobody can go on without: whoever does not wait for it finds bytes that are under way.
+// Barriers in shared memory and the tensor copies that complete on them. A copy has the data of when it
+// began, and delivers them when nobody can go on without: whoever does not wait for it finds bytes that are
+// under way.
 
 #include <algorithm>
 #include <cstring>
@@ -61,7 +62,8 @@ void finish_phase(Mbarrier& b) {
 
 void arrive(Mbarrier& b, const char* name, Where where) {
   if (b.pending == 0) {
-    fail(std::string(name) + " (" + text_of(where) + "): more arrivals than the barrier's " + std::to_string(b.arrivals));
+    fail(std::string(name) + " (" + text_of(where) + "): more arrivals than the barrier's " +
+         std::to_string(b.arrivals));
   }
   learn_from(b.published, *current);
   b.published[current->id] = current->clock++;
@@ -82,14 +84,16 @@ void mbarrier_init(void* p, int arrivals, Where where) {
   const Place place{nullptr, where};
   check_aligned(p, 8, true, place);
   if (!is_shared(p, 8)) bad_access("an mbarrier is in shared memory", 8, true, false, place, "");
-  if (arrivals < 1) fail("mbarrier_init: expected a count of at least 1, received " + std::to_string(arrivals));
+  if (arrivals < 1)
+    fail("mbarrier_init: expected a count of at least 1, received " + std::to_string(arrivals));
   for (const Mbarrier& b : barriers) {
     if (b.address == reinterpret_cast<uintptr_t>(p)) {
       fail("mbarrier_init (" + text_of(where) + "): the barrier is initialised already");
     }
   }
   const int agent = block.threads + static_cast<int>(barriers.size());
-  if (agent >= kMaxThreads) fail("mbarrier_init: the emulator has stamps for 1024 threads and barriers together");
+  if (agent >= kMaxThreads)
+    fail("mbarrier_init: the emulator has stamps for 1024 threads and barriers together");
   Mbarrier b{reinterpret_cast<uintptr_t>(p), agent, arrivals, arrivals};
   b.owner = current->id;
   barriers.push_back(std::move(b));
@@ -100,26 +104,31 @@ void mbarrier_init_fence(Where) {
   current->fenced = current->clock++;
 }
 
-void mbarrier_arrive(void* p, Where where) { arrive(barrier_at(p, "mbarrier_arrive", where), "mbarrier_arrive", where); }
+void mbarrier_arrive(void* p, Where where) {
+  arrive(barrier_at(p, "mbarrier_arrive", where), "mbarrier_arrive", where);
+}
 
 void mbarrier_arrive_expect(void* p, int bytes, Where where) {
   Mbarrier& b = barrier_at(p, "mbarrier_arrive_expect", where);
   if (bytes < 0 || b.expected + bytes > kMostBytes) {
-    fail("mbarrier_arrive_expect (" + text_of(where) + "): expected at most 2^20 - 1 bytes, received " + std::to_string(bytes));
+    fail("mbarrier_arrive_expect (" + text_of(where) + "): expected at most 2^20 - 1 bytes, received " +
+         std::to_string(bytes));
   }
   b.expected += bytes;
   arrive(b, "mbarrier_arrive_expect", where);
 }
 
 void mbarrier_wait(void* p, int parity, Where where) {
-  if (parity != 0 && parity != 1) fail("mbarrier_wait: expected a parity of 0 or 1, received " + std::to_string(parity));
+  if (parity != 0 && parity != 1)
+    fail("mbarrier_wait: expected a parity of 0 or 1, received " + std::to_string(parity));
   Mbarrier& b = barrier_at(p, "mbarrier_wait", where);
   if (static_cast<int>(b.phase & 1) == parity) {
     const uint32_t before = b.phase;
     b.waiting.push_back(current->id);
     wait_at("mbarrier_wait", where);
     if (b.phase != before + 1) {
-      fail("mbarrier_wait (" + text_of(where) + "): the barrier went on for a second phase before this thread saw the first");
+      fail("mbarrier_wait (" + text_of(where) +
+           "): the barrier went on for a second phase before this thread saw the first");
     }
   }
   auto known = std::make_shared<std::vector<uint32_t>>(*current->known);
@@ -129,15 +138,16 @@ void mbarrier_wait(void* p, int parity, Where where) {
 
 void async_fence(Where) { current->fenced = current->clock++; }
 
-const char* encode_tensor_map(TensorMap* map, const void* address, int rank, int element, const int64_t* sizes,
-                              const int64_t* strides, const int* box) {
+const char* encode_tensor_map(TensorMap* map, const void* address, int rank, int element,
+                              const int64_t* sizes, const int64_t* strides, const int* box) {
   if (rank < 3 || rank > 5) return "a tensor map has three to five dimensions";
   if (reinterpret_cast<uintptr_t>(address) % 16 != 0) return "a tensor map's address is a multiple of 16";
   if (box[0] * element > 128) return "a row of the box has at most 128 bytes, which are swizzled";
   if (box[0] * element % 16 != 0) return "a row of the box is a multiple of 16 bytes";
   *map = {kMagic, static_cast<const unsigned char*>(address), rank, element, {}, {}, {}};
   for (int i = 0; i < rank; ++i) {
-    if (sizes[i] < 1 || sizes[i] > int64_t{1} << 32) return "a tensor map's dimensions have 1 to 2^32 elements";
+    if (sizes[i] < 1 || sizes[i] > int64_t{1} << 32)
+      return "a tensor map's dimensions have 1 to 2^32 elements";
     if (box[i] < 1 || box[i] > 256) return "a tensor map's box has 1 to 256 elements in a dimension";
     if (i > 0 && (strides[i - 1] <= 0 || strides[i - 1] % 16 != 0 || strides[i - 1] >= int64_t{1} << 40)) {
       return "a tensor map's strides are multiples of 16, above 0 and below 2^40";
@@ -154,7 +164,8 @@ void tensor_copy(void* to, const TensorMap& map, void* p, const int* at, int ran
   const std::string here = " (" + text_of(where) + ")";
   if (map.magic != kMagic) fail("tma_load" + here + ": the tensor map was not encoded");
   if (map.rank != rank) {
-    fail("tma_load" + here + ": expected " + std::to_string(map.rank) + " coordinates, received " + std::to_string(rank));
+    fail("tma_load" + here + ": expected " + std::to_string(map.rank) + " coordinates, received " +
+         std::to_string(rank));
   }
   if (reinterpret_cast<uintptr_t>(to) % 1024 != 0) {
     bad_access("misaligned: the swizzle repeats every 1024 bytes", 16, true, false, place, "");
@@ -171,11 +182,12 @@ void tensor_copy(void* to, const TensorMap& map, void* p, const int* at, int ran
   }
   b.issued += copy.bytes;
   if (b.issued > b.expected) {
-    fail("tma_load" + here + ": copies of " + std::to_string(b.issued) + " bytes, and the barrier's phase expects " +
-         std::to_string(b.expected));
+    fail("tma_load" + here + ": copies of " + std::to_string(b.issued) +
+         " bytes, and the barrier's phase expects " + std::to_string(b.expected));
   }
   auto* begin = static_cast<unsigned char*>(to);
-  if (!is_shared(to, copy.bytes)) bad_access("a tensor copy writes to shared memory only", copy.bytes, true, false, place, "");
+  if (!is_shared(to, copy.bytes))
+    bad_access("a tensor copy writes to shared memory only", copy.bytes, true, false, place, "");
   const int64_t last = map.sizes[0] - at[0];  // elements of a row that exist
   for (int64_t row = 0; row < rows; ++row) {
     std::vector<unsigned char> bytes(row_bytes, 0);
@@ -197,7 +209,8 @@ void tensor_copy(void* to, const TensorMap& map, void* p, const int* at, int ran
     for (int byte = 0; byte < row_bytes; byte += 16) {
       auto address = reinterpret_cast<uintptr_t>(begin + row * row_bytes + byte);
       address ^= (address >> 7 & 7) << 4;
-      copy.pieces.push_back({reinterpret_cast<unsigned char*>(address), {bytes.begin() + byte, bytes.begin() + byte + 16}});
+      copy.pieces.push_back(
+          {reinterpret_cast<unsigned char*>(address), {bytes.begin() + byte, bytes.begin() + byte + 16}});
     }
   }
   begin_write(to, copy.bytes, b.agent, place);
@@ -232,8 +245,8 @@ std::string state_of_mbarriers() {
   for (const Mbarrier& b : barriers) {
     if (b.waiting.empty()) continue;
     text += "; mbarrier " + std::to_string(index_of(b)) + " in phase " + std::to_string(b.phase) + " lacks " +
-            std::to_string(b.pending) + " of " + std::to_string(b.arrivals) + " arrivals and " + std::to_string(b.expected) +
-            " bytes";
+            std::to_string(b.pending) + " of " + std::to_string(b.arrivals) + " arrivals and " +
+            std::to_string(b.expected) + " bytes";
   }
   return text;
 }

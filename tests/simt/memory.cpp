@@ -1,5 +1,6 @@
-// Every access of a kernel, checked before it happens: is it inside memory that the kernel may touch, aligned, of bytes
-// that somebody wrote, and ordered after whatever another thread did to them? The compiler inserts the calls
+// Every access of a kernel, checked before it happens: is it inside memory that the kernel may touch,
+// aligned, of bytes that somebody wrote, and ordered after whatever another thread did to them? The compiler
+// inserts the calls
 // (-fsanitize=thread, whose run-time library this file takes the place of).
 
 #include <link.h>
@@ -15,9 +16,11 @@
 namespace simt {
 namespace {
 
-// Who touched a byte last, and when: block (30 bits), thread (10), clock (23), and whether it was an atomic operation.
+// Who touched a byte last, and when: block (30 bits), thread (10), clock (23), and whether it was an atomic
+// operation.
 using Stamp = uint64_t;
-constexpr uint32_t kInFlight = (1u << 23) - 1;  // the clock of bytes that a copy has not yet delivered or wgmma still reads
+constexpr uint32_t kInFlight =
+    (1u << 23) - 1;  // the clock of bytes that a copy has not yet delivered or wgmma still reads
 
 Stamp stamp(int thread, uint32_t clock, bool atomic) {
   return Stamp{block.serial} << 34 | Stamp(thread) << 24 | Stamp{clock} << 1 | Stamp{atomic};
@@ -38,8 +41,8 @@ struct Memory {
   std::unique_ptr<Cell[], void (*)(void*)> cells{nullptr, std::free};  // made at the first access
 };
 
-// By the first byte's address; never destroyed, since tensors may live until the process ends. Others may allocate while
-// a kernel runs.
+// By the first byte's address; never destroyed, since tensors may live until the process ends. Others may
+// allocate while a kernel runs.
 auto& memories = *new std::map<uintptr_t, Memory>;
 auto& memories_lock = *new std::mutex;
 uintptr_t last_begin = 1, last_end = 0;
@@ -91,9 +94,12 @@ Module find_module() {
 Module module;
 std::vector<Cell> dynamic_cells;
 
-const char* kind(bool write, bool atomic) { return atomic ? "atomic operation on" : write ? "write to" : "read of"; }
+const char* kind(bool write, bool atomic) {
+  return atomic ? "atomic operation on" : write ? "write to" : "read of";
+}
 
-[[noreturn]] void race(Stamp other, bool other_wrote, bool shared, size_t size, bool write, bool atomic, const Place& place) {
+[[noreturn]] void race(Stamp other, bool other_wrote, bool shared, size_t size, bool write, bool atomic,
+                       const Place& place) {
   const bool copied = serial_of(other) == block.serial && thread_of(other) >= block.threads;
   std::string who = copied ? "a tensor copy" : "thread " + std::to_string(thread_of(other));
   if (serial_of(other) != block.serial) who += " of another block";
@@ -101,7 +107,8 @@ const char* kind(bool write, bool atomic) { return atomic ? "atomic operation on
              ", not ordered after " + who + (other_wrote ? "'s write" : "'s read"));
 }
 
-// True where `s` is of this launch and this thread does not know that it is over. Each block has its own shared memory.
+// True where `s` is of this launch and this thread does not know that it is over. Each block has its own
+// shared memory.
 bool unordered(Stamp s, bool shared) {
   const uint32_t serial = serial_of(s);
   if (serial == block.serial) return !current->knows(thread_of(s), clock_of(s));
@@ -114,16 +121,19 @@ void check_cell(Cell& cell, bool shared, size_t size, bool write, bool atomic, c
     if (thread_of(cell.write) >= block.threads) {
       bad_access("a tensor copy is still under way", size, write, atomic, place, "; wait for its mbarrier");
     }
-    bad_access("a cp.async is still under way", size, write, atomic, place, "; wait for its group, then synchronise");
+    bad_access("a cp.async is still under way", size, write, atomic, place,
+               "; wait for its group, then synchronise");
   }
   if (shared && !fresh && (!write || atomic)) {
     bad_access("uninitialised shared memory", size, write, atomic, place, "");
   }
-  if (unordered(cell.write, shared) && !(atomic && atomic_of(cell.write))) race(cell.write, true, shared, size, write, atomic, place);
+  if (unordered(cell.write, shared) && !(atomic && atomic_of(cell.write)))
+    race(cell.write, true, shared, size, write, atomic, place);
   const Stamp now = stamp(current->clock, atomic);
   if (write) {
     for (const Stamp& read : cell.reads) {
-      if (unordered(read, shared) && !(atomic && atomic_of(read))) race(read, false, shared, size, write, atomic, place);
+      if (unordered(read, shared) && !(atomic && atomic_of(read)))
+        race(read, false, shared, size, write, atomic, place);
     }
     cell.write = now;
   } else if (cell.reads[0] != now) {
@@ -135,14 +145,16 @@ void check_cell(Cell& cell, bool shared, size_t size, bool write, bool atomic, c
   }
 }
 
-// The bookkeeping of a range of bytes that a kernel may touch; null where none is needed (a thread's own stack, constants).
+// The bookkeeping of a range of bytes that a kernel may touch; null where none is needed (a thread's own
+// stack, constants).
 Cell* find(uintptr_t address, size_t size, bool write, bool atomic, const Place& place, bool& shared) {
   shared = false;
   const uintptr_t stack = reinterpret_cast<uintptr_t>(stacks) + current->id * kStack;
   if (address - stack < kStack) {
     for (const auto& r : current->busy) {
       if (address < r.end && address + size > r.begin && (write || !r.readable)) {
-        bad_access("a wgmma is still under way with this register", size, write, atomic, place, "; wait for its group");
+        bad_access("a wgmma is still under way with this register", size, write, atomic, place,
+                   "; wait for its group");
       }
     }
     return nullptr;
@@ -153,7 +165,8 @@ Cell* find(uintptr_t address, size_t size, bool write, bool atomic, const Place&
     return module.cells + (address - module.shared);
   }
   const auto dynamic = reinterpret_cast<uintptr_t>(block.dynamic);
-  if (address >= dynamic && address + size <= dynamic + block.shared_bytes) return dynamic_cells.data() + (address - dynamic);
+  if (address >= dynamic && address + size <= dynamic + block.shared_bytes)
+    return dynamic_cells.data() + (address - dynamic);
   shared = false;
   {
     const std::lock_guard lock(memories_lock);  // not held where a launch ends
@@ -174,8 +187,9 @@ Cell* find(uintptr_t address, size_t size, bool write, bool atomic, const Place&
 }  // namespace
 
 void bad_access(const char* what, size_t size, bool write, bool atomic, const Place& place,
-                             const std::string& rest) {
-  fail(std::string(what) + ": " + kind(write, atomic) + " " + std::to_string(size) + " bytes at " + text_of(place) + rest);
+                const std::string& rest) {
+  fail(std::string(what) + ": " + kind(write, atomic) + " " + std::to_string(size) + " bytes at " +
+       text_of(place) + rest);
 }
 
 void check(const void* pointer, size_t size, bool write, bool atomic, const Place& place) {
@@ -223,8 +237,9 @@ uint64_t begin_read(const void* address, size_t size, const Place& place) {
   for (size_t i = 0; i < size; ++i) {
     const int writer = thread_of(cells[i].write);
     if (writer < block.threads && clock_of(cells[i].write) > threads[writer].fenced) {
-      bad_access("not fenced", size, false, false, place, ", which thread " + std::to_string(writer) +
-                 " wrote and which no async_fence() follows there");
+      bad_access(
+          "not fenced", size, false, false, place,
+          ", which thread " + std::to_string(writer) + " wrote and which no async_fence() follows there");
     }
     writes = writes * 31 + cells[i].write;
     cells[i].reads[0] = stamp(kInFlight, false);
@@ -255,12 +270,19 @@ void begin_block() {
     module = find_module();
     thread = std::this_thread::get_id();
   }
-  if (dynamic_cells.size() < static_cast<size_t>(block.shared_bytes)) dynamic_cells.resize(block.shared_bytes);
+  if (dynamic_cells.size() < static_cast<size_t>(block.shared_bytes))
+    dynamic_cells.resize(block.shared_bytes);
 }
 
-void check_read(const void* address, size_t size, Where where) { check(address, size, false, false, {nullptr, where}); }
-void check_write(const void* address, size_t size, Where where) { check(address, size, true, false, {nullptr, where}); }
-void check_atomic(const void* address, size_t size, Where where) { check(address, size, true, true, {nullptr, where}); }
+void check_read(const void* address, size_t size, Where where) {
+  check(address, size, false, false, {nullptr, where});
+}
+void check_write(const void* address, size_t size, Where where) {
+  check(address, size, true, false, {nullptr, where});
+}
+void check_atomic(const void* address, size_t size, Where where) {
+  check(address, size, true, true, {nullptr, where});
+}
 
 void check_matrix_row(const void* row, Where where) {
   const Place place{nullptr, where};
@@ -289,4 +311,3 @@ void remove_memory(void* begin) {
 }
 
 }  // namespace simt
-

@@ -31,8 +31,9 @@ def sites(source: Path) -> list[tuple[int, int, int]]:
 
 def run(*command: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
     """The command's outcome, with its output; ``more`` is added to the environment."""
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, cwd=ROOT,
-                          env=os.environ | more)
+    return subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, check=False, cwd=ROOT, env=os.environ | more
+    )
 
 
 def first_error(output: str) -> str:
@@ -49,20 +50,30 @@ def tests(build: Path) -> tuple[bool, str]:
     own = run(build / "tests/simt/simt_tests")
     if own.returncode != 0:
         return False, first_error(own.stdout)
-    suite = run(sys.executable, "-m", "pytest", "--backend=simt", "-x", "-q", SHOESTRING_BUILD=str(build),
-                PYTHONPATH=str(ROOT / "python"))
+    suite = run(
+        sys.executable,
+        "-m",
+        "pytest",
+        "--backend=simt",
+        "-x",
+        "-q",
+        SHOESTRING_BUILD=str(build),
+        PYTHONPATH=str(ROOT / "python"),
+    )
     return suite.returncode == 0, first_error(suite.stdout)
 
 
 def main() -> int:
     """Lists every site with what became of it; 1 where any survived."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", metavar="TEXT", help="only sites whose file:line contains TEXT")
     parser.add_argument("--build", type=Path, default=ROOT / "build", help="the build folder of `make build`")
     options = parser.parse_args()
     build = options.build.resolve()
-    kernels = build / "remove_barriers"
-    shutil.rmtree(kernels, ignore_errors=True)
+    kernels = build / "remove_barriers" / "cuda"
+    shutil.rmtree(kernels.parent, ignore_errors=True)
     shutil.copytree(ROOT / "cuda", kernels)
     survivors = []
     run("cmake", build, f"-DSIMT_KERNELS={kernels}")
@@ -79,13 +90,15 @@ def main() -> int:
                 file.write_text(text[:begin] + ";" + text[end:])
                 passed, error = tests(build)
                 file.write_text(text)
-                print(f"{name}: {text[begin:end]} {'SURVIVED' if passed else 'noticed: ' + error}", flush=True)
+                print(
+                    f"{name}: {text[begin:end]} {'SURVIVED' if passed else 'noticed: ' + error}", flush=True
+                )
                 if passed:
                     survivors.append(name)
     finally:
         run("cmake", build, "-USIMT_KERNELS")
         run("cmake", "--build", build, "--target", "shoestring_simt", "simt_tests")
-        shutil.rmtree(kernels)
+        shutil.rmtree(kernels.parent)
     print(f"{len(survivors)} survived" + (": " + ", ".join(survivors) if survivors else ""))
     return 1 if survivors else 0
 

@@ -1,4 +1,5 @@
-// Threads as fibres: a thread runs until it has to wait for others, and the last one to arrive lets the others go on.
+// Threads as fibres: a thread runs until it has to wait for others, and the last one to arrive lets the
+// others go on.
 
 #include <setjmp.h>
 #include <sys/mman.h>
@@ -76,11 +77,14 @@ std::string standstill() {
   std::map<std::string, std::vector<int>> places;
   for (int t = 0; t < block.threads; ++t) {
     const Thread& thread = threads[t];
-    places[thread.done ? "have returned" : std::string("wait at ") + thread.at + " (" + text_of(thread.where) + ")"].push_back(t);
+    places[thread.done ? "have returned"
+                       : std::string("wait at ") + thread.at + " (" + text_of(thread.where) + ")"]
+        .push_back(t);
   }
   std::string text = "threads wait for others that never come:";
   for (const auto& [place, ids] : places) {
-    text += " " + std::to_string(ids.size()) + " (the first is " + std::to_string(ids[0]) + ") " + place + ";";
+    text +=
+        " " + std::to_string(ids.size()) + " (the first is " + std::to_string(ids[0]) + ") " + place + ";";
   }
   text.pop_back();
   return text + state_of_mbarriers();
@@ -136,9 +140,7 @@ std::string relative(const std::string& file) {
   return file.rfind(SIMT_ROOT, 0) == 0 ? file.substr(sizeof SIMT_ROOT - 1) : file;
 }
 
-std::string text_of(Where where) {
-  return relative(where.file_name()) + ":" + std::to_string(where.line());
-}
+std::string text_of(Where where) { return relative(where.file_name()) + ":" + std::to_string(where.line()); }
 
 void fail(const char* text) { fail(std::string(text)); }
 
@@ -188,7 +190,8 @@ const char* run(int64_t blocks, int thread_count, int shared_bytes, void (*body)
   block.blocks = blocks;
   block.threads = thread_count;
   block.shared_bytes = shared_bytes;
-  // No more than 16 bytes of alignment are promised. Where a GPU's shared memory begins is a multiple of 1024.
+  // No more than 16 bytes of alignment are promised. Where a GPU's shared memory begins is a multiple of
+  // 1024.
   block.dynamic = dynamic.data() + (1024 - reinterpret_cast<uintptr_t>(dynamic.data()) % 1024) + 16;
   std::vector<int64_t> block_order(order > 1 ? blocks : 0);
   std::iota(block_order.begin(), block_order.end(), 0);

@@ -1,4 +1,5 @@
-// The emulator lets right kernels pass under every order of the threads, and says what is wrong with the others.
+// The emulator lets right kernels pass under every order of the threads, and says what is wrong with the
+// others.
 
 #include <cstdio>
 #include <cstdlib>
@@ -26,7 +27,8 @@ TEST_CASE("wrong kernels are caught, whatever the order of the threads") {
     for (int order = 0; order < 8; ++order) {
       simt::set_order(order);
       const char* error = c.run();
-      INFO(c.name << ", order " << order << ", expected: " << c.expected << ", received: " << (error ? error : "nothing"));
+      INFO(c.name << ", order " << order << ", expected: " << c.expected
+                  << ", received: " << (error ? error : "nothing"));
       REQUIRE(error != nullptr);
       CHECK(std::string(error).find(c.expected) != std::string::npos);
       if (std::getenv("SIMT_SHOW") && order == 0) std::printf("%-26s %s\n", c.name, error);

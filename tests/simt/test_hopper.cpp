@@ -1,5 +1,5 @@
-// The primitives of cuda/common/hopper.h and wgmma.h. Built twice, as test_primitives.cpp is; on a GPU that is no Hopper
-// they do not run.
+// The primitives of cuda/core/hopper.h and wgmma.h. Built twice, as test_primitives.cpp is; on a GPU that is
+// no Hopper they do not run.
 
 #include <cmath>
 #include <cstdint>
@@ -70,14 +70,13 @@ TEST_CASE("a matrix product from tensor copies, mbarriers and wgmma is exact") {
     Type type;
     int columns, m, n, k;
   };
-  for (const Shape s : {Shape{Type::fp16, 64, 70, 72, 200}, Shape{Type::fp16, 128, 64, 136, 64}, Shape{Type::fp16, 96, 30, 104, 72},
-                        Shape{Type::fp16, 48, 70, 104, 136},
-                        Shape{Type::bf16, 192, 130, 200, 136},
-                        Shape{Type::bf16, 256, 40, 264, 72}}) {
+  for (const Shape s : {Shape{Type::fp16, 64, 70, 72, 200}, Shape{Type::fp16, 128, 64, 136, 64},
+                        Shape{Type::fp16, 96, 30, 104, 72}, Shape{Type::fp16, 48, 70, 104, 136},
+                        Shape{Type::bf16, 192, 130, 200, 136}, Shape{Type::bf16, 256, 40, 264, 72}}) {
     for (bool b_is_kn : {false, true}) {
       for (bool a_in_registers : {false, true}) {
-        INFO("type " << static_cast<int>(s.type) << ", columns " << s.columns << ", b (k, n): " << b_is_kn << ", registers: "
-                     << a_in_registers);
+        INFO("type " << static_cast<int>(s.type) << ", columns " << s.columns << ", b (k, n): " << b_is_kn
+                     << ", registers: " << a_in_registers);
         std::mt19937 random(s.m + s.n);
         const Matrix a(s.m * s.k, s.type, random), b(s.n * s.k, s.type, random);
         std::vector<float> expected(s.m * s.n);
@@ -91,8 +90,9 @@ TEST_CASE("a matrix product from tensor copies, mbarriers and wgmma is exact") {
         DeviceArray<uint16_t> device_a(a.bits), device_b(b.bits);
         in_every_order([&] {
           DeviceArray<float> c(std::vector<float>(s.m * s.n, std::nanf("")));
-          const TileGemm problem{s.type,   b_is_kn, a_in_registers, s.columns, device_a.data(), device_b.data(),
-                                 c.data(), s.m,     s.n,            s.k};
+          const TileGemm problem{
+              s.type, b_is_kn, a_in_registers, s.columns, device_a.data(), device_b.data(), c.data(), s.m,
+              s.n,    s.k};
           REQUIRE(text(tile_gemm(problem)) == "");
           CHECK(c.to_host() == expected);
         });
@@ -125,7 +125,8 @@ TEST_CASE("a tensor copy takes its box and zeros for what lies outside") {
   struct At {
     int column, row, slice;
   };
-  for (const At at : {At{0, 0, 0}, At{8, 1, 1}, At{16, 3, 2}, At{64, 0, 1}, At{80, 0, 0}, At{0, -2, -1}, At{0, 9, 0}}) {
+  for (const At at :
+       {At{0, 0, 0}, At{8, 1, 1}, At{16, 3, 2}, At{64, 0, 1}, At{80, 0, 0}, At{0, -2, -1}, At{0, 9, 0}}) {
     INFO("at " << at.column << ", " << at.row << ", " << at.slice);
     std::vector<uint16_t> expected(2 * 4 * 64);
     for (int i = 0; i < 2 * 4 * 64; ++i) {
@@ -144,7 +145,8 @@ TEST_CASE("a tensor copy takes its box and zeros for what lies outside") {
 TEST_CASE("tensor maps that a copy cannot take are refused") {
   if (!hopper_here()) return;
   DeviceArray<uint16_t> in(std::vector<uint16_t>(4096));
-  const int64_t sizes[] = {64, 8, 1}, strides[] = {128, 16}, odd[] = {136, 24}, none[] = {0, 16}, empty[] = {64, 0, 1};
+  const int64_t sizes[] = {64, 8, 1}, strides[] = {128, 16}, odd[] = {136, 24}, none[] = {0, 16},
+                empty[] = {64, 0, 1};
   const int extent[] = {64, 8, 1}, wide[] = {128, 8, 1}, tall[] = {64, 257, 1};
   CHECK(map_error(in.data(), 3, sizes, strides, extent) == nullptr);
   CHECK(map_error(in.data() + 4, 3, sizes, strides, extent) != nullptr);

@@ -1,4 +1,4 @@
-// The primitives of cuda/common/ptx.h. Built twice: against the emulator (simt_tests), and with nvcc for a GPU
+// The primitives of cuda/core/ptx.h. Built twice: against the emulator (simt_tests), and with nvcc for a GPU
 // (cuda_primitives_tests), where the same kernels have to give the same results.
 
 #include <cmath>
@@ -109,7 +109,8 @@ double error_of(const std::vector<float>& c, const Matrix& a, const Matrix& b, b
 }
 
 void check_gemm(Type type, bool b_is_kn, Shape s, bool exact) {
-  INFO("type " << static_cast<int>(type) << ", b (k, n): " << b_is_kn << ", shape " << s.m << " " << s.n << " " << s.k);
+  INFO("type " << static_cast<int>(type) << ", b (k, n): " << b_is_kn << ", shape " << s.m << " " << s.n
+               << " " << s.k);
   std::mt19937 random(s.m + s.n + s.k);
   const auto values = [&](size_t n) { return exact ? exact_values(n, random) : normal_values(n, random); };
   const Matrix a(values(s.m * s.k), type), b(values(s.n * s.k), type);
@@ -136,7 +137,7 @@ TEST_CASE("a matrix product from cp.async, ldmatrix and mma equals the one in fp
     for (bool b_is_kn : {false, true}) {
       if (type == Type::tf32 && b_is_kn) continue;
       check_gemm(type, b_is_kn, {64, 64, 96}, true);
-      check_gemm(type, b_is_kn, {37, 72, 40}, true);   // nothing a multiple of a tile
+      check_gemm(type, b_is_kn, {37, 72, 40}, true);  // nothing a multiple of a tile
       check_gemm(type, b_is_kn, {70, 64, 128}, false);
     }
   }
@@ -175,8 +176,10 @@ TEST_CASE("TF32 operands count without their lower 13 bits") {
 }
 
 TEST_CASE("to_tf32 rounds to ten bits of mantissa, ties away from zero") {
-  const std::vector<uint32_t> in{0x3f800fff, 0x3f801000, 0xbf801000, 0x3f803000, 0x7f7fffff, 0xff800000, 0x00001000, 0x80000000};
-  const std::vector<uint32_t> expected{0x3f800000, 0x3f802000, 0xbf802000, 0x3f804000, 0x7f800000, 0xff800000, 0x00002000, 0x80000000};
+  const std::vector<uint32_t> in{0x3f800fff, 0x3f801000, 0xbf801000, 0x3f803000,
+                                 0x7f7fffff, 0xff800000, 0x00001000, 0x80000000};
+  const std::vector<uint32_t> expected{0x3f800000, 0x3f802000, 0xbf802000, 0x3f804000,
+                                       0x7f800000, 0xff800000, 0x00002000, 0x80000000};
   DeviceArray<uint32_t> device_in(in), out(std::vector<uint32_t>(in.size(), 7));
   REQUIRE(text(round_to_tf32(device_in.data(), out.data(), static_cast<int>(in.size()))) == "");
   CHECK(out.to_host() == expected);
@@ -214,7 +217,9 @@ TEST_CASE("ldmatrix gives each lane its two values of each matrix") {
       for (int lane = 0; lane < 32; ++lane) {
         for (int i = 0; i < count; ++i) {
           const int row = lane / 4, column = lane % 4 * 2;
-          const auto at = [&](int r, int c) { return uint32_t{in[i * 64 + (trans ? c * 8 + r : r * 8 + c)]}; };
+          const auto at = [&](int r, int c) {
+            return uint32_t{in[i * 64 + (trans ? c * 8 + r : r * 8 + c)]};
+          };
           expected[lane * count + i] = at(row, column) | at(row, column + 1) << 16;
         }
       }

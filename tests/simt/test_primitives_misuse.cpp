@@ -1,4 +1,4 @@
-// Wrong use of the primitives of cuda/common/ptx.h, one mistake at a time: the emulator says which.
+// Wrong use of the primitives of cuda/core/ptx.h, one mistake at a time: the emulator says which.
 
 #include <cstdint>
 #include <vector>
@@ -18,13 +18,17 @@ TEST_CASE("the emulator catches wrong use of the primitives") {
   };
   check_caught(Flaw::no_wait, "a cp.async is still under way", product);
   check_caught(Flaw::wait_off_by_one, "a cp.async is still under way", product);
-  check_caught(Flaw::no_barrier_after_wait, "shared memory", product);  // not yet written, under way or a race
+  check_caught(Flaw::no_barrier_after_wait, "shared memory",
+               product);  // not yet written, under way or a race
   check_caught(Flaw::no_barrier_before_copy, "race in shared memory", product);
   check_caught(Flaw::misaligned_row, "misaligned: read of 16 bytes", product);
 
-  DeviceArray<unsigned char> bytes(std::vector<unsigned char>(128 * 16)), copied(std::vector<unsigned char>(128 * 16));
+  DeviceArray<unsigned char> bytes(std::vector<unsigned char>(128 * 16)),
+      copied(std::vector<unsigned char>(128 * 16));
   DeviceArray<int> from_bytes(std::vector<int>(128, 16));
-  const auto copy = [&](Flaw flaw) { return copy_async(16, bytes.data(), from_bytes.data(), copied.data(), flaw); };
+  const auto copy = [&](Flaw flaw) {
+    return copy_async(16, bytes.data(), from_bytes.data(), copied.data(), flaw);
+  };
   check_caught(Flaw::no_wait_at_all, "returns while its cp.async are under way", copy);
   check_caught(Flaw::too_many_bytes, "expected from_bytes from 0 to 16, received 17", copy);
   check_caught(Flaw::to_global_memory, "cp.async writes to shared memory only", copy);

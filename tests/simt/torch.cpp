@@ -1,5 +1,5 @@
-// The emulator under PyTorch: loading this library sends every operator that has a CUDA kernel there when it is called
-// with CPU tensors. The kernels work in the memory of those tensors.
+// The emulator under PyTorch: loading this library sends every operator that has a CUDA kernel there when it
+// is called with CPU tensors. The kernels work in the memory of those tensors.
 
 #include <cstring>
 #include <mutex>
@@ -9,7 +9,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <torch/library.h>
 
-#include "kernels/cuda.h"
+#include "core/cuda_tables.h"
 #include "simt.h"
 
 namespace {
@@ -18,8 +18,8 @@ const shoestring::cuda::Runtime kRuntime{[](int) -> void* { return nullptr; },
                                          [](void*, size_t) -> const char* { return nullptr; },
                                          [](void*) -> const char* { return nullptr; }};
 
-// Tells the emulator what memory there is, fills it with NaN, and keeps allocations apart, so that a stray access finds
-// nobody else's memory.
+// Tells the emulator what memory there is, fills it with NaN, and keeps allocations apart, so that a stray
+// access finds nobody else's memory.
 class TrackedAllocator final : public c10::Allocator {
  public:
   explicit TrackedAllocator(c10::Allocator* below) : below_(below) {}
@@ -51,7 +51,8 @@ class TrackedAllocator final : public c10::Allocator {
   static inline auto& lock_ = *new std::mutex;
 };
 
-// Arguments whose memory came from elsewhere (a file, NumPy, before this library was loaded), for as long as a call lasts.
+// Arguments whose memory came from elsewhere (a file, NumPy, before this library was loaded), for as long as
+// a call lasts.
 class Lent {
  public:
   explicit Lent(const torch::jit::Stack& arguments) {
@@ -84,7 +85,8 @@ void run_on_cuda(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 const bool kLoaded = [] {
   shoestring::cuda::provide("runtime", &kRuntime);
   c10::SetCPUAllocator(new TrackedAllocator(c10::GetCPUAllocator()), /*priority=*/255);
-  auto& redirect = *new torch::Library(torch::Library::IMPL, "shoestring", c10::DispatchKey::CPU, __FILE__, __LINE__);
+  auto& redirect =
+      *new torch::Library(torch::Library::IMPL, "shoestring", c10::DispatchKey::CPU, __FILE__, __LINE__);
   c10::WarningUtils::WarningHandlerGuard quiet([] {
     static struct : c10::WarningHandler {
       void process(const c10::Warning&) override {}  // that kernels are replaced is the purpose
@@ -103,6 +105,8 @@ const bool kLoaded = [] {
 }  // namespace
 
 // For tests that want the kernels of another GPU: see simt.h.
-extern "C" __attribute__((visibility("default"))) void simt_set_capability(int capability) { simt::set_capability(capability); }
+extern "C" __attribute__((visibility("default"))) void simt_set_capability(int capability) {
+  simt::set_capability(capability);
+}
 // Which kernel ran, as far as its number of threads tells.
 extern "C" __attribute__((visibility("default"))) int simt_last_threads() { return simt::last_threads(); }

@@ -1,6 +1,6 @@
-// Products of a warpgroup that run beside it. The result is computed when the instruction is issued and reaches the
-// registers at the wait; in between these may not be touched, nor the operands in shared memory written. A warp's lane 0
-// stands for the warp where operands are read.
+// Products of a warpgroup that run beside it. The result is computed when the instruction is issued and
+// reaches the registers at the wait; in between these may not be touched, nor the operands in shared memory
+// written. A warp's lane 0 stands for the warp where operands are read.
 
 #include <cstring>
 #include <deque>
@@ -46,7 +46,8 @@ size_t issued_by[kMaxThreads / 32];
 
 uintptr_t shared_base() { return reinterpret_cast<uintptr_t>(block.dynamic) / 1024 * 1024; }
 
-// Element (row, k) of an operand; (k, row) in memory where the rows lie side by side. Both are swizzled by 128 bytes.
+// Element (row, k) of an operand; (k, row) in memory where the rows lie side by side. Both are swizzled by
+// 128 bytes.
 const unsigned char* element_at(uint64_t descriptor, bool rows_together, int row, int k) {
   const auto field = [&](int bit) { return static_cast<uintptr_t>(descriptor >> bit & 0x3fff) * 16; };
   const uintptr_t leading = field(16), stride = field(32);
@@ -58,10 +59,11 @@ const unsigned char* element_at(uint64_t descriptor, bool rows_together, int row
 
 void check_descriptor(uint64_t descriptor, bool rows_together, const char* which) {
   const uintptr_t start = (descriptor & 0x3fff) * 16;
-  if (descriptor >> 62 != 1) fail(std::string("wgmma: ") + which + ": expected a descriptor with a swizzle of 128 bytes");
+  if (descriptor >> 62 != 1)
+    fail(std::string("wgmma: ") + which + ": expected a descriptor with a swizzle of 128 bytes");
   if (start % 1024 >= (rows_together ? 16u : 128u)) {
-    fail(std::string("wgmma: ") + which + ": expected a tile that begins at a multiple of 1024 bytes, received " +
-         std::to_string(start));
+    fail(std::string("wgmma: ") + which +
+         ": expected a tile that begins at a multiple of 1024 bytes, received " + std::to_string(start));
   }
 }
 
@@ -85,8 +87,10 @@ void multiply(const void* const in[32], unsigned, int lane, void* out) {
   const Lane &mine = *lanes[lane], &first = *lanes[0];
   const Wgmma& w = mine.wgmma;
   if (mine.line != first.line || w.a_at != first.wgmma.a_at || w.b_at != first.wgmma.b_at) {
-    failf("wgmma: lane %d is at line %u, lane 0 at line %u; expected one instruction and the same operands for the whole warp",
-          lane, mine.line, first.line);
+    failf(
+        "wgmma: lane %d is at line %u, lane 0 at line %u; expected one instruction and the same operands for "
+        "the whole warp",
+        lane, mine.line, first.line);
   }
   if (lane == 0) {
     const int warp = current->id / 32 % 4;
@@ -96,10 +100,12 @@ void multiply(const void* const in[32], unsigned, int lane, void* out) {
           product_a[row][k] = value_of(element_at(w.a_at, false, warp * 16 + row, k), w.half);
         } else {
           const uint32_t pair = lanes[row % 8 * 4 + k % 8 / 2]->wgmma.a[row / 8 + k / 8 * 2];
-          product_a[row][k] = w.half ? Element16<__half>::value(pair, k % 2) : Element16<__nv_bfloat16>::value(pair, k % 2);
+          product_a[row][k] =
+              w.half ? Element16<__half>::value(pair, k % 2) : Element16<__nv_bfloat16>::value(pair, k % 2);
         }
       }
-      for (int row = 0; row < w.n; ++row) product_b[row][k] = value_of(element_at(w.b_at, w.b_is_kn, row, k), w.half);
+      for (int row = 0; row < w.n; ++row)
+        product_b[row][k] = value_of(element_at(w.b_at, w.b_is_kn, row, k), w.half);
     }
   }
   auto* result = static_cast<float*>(out);
@@ -161,7 +167,8 @@ void wgmma(const Wgmma& w, Where where) {
     auto& log = issued[warp / 4];
     const Issued now{w.a_at, w.b_at, w.n, w.a != nullptr, w.b_is_kn, where.line()};
     if (issued_by[warp] == log.size()) log.push_back(now);
-    if (!(log[issued_by[warp]++] == now)) fail("wgmma" + here + ": another warp of the warpgroup issued another one");
+    if (!(log[issued_by[warp]++] == now))
+      fail("wgmma" + here + ": another warp of the warpgroup issued another one");
     const auto read = [&](const unsigned char* address, size_t size) {
       next.reads.push_back({address, size, begin_read(address, size, {nullptr, where})});
     };
@@ -196,7 +203,8 @@ void wgmma_wait(int pending, Where where) {
     if (o.group < 0 || o.group >= mine.groups - pending) break;
     for (const Read& r : o.reads) {
       if (!end_read(r.address, r.size, r.begun)) {
-        fail("wgmma_wait (" + text_of(where) + "): an operand in shared memory was written while the wgmma was under way");
+        fail("wgmma_wait (" + text_of(where) +
+             "): an operand in shared memory was written while the wgmma was under way");
       }
     }
     std::memcpy(o.wgmma.d, o.result.data(), o.result.size() * sizeof(float));
@@ -207,14 +215,16 @@ void wgmma_wait(int pending, Where where) {
 
 void set_registers(int count, bool grow, Where where) {
   const std::string here = " (" + text_of(where) + ")";
-  warp_collective(grow ? "registers_grow" : "registers_shrink", 0xffffffff, nullptr, nullptr, nothing, false, where);
+  warp_collective(grow ? "registers_grow" : "registers_shrink", 0xffffffff, nullptr, nullptr, nothing, false,
+                  where);
   if (count < 24 || count > 256 || count % 8 != 0) {
-    fail("setmaxnreg" + here + ": expected a multiple of 8 from 24 to 256, received " + std::to_string(count));
+    fail("setmaxnreg" + here + ": expected a multiple of 8 from 24 to 256, received " +
+         std::to_string(count));
   }
   const int at_launch = 65536 / block.threads / 8 * 8, before = own[current->id].registers;
   if (grow ? count < (before ? before : at_launch) : count > (before ? before : at_launch)) {
-    fail("setmaxnreg" + here + ": a thread of " + std::to_string(before ? before : at_launch) + " registers cannot " +
-         (grow ? "grow" : "shrink") + " to " + std::to_string(count));
+    fail("setmaxnreg" + here + ": a thread of " + std::to_string(before ? before : at_launch) +
+         " registers cannot " + (grow ? "grow" : "shrink") + " to " + std::to_string(count));
   }
   own[current->id].registers = count;
 }
@@ -223,12 +233,15 @@ const char* left_in_wgmma() {
   int all = 0;
   for (int t = 0; t < block.threads; ++t) {
     const int first = own[t / 128 * 128].registers;
-    if (own[t].registers != first) return "setmaxnreg: not all warps of a warpgroup set the same number of registers";
+    if (own[t].registers != first)
+      return "setmaxnreg: not all warps of a warpgroup set the same number of registers";
     all += first != 0 ? first : 65536 / block.threads / 8 * 8;
   }
-  if (all > 65536) return "setmaxnreg: the warpgroups want more than 65,536 registers together, so that some wait forever";
+  if (all > 65536)
+    return "setmaxnreg: the warpgroups want more than 65,536 registers together, so that some wait forever";
   for (int w = 0; w < block.threads / 32; ++w) {
-    if (issued_by[w] != issued[w / 4].size()) return "wgmma: not all warps of a warpgroup issued the same number of them";
+    if (issued_by[w] != issued[w / 4].size())
+      return "wgmma: not all warps of a warpgroup issued the same number of them";
   }
   return nullptr;
 }

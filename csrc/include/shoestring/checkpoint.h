@@ -18,8 +18,8 @@
 namespace shoestring {
 
 struct CheckpointOptions {
-  /// Operators whose results are kept, so that backward does not compute them again: names ("aten::mm"), the groups
-  /// "attention" and "products", and tags (tag_activation).
+  /// Operators whose results are kept, so that backward does not compute them again: names ("aten::mm"), the
+  /// groups "attention" and "products", and tags (tag_activation).
   TORCH_ARG(std::vector<std::string>, keep);
   /// Draw the same random numbers in both runs.
   TORCH_ARG(bool, preserve_rng_state) = true;
@@ -34,12 +34,13 @@ SHOESTRING_API void check_tiles(const char* op, int64_t tiles, int64_t length, c
 /// The parts of a result one after the other, which is as long as x.
 SHOESTRING_API at::Tensor joined(const std::vector<at::Tensor>& parts, int64_t dim, const at::Tensor& x);
 /// By tile, then by weight.
-SHOESTRING_API std::vector<std::vector<at::Tensor>> tiles_of(const std::vector<std::pair<at::Tensor, int64_t>>& weights,
-                                                             int64_t tiles);
+SHOESTRING_API std::vector<std::vector<at::Tensor>> tiles_of(
+    const std::vector<std::pair<at::Tensor, int64_t>>& weights, int64_t tiles);
 /// total + part, in fp32 where they are of 16 bits.
 SHOESTRING_API at::Tensor added(const at::Tensor& total, const at::Tensor& part);
 
-/// The first run of a function whose saved tensors are forgotten: until finish(), or, where it throws, the destructor.
+/// The first run of a function whose saved tensors are forgotten: until finish(), or, where it throws, the
+/// destructor.
 class SHOESTRING_API CheckpointRun {
  public:
   /// again: the function, given its tensors anew.
@@ -63,17 +64,29 @@ struct Tensors {
   void take(at::Tensor& tensor) { all.push_back(std::exchange(tensor, {})); }
   void put(at::Tensor& tensor) { tensor = all[next++]; }
   template <class T>
-  void take(std::vector<T>& list) { for (T& item : list) take(item); }
+  void take(std::vector<T>& list) {
+    for (T& item : list) take(item);
+  }
   template <class T>
-  void put(std::vector<T>& list) { for (T& item : list) put(item); }
+  void put(std::vector<T>& list) {
+    for (T& item : list) put(item);
+  }
   template <class T>
-  void take(std::optional<T>& item) { if (item) take(*item); }
+  void take(std::optional<T>& item) {
+    if (item) take(*item);
+  }
   template <class T>
-  void put(std::optional<T>& item) { if (item) put(*item); }
+  void put(std::optional<T>& item) {
+    if (item) put(*item);
+  }
   template <class... T>
-  void take(std::tuple<T...>& items) { std::apply([this](T&... item) { (take(item), ...); }, items); }
+  void take(std::tuple<T...>& items) {
+    std::apply([this](T&... item) { (take(item), ...); }, items);
+  }
   template <class... T>
-  void put(std::tuple<T...>& items) { std::apply([this](T&... item) { (put(item), ...); }, items); }
+  void put(std::tuple<T...>& items) {
+    std::apply([this](T&... item) { (put(item), ...); }, items);
+  }
   template <class T>
   void take(T&) {}
   template <class T>
@@ -96,20 +109,20 @@ decltype(auto) call(F& fn, const Inputs& inputs) {
 
 }  // namespace detail
 
-/// fn(inputs), of which autograd keeps the inputs and what the options name, and nothing else: backward runs fn a second
-/// time for the rest (gradient checkpointing, Chen et al. 2016), with the random numbers and the autocast state of the
-/// first. The gradients are bitwise those without checkpoint.
+/// fn(inputs), of which autograd keeps the inputs and what the options name, and nothing else: backward runs
+/// fn a second time for the rest (gradient checkpointing, Chen et al. 2016), with the random numbers and the
+/// autocast state of the first. The gradients are bitwise those without checkpoint.
 ///
-/// inputs: a Tensor, a std::vector, or a std::tuple, whose items are fn's arguments; tensors in it, in vectors and
-/// optionals too, are kept as autograd keeps them, the rest is copied. fn may take whatever else it needs by capture
-/// (modules, tensors); it lives as long as the graph does. It returns anything, and has to do the same both times: other
-/// shapes, dtypes or operators are an error in backward. Calls may be nested; autograd::grad (inside fn, too), retain_graph,
-/// a second derivative, exceptions in fn and tensors without gradients are as without checkpoint. fn runs again for each
-/// backward pass that it begins itself. fn must not change its inputs in place. Without gradient mode it is fn(inputs) and
-/// nothing else.
+/// inputs: a Tensor, a std::vector, or a std::tuple, whose items are fn's arguments; tensors in it, in
+/// vectors and optionals too, are kept as autograd keeps them, the rest is copied. fn may take whatever else
+/// it needs by capture (modules, tensors); it lives as long as the graph does. It returns anything, and has
+/// to do the same both times: other shapes, dtypes or operators are an error in backward. Calls may be
+/// nested; autograd::grad (inside fn, too), retain_graph, a second derivative, exceptions in fn and tensors
+/// without gradients are as without checkpoint. fn runs again for each backward pass that it begins itself.
+/// fn must not change its inputs in place. Without gradient mode it is fn(inputs) and nothing else.
 ///
-/// For programs without Python: in a process with Python's autograd engine it throws c10::Error, and Python has
-/// shoestring.checkpoint.
+/// For programs without Python: in a process with Python's autograd engine it throws c10::Error, and Python
+/// has shoestring.checkpoint.
 template <class F, class Inputs>
 auto checkpoint(F fn, Inputs inputs, const CheckpointOptions& options = {}) {
   detail::Tensors tensors;
@@ -131,21 +144,24 @@ auto checkpoint(F fn, Inputs inputs, const CheckpointOptions& options = {}) {
   }
 }
 
-/// fn(x) in tiles of x along dim: what fn makes on the way exists for one tile at a time, in backward too. For what treats the
-/// places along dim apart, such as an MLP its tokens. fn takes a tile and returns one as long; backward keeps x alone.
+/// fn(x) in tiles of x along dim: what fn makes on the way exists for one tile at a time, in backward too.
+/// For what treats the places along dim apart, such as an MLP its tokens. fn takes a tile and returns one as
+/// long; backward keeps x alone.
 template <class F>
-at::Tensor tiled(F fn, const at::Tensor& x, int64_t tiles, int64_t dim = -2, const CheckpointOptions& options = {}) {
+at::Tensor tiled(F fn, const at::Tensor& x, int64_t tiles, int64_t dim = -2,
+                 const CheckpointOptions& options = {}) {
   detail::check_tiles("tiled", tiles, x.size(dim), "places along dim");
   std::vector<at::Tensor> parts;
   for (const at::Tensor& tile : x.tensor_split(tiles, dim)) parts.push_back(checkpoint(fn, tile, options));
   return detail::joined(parts, dim, x);
 }
 
-/// fn(x, tiles of the weights), added up over tiles of their features (in fp32, rounded once): what is made of them exists for
-/// one tile at a time. weights: each with the dimension along which its features lie, equally long there. fn takes x and
-/// a std::vector of a tile of each.
+/// fn(x, tiles of the weights), added up over tiles of their features (in fp32, rounded once): what is made
+/// of them exists for one tile at a time. weights: each with the dimension along which its features lie,
+/// equally long there. fn takes x and a std::vector of a tile of each.
 template <class F>
-at::Tensor tiled_features(F fn, const at::Tensor& x, const std::vector<std::pair<at::Tensor, int64_t>>& weights, int64_t tiles,
+at::Tensor tiled_features(F fn, const at::Tensor& x,
+                          const std::vector<std::pair<at::Tensor, int64_t>>& weights, int64_t tiles,
                           const CheckpointOptions& options = {}) {
   at::Tensor part, total;
   for (const auto& piece : detail::tiles_of(weights, tiles)) {
@@ -155,12 +171,14 @@ at::Tensor tiled_features(F fn, const at::Tensor& x, const std::vector<std::pair
   return total.to(part.scalar_type());
 }
 
-/// x itself, which a checkpoint around this that was asked to `keep` the tag does not make again in backward: the results
-/// of the operator that made x are kept. Elsewhere it does nothing. x was not modified in place since it was made.
+/// x itself, which a checkpoint around this that was asked to `keep` the tag does not make again in backward:
+/// the results of the operator that made x are kept. Elsewhere it does nothing. x was not modified in place
+/// since it was made.
 SHOESTRING_API at::Tensor tag_activation(const at::Tensor& x, const std::string& tag);
 
-/// Runs functions (of one Tensor, returning one) one after the other in `segments` parts of about equal length, each but
-/// the last under checkpoint: the last is what backward begins with, so nothing would be gained.
+/// Runs functions (of one Tensor, returning one) one after the other in `segments` parts of about equal
+/// length, each but the last under checkpoint: the last is what backward begins with, so nothing would be
+/// gained.
 template <class Functions>
 at::Tensor checkpoint_sequential(const Functions& functions, int64_t segments, at::Tensor x,
                                  const CheckpointOptions& options = {}) {
@@ -169,11 +187,12 @@ at::Tensor checkpoint_sequential(const Functions& functions, int64_t segments, a
   detail::check_segments(segments, count);
   for (int64_t part = 0, begin = 0; part < segments; ++part) {
     const int64_t end = part + 1 == segments ? count : begin + count / segments;
-    const auto run = [part = decltype(steps)(steps.begin() + begin, steps.begin() + end)](const at::Tensor& input) {
-      at::Tensor y = input;
-      for (const auto& step : part) y = step(y);
-      return y;
-    };
+    const auto run =
+        [part = decltype(steps)(steps.begin() + begin, steps.begin() + end)](const at::Tensor& input) {
+          at::Tensor y = input;
+          for (const auto& step : part) y = step(y);
+          return y;
+        };
     x = part + 1 == segments ? run(x) : checkpoint(run, x, options);
     begin = end;
   }

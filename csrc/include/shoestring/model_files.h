@@ -12,13 +12,14 @@
 
 namespace shoestring {
 
-/// A tensor of this shape in the memory of one element, NaN (a whole number: 0): what a module registers where load_model is
-/// going to bring the values. (Not a tensor on the meta device: LibTorch cannot give such a parameter values later.)
+/// A tensor of this shape in the memory of one element, NaN (a whole number: 0): what a module registers
+/// where load_model is going to bring the values. (Not a tensor on the meta device: LibTorch cannot give such
+/// a parameter values later.)
 SHOESTRING_API at::Tensor placeholder(at::IntArrayRef shape, at::ScalarType dtype = at::kFloat);
 
 struct LoadOptions {
-  /// "none", "nf4", "fp4", "int4" or "int8": what the weights of shoestring::nn::Linear layers become on arrival. Weights that
-  /// are quantised in the file, by bitsandbytes' keys, are taken as they are.
+  /// "none", "nf4", "fp4", "int4" or "int8": what the weights of shoestring::nn::Linear layers become on
+  /// arrival. Weights that are quantised in the file, by bitsandbytes' keys, are taken as they are.
   TORCH_ARG(std::string, quantize) = "none";
   /// Of 4-bit weights.
   TORCH_ARG(int64_t, block_size) = 64;
@@ -31,17 +32,18 @@ struct LoadOptions {
   TORCH_ARG(std::vector<std::string>, ignore) = {};
 };
 
-/// Fills a module's parameters and buffers by name from a safetensors file or a Hugging Face model directory, sharded or
-/// not: read (not mapped) one tensor at a time, quantised as they arrive, so that with placeholders in the module the
-/// process never holds the dense model. Parameters that are one tensor under two names (tied embeddings) need one of
-/// them. Everything is checked against the files' headers first: a tensor that is missing, surplus or of another shape
-/// is an error, and the module stays as it was.
-SHOESTRING_API void load_model(torch::nn::Module& module, const std::string& path, const LoadOptions& options = {});
+/// Fills a module's parameters and buffers by name from a safetensors file or a Hugging Face model directory,
+/// sharded or not: read (not mapped) one tensor at a time, quantised as they arrive, so that with
+/// placeholders in the module the process never holds the dense model. Parameters that are one tensor under
+/// two names (tied embeddings) need one of them. Everything is checked against the files' headers first: a
+/// tensor that is missing, surplus or of another shape is an error, and the module stays as it was.
+SHOESTRING_API void load_model(torch::nn::Module& module, const std::string& path,
+                               const LoadOptions& options = {});
 
-/// Writes directory/model.safetensors: parameters and buffers by name, quantised weights by bitsandbytes' keys, a tensor
-/// with several names under the first. Adapters are left out: they are lora::save_adapter's. The bytes are those that
-/// Python's safetensors writes for the same model. The file replaces a former one in one step; the shards and the index of
-/// a former model are removed after that.
+/// Writes directory/model.safetensors: parameters and buffers by name, quantised weights by bitsandbytes'
+/// keys, a tensor with several names under the first. Adapters are left out: they are lora::save_adapter's.
+/// The bytes are those that Python's safetensors writes for the same model. The file replaces a former one in
+/// one step; the shards and the index of a former model are removed after that.
 SHOESTRING_API void save_model(const torch::nn::Module& module, const std::string& directory);
 
 }  // namespace shoestring

@@ -17,13 +17,13 @@
 namespace shoestring {
 
 struct SHOESTRING_API OffloadActivationsOptions {
-  /// Whose tensors leave; those of other devices stay. "": "cuda" where there is a GPU, else "cpu": to a folder, or
-  /// compressed.
+  /// Whose tensors leave; those of other devices stay. "": "cuda" where there is a GPU, else "cpu": to a
+  /// folder, or compressed.
   TORCH_ARG(std::string, device) = "";
-  /// "none"; "bf16": fp32 becomes bfloat16, to nearest (error at most 2^-8 of each element; above 3.39e38 it becomes
-  /// infinity); "8bit": fp32, bf16 and fp16 become blocks of 256 8-bit codes (Dettmers et al., arXiv 2110.02861), error at
-  /// most 0.00704 of the largest magnitude in the block, and all of a block with an element that is not finite comes back as
-  /// NaN. Other types are never compressed.
+  /// "none"; "bf16": fp32 becomes bfloat16, to nearest (error at most 2^-8 of each element; above 3.39e38 it
+  /// becomes infinity); "8bit": fp32, bf16 and fp16 become blocks of 256 8-bit codes (Dettmers et al., arXiv
+  /// 2110.02861), error at most 0.00704 of the largest magnitude in the block, and all of a block with an
+  /// element that is not finite comes back as NaN. Other types are never compressed.
   TORCH_ARG(std::string, compression) = "none";
   /// Layers that are copied back ahead of backward.
   TORCH_ARG(int64_t, prefetch) = 1;
@@ -36,7 +36,8 @@ struct SHOESTRING_API OffloadActivationsOptions {
   TORCH_ARG(int64_t, host_bytes) = 0;
 };
 
-/// What autograd saves in its scopes leaves the device, and comes back for backward. What Python's offload_activations does:
+/// What autograd saves in its scopes leaves the device, and comes back for backward. What Python's
+/// offload_activations does:
 ///
 ///     OffloadActivations offload({}, model->parameters());
 ///     for (...) {
@@ -48,18 +49,19 @@ struct SHOESTRING_API OffloadActivationsOptions {
 ///       loss.backward();
 ///     }
 ///
-/// Storages are copied beside the computation and each once, however many saved tensors are views of it; they are freed
-/// when they have been copied and their layer is over. Backward finds the last layer where it was, and copies the layers before
-/// it back ahead of time. Without compression all gradients are bitwise those without this. Host memory (page-locked for
-/// CUDA) is taken in the first step, and used again in each. A saved tensor that is changed in place before backward is an
-/// error, as it is without this. No CUDA graphs.
+/// Storages are copied beside the computation and each once, however many saved tensors are views of it; they
+/// are freed when they have been copied and their layer is over. Backward finds the last layer where it was,
+/// and copies the layers before it back ahead of time. Without compression all gradients are bitwise those
+/// without this. Host memory (page-locked for CUDA) is taken in the first step, and used again in each. A
+/// saved tensor that is changed in place before backward is an error, as it is without this. No CUDA graphs.
 ///
-/// Errors: c10::Error, of an option; of forward, where the disk is full or fails (the step can be repeated); of scope(), in a
-/// process with Python's autograd engine.
+/// Errors: c10::Error, of an option; of forward, where the disk is full or fails (the step can be repeated);
+/// of scope(), in a process with Python's autograd engine.
 class SHOESTRING_API OffloadActivations {
  public:
   /// exclude: tensors that live on anyway, whose storages stay: parameters, frozen ones too, and buffers.
-  explicit OffloadActivations(const OffloadActivationsOptions& options = {}, const std::vector<at::Tensor>& exclude = {});
+  explicit OffloadActivations(const OffloadActivationsOptions& options = {},
+                              const std::vector<at::Tensor>& exclude = {});
   ~OffloadActivations();
   OffloadActivations(const OffloadActivations&) = delete;
   OffloadActivations& operator=(const OffloadActivations&) = delete;
@@ -85,11 +87,11 @@ class SHOESTRING_API OffloadActivations {
   void mark();
   /// Waits until at most so many bytes of layers that are over are still there, on their way.
   void wait(int64_t bytes);
-  /// How quick copies are beside a computation, and what they take from it: for checkpoint_plan, found by moving some. With a
-  /// folder and more bytes than host_bytes the disk's are meant.
+  /// How quick copies are beside a computation, and what they take from it: for checkpoint_plan, found by
+  /// moving some. With a folder and more bytes than host_bytes the disk's are meant.
   CheckpointPlanOptions measure_link(int64_t bytes) const;
-  /// Bytes "stored", "copied_out" (encoded) and freed, and "reloaded" so far; now "live" in the slabs of the "host", and
-  /// the size of the file on "disk"; and how many storages there are ("entries").
+  /// Bytes "stored", "copied_out" (encoded) and freed, and "reloaded" so far; now "live" in the slabs of the
+  /// "host", and the size of the file on "disk"; and how many storages there are ("entries").
   std::map<std::string, int64_t> statistics() const;
 
  private:

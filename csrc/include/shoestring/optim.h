@@ -16,7 +16,7 @@ class SHOESTRING_API AdamWOptions : public OptionsOf<AdamWOptions> {
   AdamWOptions(double lr = 1e-3) : OptionsOf(lr) {}
 
   /// Decay of the running means of the gradient and of its square.
-  TORCH_ARG(Betas, betas) = {0.9, 0.999};
+  TORCH_ARG(Betas, betas) = { 0.9, 0.999 };
   /// Added to the root of the second moment.
   TORCH_ARG(double, eps) = 1e-8;
   /// Decoupled, and applied before the update, as in PyTorch.
@@ -40,7 +40,7 @@ class SHOESTRING_API LionOptions : public OptionsOf<LionOptions> {
   LionOptions(double lr = 1e-4) : OptionsOf(lr) {}
 
   /// The share of the moment in the update, and in the new moment.
-  TORCH_ARG(Betas, betas) = {0.9, 0.99};
+  TORCH_ARG(Betas, betas) = { 0.9, 0.99 };
   /// Decoupled, and applied before the update.
   TORCH_ARG(double, weight_decay) = 0.0;
 
@@ -86,7 +86,7 @@ class SHOESTRING_API AdEMAMixOptions : public OptionsOf<AdEMAMixOptions> {
   AdEMAMixOptions(double lr = 1e-3) : OptionsOf(lr) {}
 
   /// Decay of the fast mean, of that of squares, and of the slow mean.
-  TORCH_ARG(Betas, betas) = {0.9, 0.999, 0.9999};
+  TORCH_ARG(Betas, betas) = { 0.9, 0.999, 0.9999 };
   /// Of the slow mean in the update.
   TORCH_ARG(double, alpha) = 5.0;
   /// Steps in which alpha rises from 0; none: it is there at once.
@@ -116,7 +116,7 @@ class SHOESTRING_API ScheduleFreeAdamWOptions : public OptionsOf<ScheduleFreeAda
   ScheduleFreeAdamWOptions(double lr = 2.5e-3) : OptionsOf(lr) {}
 
   /// The share of the average in the points where gradients are taken, above 0; decay of the mean of squares.
-  TORCH_ARG(Betas, betas) = {0.9, 0.999};
+  TORCH_ARG(Betas, betas) = { 0.9, 0.999 };
   TORCH_ARG(double, eps) = 1e-8;
   /// A part of the update, not divided by the root of the second moment.
   TORCH_ARG(double, weight_decay) = 0.0;
@@ -132,17 +132,17 @@ class SHOESTRING_API ScheduleFreeAdamWOptions : public OptionsOf<ScheduleFreeAda
   void check_step() const override;
 };
 
-/// Schedule-Free AdamW (arXiv 2405.15682): needs no learning rate schedule. Gradients are taken at one point, and the
-/// weights for evaluation are an average.
+/// Schedule-Free AdamW (arXiv 2405.15682): needs no learning rate schedule. Gradients are taken at one point,
+/// and the weights for evaluation are an average.
 ///
-/// The average is over all steps of a parameter, by squares of the warm-up's rates: a learning rate that is changed
-/// later does not enter it.
+/// The average is over all steps of a parameter, by squares of the warm-up's rates: a learning rate that is
+/// changed later does not enter it.
 class SHOESTRING_API ScheduleFreeAdamW : public OptimizerOf<ScheduleFreeAdamWOptions> {
  public:
   using OptimizerOf::OptimizerOf;
-  /// Parameters become those to train, or the average, to be evaluated; nothing where they are so already. An optimizer
-  /// begins in train mode, and takes steps in no other. Parameters and optimizer are to be saved in the same mode.
-  /// There and back is within a unit in the last place.
+  /// Parameters become those to train, or the average, to be evaluated; nothing where they are so already. An
+  /// optimizer begins in train mode, and takes steps in no other. Parameters and optimizer are to be saved in
+  /// the same mode. There and back is within a unit in the last place.
   void train() { set_mode(true); }
   void eval() { set_mode(false); }
 
@@ -157,7 +157,7 @@ class SHOESTRING_API LAMBOptions : public OptionsOf<LAMBOptions> {
   /// What a parameter moves by, as a share of its norm.
   LAMBOptions(double lr = 1e-3) : OptionsOf(lr) {}
 
-  TORCH_ARG(Betas, betas) = {0.9, 0.999};
+  TORCH_ARG(Betas, betas) = { 0.9, 0.999 };
   TORCH_ARG(double, eps) = 1e-6;
   /// A part of the update whose norm is taken.
   TORCH_ARG(double, weight_decay) = 1e-2;
@@ -184,7 +184,7 @@ class SHOESTRING_API AdafactorOptions : public OptionsOf<AdafactorOptions> {
   /// 1 - t^this is the decay of squares.
   TORCH_ARG(double, beta2_decay) = -0.8;
   /// The least root of the second moment (none: by the parameter's dtype), and the least size of a parameter.
-  TORCH_ARG(Eps, eps) = {std::nullopt, 1e-3};
+  TORCH_ARG(Eps, eps) = { std::nullopt, 1e-3 };
   /// The largest root mean square of an update.
   TORCH_ARG(double, d) = 1.0;
   TORCH_ARG(double, weight_decay) = 0.0;
@@ -206,10 +206,11 @@ class SHOESTRING_API CAMEOptions : public OptionsOf<CAMEOptions> {
   using Eps = std::tuple<double, double>;
   CAMEOptions(double lr = 2e-4) : OptionsOf(lr) {}
 
-  /// Decay of the mean of updates (above 0), of squared gradients, and of squared distances of updates from the mean.
-  TORCH_ARG(Betas, betas) = {0.9, 0.999, 0.9999};
+  /// Decay of the mean of updates (above 0), of squared gradients, and of squared distances of updates from
+  /// the mean.
+  TORCH_ARG(Betas, betas) = { 0.9, 0.999, 0.9999 };
   /// Added to squared gradients, and to squared distances.
-  TORCH_ARG(Eps, eps) = {1e-30, 1e-16};
+  TORCH_ARG(Eps, eps) = { 1e-30, 1e-16 };
   /// The largest root mean square of an update, before the mean.
   TORCH_ARG(double, clip_threshold) = 1.0;
   /// Decoupled, and applied before the update.
@@ -236,12 +237,13 @@ class SHOESTRING_API MuonOptions : public OptionsOf<MuonOptions> {
   TORCH_ARG(double, weight_decay) = 0.1;
   TORCH_ARG(bool, nesterov) = true;
   /// a, b, c of the Newton-Schulz polynomial a X + b (X X^T) X + c (X X^T)^2 X.
-  TORCH_ARG(std::vector<double>, ns_coefficients) = {3.4445, -4.775, 2.0315};
+  TORCH_ARG(std::vector<double>, ns_coefficients) = { 3.4445, -4.775, 2.0315 };
   /// The least norm that the momentum is divided by.
   TORCH_ARG(double, eps) = 1e-7;
   /// 1 to 99.
   TORCH_ARG(int64_t, ns_steps) = 5;
-  /// "original" (also none), sqrt(max(1, rows / columns)), or "match_rms_adamw", 0.2 sqrt(max(rows, columns)).
+  /// "original" (also none), sqrt(max(1, rows / columns)), or "match_rms_adamw", 0.2 sqrt(max(rows,
+  /// columns)).
   TORCH_ARG(std::optional<std::string>, adjust_lr_fn) = std::nullopt;
 
  private:
@@ -250,7 +252,8 @@ class SHOESTRING_API MuonOptions : public OptionsOf<MuonOptions> {
   void check() const override;
 };
 
-/// Muon (Jordan, 2024): the momentum of a matrix, made orthogonal. Matrices only; other parameters are for AdamW.
+/// Muon (Jordan, 2024): the momentum of a matrix, made orthogonal. Matrices only; other parameters are for
+/// AdamW.
 class SHOESTRING_API Muon : public OptimizerOf<MuonOptions> {
   using OptimizerOf::OptimizerOf;
 };

@@ -18,11 +18,13 @@
 
 namespace shoestring::optim {
 
-// ---- GaLore -------------------------------------------------------------------------------------------------------
+// ---- GaLore
+// -------------------------------------------------------------------------------------------------------
 
 /// A group of parameters has its own.
 struct SHOESTRING_API GaLoreOptions {
-  /// Of the state: r. None steps every parameter as the base optimizer does; embeddings and heads are usually left out.
+  /// Of the state: r. None steps every parameter as the base optimizer does; embeddings and heads are usually
+  /// left out.
   TORCH_ARG(std::optional<int64_t>, rank) = 128;
   /// Steps between projections.
   TORCH_ARG(int64_t, update_proj_gap) = 200;
@@ -34,30 +36,34 @@ struct SHOESTRING_API GaLoreOptions {
   TORCH_ARG(int64_t, seed) = 0;
 };
 
-/// GaLore (arXiv 2403.03507) around AdamW, Lion or SGD: full-parameter training with the state of a low rank r.
+/// GaLore (arXiv 2403.03507) around AdamW, Lion or SGD: full-parameter training with the state of a low rank
+/// r.
 ///
-/// The gradient G (m, n) of a matrix becomes R = P^T G, with the r leading left singular vectors of an earlier gradient
-/// in P (m, r), found by randomised subspace iteration. The base optimizer steps a virtual parameter (r, n) with R, and
-/// scale times P times its update moves the matrix; weight decay is of the whole matrix. Where n < m, P is on the
-/// right. What Python's GaLore computes.
+/// The gradient G (m, n) of a matrix becomes R = P^T G, with the r leading left singular vectors of an
+/// earlier gradient in P (m, r), found by randomised subspace iteration. The base optimizer steps a virtual
+/// parameter (r, n) with R, and scale times P times its update moves the matrix; weight decay is of the whole
+/// matrix. Where n < m, P is on the right. What Python's GaLore computes.
 ///
 ///     GaLore<AdamW> optimizer(model->parameters(), AdamWOptions(1e-3), GaLoreOptions().rank(128));
 ///
-/// Parameters: fp32, bf16 or fp16. Those of more than two dimensions are matrices (first, all others); vectors, and
-/// matrices with fewer than r rows (columns, for a projection on the right), step as by the base. 16-bit weights are
-/// rounded once a step, to nearest. Memory: min(m, n) r elements of the parameter's dtype, and the base's state of
-/// max(m, n) r parameters. Errors: c10::Error, of an option, a dtype or an archive that does not fit.
+/// Parameters: fp32, bf16 or fp16. Those of more than two dimensions are matrices (first, all others);
+/// vectors, and matrices with fewer than r rows (columns, for a projection on the right), step as by the
+/// base. 16-bit weights are rounded once a step, to nearest. Memory: min(m, n) r elements of the parameter's
+/// dtype, and the base's state of max(m, n) r parameters. Errors: c10::Error, of an option, a dtype or an
+/// archive that does not fit.
 template <class Base>
 class GaLore : public detail::GaLoreCore {
  public:
   using Options = typename detail::BaseTraits<Base>::Options;
   explicit GaLore(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, Options defaults = {},
                   GaLoreOptions galore = {})
-      : GaLoreCore(detail::base_class<Base>(defaults), std::make_unique<Options>(defaults)), own_(std::move(galore)) {
+      : GaLoreCore(detail::base_class<Base>(defaults), std::make_unique<Options>(defaults)),
+        own_(std::move(galore)) {
     for (const auto& group : param_groups) add_param_group(group);
   }
   explicit GaLore(std::vector<at::Tensor> params, Options defaults = {}, GaLoreOptions galore = {})
-      : GaLore({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults), std::move(galore)) {}
+      : GaLore({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults),
+               std::move(galore)) {}
 
   /// A group without options has the defaults, of either kind.
   void add_param_group(const torch::optim::OptimizerParamGroup& group) { add_param_group(group, own_); }
@@ -72,7 +78,8 @@ class GaLore : public detail::GaLoreCore {
   GaLoreOptions own_;
 };
 
-// ---- APOLLO -------------------------------------------------------------------------------------------------------
+// ---- APOLLO
+// -------------------------------------------------------------------------------------------------------
 
 /// A group of parameters has its own.
 struct SHOESTRING_API APOLLOOptions {
@@ -92,29 +99,33 @@ struct SHOESTRING_API APOLLOOptions {
   static APOLLOOptions mini() { return APOLLOOptions().rank(1).scale(std::sqrt(128.0)).scale_type("tensor"); }
 };
 
-/// APOLLO (arXiv 2412.05270) around AdamW, or Lion or SGD: step sizes by channel, with the state of a low rank r.
+/// APOLLO (arXiv 2412.05270) around AdamW, or Lion or SGD: step sizes by channel, with the state of a low
+/// rank r.
 ///
-/// The gradient G (m, n) of a matrix, m <= n, becomes R = P G, (r, n), with random P. The base optimizer steps a
-/// virtual parameter with R, at a learning rate of 1; its update U (r, n) tells how much G is scaled, in every column
-/// j: W -= lr scale G norm(U[:, j]) / norm(R[:, j]), the norm of which grows by 1 % a step at most. Where n < m, rows
-/// are the channels. P is made from a seed whenever it is needed, and from a new one every update_proj_gap steps. What
-/// Python's APOLLO computes, with the same random numbers; with APOLLOOptions::mini(), its APOLLOMini.
+/// The gradient G (m, n) of a matrix, m <= n, becomes R = P G, (r, n), with random P. The base optimizer
+/// steps a virtual parameter with R, at a learning rate of 1; its update U (r, n) tells how much G is scaled,
+/// in every column j: W -= lr scale G norm(U[:, j]) / norm(R[:, j]), the norm of which grows by 1 % a step at
+/// most. Where n < m, rows are the channels. P is made from a seed whenever it is needed, and from a new one
+/// every update_proj_gap steps. What Python's APOLLO computes, with the same random numbers; with
+/// APOLLOOptions::mini(), its APOLLOMini.
 ///
 ///     APOLLO<AdamW> optimizer(model->parameters(), AdamWOptions(1e-3), APOLLOOptions().rank(128));
 ///
-/// Parameters, rounding and errors: as GaLore's. Memory: 4 bytes a matrix, and the base's state of max(m, n) r
-/// parameters.
+/// Parameters, rounding and errors: as GaLore's. Memory: 4 bytes a matrix, and the base's state of max(m, n)
+/// r parameters.
 template <class Base>
 class APOLLO : public detail::APOLLOCore {
  public:
   using Options = typename detail::BaseTraits<Base>::Options;
   explicit APOLLO(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, Options defaults = {},
                   APOLLOOptions apollo = {})
-      : APOLLOCore(detail::base_class<Base>(defaults), std::make_unique<Options>(defaults)), own_(std::move(apollo)) {
+      : APOLLOCore(detail::base_class<Base>(defaults), std::make_unique<Options>(defaults)),
+        own_(std::move(apollo)) {
     for (const auto& group : param_groups) add_param_group(group);
   }
   explicit APOLLO(std::vector<at::Tensor> params, Options defaults = {}, APOLLOOptions apollo = {})
-      : APOLLO({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults), std::move(apollo)) {}
+      : APOLLO({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults),
+               std::move(apollo)) {}
 
   /// A group without options has the defaults, of either kind.
   void add_param_group(const torch::optim::OptimizerParamGroup& group) { add_param_group(group, own_); }
@@ -129,7 +140,8 @@ class APOLLO : public detail::APOLLOCore {
   APOLLOOptions own_;
 };
 
-// ---- SAM ----------------------------------------------------------------------------------------------------------
+// ---- SAM
+// ----------------------------------------------------------------------------------------------------------
 
 struct SHOESTRING_API SAMOptions {
   SAMOptions(double rho = 0.05) : rho_(rho) {}

@@ -64,6 +64,7 @@ SHOESTRING_API TensorDict load_safetensors(const std::string& path);
 /// Writes `tensors` (dense, on any device) and `metadata` to the file `path`, replacing one that is there
 /// only once the new one is complete and on disk. The bytes are those that the Python package safetensors
 /// writes.
-SHOESTRING_API void save_safetensors(const std::string& path, const TensorDict& tensors, const Metadata& metadata = {});
+SHOESTRING_API void save_safetensors(const std::string& path, const TensorDict& tensors,
+                                     const Metadata& metadata = {});
 
 }  // namespace shoestring

@@ -32,7 +32,7 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
 TokenFile::TokenFile(const std::string& path) : path_(path) {
   fd_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd_ < 0) throw InputError("--data " + path + ": cannot open: " + std::strerror(errno));
-  struct stat info {};
+  struct stat info{};
   ::fstat(fd_, &info);
   Header header{};
   const bool readable = S_ISREG(info.st_mode) && ::pread(fd_, &header, kHeader, 0) == kHeader;
@@ -41,14 +41,16 @@ TokenFile::TokenFile(const std::string& path) : path_(path) {
   }
   const uint64_t bytes = info.st_size - kHeader;
   if (header.width != 2 && header.width != 4) {
-    throw InputError("--data " + path + ": expected 2 or 4 bytes per token, received " + std::to_string(header.width));
+    throw InputError("--data " + path + ": expected 2 or 4 bytes per token, received " +
+                     std::to_string(header.width));
   }
   if (header.size == 0) throw InputError("--data " + path + ": the file holds no token");
   if (bytes % header.width != 0 || bytes / header.width != header.size) {
     throw InputError("--data " + path + ": the header says " + std::to_string(header.size) + " tokens of " +
                      std::to_string(header.width) + " bytes, but " + std::to_string(bytes) + " bytes follow");
   }
-  if (header.vocab_size == 0) throw InputError("--data " + path + ": expected a vocabulary, received the size 0");
+  if (header.vocab_size == 0)
+    throw InputError("--data " + path + ": expected a vocabulary, received the size 0");
   vocab_size_ = header.vocab_size;
   width_ = header.width;
   size_ = static_cast<int64_t>(header.size);
@@ -60,7 +62,8 @@ void TokenFile::read_bytes(void* out, int64_t bytes, int64_t offset) const {
   for (char* to = static_cast<char*>(out); bytes > 0;) {
     const ssize_t n = ::pread(fd_, to, bytes, offset);
     if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) throw InputError("--data " + path_ + ": cannot read: " + (n < 0 ? std::strerror(errno) : "it was cut"));
+    if (n <= 0)
+      throw InputError("--data " + path_ + ": cannot read: " + (n < 0 ? std::strerror(errno) : "it was cut"));
     to += n, offset += n, bytes -= n;
   }
 }
@@ -76,7 +79,8 @@ at::Tensor TokenFile::read(const std::vector<int64_t>& begins, int64_t length) c
       std::memcpy(&token, &bytes[i * width_], width_);
       if (token >= vocab_size_) {
         throw InputError("--data " + path_ + ": token " + std::to_string(token) + " at position " +
-                         std::to_string(begin + i) + " is outside the vocabulary of " + std::to_string(vocab_size_));
+                         std::to_string(begin + i) + " is outside the vocabulary of " +
+                         std::to_string(vocab_size_));
       }
       *out++ = token;
     }
@@ -104,8 +108,9 @@ at::Tensor Blocks::rows(const std::vector<int64_t>& numbers) const {
 Split split(const TokenFile& file, int64_t seq_len) {
   const int64_t blocks = (file.size() - 1) / seq_len;
   if (blocks < 2) {
-    throw InputError("--data: " + std::to_string(file.size()) + " tokens are too few for a training and a validation " +
-                     "block of --seq-len " + std::to_string(seq_len) + "; give more text or a smaller --seq-len");
+    throw InputError("--data: " + std::to_string(file.size()) +
+                     " tokens are too few for a training and a validation " + "block of --seq-len " +
+                     std::to_string(seq_len) + "; give more text or a smaller --seq-len");
   }
   const int64_t held_out = std::max<int64_t>(1, static_cast<int64_t>(blocks * kHeldOut));
   return {{file, seq_len, 0, blocks - held_out}, {file, seq_len, blocks - held_out, held_out}};

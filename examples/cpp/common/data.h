@@ -6,8 +6,8 @@
 #include <vector>
 
 /// The flat token file of `shoestring tokenize`: a header of 64 bytes, little-endian, then the tokens.
-/// Header: magic "shoetok\1", uint32 vocabulary, uint32 bytes per token (2 or 4), uint64 tokens, 40 zero bytes.
-/// Read, not mapped: mapped pages would count as the process's memory.
+/// Header: magic "shoetok\1", uint32 vocabulary, uint32 bytes per token (2 or 4), uint64 tokens, 40 zero
+/// bytes. Read, not mapped: mapped pages would count as the process's memory.
 class TokenFile {
  public:
   explicit TokenFile(const std::string& path);
@@ -44,8 +44,8 @@ struct Split {
 };
 Split split(const TokenFile& file, int64_t seq_len);
 
-/// The blocks of each micro-batch: a pure function of the seed and the number of the micro-batch, so that a resumed run
-/// needs no state. Every pass over the data is a new permutation.
+/// The blocks of each micro-batch: a pure function of the seed and the number of the micro-batch, so that a
+/// resumed run needs no state. Every pass over the data is a new permutation.
 class BatchOrder {
  public:
   BatchOrder(int64_t blocks, int64_t batch_size, int64_t seed);

@@ -30,12 +30,14 @@ template <class T>
 T parse_number(const char* name, double least, const std::string& text) {
   T value{};
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  const bool number = error == std::errc() && end == text.data() + text.size() && std::isfinite(double(value));
+  const bool number =
+      error == std::errc() && end == text.data() + text.size() && std::isfinite(double(value));
   if (!number || value < least) {
     char shown[32];
     std::snprintf(shown, sizeof shown, "%g", least);
-    throw InputError("--" + std::string(name) + ": expected " + (std::is_integral_v<T> ? "a whole number" : "a number") +
-                     ", at least " + shown + ", received '" + text + "'");
+    throw InputError("--" + std::string(name) + ": expected " +
+                     (std::is_integral_v<T> ? "a whole number" : "a number") + ", at least " + shown +
+                     ", received '" + text + "'");
   }
   return value;
 }
@@ -50,9 +52,11 @@ std::string shown(const Options& options, const Flag<Options>& flag) {
   return text;
 }
 
-/// The command line in `options`. Raises InputError; `--help` prints `about` and the flags, and ends the program.
+/// The command line in `options`. Raises InputError; `--help` prints `about` and the flags, and ends the
+/// program.
 template <class Options>
-void parse_flags(int argc, char** argv, const char* about, std::span<const Flag<Options>> flags, Options& options) {
+void parse_flags(int argc, char** argv, const char* about, std::span<const Flag<Options>> flags,
+                 Options& options) {
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
     if (word == "--help" || word == "-h") {

@@ -69,7 +69,7 @@ void FolderLock::make_folders() {
       continue;
     }
     const int error = errno;
-    struct stat info {};
+    struct stat info{};
     if (::stat(part.c_str(), &info) != 0 || !S_ISDIR(info.st_mode)) {
       throw InputError("--out " + folder_ + ": cannot make the folder: " + std::strerror(error));
     }
@@ -81,13 +81,13 @@ bool FolderLock::acquire() {
   fd_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
   if (fd_ < 0 && errno == ENOENT) return false;
   if (fd_ < 0) throw InputError("--out " + folder_ + ": cannot write there: " + std::strerror(errno));
-  struct flock whole {};
+  struct flock whole{};
   whole.l_type = F_WRLCK;
   whole.l_whence = SEEK_SET;
   if (::fcntl(fd_, F_SETLK, &whole) != 0 && (errno == EACCES || errno == EAGAIN)) {
     throw InputError("--out " + folder_ + ": in use by " + holder(fd_));
   }
-  struct stat ours {}, there {};
+  struct stat ours{}, there{};
   ::fstat(fd_, &ours);
   if (::stat(path_.c_str(), &there) != 0 || there.st_ino != ours.st_ino || there.st_dev != ours.st_dev) {
     ::close(std::exchange(fd_, -1));

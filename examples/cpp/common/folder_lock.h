@@ -3,9 +3,10 @@
 #include <string>
 #include <vector>
 
-/// Holds the folder of a run against other processes, and makes the folder, and those above it, where they are absent.
-/// The lock is a POSIX record lock on FOLDER/.lock, the same one that the command `shoestring train` takes: the kernel
-/// frees it when the process ends, however that ends. A file system without locks is used without.
+/// Holds the folder of a run against other processes, and makes the folder, and those above it, where they
+/// are absent. The lock is a POSIX record lock on FOLDER/.lock, the same one that the command `shoestring
+/// train` takes: the kernel frees it when the process ends, however that ends. A file system without locks is
+/// used without.
 class FolderLock {
  public:
   /// Raises InputError where another process holds the folder, or where the file system refuses it.

@@ -19,7 +19,8 @@ namespace {
 constexpr double kInitStd = 0.02;
 
 shoestring::nn::Linear linear(const LlamaConfig& config, int64_t in, int64_t out) {
-  shoestring::nn::Linear layer(shoestring::nn::LinearOptions(in, out).bias(false).placeholder(config.placeholders));
+  shoestring::nn::Linear layer(
+      shoestring::nn::LinearOptions(in, out).bias(false).placeholder(config.placeholders));
   if (!config.placeholders) torch::nn::init::normal_(layer->weight, 0, kInitStd);
   return layer;
 }
@@ -33,12 +34,14 @@ Tensor vocabulary(const LlamaConfig& config) {
 
 Rotary rotary(const LlamaConfig& config, int64_t tokens) {
   const Tensor exponent = at::arange(0, config.head_dim, 2, at::kFloat) / config.head_dim;
-  const Tensor angle = at::outer(at::arange(tokens, at::kFloat), at::pow(config.rope_theta, exponent).reciprocal());
+  const Tensor angle =
+      at::outer(at::arange(tokens, at::kFloat), at::pow(config.rope_theta, exponent).reciprocal());
   const Tensor both = at::cat({angle, angle}, -1);
   return {both.cos(), both.sin()};
 }
 
-// x (rows, heads, tokens, head_dim). The halves of a head, not neighbours, form the pairs: the layout of the weights.
+// x (rows, heads, tokens, head_dim). The halves of a head, not neighbours, form the pairs: the layout of the
+// weights.
 Tensor rotate(const Tensor& x, const Rotary& rotary) {
   const auto halves = x.chunk(2, -1);
   return x * rotary.cos + at::cat({-halves[1], halves[0]}, -1) * rotary.sin;
@@ -64,14 +67,16 @@ AttentionImpl::AttentionImpl(const LlamaConfig& config)
 
 Tensor AttentionImpl::forward(const Tensor& x, const Rotary& rotary) {
   const int64_t rows = x.size(0), tokens = x.size(1);
-  // (rows, tokens, heads * head_dim) -> (rows, heads, tokens, head_dim), in fp32: many CPUs are slow at the products of
-  // bf16, and these tensors are small.
+  // (rows, tokens, heads * head_dim) -> (rows, heads, tokens, head_dim), in fp32: many CPUs are slow at the
+  // products of bf16, and these tensors are small.
   const auto heads = [&](const Tensor& t) {
     return t.to(at::kFloat).view({rows, tokens, -1, head_dim}).transpose(1, 2);
   };
   const auto projected = shoestring::nn::forward_together(x, {q_proj, k_proj, v_proj});
-  const Tensor q = rotate(heads(projected[0]), rotary), k = rotate(heads(projected[1]), rotary), v = heads(projected[2]);
-  const Tensor out = at::scaled_dot_product_attention(q, k, v, {}, 0.0, /*is_causal=*/true, std::nullopt, grouped);
+  const Tensor q = rotate(heads(projected[0]), rotary), k = rotate(heads(projected[1]), rotary),
+               v = heads(projected[2]);
+  const Tensor out =
+      at::scaled_dot_product_attention(q, k, v, {}, 0.0, /*is_causal=*/true, std::nullopt, grouped);
   return o_proj(out.transpose(1, 2).reshape({rows, tokens, -1}).to(x.scalar_type()));
 }
 
@@ -81,7 +86,9 @@ MlpImpl::MlpImpl(const LlamaConfig& config) {
   down_proj = register_module("down_proj", linear(config, config.intermediate, config.hidden));
 }
 
-Tensor MlpImpl::forward(const Tensor& x) { return shoestring::nn::swiglu_mlp(x, gate_proj, up_proj, down_proj); }
+Tensor MlpImpl::forward(const Tensor& x) {
+  return shoestring::nn::swiglu_mlp(x, gate_proj, up_proj, down_proj);
+}
 
 DecoderLayerImpl::DecoderLayerImpl(const LlamaConfig& config) {
   self_attn = register_module("self_attn", Attention(config));
@@ -96,7 +103,8 @@ Tensor DecoderLayerImpl::forward(const Tensor& x, const Rotary& rotary) {
 }
 
 DecoderImpl::DecoderImpl(const LlamaConfig& config) : config(config) {
-  const auto options = torch::nn::EmbeddingOptions(config.vocab_size, config.hidden)._weight(vocabulary(config));
+  const auto options =
+      torch::nn::EmbeddingOptions(config.vocab_size, config.hidden)._weight(vocabulary(config));
   embed_tokens = register_module("embed_tokens", torch::nn::Embedding(options));
   torch::nn::ModuleList list;
   for (int64_t i = 0; i < config.layers; ++i) {
@@ -111,7 +119,8 @@ std::vector<shoestring::BlockFunction> DecoderImpl::functions(int64_t tokens) {
   const Rotary angles = rotary(config, tokens);
   std::vector<shoestring::BlockFunction> all;
   all.emplace_back([embed = embed_tokens](const Tensor& tokens) mutable { return embed(tokens); });
-  for (auto& layer : layers) all.emplace_back([layer, angles](const Tensor& x) mutable { return layer(x, angles); });
+  for (auto& layer : layers)
+    all.emplace_back([layer, angles](const Tensor& x) mutable { return layer(x, angles); });
   all.emplace_back([norm = norm](const Tensor& x) mutable { return norm(x); });
   return all;
 }
@@ -136,13 +145,14 @@ LlamaForCausalLMImpl::LlamaForCausalLMImpl(const LlamaConfig& config)
 Tensor LlamaForCausalLMImpl::forward(const Tensor& tokens) { return model(tokens); }
 
 std::string LlamaConfig::json() const {
-  return c10::str("{\n  \"architectures\": [\"LlamaForCausalLM\"],\n  \"model_type\": \"llama\",\n  \"vocab_size\": ",
-                  vocab_size, ",\n  \"hidden_size\": ", hidden, ",\n  \"intermediate_size\": ", intermediate,
-                  ",\n  \"num_hidden_layers\": ", layers, ",\n  \"num_attention_heads\": ", heads,
-                  ",\n  \"num_key_value_heads\": ", kv_heads, ",\n  \"head_dim\": ", head_dim,
-                  ",\n  \"max_position_embeddings\": ", max_tokens, ",\n  \"rms_norm_eps\": ", rms_norm_eps,
-                  ",\n  \"rope_theta\": ", rope_theta,
-                  ",\n  \"hidden_act\": \"silu\",\n  \"tie_word_embeddings\": ", tied ? "true" : "false",
-                  ",\n  \"bos_token_id\": null,\n  "
-                  "\"eos_token_id\": null,\n  \"dtype\": \"float32\"\n}\n");
+  return c10::str(
+      "{\n  \"architectures\": [\"LlamaForCausalLM\"],\n  \"model_type\": \"llama\",\n  \"vocab_size\": ",
+      vocab_size, ",\n  \"hidden_size\": ", hidden, ",\n  \"intermediate_size\": ", intermediate,
+      ",\n  \"num_hidden_layers\": ", layers, ",\n  \"num_attention_heads\": ", heads,
+      ",\n  \"num_key_value_heads\": ", kv_heads, ",\n  \"head_dim\": ", head_dim,
+      ",\n  \"max_position_embeddings\": ", max_tokens, ",\n  \"rms_norm_eps\": ", rms_norm_eps,
+      ",\n  \"rope_theta\": ", rope_theta,
+      ",\n  \"hidden_act\": \"silu\",\n  \"tie_word_embeddings\": ", tied ? "true" : "false",
+      ",\n  \"bos_token_id\": null,\n  "
+      "\"eos_token_id\": null,\n  \"dtype\": \"float32\"\n}\n");
 }

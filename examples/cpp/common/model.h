@@ -66,7 +66,8 @@ TORCH_MODULE(DecoderLayer);
 struct DecoderImpl : torch::nn::Module {
   explicit DecoderImpl(const LlamaConfig& config);
   at::Tensor forward(const at::Tensor& tokens);
-  /// What forward does one after the other, for rows of so many tokens: the embedding, each layer, the last norm.
+  /// What forward does one after the other, for rows of so many tokens: the embedding, each layer, the last
+  /// norm.
   std::vector<shoestring::BlockFunction> functions(int64_t tokens);
 
   LlamaConfig config;
@@ -85,13 +86,16 @@ struct HeadImpl : torch::nn::Module {
 };
 TORCH_MODULE(Head);
 
-/// A Llama-style decoder whose parameters have the names of Hugging Face's LlamaForCausalLM. Its numbers come from
-/// PyTorch's generator, so seed that first.
+/// A Llama-style decoder whose parameters have the names of Hugging Face's LlamaForCausalLM. Its numbers come
+/// from PyTorch's generator, so seed that first.
 struct LlamaForCausalLMImpl : torch::nn::Module {
   explicit LlamaForCausalLMImpl(const LlamaConfig& config);
-  /// tokens (rows, tokens) int64 -> hidden states (rows, tokens, hidden), from which `output_weight` makes logits.
+  /// tokens (rows, tokens) int64 -> hidden states (rows, tokens, hidden), from which `output_weight` makes
+  /// logits.
   at::Tensor forward(const at::Tensor& tokens);
-  const at::Tensor& output_weight() const { return config.tied ? model->embed_tokens->weight : lm_head->weight; }
+  const at::Tensor& output_weight() const {
+    return config.tied ? model->embed_tokens->weight : lm_head->weight;
+  }
 
   LlamaConfig config;
   Decoder model = nullptr;

@@ -16,8 +16,9 @@ struct sigaction before[std::size(kHandled)];
 
 void note(int signal) {
   const bool second = first != 0;
-  const std::string_view text = second ? "second signal: exit at once\n"
-                                       : "the step is finished and a checkpoint saved; a second signal exits at once\n";
+  const std::string_view text =
+      second ? "second signal: exit at once\n"
+             : "the step is finished and a checkpoint saved; a second signal exits at once\n";
   [[maybe_unused]] const auto written = ::write(STDERR_FILENO, text.data(), text.size());
   if (second) ::_exit(128 + signal);
   first = signal;
@@ -27,7 +28,7 @@ void note(int signal) {
 
 DeferredSignals::DeferredSignals() {
   first = 0;
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_handler = note;
   action.sa_flags = SA_RESTART;
   for (size_t i = 0; i < std::size(kHandled); ++i) {
@@ -44,6 +45,7 @@ int DeferredSignals::received() const { return first; }
 
 void tell_wait(double step_seconds) {
   if (step_seconds <= kLongWait) return;
-  std::printf("a step takes %.0f s: Ctrl-C and SIGTERM wait for its end, a second one exits at once\n", step_seconds);
+  std::printf("a step takes %.0f s: Ctrl-C and SIGTERM wait for its end, a second one exits at once\n",
+              step_seconds);
   std::fflush(stdout);
 }

@@ -10,8 +10,9 @@ struct Interrupted : std::exception {
   int64_t step;
 };
 
-/// While it lives, the first SIGINT or SIGTERM is only noted, so that the step can be finished and a checkpoint saved; the
-/// second one ends the process at once. A signal that the process ignores stays ignored.
+/// While it lives, the first SIGINT or SIGTERM is only noted, so that the step can be finished and a
+/// checkpoint saved; the second one ends the process at once. A signal that the process ignores stays
+/// ignored.
 class DeferredSignals {
  public:
   DeferredSignals();

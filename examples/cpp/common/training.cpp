@@ -11,7 +11,8 @@
 
 double learning_rate(int64_t step, int64_t steps, int64_t warmup, double highest) {
   if (step < warmup) return highest * static_cast<double>(step + 1) / static_cast<double>(warmup);
-  const double progress = static_cast<double>(step - warmup) / static_cast<double>(std::max<int64_t>(1, steps - warmup));
+  const double progress =
+      static_cast<double>(step - warmup) / static_cast<double>(std::max<int64_t>(1, steps - warmup));
   return highest * 0.5 * (1 + std::cos(std::numbers::pi * progress));
 }
 
@@ -31,8 +32,9 @@ void Progress::show(int64_t step, double loss, double seconds) {
   const bool last = step == steps_;
   if (!terminal_ && !last && step % std::max<int64_t>(1, steps_ / 20) != 0) return;
   std::printf("%sstep %lld/%lld  loss %.4f  %.0f tokens/s  peak %lld MiB%s", terminal_ ? "\r\033[K" : "",
-              static_cast<long long>(step), static_cast<long long>(steps_), loss, static_cast<double>(tokens_) / seconds,
-              static_cast<long long>(peak_memory() >> 20), terminal_ && !last ? "" : "\n");
+              static_cast<long long>(step), static_cast<long long>(steps_), loss,
+              static_cast<double>(tokens_) / seconds, static_cast<long long>(peak_memory() >> 20),
+              terminal_ && !last ? "" : "\n");
   std::fflush(stdout);
 }
 

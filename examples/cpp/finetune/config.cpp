@@ -14,8 +14,9 @@ using Json = nlohmann::json;
 class Config {
  public:
   explicit Config(const std::string& path) : path_(path) {
-    struct stat info {};
-    const bool regular = ::stat(path.c_str(), &info) == 0 && S_ISREG(info.st_mode) && info.st_size <= kLargest;
+    struct stat info{};
+    const bool regular =
+        ::stat(path.c_str(), &info) == 0 && S_ISREG(info.st_mode) && info.st_size <= kLargest;
     std::ifstream file;
     if (regular) file.open(path);
     if (!regular || !file.good()) refuse("expected a file of at most 1 MB, found none that can be read");
@@ -47,10 +48,12 @@ class Config {
   // Null stands for the one that is expected.
   void require(const char* key, const Json& value, const Json& expected) const {
     if (value.is_null() || value == expected) return;
-    refuse(std::string(key) + ": expected " + expected.dump() + ", since nothing else is done here, received " + value.dump());
+    refuse(std::string(key) + ": expected " + expected.dump() +
+           ", since nothing else is done here, received " + value.dump());
   }
   [[noreturn]] void refuse(const std::string& what) const {
-    throw InputError("--model " + path_ + ": " + what.substr(0, kLongest) + (what.size() > kLongest ? "..." : ""));
+    throw InputError("--model " + path_ + ": " + what.substr(0, kLongest) +
+                     (what.size() > kLongest ? "..." : ""));
   }
 
  private:
@@ -88,8 +91,10 @@ LlamaConfig read_config(const std::string& directory) {
   config.require("mlp_bias", config.value("mlp_bias"), false);
   config.require("partial_rotary_factor", config.value("partial_rotary_factor"), 1.0);
   const Json quantization = config.value("quantization_config");
-  if (!quantization.is_null() && (!quantization.is_object() || quantization.value("quant_method", Json()) != "bitsandbytes")) {
-    config.refuse("quantization_config: expected none, or quant_method \"bitsandbytes\", received " + quantization.dump());
+  if (!quantization.is_null() &&
+      (!quantization.is_object() || quantization.value("quant_method", Json()) != "bitsandbytes")) {
+    config.refuse("quantization_config: expected none, or quant_method \"bitsandbytes\", received " +
+                  quantization.dump());
   }
 
   LlamaConfig llama{.vocab_size = config.size("vocab_size"),
@@ -104,8 +109,8 @@ LlamaConfig read_config(const std::string& directory) {
   llama.kv_heads = kv_heads.is_null() ? llama.heads : config.size("num_key_value_heads", kv_heads);
   llama.head_dim = head_dim.is_null() ? llama.hidden / llama.heads : config.size("head_dim", head_dim);
   if (llama.heads % llama.kv_heads != 0) {
-    config.refuse("num_key_value_heads: expected a divisor of num_attention_heads, " + std::to_string(llama.heads) +
-                  ", received " + std::to_string(llama.kv_heads));
+    config.refuse("num_key_value_heads: expected a divisor of num_attention_heads, " +
+                  std::to_string(llama.heads) + ", received " + std::to_string(llama.kv_heads));
   }
   if (llama.head_dim < 2 || llama.head_dim % 2 != 0) {
     config.refuse("head_dim: expected an even number, received " + std::to_string(llama.head_dim));

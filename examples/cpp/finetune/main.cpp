@@ -1,16 +1,17 @@
-// Fine-tunes a Hugging Face Llama with QLoRA, in C++ alone: its weights arrive one tensor at a time and are quantised on
-// the way, layers are recomputed in backward, the loss never holds the logits, and the adapter is one that PEFT loads.
+// Fine-tunes a Hugging Face Llama with QLoRA, in C++ alone: its weights arrive one tensor at a time and are
+// quantised on the way, layers are recomputed in backward, the loss never holds the logits, and the adapter
+// is one that PEFT loads.
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/zeros_like.h>
+#include <malloc.h>
 #include <shoestring/lora.h>
 #include <shoestring/model_files.h>
 #include <shoestring/ops.h>
 #include <shoestring/optim.h>
 #include <shoestring/safetensors.h>
 #include <torch/nn/utils/clip_grad.h>
-#include <malloc.h>
 #include <torch/utils.h>
 #include <unistd.h>
 
@@ -65,8 +66,9 @@ LlamaForCausalLM load(const Options& options, const TokenFile& file) {
 Tensor loss_of(LlamaForCausalLM& model, const Tensor& rows, const Options& options) {
   const int64_t tokens = rows.size(1) - 1;
   const Tensor hidden = model(rows.narrow(1, 0, tokens)), target = rows.narrow(1, 1, tokens);
-  return shoestring::linear_cross_entropy(hidden, model->output_weight(), target, std::nullopt,
-                                          shoestring::LinearCrossEntropyOptions().workspace_mb(options.workspace_mb));
+  return shoestring::linear_cross_entropy(
+      hidden, model->output_weight(), target, std::nullopt,
+      shoestring::LinearCrossEntropyOptions().workspace_mb(options.workspace_mb));
 }
 
 double validate(LlamaForCausalLM& model, const Blocks& blocks, const Options& options) {
@@ -76,7 +78,8 @@ double validate(LlamaForCausalLM& model, const Blocks& blocks, const Options& op
   for (int64_t begin = 0; begin < count; begin += options.batch_size) {
     std::vector<int64_t> numbers;
     for (int64_t i = begin; i < std::min(begin + options.batch_size, count); ++i) numbers.push_back(i);
-    total += loss_of(model, blocks.rows(numbers), options).item<double>() * static_cast<double>(numbers.size());
+    total +=
+        loss_of(model, blocks.rows(numbers), options).item<double>() * static_cast<double>(numbers.size());
   }
   return total / static_cast<double>(count);
 }
@@ -93,7 +96,8 @@ void train(LlamaForCausalLM& model, const Blocks& blocks, const Options& options
   for (const Tensor& p : model->parameters()) {
     if (!p.requires_grad()) continue;
     trained.push_back(p);
-    if (options.keep_memory) p.mutable_grad() = at::zeros_like(p);  // no holes in the heap of temporaries, below
+    if (options.keep_memory)
+      p.mutable_grad() = at::zeros_like(p);  // no holes in the heap of temporaries, below
   }
   // New pages take the system about as long as what is computed in them: --keep-memory is for speed.
   if (options.keep_memory) ::mallopt(M_MMAP_THRESHOLD, 32 << 20);
@@ -113,7 +117,8 @@ void train(LlamaForCausalLM& model, const Blocks& blocks, const Options& options
     }
     double loss = 0;
     for (int64_t i = 0; i < options.accumulate; ++i) {
-      const Tensor part = loss_of(model, blocks.rows(order.batch(step * options.accumulate + i)), options) / options.accumulate;
+      const Tensor part = loss_of(model, blocks.rows(order.batch(step * options.accumulate + i)), options) /
+                          options.accumulate;
       require_finite("loss", part.item<double>(), step);
       loss += part.item<double>();
       part.backward();
@@ -134,7 +139,8 @@ void write_json(const std::string& path, const Result& result) {
   std::string losses;
   for (double loss : result.losses) losses += (losses.empty() ? "" : ", ") + c10::str(loss);
   std::fprintf(file,
-               "{\"validation_loss_before\": %.9g, \"validation_loss\": %.9g, \"losses\": [%s], \"tokens_per_second\": %.6g, "
+               "{\"validation_loss_before\": %.9g, \"validation_loss\": %.9g, \"losses\": [%s], "
+               "\"tokens_per_second\": %.6g, "
                "\"peak_bytes\": %lld, \"loaded_bytes\": %lld, \"libtorch_bytes\": %lld}\n",
                result.validation_before, result.validation_after, losses.c_str(), result.tokens_per_second,
                static_cast<long long>(result.peak), static_cast<long long>(result.loaded),
@@ -163,20 +169,23 @@ void run(const Options& options) {
   result.loaded = peak_memory();
   torch::manual_seed(static_cast<uint64_t>(options.seed));
   result.validation_before = result.validation_after = validate(model, held_out, options);
-  std::printf("validation loss %.7f, loaded in %lld MiB, of which %lld MiB are LibTorch itself\n", result.validation_before,
-              static_cast<long long>(result.loaded >> 20), static_cast<long long>(result.libtorch >> 20));
+  std::printf("validation loss %.7f, loaded in %lld MiB, of which %lld MiB are LibTorch itself\n",
+              result.validation_before, static_cast<long long>(result.loaded >> 20),
+              static_cast<long long>(result.libtorch >> 20));
   if (options.steps > 0) {
     const auto names = shoestring::lora::apply(
-        *model, shoestring::lora::LoraOptions()
-                    .adapter(shoestring::nn::AdapterOptions().rank(options.rank).alpha(options.alpha).init(options.init))
-                    .target_modules(options.target_modules()));
-    std::printf("adapters of rank %lld on %zu layers, %d threads\n", static_cast<long long>(options.rank), names.size(),
-                at::get_num_threads());
+        *model,
+        shoestring::lora::LoraOptions()
+            .adapter(
+                shoestring::nn::AdapterOptions().rank(options.rank).alpha(options.alpha).init(options.init))
+            .target_modules(options.target_modules()));
+    std::printf("adapters of rank %lld on %zu layers, %d threads\n", static_cast<long long>(options.rank),
+                names.size(), at::get_num_threads());
     train(model, blocks, options, result);
     result.validation_after = validate(model, held_out, options);
     shoestring::lora::save_adapter(*model, options.out);
-    std::printf("validation loss %.7f, %.0f tokens/s\nsaved %s\n", result.validation_after, result.tokens_per_second,
-                options.out.c_str());
+    std::printf("validation loss %.7f, %.0f tokens/s\nsaved %s\n", result.validation_after,
+                result.tokens_per_second, options.out.c_str());
   }
   if (!options.logits.empty()) write_logits(options.logits, model, held_out);
   result.peak = peak_memory();
@@ -186,15 +195,16 @@ void run(const Options& options) {
 
 int report(const std::string& message) {
   const bool beside_progress = ::isatty(STDOUT_FILENO) && ::isatty(STDERR_FILENO);
-  std::fprintf(stderr, "%serror: %s\n", beside_progress ? "\n" : "", message.substr(0, message.find('\n')).c_str());
+  std::fprintf(stderr, "%serror: %s\n", beside_progress ? "\n" : "",
+               message.substr(0, message.find('\n')).c_str());
   return 2;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  // glibc raises this threshold with what is freed, up to 32 MiB: temporaries then lie between tensors that stay, and their
-  // memory never goes back to the system. Left where it begins, they have pages of their own.
+  // glibc raises this threshold with what is freed, up to 32 MiB: temporaries then lie between tensors that
+  // stay, and their memory never goes back to the system. Left where it begins, they have pages of their own.
   ::mallopt(M_MMAP_THRESHOLD, 128 << 10);
   try {
     run(parse_options(argc, argv));

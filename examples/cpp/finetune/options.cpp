@@ -8,7 +8,8 @@ namespace {
 
 const Flag<Options> kFlags[] = {
     {"model", &Options::model, 0, true, "Hugging Face directory of a Llama: config.json and safetensors"},
-    {"data", &Options::data, 0, true, "token file that `shoestring tokenize` wrote, with the model's vocabulary"},
+    {"data", &Options::data, 0, true,
+     "token file that `shoestring tokenize` wrote, with the model's vocabulary"},
     {"out", &Options::out, 0, false, "folder for the adapter, in PEFT's format"},
     {"quantize", &Options::quantize, 0, true, "nf4, fp4, int4, int8 or none: weights of linear layers"},
     {"block-size", &Options::block_size, 32, true, "of 4 bits: weights that share a scale"},
@@ -16,7 +17,8 @@ const Flag<Options> kFlags[] = {
     {"dtype", &Options::dtype, 0, true, "bf16 or fp32: activations, and what is not quantised"},
     {"rank", &Options::rank, 1, true, "of the adapters"},
     {"alpha", &Options::alpha, 0, true, "an adapter is multiplied by alpha / rank"},
-    {"targets", &Options::targets, 0, true, "layers with an adapter, such as q_proj,v_proj; all linear ones without"},
+    {"targets", &Options::targets, 0, true,
+     "layers with an adapter, such as q_proj,v_proj; all linear ones without"},
     {"init", &Options::init, 0, true, "of the adapters: default, gaussian, pissa, olora or loftq"},
     {"steps", &Options::steps, 0, true, "optimizer steps; 0: the loss on the held-out tokens alone"},
     {"batch-size", &Options::batch_size, 1, true, "sequences in a micro-batch"},
@@ -29,11 +31,14 @@ const Flag<Options> kFlags[] = {
     {"clip", &Options::clip, 0, true, "largest gradient norm; 0: no clipping"},
     {"seed", &Options::seed, 0, true, "of the adapters and the order of the data"},
     {"threads", &Options::threads, 0, false, "0: as many as PyTorch chooses; bits can depend on the number"},
-    {"workspace-mb", &Options::workspace_mb, 1, false, "of the loss: bound on the logits that exist at a time"},
+    {"workspace-mb", &Options::workspace_mb, 1, false,
+     "of the loss: bound on the logits that exist at a time"},
     {"no-recompute", &Options::no_recompute, 0, false, "keep all activations: faster, and more memory"},
-    {"keep-memory", &Options::keep_memory, 0, false, "keep what is freed for the next step: faster, and more memory"},
+    {"keep-memory", &Options::keep_memory, 0, false,
+     "keep what is freed for the next step: faster, and more memory"},
     {"json", &Options::json, 0, false, "also write losses, speed and memory to this file"},
-    {"logits", &Options::logits, 0, false, "also write the logits of the first held-out sequence to this safetensors file"},
+    {"logits", &Options::logits, 0, false,
+     "also write the logits of the first held-out sequence to this safetensors file"},
 };
 
 void check(const Options& o) {
@@ -52,7 +57,8 @@ void check(const Options& o) {
   one_of("quantize", o.quantize, {"nf4", "fp4", "int4", "int8", "none"});
   one_of("dtype", o.dtype, {"bf16", "fp32"});
   one_of("init", o.init, {"default", "gaussian", "pissa", "olora", "loftq"});
-  require(o.init != "loftq" || o.quantize != "none", "--init: expected loftq with quantised weights, received --quantize none");
+  require(o.init != "loftq" || o.quantize != "none",
+          "--init: expected loftq with quantised weights, received --quantize none");
 }
 
 }  // namespace
@@ -66,7 +72,9 @@ std::vector<std::string> Options::target_modules() const {
 
 Options parse_options(int argc, char** argv) {
   Options options;
-  parse_flags<Options>(argc, argv, "finetune --model FOLDER --data FILE --out FOLDER [options]: QLoRA of a Llama", kFlags, options);
+  parse_flags<Options>(argc, argv,
+                       "finetune --model FOLDER --data FILE --out FOLDER [options]: QLoRA of a Llama", kFlags,
+                       options);
   check(options);
   return options;
 }

@@ -19,7 +19,8 @@
 
 #include "flags.h"
 
-// std::filesystem is not used: LibTorch exports an older library's copy of it, which crashes where it is called.
+// std::filesystem is not used: LibTorch exports an older library's copy of it, which crashes where it is
+// called.
 
 namespace {
 
@@ -60,11 +61,13 @@ std::vector<int64_t> checkpoints(const std::string& folder) {
 std::map<std::string, Tensor> named_state(const torch::optim::OptimizerParamState& state) {
   if (const auto* s = dynamic_cast<const OurState*>(&state)) return s->tensors();
   const auto& s = dynamic_cast<const PlainState&>(state);
-  return {{"step", at::scalar_tensor(s.step(), at::kLong)}, {"exp_avg", s.exp_avg()}, {"exp_avg_sq", s.exp_avg_sq()}};
+  return {{"step", at::scalar_tensor(s.step(), at::kLong)},
+          {"exp_avg", s.exp_avg()},
+          {"exp_avg_sq", s.exp_avg_sq()}};
 }
 
-std::unique_ptr<torch::optim::OptimizerParamState> load_state(const SafetensorsFile& file, const std::string& prefix,
-                                                              bool ours) {
+std::unique_ptr<torch::optim::OptimizerParamState> load_state(const SafetensorsFile& file,
+                                                              const std::string& prefix, bool ours) {
   std::map<std::string, Tensor> tensors;
   for (const auto& entry : file.entries()) {
     if (entry.name.rfind(prefix, 0) == 0) tensors[entry.name.substr(prefix.size())] = file.load(entry.name);
@@ -77,7 +80,8 @@ std::unique_ptr<torch::optim::OptimizerParamState> load_state(const SafetensorsF
   return state;
 }
 
-// Every bit counts: each step of the hash is a bijection of its value, so that no single flipped bit is missed.
+// Every bit counts: each step of the hash is a bijection of its value, so that no single flipped bit is
+// missed.
 class Hash {
  public:
   void add(const void* data, size_t size) {
@@ -103,7 +107,8 @@ class Hash {
   uint64_t value_ = 14695981039346656037u;
 };
 
-// Covers everything that a checkpoint holds: metadata, names, types, shapes and bytes. One tensor is asked for at a time.
+// Covers everything that a checkpoint holds: metadata, names, types, shapes and bytes. One tensor is asked
+// for at a time.
 std::string checksum(const shoestring::Metadata& metadata, std::vector<std::string> names,
                      const std::function<Tensor(const std::string&)>& tensor_of) {
   Hash hash;
@@ -137,8 +142,8 @@ void require_same_run(const SafetensorsFile& file, const std::string& path, cons
     const auto found = file.metadata().find(name);
     const std::string before = found == file.metadata().end() ? "nothing" : found->second;
     if (before != now) {
-      throw InputError("--resume " + path + ": " + name + " differs: the run has " + before + ", this command has " +
-                       now + "; give the same value or another --out");
+      throw InputError("--resume " + path + ": " + name + " differs: the run has " + before +
+                       ", this command has " + now + "; give the same value or another --out");
     }
   }
 }
@@ -149,7 +154,8 @@ bool has_checkpoint(const std::string& folder) { return !checkpoints(folder).emp
 
 void remove_unfinished(const std::string& folder) {
   for (const std::string& name : names_in(folder)) {
-    const bool ours = name.rfind(kPrefix, 0) == 0 || name.rfind("model.safetensors", 0) == 0 || name == "config.json.tmp";
+    const bool ours =
+        name.rfind(kPrefix, 0) == 0 || name.rfind("model.safetensors", 0) == 0 || name == "config.json.tmp";
     if (ours && name.find(".tmp") != std::string::npos) ::unlink((folder + "/" + name).c_str());
   }
 }
@@ -177,8 +183,8 @@ void save_checkpoint(const std::string& folder, int64_t step, const torch::nn::M
   }
 }
 
-int64_t load_checkpoint(const std::string& folder, const torch::nn::Module& model, torch::optim::Optimizer& optimizer,
-                        const Fingerprint& fingerprint) {
+int64_t load_checkpoint(const std::string& folder, const torch::nn::Module& model,
+                        torch::optim::Optimizer& optimizer, const Fingerprint& fingerprint) {
   const bool ours = dynamic_cast<shoestring::optim::AdamW*>(&optimizer) != nullptr;
   std::string refused;
   for (int64_t step : checkpoints(folder)) {
@@ -198,7 +204,8 @@ int64_t load_checkpoint(const std::string& folder, const torch::nn::Module& mode
       if (!file->contains(prefix + "step")) continue;  // it has had no gradient yet
       optimizer.state()[item.value().unsafeGetTensorImpl()] = load_state(*file, prefix, ours);
     }
-    if (!refused.empty()) std::fprintf(stderr, "train_gpt: passed over a damaged checkpoint: %s\n", refused.c_str());
+    if (!refused.empty())
+      std::fprintf(stderr, "train_gpt: passed over a damaged checkpoint: %s\n", refused.c_str());
     return step;
   }
   throw InputError("--resume " + folder + ": " +

@@ -1,6 +1,6 @@
-// Trains a Llama-style model from scratch on a token file, in C++ alone. The two lines that shoestring changes are
-// marked: the loss, which never holds the logits, and the optimizer, whose state takes 2 bytes a parameter instead
-// of 8.
+// Trains a Llama-style model from scratch on a token file, in C++ alone. The two lines that shoestring
+// changes are marked: the loss, which never holds the logits, and the optimizer, whose state takes 2 bytes a
+// parameter instead of 8.
 // --plain takes LibTorch's own in their place.
 
 #include <ATen/Parallel.h>
@@ -39,15 +39,16 @@ namespace {
 constexpr int64_t kValidationBatches = 8;
 constexpr std::tuple<double, double> kBetas{0.9, 0.95};
 
-// The whole forward pass, one function after the other, for rows (rows, tokens + 1): the last returns the mean loss over all
-// positions.
+// The whole forward pass, one function after the other, for rows (rows, tokens + 1): the last returns the
+// mean loss over all positions.
 std::vector<shoestring::BlockFunction> functions_of(LlamaForCausalLM& model, const Tensor& rows, bool plain) {
   const int64_t tokens = rows.size(1) - 1;
   auto functions = model->model->functions(tokens);
-  functions.emplace_back([weight = model->output_weight(), target = rows.narrow(1, 1, tokens), plain](const Tensor& hidden) {
-    if (plain) return at::cross_entropy_loss(at::linear(hidden, weight).flatten(0, 1), target.flatten());
-    return shoestring::linear_cross_entropy(hidden, weight, target);  // shoestring
-  });
+  functions.emplace_back(
+      [weight = model->output_weight(), target = rows.narrow(1, 1, tokens), plain](const Tensor& hidden) {
+        if (plain) return at::cross_entropy_loss(at::linear(hidden, weight).flatten(0, 1), target.flatten());
+        return shoestring::linear_cross_entropy(hidden, weight, target);  // shoestring
+      });
   return functions;
 }
 
@@ -60,17 +61,21 @@ Tensor loss_of(LlamaForCausalLM& model, const Tensor& rows, bool plain) {
 }
 
 // What each function does with its activations, so that they fit the budget.
-std::optional<shoestring::SequencePlan> plan_of(LlamaForCausalLM& model, const Tensor& rows, const Options& options) {
+std::optional<shoestring::SequencePlan> plan_of(LlamaForCausalLM& model, const Tensor& rows,
+                                                const Options& options) {
   if (options.memory_budget == 0) return std::nullopt;
   const auto functions = functions_of(model, rows, options.plain);
   std::vector<int64_t> kinds(functions.size(), 1);  // the layers are alike
   kinds.front() = 0;
-  for (size_t i = static_cast<size_t>(options.layers) + 1; i < kinds.size(); ++i) kinds[i] = static_cast<int64_t>(i);
+  for (size_t i = static_cast<size_t>(options.layers) + 1; i < kinds.size(); ++i)
+    kinds[i] = static_cast<int64_t>(i);
   auto plan = shoestring::plan_sequential(functions, inputs_of(rows), options.memory_budget << 20, kinds);
   const auto kept = std::count(plan.names.begin() + 1, plan.names.begin() + 1 + options.layers, "keep");
-  std::printf("activations within %lld MiB: %lld of %lld layers are recomputed; predicted %lld MiB and %.3g s a micro-batch\n",
-              static_cast<long long>(options.memory_budget), static_cast<long long>(options.layers - kept),
-              static_cast<long long>(options.layers), static_cast<long long>(plan.peak_bytes >> 20), plan.seconds);
+  std::printf(
+      "activations within %lld MiB: %lld of %lld layers are recomputed; predicted %lld MiB and %.3g s a "
+      "micro-batch\n",
+      static_cast<long long>(options.memory_budget), static_cast<long long>(options.layers - kept),
+      static_cast<long long>(options.layers), static_cast<long long>(plan.peak_bytes >> 20), plan.seconds);
   return plan;
 }
 
@@ -87,8 +92,10 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(LlamaForCausalLM& model,
     return std::make_unique<AdamW>(groups, defaults);
   };
   if (options.plain) return make.operator()<torch::optim::AdamW, torch::optim::AdamWOptions>();
-  auto ours = make.operator()<shoestring::optim::AdamW, shoestring::optim::AdamWOptions>();  // shoestring: 8-bit state
-  if (options.offload != "none") ours->set_offload(options.offload);  // shoestring: elsewhere
+  auto ours =
+      make.
+      operator()<shoestring::optim::AdamW, shoestring::optim::AdamWOptions>();  // shoestring: 8-bit state
+  if (options.offload != "none") ours->set_offload(options.offload);            // shoestring: elsewhere
   return ours;
 }
 
@@ -99,17 +106,19 @@ double validate(LlamaForCausalLM& model, const Blocks& blocks, const Options& op
   for (int64_t begin = 0; begin < count; begin += options.batch_size) {
     std::vector<int64_t> numbers;
     for (int64_t i = begin; i < std::min(begin + options.batch_size, count); ++i) numbers.push_back(i);
-    total += loss_of(model, blocks.rows(numbers), options.plain).item<double>() * static_cast<double>(numbers.size());
+    total += loss_of(model, blocks.rows(numbers), options.plain).item<double>() *
+             static_cast<double>(numbers.size());
   }
   return total / static_cast<double>(count);
 }
 
 void require_finite(const char* what, double value, int64_t step, const Options& options) {
   if (std::isfinite(value)) return;
-  throw InputError("step " + std::to_string(step + 1) + ": the " + what + " is " +
-                   (std::isnan(value) ? "nan" : "infinite") +
-                   "; training stopped before the weights changed; lower --lr or set --clip" +
-                   (has_checkpoint(options.out) ? "; the last checkpoint in " + options.out + " is kept" : ""));
+  throw InputError(
+      "step " + std::to_string(step + 1) + ": the " + what + " is " +
+      (std::isnan(value) ? "nan" : "infinite") +
+      "; training stopped before the weights changed; lower --lr or set --clip" +
+      (has_checkpoint(options.out) ? "; the last checkpoint in " + options.out + " is kept" : ""));
 }
 
 void train(const Options& options) {
@@ -119,7 +128,8 @@ void train(const Options& options) {
   const auto [blocks, held_out] = split(file, options.seq_len);
   const FolderLock lock(options.out);
   if (!options.resume && has_checkpoint(options.out)) {
-    throw InputError("--out " + options.out + ": holds a run already; continue it with --resume or give another --out");
+    throw InputError("--out " + options.out +
+                     ": holds a run already; continue it with --resume or give another --out");
   }
   auto fingerprint = deciding_options(options);
   fingerprint["data"] = file.fingerprint();
@@ -150,11 +160,13 @@ void train(const Options& options) {
   std::optional<DeferredSignals> signals(std::in_place);
   for (int64_t step = start; step < options.steps; ++step) {
     const auto began = std::chrono::steady_clock::now();
-    for (auto& group : optimizer->param_groups()) group.options().set_lr(learning_rate(step, options.steps, options.warmup, options.lr));
+    for (auto& group : optimizer->param_groups())
+      group.options().set_lr(learning_rate(step, options.steps, options.warmup, options.lr));
     double loss = 0;
     for (int64_t i = 0; i < options.accumulate; ++i) {
       const Tensor rows = blocks.rows(order.batch(step * options.accumulate + i));
-      const Tensor whole = plan ? shoestring::checkpoint_sequential(functions_of(model, rows, options.plain), *plan, inputs_of(rows))
+      const Tensor whole = plan ? shoestring::checkpoint_sequential(functions_of(model, rows, options.plain),
+                                                                    *plan, inputs_of(rows))
                                 : loss_of(model, rows, options.plain);
       const Tensor part = whole / options.accumulate;
       require_finite("loss", part.item<double>(), step, options);
@@ -162,7 +174,8 @@ void train(const Options& options) {
       part.backward();
     }
     const double limit = options.clip > 0 ? options.clip : std::numeric_limits<double>::infinity();
-    require_finite("gradient norm", torch::nn::utils::clip_grad_norm_(model->parameters(), limit), step, options);
+    require_finite("gradient norm", torch::nn::utils::clip_grad_norm_(model->parameters(), limit), step,
+                   options);
     optimizer->step();
     optimizer->zero_grad();
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - began;
@@ -178,14 +191,16 @@ void train(const Options& options) {
   signals.reset();  // from here a signal ends the program as usual: the last step has its checkpoint
   const double validation = validate(model, held_out, options);
   save_model(options.out, *model, config.json());
-  std::printf("validation loss %.6f, %.0f tokens/s, peak %lld MiB, of which %lld MiB are LibTorch itself\nsaved %s\n",
-              validation, progress.tokens_per_second(), static_cast<long long>(peak_memory() >> 20),
-              static_cast<long long>(libtorch >> 20), (options.out + "/model.safetensors").c_str());
+  std::printf(
+      "validation loss %.6f, %.0f tokens/s, peak %lld MiB, of which %lld MiB are LibTorch itself\nsaved %s\n",
+      validation, progress.tokens_per_second(), static_cast<long long>(peak_memory() >> 20),
+      static_cast<long long>(libtorch >> 20), (options.out + "/model.safetensors").c_str());
 }
 
 int report(const std::string& message) {
   const bool beside_progress = ::isatty(STDOUT_FILENO) && ::isatty(STDERR_FILENO);
-  std::fprintf(stderr, "%strain_gpt: %s\n", beside_progress ? "\n" : "", message.substr(0, message.find('\n')).c_str());
+  std::fprintf(stderr, "%strain_gpt: %s\n", beside_progress ? "\n" : "",
+               message.substr(0, message.find('\n')).c_str());
   return 2;
 }
 

@@ -20,7 +20,8 @@ const Flag<Options> kFlags[] = {
     {"weight-decay", &Options::weight_decay, 0, true, "decay of the matrices"},
     {"clip", &Options::clip, 0, true, "largest gradient norm; 0: no clipping"},
     {"seed", &Options::seed, 0, true, "of the weights and the order of the data"},
-    {"checkpoint-every", &Options::checkpoint_every, 1, false, "steps between checkpoints; the last two are kept"},
+    {"checkpoint-every", &Options::checkpoint_every, 1, false,
+     "steps between checkpoints; the last two are kept"},
     {"threads", &Options::threads, 0, false, "0: as many as PyTorch chooses; bits can depend on the number"},
     {"memory-budget", &Options::memory_budget, 0, false,
      "MiB for activations: as many layers are recomputed in backward as that needs; 0: none"},
@@ -36,7 +37,8 @@ void check(const Options& o) {
   require(!o.data.empty(), "--data: missing; give the token file that `shoestring tokenize` wrote");
   require(!o.out.empty(), "--out: missing; give a folder for checkpoints and the trained model");
   require(o.hidden % (2 * o.heads) == 0, "--hidden: expected a multiple of twice --heads, " +
-                                             std::to_string(2 * o.heads) + ", received " + std::to_string(o.hidden));
+                                             std::to_string(2 * o.heads) + ", received " +
+                                             std::to_string(o.hidden));
   require(o.offload == "none" || !o.plain, "--offload: expected none with --plain, received " + o.offload);
   require(o.heads % o.kv_heads == 0, "--kv-heads: expected a divisor of --heads, " + std::to_string(o.heads) +
                                          ", received " + std::to_string(o.kv_heads));
@@ -46,10 +48,13 @@ void check(const Options& o) {
 
 Options parse_options(int argc, char** argv) {
   Options options;
-  parse_flags<Options>(argc, argv, "train_gpt --data FILE --out FOLDER [options]: trains a Llama-style model from scratch",
-                       kFlags, options);
+  parse_flags<Options>(
+      argc, argv, "train_gpt --data FILE --out FOLDER [options]: trains a Llama-style model from scratch",
+      kFlags, options);
   check(options);
   return options;
 }
 
-std::map<std::string, std::string> deciding_options(const Options& options) { return deciding<Options>(options, kFlags); }
+std::map<std::string, std::string> deciding_options(const Options& options) {
+  return deciding<Options>(options, kFlags);
+}

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Optional
 import typer
 
 from shoestring.cli.options import (
+    RANK,
+    VOCABULARY,
     Accumulate,
     BatchSize,
     CheckpointEvery,
@@ -28,7 +30,6 @@ from shoestring.cli.options import (
     OptimizerState,
     Out,
     Plain,
-    RANK,
     Resume,
     Schedule,
     Seed,
@@ -36,15 +37,14 @@ from shoestring.cli.options import (
     Steps,
     Threads,
     TrustRemoteCode,
-    VOCABULARY,
     ValFraction,
     Warmup,
     WeightDecay,
     Workspace,
 )
 from shoestring.cli.values import COUNT, one_of, target_names, within
-from shoestring.data.errors import InputError, is_utf8
-from shoestring.data.files import disk_error
+from shoestring.core.errors import InputError, is_utf8
+from shoestring.files.atomic import disk_error
 from shoestring.training.config import (
     DEVICES,
     ESTIMATE_DTYPES,
@@ -58,7 +58,9 @@ from shoestring.training.config import (
 )
 from shoestring.training.signals import Interrupted, handled
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
+)
 
 
 @app.callback()
@@ -72,10 +74,12 @@ def train(
     out: Out,
     glob: Glob = "*",
     preset: Annotated[
-        str, typer.Option(help="Size: tiny, mini, small, medium, base, large or 1b.", callback=one_of(*PRESETS))
+        str,
+        typer.Option(help="Size: tiny, mini, small, medium, base, large or 1b.", callback=one_of(*PRESETS)),
     ] = "small",
     vocab_size: Annotated[
-        int, typer.Option(help="Tokens of the BPE tokenizer that is trained on the data.", callback=VOCABULARY)
+        int,
+        typer.Option(help="Tokens of the BPE tokenizer that is trained on the data.", callback=VOCABULARY),
     ] = 16384,
     tokenizer: Annotated[
         Optional[Path], typer.Option(help="Take this tokenizer directory instead of training one.")
@@ -126,22 +130,27 @@ def finetune(
     quantize: Annotated[
         str,
         typer.Option(
-            help="nf4 (QLoRA), int4, int8 or none (LoRA): how frozen weights are kept.", callback=one_of(*QUANTIZE)
+            help="nf4 (QLoRA), int4, int8 or none (LoRA): how frozen weights are kept.",
+            callback=one_of(*QUANTIZE),
         ),
     ] = "nf4",
     rank: Annotated[int, typer.Option(help="Rank of the adapters.", callback=RANK)] = 16,
     alpha: Annotated[
         float,
         typer.Option(
-            help="Adapters are scaled by alpha / rank.", callback=within(0, 1e6, "a positive number", without=0)
+            help="Adapters are scaled by alpha / rank.",
+            callback=within(0, 1e6, "a positive number", without=0),
         ),
     ] = 32.0,
-    target_modules: Annotated[str, typer.Option(help="all-linear, or names separated by commas.")] = "all-linear",
+    target_modules: Annotated[
+        str, typer.Option(help="all-linear, or names separated by commas.")
+    ] = "all-linear",
     merge: Annotated[
         bool, typer.Option("--merge", help="Also save the model with the adapter merged into it.")
     ] = False,
     pack: Annotated[
-        bool, typer.Option("--pack/--no-pack", help="No padding of examples, where the model's attention is ours.")
+        bool,
+        typer.Option("--pack/--no-pack", help="No padding of examples, where the model's attention is ours."),
     ] = True,
     seq_len: SeqLen = 512,
     batch_size: BatchSize = 8,
@@ -185,7 +194,10 @@ def finetune(
 @app.command()
 def estimate(
     model: Annotated[
-        str, typer.Option(help="Hugging Face model directory or config.json (no weights are read), or a preset of train.")
+        str,
+        typer.Option(
+            help="Hugging Face model directory or config.json (no weights are read), or a preset of train."
+        ),
     ],
     vocab_size: Annotated[
         int, typer.Option(help="Tokens of a preset's vocabulary.", callback=within(1, (1 << 31) - 1))
@@ -201,33 +213,45 @@ def estimate(
         str, typer.Option(help="8bit, 4bit, bf16 or fp32: how moments are kept.", callback=one_of(*STATES))
     ] = "8bit",
     weights: Annotated[
-        str, typer.Option(help="plain, stochastic or remainder, how bf16 weights are kept.", callback=one_of(*WEIGHTS))
+        str,
+        typer.Option(
+            help="plain, stochastic or remainder, how bf16 weights are kept.", callback=one_of(*WEIGHTS)
+        ),
     ] = "plain",
     offload: Offload = "none",
     device: Annotated[
-        str, typer.Option(help="cuda, or cpu, where device and host are one memory.", callback=one_of(*DEVICES))
+        str,
+        typer.Option(help="cuda, or cpu, where device and host are one memory.", callback=one_of(*DEVICES)),
     ] = "cuda",
     dtype: Annotated[
         str,
         typer.Option(
-            help="bf16, fp16 or fp32: of the model's weights and activations.", callback=one_of(*ESTIMATE_DTYPES)
+            help="bf16, fp16 or fp32: of the model's weights and activations.",
+            callback=one_of(*ESTIMATE_DTYPES),
         ),
     ] = "bf16",
     batch_size: BatchSize = 1,
     seq_len: SeqLen = 2048,
     accumulate: Accumulate = 1,
     step_in_backward: Annotated[
-        bool, typer.Option("--step-in-backward", help="Each parameter is stepped once its gradient is complete.")
+        bool,
+        typer.Option("--step-in-backward", help="Each parameter is stepped once its gradient is complete."),
     ] = False,
     gradient_checkpointing: Checkpointing = False,
     memory_budget: MemoryBudget = None,
     rank: Annotated[
-        Optional[int], typer.Option(help="Train adapters of this rank; by default all weights.", callback=RANK)
+        Optional[int],
+        typer.Option(help="Train adapters of this rank; by default all weights.", callback=RANK),
     ] = None,
     quantize: Annotated[
-        str, typer.Option(help="nf4, int4, int8 or none: frozen weights, with --rank.", callback=one_of(*QUANTIZE))
+        str,
+        typer.Option(
+            help="nf4, int4, int8 or none: frozen weights, with --rank.", callback=one_of(*QUANTIZE)
+        ),
     ] = "none",
-    target_modules: Annotated[str, typer.Option(help="all-linear, or names separated by commas.")] = "all-linear",
+    target_modules: Annotated[
+        str, typer.Option(help="all-linear, or names separated by commas.")
+    ] = "all-linear",
     workspace_mb: Workspace = 64,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, all sizes in bytes.")] = False,
@@ -250,7 +274,9 @@ def estimate(
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     model: Annotated[str, typer.Option(help="Hugging Face model directory, or an id of the Hub.")],
-    adapter: Annotated[Optional[Path], typer.Option(help="PEFT adapter directory to put on the model.")] = None,
+    adapter: Annotated[
+        Optional[Path], typer.Option(help="PEFT adapter directory to put on the model.")
+    ] = None,
     max_new_tokens: Annotated[
         int, typer.Option(help="Most tokens to write.", callback=within(1, 10**6))
     ] = 100,
@@ -265,7 +291,9 @@ def generate(
         ),
     ] = 0.95,
     seed: Seed = 0,
-    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message in the chat template.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a user's message in the chat template.")
+    ] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Continue a prompt with a model, and an adapter if given."""
@@ -274,13 +302,22 @@ def generate(
     from shoestring.cli.generate import generate as run
 
     with contextlib.redirect_stdout(sys.stderr):  # the text alone goes to the output
-        text = run(model, adapter, prompt, Sampling(max_new_tokens, temperature, top_p, seed), chat, trust_remote_code)
+        text = run(
+            model,
+            adapter,
+            prompt,
+            Sampling(max_new_tokens, temperature, top_p, seed),
+            chat,
+            trust_remote_code,
+        )
     print(text)
 
 
 @app.command()
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Directories of finished runs; ratios are to the first.")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Directories of finished runs; ratios are to the first.")
+    ],
     out: Annotated[Path, typer.Option(help="Where compare.html and compare.png go.")] = Path("."),
 ) -> None:
     """Put finished runs side by side: a table, and curves, memory and speed in compare.html."""
@@ -316,9 +353,7 @@ def demo(
     out: Annotated[
         Path, typer.Option(help="Directory for data, runs and the report; a demo there is replaced.")
     ] = Path("runs/demo"),
-    steps: Annotated[
-        int, typer.Option(help="Steps of each training run.", callback=within(1, COUNT))
-    ] = 60,
+    steps: Annotated[int, typer.Option(help="Steps of each training run.", callback=within(1, COUNT))] = 60,
     finetune_steps: Annotated[
         int, typer.Option(help="Steps of each fine-tuning run.", callback=within(1, COUNT))
     ] = 24,
@@ -345,7 +380,10 @@ def load_operators() -> None:
 
 def pick(config: type[Any], values: dict[str, Any], **changed: Any) -> dict[str, Any]:
     """Return the options that are fields of ``config``, under the same names."""
-    return {**{name: value for name, value in values.items() if name in config.__dataclass_fields__}, **changed}
+    return {
+        **{name: value for name, value in values.items() if name in config.__dataclass_fields__},
+        **changed,
+    }
 
 
 def finish(summary: dict[str, Any], out: Path) -> None:
@@ -383,7 +421,9 @@ def main(argv: list[str] | None = None) -> int:
         with handled():
             for argument in arguments:
                 if not is_utf8(argument):
-                    raise InputError(f"argument {ascii(argument)}: expected UTF-8; rename the file or convert the text")
+                    raise InputError(
+                        f"argument {ascii(argument)}: expected UTF-8; rename the file or convert the text"
+                    )
             result = command.main(args=arguments, prog_name="shoestring", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except Interrupted as error:
@@ -411,7 +451,11 @@ def reason(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{error.filename}: {error.strerror}"
     # PyTorch's CPU allocator has no exception of its own.
-    if isinstance(error, MemoryError) or "not enough memory" in str(error) or type(error).__name__ == "OutOfMemoryError":
+    if (
+        isinstance(error, MemoryError)
+        or "not enough memory" in str(error)
+        or type(error).__name__ == "OutOfMemoryError"
+    ):
         detail = str(error).partition("\n")[0]
         return f"out of memory{f' ({detail})' if detail else ''}; take a smaller --batch-size, --seq-len or model"
     return None

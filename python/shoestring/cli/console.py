@@ -25,7 +25,9 @@ class Console:
         if sys.stdout.isatty():
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-            self._bar = Progress(BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"))
+            self._bar = Progress(
+                BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}")
+            )
             self._bar.start()
             self._task = self._bar.add_task("starting", total=self._steps)
         return self

@@ -9,9 +9,9 @@ from pathlib import Path
 from shoestring.cli.console import print_table, say
 from shoestring.cli.demo_data import package_documentation, standard_library
 from shoestring.cli.turns import run_in_turns
-from shoestring.data.errors import InputError
-from shoestring.data.files import write_json
-from shoestring.data.lock import LOCK, locked
+from shoestring.core.errors import InputError
+from shoestring.files.atomic import write_json
+from shoestring.files.lock import LOCK, locked
 from shoestring.training.report import write_sections
 
 VOCABULARY = 16384
@@ -76,7 +76,14 @@ def _demo(out: Path, steps: int, finetune_steps: int) -> None:
     run_in_turns(
         {
             "peft-lora": [*common, "--plain", "--quantize", "none", "--out", str(tune / "peft-lora")],
-            "peft-bitsandbytes": [*common, "--plain", "--quantize", "nf4", "--out", str(tune / "peft-bitsandbytes")],
+            "peft-bitsandbytes": [
+                *common,
+                "--plain",
+                "--quantize",
+                "nf4",
+                "--out",
+                str(tune / "peft-bitsandbytes"),
+            ],
             "shoestring": [*common, "--quantize", "nf4", "--out", str(tune / "shoestring")],
         },
         tune,

@@ -11,8 +11,8 @@ from email.parser import Parser
 from importlib.metadata import distributions
 from pathlib import Path
 
-from shoestring.data.errors import InputError
-from shoestring.data.files import atomic_file
+from shoestring.core.errors import InputError
+from shoestring.files.atomic import atomic_file
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 
@@ -45,7 +45,9 @@ def package_documentation(path: Path) -> int:
 
 
 def _write(path: Path, texts: Iterable[str]) -> int:
-    records = [json.dumps({"text": text.encode("utf-8", "replace").decode()}) for text in texts if text.strip()]
+    records = [
+        json.dumps({"text": text.encode("utf-8", "replace").decode()}) for text in texts if text.strip()
+    ]
     if not records:
         raise InputError(f"demo: no text found for {path.name} on this machine")
     random.Random(0).shuffle(records)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoestring.checkpointing.model import parse_bytes
+from shoestring.checkpoint.model import parse_bytes
 from shoestring.cli.console import gigabytes, print_table
-from shoestring.data.errors import InputError
+from shoestring.core.errors import InputError
 from shoestring.data.tokenizer import quiet_transformers
+from shoestring.integrations.transformers.remote_code import why_not_loaded
 from shoestring.optim.offload import PLACES, is_place
-from shoestring.pretrained.remote_code import why_not_loaded
 from shoestring.training.config import ESTIMATE_DTYPES, PRESETS
 from shoestring.training.estimate import Estimate, Options, estimate
 from shoestring.training.models import build_llama
@@ -43,13 +43,23 @@ def options_of(values: dict[str, Any], dtype: str, offload: str, memory_budget: 
         if not good:
             raise InputError(f"--{name}: expected {expected}, got {received}")
 
-    expect(dtype != "fp16" or values["weights"] == "plain", "weights", "plain with --dtype fp16", values["weights"])
+    expect(
+        dtype != "fp16" or values["weights"] == "plain",
+        "weights",
+        "plain with --dtype fp16",
+        values["weights"],
+    )
     place = None if offload == "none" else offload
     expect(is_place(place), "offload", PLACES, offload)
     budget = None
     if memory_budget is not None:
         checkpointing = values["gradient_checkpointing"]
-        expect(not checkpointing, "memory-budget", "it without --gradient-checkpointing; leave one of them out", "both")
+        expect(
+            not checkpointing,
+            "memory-budget",
+            "it without --gradient-checkpointing; leave one of them out",
+            "both",
+        )
         try:
             budget = parse_bytes(memory_budget)
         except ValueError as error:
@@ -62,12 +72,16 @@ def load(request: Request, seq_len: int) -> nn.Module:
     quiet_transformers()
     with torch.device("meta"):
         if request.model in PRESETS:
-            model = build_llama(PRESETS[request.model], request.vocab_size, seq_len, 0).to(DTYPES[request.dtype])
+            model = build_llama(PRESETS[request.model], request.vocab_size, seq_len, 0).to(
+                DTYPES[request.dtype]
+            )
         else:
             model = _from_config(Path(request.model), DTYPES[request.dtype], request.trust_remote_code)
     if request.rank is None:
         if request.quantize != "none":
-            raise InputError(f"--quantize {request.quantize}: expected with --rank: trained weights stay as they are")
+            raise InputError(
+                f"--quantize {request.quantize}: expected with --rank: trained weights stay as they are"
+            )
         return model
     from shoestring import lora
 
@@ -78,7 +92,11 @@ def load(request: Request, seq_len: int) -> nn.Module:
             quantize=None if request.quantize == "none" else request.quantize,
         )  # fmt: skip
     except ValueError as error:  # no module of that name, a rank that does not fit
-        targets = request.target_modules if isinstance(request.target_modules, str) else ",".join(request.target_modules)
+        targets = (
+            request.target_modules
+            if isinstance(request.target_modules, str)
+            else ",".join(request.target_modules)
+        )
         raise InputError(f"--target-modules {targets}, --rank {request.rank}: {error}") from None
 
 
@@ -88,14 +106,20 @@ def _from_config(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> nn.
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         presets = ", ".join(PRESETS)
-        raise InputError(f"--model {path}: expected a directory with a config.json, such a file, or one of {presets}")
+        raise InputError(
+            f"--model {path}: expected a directory with a config.json, such a file, or one of {presets}"
+        )
     try:
         folder = file.parent if file.name == "config.json" else file  # code is looked for beside config.json
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=trust_remote_code
+        )
         return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a configuration may have wrong
         reason = why_not_loaded(error)
-        raise InputError(f"--model {path}: {file.name} does not describe a causal language model ({reason})") from None
+        raise InputError(
+            f"--model {path}: {file.name} does not describe a causal language model ({reason})"
+        ) from None
 
 
 def run(request: Request, options: Options, as_json: bool) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from shoestring.cli.console import Console, say
+from shoestring.core.errors import InputError
 from shoestring.data.batches import Rows, split_blocks, split_examples
-from shoestring.data.errors import InputError
 from shoestring.data.examples import CHAT, TEXT, encode_examples, kind_of, read_segments
-from shoestring.data.files import atomic_directory
 from shoestring.data.text import check_text, find_files
 from shoestring.data.token_file import read_token_file, write_token_file
 from shoestring.data.tokenizer import load_tokenizer
+from shoestring.files.atomic import atomic_directory
 from shoestring.training import memory
 from shoestring.training.adapters import apply_lora, merge_adapter, save_adapter
 from shoestring.training.config import FinetuneConfig, Fingerprint
@@ -39,12 +39,16 @@ def finetune(
     """Fine-tune and return the summary; raises InputError for input that cannot be used."""
     options.check(config)
     if merge and config.full:
-        raise InputError("--merge: there is no adapter to merge with --full, which saves the whole model anyway")
+        raise InputError(
+            "--merge: there is no adapter to merge with --full, which saves the whole model anyway"
+        )
     trust = options.trust_remote_code
     folder = locate_model(config.model, trust)
     check_model_directory(folder)
     if is_quantized(folder) and (config.full or config.plain or merge):
-        raise InputError(f"--model {folder}: its weights are quantised already: expected no --full, --plain or --merge")
+        raise InputError(
+            f"--model {folder}: its weights are quantised already: expected no --full, --plain or --merge"
+        )
     tokenizer = load_tokenizer(folder, trust)
     files = find_files(data, pattern)
     kind = kind_of(files)
@@ -62,14 +66,18 @@ def finetune(
         torch.manual_seed(config.seed)
         model = load_model(folder, base_dtype, None if config.plain else config.quantize, trust)
         if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
-            raise InputError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model's embedding fewer")
+            raise InputError(
+                f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model's embedding fewer"
+            )
         fused = None if config.plain else fused_loss(model, config.workspace_mb)
         packed = fused is not None and config.pack and kind != TEXT and can_pack(model)
         if not config.full:
             model = apply_lora(model, config)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         how = "" if kind == TEXT else ", packed" if packed else ", padded"
-        say(f"{trained / 1e6:.2f} M trained parameters, {len(rows[0]):,} rows of {kind}{how}, {config.steps} steps")
+        say(
+            f"{trained / 1e6:.2f} M trained parameters, {len(rows[0]):,} rows of {kind}{how}, {config.steps} steps"
+        )
 
         def save(target: Path) -> None:
             if config.full:
@@ -82,11 +90,23 @@ def finetune(
         result = "model" if config.full else "adapter"
         with Console(config.steps) as console:
             summary = execute(
-                config, options, fingerprint, model, lambda: loss, rows, console, baseline, save, result, packed
+                config,
+                options,
+                fingerprint,
+                model,
+                lambda: loss,
+                rows,
+                console,
+                baseline,
+                save,
+                result,
+                packed,
             )
         if merge:
             del model
-            base = merge_adapter(load_model(folder, base_dtype, trust_remote_code=trust), run / "adapter", config.plain)
+            base = merge_adapter(
+                load_model(folder, base_dtype, trust_remote_code=trust), run / "adapter", config.plain
+            )
             with atomic_directory(run / "model") as partial:
                 base.save_pretrained(partial)
                 tokenizer.save_pretrained(partial)
@@ -95,7 +115,12 @@ def finetune(
 
 
 def _rows(
-    run: Path, files: list[Path], segments: list[Any] | None, kind: str, tokenizer: Any, config: FinetuneConfig
+    run: Path,
+    files: list[Path],
+    segments: list[Any] | None,
+    kind: str,
+    tokenizer: Any,
+    config: FinetuneConfig,
 ) -> tuple[Rows, Rows]:
     if segments is not None:
         encoded = encode_examples(segments, tokenizer, config.seq_len, kind == CHAT)

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from shoestring.data.errors import InputError
+from shoestring.core.errors import InputError
 from shoestring.data.examples import DEFAULT_CHAT_TEMPLATE, beginning
 from shoestring.data.progress import working
-from shoestring.data.read_file import read_json
 from shoestring.data.tokenizer import encode_batch, load_tokenizer
+from shoestring.files.read_file import read_json
 from shoestring.training.models import load_model, locate_model
-
 
 COLDEST = 1e-6  # logits divided by less overflow; so near to zero the likeliest token is certain
 
@@ -30,7 +29,12 @@ class Sampling:
 
 
 def generate(
-    name: str, adapter: Path | None, prompt: str, sampling: Sampling, chat: bool, trust_remote_code: bool = False
+    name: str,
+    adapter: Path | None,
+    prompt: str,
+    sampling: Sampling,
+    chat: bool,
+    trust_remote_code: bool = False,
 ) -> str:
     """Return the model's continuation of ``prompt`` (with ``chat``: its answer to it)."""
     if adapter is not None:
@@ -53,14 +57,18 @@ def generate(
                 [message], chat_template=template, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # templates raise what their author chose
-            raise InputError(f"--chat: the chat template refuses the prompt ({type(error).__name__}: {error})") from None
+            raise InputError(
+                f"--chat: the chat template refuses the prompt ({type(error).__name__}: {error})"
+            ) from None
         ids = encode_batch(tokenizer, [text])[0]
     else:
         ids = beginning(tokenizer) + encode_batch(tokenizer, [prompt])[0]
     ids = ids or [tokenizer.eos_token_id]  # an empty prompt: begin after the end of a document
     rows = model.get_input_embeddings().weight.shape[0]
     if max(ids) >= rows:
-        raise InputError(f"{folder}: the tokenizer gives token {max(ids)}, the model's embedding has {rows} rows")
+        raise InputError(
+            f"{folder}: the tokenizer gives token {max(ids)}, the model's embedding has {rows} rows"
+        )
     torch.manual_seed(sampling.seed)
     model.eval()
     sample = sampling.temperature > COLDEST
@@ -91,4 +99,6 @@ def check_adapter(folder: Path) -> None:
         with safe_open(folder / "adapter_model.safetensors", "pt") as stored:
             stored.keys()
     except Exception as error:
-        raise InputError(f"{folder / 'adapter_model.safetensors'}: not a sound safetensors file ({error})") from None
+        raise InputError(
+            f"{folder / 'adapter_model.safetensors'}: not a sound safetensors file ({error})"
+        ) from None

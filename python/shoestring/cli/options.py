@@ -13,7 +13,9 @@ from shoestring.training.config import DTYPES, MOST_THREADS, SCHEDULES
 VOCABULARY = within(257, 1 << 20)  # 256 bytes and the end of text; trainers allocate for all of it
 RANK = within(1, 1 << 14)  # no layer of a published model is wider
 
-Data = Annotated[list[Path], typer.Option("--data", help="Text files, JSONL files or directories; several may follow.")]
+Data = Annotated[
+    list[Path], typer.Option("--data", help="Text files, JSONL files or directories; several may follow.")
+]
 Out = Annotated[Path, typer.Option(help="Directory of the run; must be new or empty.")]
 Glob = Annotated[str, typer.Option("--glob", help="Which files of a directory are read.")]
 SeqLen = Annotated[int, typer.Option(help="Tokens in a row.", callback=within(1, 1 << 24))]
@@ -22,7 +24,9 @@ Accumulate = Annotated[int, typer.Option(help="Micro-batches in a step.", callba
 Steps = Annotated[int, typer.Option(help="Optimizer steps.", callback=within(1, COUNT))]
 LearningRate = Annotated[
     float,
-    typer.Option("--lr", help="Highest learning rate.", callback=within(0, 1e38, "a positive number", without=0)),
+    typer.Option(
+        "--lr", help="Highest learning rate.", callback=within(0, 1e38, "a positive number", without=0)
+    ),
 ]
 Warmup = Annotated[int, typer.Option(help="Steps of linear warm-up.", callback=within(0, COUNT, "0 or more"))]
 Schedule = Annotated[str, typer.Option(help="constant, linear, cosine or wsd.", callback=one_of(*SCHEDULES))]
@@ -38,13 +42,15 @@ WeightDecay = Annotated[
 Seed = Annotated[
     int,
     typer.Option(
-        help="Weights, data order and split follow from it.", callback=within(0, (1 << 32) - 1, "0 to 4294967295")
+        help="Weights, data order and split follow from it.",
+        callback=within(0, (1 << 32) - 1, "0 to 4294967295"),
     ),
 ]
 ValFraction = Annotated[
     float,
     typer.Option(
-        help="Share of the data held out for validation.", callback=within(0, 1, "0 to less than 1", without=1)
+        help="Share of the data held out for validation.",
+        callback=within(0, 1, "0 to less than 1", without=1),
     ),
 ]
 EvalEvery = Annotated[int, typer.Option(help="Steps between validations.", callback=within(1, COUNT))]
@@ -55,9 +61,13 @@ Checkpointing = Annotated[
 ]
 MemoryBudget = Annotated[
     Optional[str],
-    typer.Option(help="Largest memory for activations, such as 2GiB: as many blocks are recomputed as that needs."),
+    typer.Option(
+        help="Largest memory for activations, such as 2GiB: as many blocks are recomputed as that needs."
+    ),
 ]
-Offload = Annotated[str, typer.Option(help="none, cpu, stream or nvme:DIR: where the optimizer's state lies.")]
+Offload = Annotated[
+    str, typer.Option(help="none, cpu, stream or nvme:DIR: where the optimizer's state lies.")
+]
 OptimizerState = Annotated[
     str, typer.Option(help="8bit or fp32; plain runs always keep fp32.", callback=one_of("8bit", "fp32"))
 ]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import glob
 from pathlib import Path
 
-from shoestring.data.errors import InputError
-from shoestring.data.files import PARTIAL, atomic_directory
-from shoestring.data.lock import LOCK, locked
+from shoestring.core.errors import InputError
 from shoestring.data.text import check_text, find_files
 from shoestring.data.token_file import write_token_file
 from shoestring.data.tokenizer import load_tokenizer, train_bpe
+from shoestring.files.atomic import PARTIAL, atomic_directory
+from shoestring.files.lock import LOCK, locked
 
 
 def tokenize(
@@ -26,7 +26,9 @@ def tokenize(
     A failure leaves neither of both.
     """
     if (tokenizer_folder is None) == (vocab_size is None):
-        raise InputError("give either --tokenizer DIR, to use one, or --vocab-size N, to train one on the data")
+        raise InputError(
+            "give either --tokenizer DIR, to use one, or --vocab-size N, to train one on the data"
+        )
     if not out.name:
         raise InputError(f"--out {out}: expected the name of a file")
     if not out.parent.is_dir():

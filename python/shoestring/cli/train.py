@@ -10,10 +10,10 @@ import torch
 
 from shoestring.cli.console import Console, say
 from shoestring.data.batches import split_blocks
-from shoestring.data.files import atomic_directory
 from shoestring.data.text import check_text, find_files
 from shoestring.data.token_file import read_token_file, write_token_file
 from shoestring.data.tokenizer import load_tokenizer, train_bpe
+from shoestring.files.atomic import atomic_directory
 from shoestring.training import memory
 from shoestring.training.config import PRESETS, Fingerprint, TrainConfig
 from shoestring.training.models import build_llama, fused_loss, plain_loss
@@ -26,7 +26,9 @@ def train(config: TrainConfig, options: RunOptions, data: list[Path], pattern: s
     options.check(config)
     files = find_files(data, pattern)
     check_text(files)
-    tokenizer = load_tokenizer(Path(config.tokenizer), options.trust_remote_code) if config.tokenizer else None
+    tokenizer = (
+        load_tokenizer(Path(config.tokenizer), options.trust_remote_code) if config.tokenizer else None
+    )
     fingerprint = Fingerprint.of(config, data=file_list(files))
     with run_folder(options, "train", fingerprint) as run:
         folder = run / "tokenizer"
@@ -49,14 +51,20 @@ def train(config: TrainConfig, options: RunOptions, data: list[Path], pattern: s
         torch.manual_seed(config.seed)
         model = build_llama(PRESETS[config.preset], vocab_size, config.seq_len, tokenizer.eos_token_id)
         size = sum(p.numel() for p in model.parameters())
-        say(f"{size / 1e6:.1f} M parameters, vocabulary {vocab_size}, {len(tokens):,} tokens, {config.steps} steps")
+        say(
+            f"{size / 1e6:.1f} M parameters, vocabulary {vocab_size}, {len(tokens):,} tokens, {config.steps} steps"
+        )
 
         def save(target: Path) -> None:
             model.save_pretrained(target)
             tokenizer.save_pretrained(target)
 
-        make_loss = (lambda: plain_loss(model)) if config.plain else (lambda: fused_loss(model, config.workspace_mb))
+        make_loss = (
+            (lambda: plain_loss(model)) if config.plain else (lambda: fused_loss(model, config.workspace_mb))
+        )
         with Console(config.steps) as console:
-            summary = execute(config, options, fingerprint, model, make_loss, rows, console, baseline, save, "model")
+            summary = execute(
+                config, options, fingerprint, model, make_loss, rows, console, baseline, save, "model"
+            )
         write_report(run)
     return summary

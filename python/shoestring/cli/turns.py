@@ -13,9 +13,11 @@ import sys
 import threading
 from pathlib import Path
 
-from shoestring.data.errors import InputError
+from shoestring.core.errors import InputError
 
-TURN = 12.0  # seconds: several steps long, so that the one step that a pause falls into does not move the median
+TURN = (
+    12.0  # seconds: several steps long, so that the one step that a pause falls into does not move the median
+)
 
 
 def run_in_turns(commands: dict[str, list[str]], logs: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from shoestring.data.errors import InputError
+from shoestring.core.errors import InputError
 
 COUNT = 10**9  # the most steps; a counter of anything that a run does once a step
 

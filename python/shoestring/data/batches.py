@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoestring.data.errors import InputError
+from shoestring.core.errors import InputError
 
 IGNORE = -100  # label of a position that carries no loss
 
@@ -62,7 +62,9 @@ class Blocks:
 
     def rows(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         length = self.seq_len
-        block = np.stack([self.tokens[i * length : i * length + length + 1] for i in indices]).astype(np.int64)
+        block = np.stack([self.tokens[i * length : i * length + length + 1] for i in indices]).astype(
+            np.int64
+        )
         return torch.from_numpy(block[:, :-1].copy()), torch.from_numpy(block[:, 1:].copy())
 
 
@@ -127,7 +129,10 @@ def split_blocks(tokens: np.ndarray, seq_len: int, val_fraction: float) -> tuple
     held_out = int(len(tokens) * val_fraction)
     if val_fraction > 0:
         held_out = max(held_out, seq_len + 1)
-    train, val = Blocks(tokens[: len(tokens) - held_out], seq_len), Blocks(tokens[len(tokens) - held_out :], seq_len)
+    train, val = (
+        Blocks(tokens[: len(tokens) - held_out], seq_len),
+        Blocks(tokens[len(tokens) - held_out :], seq_len),
+    )
     if len(train) == 0:
         raise InputError(
             f"--data: {len(tokens)} tokens are too few for a training and a validation block of --seq-len {seq_len}; "

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from shoestring.core.errors import InputError
 from shoestring.data.batches import Examples
-from shoestring.data.errors import InputError
 from shoestring.data.progress import working
 from shoestring.data.text import is_jsonl, kind_of_value, read_jsonl, size_of
 from shoestring.data.tokenizer import encode_all
@@ -38,7 +38,9 @@ def kind_of(files: list[Path]) -> str:
     first = next(iter(kinds.values()))
     for path, kind in kinds.items():
         if kind != first:
-            raise InputError(f"{path}: holds {kind} records, {files[0]} holds {first}; give one kind at a time")
+            raise InputError(
+                f"{path}: holds {kind} records, {files[0]} holds {first}; give one kind at a time"
+            )
     return first
 
 
@@ -90,7 +92,9 @@ def _chat(record: dict[str, Any], where: str, tokenizer: Any) -> list[tuple[str,
         found = f'"messages" is {kind}' if "messages" in record else f"its fields are {sorted(record)}"
         raise InputError(f'{where}: expected a list "messages"; {found}')
     for message in messages:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        if not isinstance(message, dict) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
             values = message.items() if isinstance(message, dict) else [("a message", message)]
             kinds = ", ".join(f'"{key}" is {kind_of_value(value)}' for key, value in values)
             raise InputError(f'{where}: each message needs the strings "role" and "content"; {kinds}')
@@ -126,7 +130,9 @@ def _render(messages: list[dict[str, str]], where: str, tokenizer: Any, ask: boo
         ) from None
 
 
-def encode_examples(segments: list[list[tuple[str, bool]]], tokenizer: Any, seq_len: int, chat: bool) -> Encoded:
+def encode_examples(
+    segments: list[list[tuple[str, bool]]], tokenizer: Any, seq_len: int, chat: bool
+) -> Encoded:
     """Tokenise examples; each is cut to ``seq_len`` + 1 tokens, and left out where no trained token remains.
 
     A tokenizer that begins every text with a token (Llama's does) begins each example with it; chat templates write it

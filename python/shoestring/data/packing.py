@@ -11,7 +11,9 @@ from torch.utils.data import Sampler
 
 from shoestring.data.batches import IGNORE, packed_arguments
 
-_GROUP = 8192  # sequences that are packed at a time: enough to fill bins, few enough that an epoch stays shuffled
+_GROUP = (
+    8192  # sequences that are packed at a time: enough to fill bins, few enough that an epoch stays shuffled
+)
 
 
 class MultipackBatchSampler(Sampler[list[int]]):
@@ -33,10 +35,18 @@ class MultipackBatchSampler(Sampler[list[int]]):
     """
 
     def __init__(
-        self, lengths: Sequence[int] | Tensor, capacity: int, *, seed: int = 0, num_replicas: int = 1, rank: int = 0
+        self,
+        lengths: Sequence[int] | Tensor,
+        capacity: int,
+        *,
+        seed: int = 0,
+        num_replicas: int = 1,
+        rank: int = 0,
     ) -> None:
         if not 0 <= rank < num_replicas:
-            raise ValueError(f"MultipackBatchSampler: rank: expected 0 to {num_replicas - 1}, received {rank}")
+            raise ValueError(
+                f"MultipackBatchSampler: rank: expected 0 to {num_replicas - 1}, received {rank}"
+            )
         self.lengths = torch.as_tensor(lengths, dtype=torch.int64)
         self.capacity = capacity
         self.seed = seed
@@ -88,7 +98,9 @@ class PackingCollator:
 
     def __call__(self, sequences: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ids = [torch.as_tensor(s["input_ids"], dtype=torch.int64) for s in sequences]
-        labels = [torch.as_tensor(s.get("labels", i), dtype=torch.int64).clone() for s, i in zip(sequences, ids)]
+        labels = [
+            torch.as_tensor(s.get("labels", i), dtype=torch.int64).clone() for s, i in zip(sequences, ids)
+        ]
         for i, (tokens, label) in enumerate(zip(ids, labels)):
             if tokens.dim() != 1 or tokens.shape != label.shape or not len(tokens):
                 raise ValueError(

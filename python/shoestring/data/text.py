@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shoestring.data.errors import InputError, is_utf8
+from shoestring.core.errors import InputError, is_utf8
 from shoestring.data.progress import advance, working
-from shoestring.data.read_file import check_regular
+from shoestring.files.read_file import check_regular
 
 CHUNK = 1 << 20  # bytes read at once, so that a file of any size needs little memory
 LONGEST = 4 << 20  # characters of a line or record that are tokenised at once
@@ -28,7 +28,9 @@ def find_files(paths: list[Path], pattern: str = "*") -> list[Path]:
     for path in paths:
         if path.is_dir():
             try:
-                inside = sorted(p for p in path.rglob(pattern) if p.is_file() and not _hidden(p.relative_to(path)))
+                inside = sorted(
+                    p for p in path.rglob(pattern) if p.is_file() and not _hidden(p.relative_to(path))
+                )
             except (ValueError, NotImplementedError, IndexError) as error:
                 raise InputError(f"--glob {pattern}: expected a pattern such as '*.py' ({error})") from None
             inside = [p for p in inside if p.stat().st_size > 0]
@@ -68,7 +70,9 @@ def read_text(path: Path, whole_lines: bool = False) -> Iterator[str]:
     with _open(path) as file:
         while True:
             block = file.read(CHUNK)
-            held = len(decoder.getstate()[0])  # bytes of an unfinished character, counted from the block before
+            held = len(
+                decoder.getstate()[0]
+            )  # bytes of an unfinished character, counted from the block before
             try:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
@@ -128,11 +132,15 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     json.dumps(record, ensure_ascii=False).encode()
             except UnicodeEncodeError as error:
                 half = ascii(error.object[error.start])
-                raise InputError(f"{path}: line {number} holds {half}, half of a character; mend the record") from None
+                raise InputError(
+                    f"{path}: line {number} holds {half}, half of a character; mend the record"
+                ) from None
             except (json.JSONDecodeError, RecursionError) as error:
                 raise InputError(f"{path}: line {number} is not valid JSON ({error})") from None
             except ValueError:  # Python converts numbers of some thousand digits only
-                raise InputError(f"{path}: line {number} holds an integer of too many digits; remove it") from None
+                raise InputError(
+                    f"{path}: line {number} holds an integer of too many digits; remove it"
+                ) from None
             if not isinstance(record, dict):
                 raise InputError(f"{path}: line {number} is not a JSON object but {type(record).__name__}")
             yield number, record
@@ -147,7 +155,9 @@ def documents(path: Path) -> Iterator[Iterator[str]]:
         if "text" not in record:
             raise InputError(f'{path}: line {number} has no "text" string; its fields are {sorted(record)}')
         if not isinstance(record["text"], str):
-            raise InputError(f'{path}: line {number}: expected a string "text", got {kind_of_value(record["text"])}')
+            raise InputError(
+                f'{path}: line {number}: expected a string "text", got {kind_of_value(record["text"])}'
+            )
         yield cut_long(record["text"])
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from shoestring.data.errors import InputError
-from shoestring.data.files import atomic_file
+from shoestring.core.errors import InputError
 from shoestring.data.progress import working
-from shoestring.data.read_file import check_regular
 from shoestring.data.text import documents, size_of
 from shoestring.data.tokenizer import BATCH_CHARACTERS, encode_batch
+from shoestring.files.atomic import atomic_file
+from shoestring.files.read_file import check_regular
 
 MAGIC = b"shoetok\x01"
 HEADER = struct.Struct("<8sIIQ40x")

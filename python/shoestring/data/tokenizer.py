@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoestring.data.errors import InputError
+from shoestring.core.errors import InputError
 from shoestring.data.progress import advance, working
 from shoestring.data.text import documents, size_of
-from shoestring.pretrained.remote_code import why_not_loaded
+from shoestring.integrations.transformers.remote_code import why_not_loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # 256 bytes and the end-of-text token
 LONGEST_WORD = 1024  # bytes; the trainer's time grows with the square of a word's length
-BATCH_CHARACTERS = 1 << 20  # tokenised at once: work for every core; the encodings take about 100 bytes a token
+BATCH_CHARACTERS = (
+    1 << 20
+)  # tokenised at once: work for every core; the encodings take about 100 bytes a token
 
 
 def train_bpe(files: list[Path], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -98,7 +100,9 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     except Exception as error:  # the tokenizer classes raise whatever their parser raises
         raise InputError(f"{folder}: the tokenizer cannot be loaded ({why_not_loaded(error)})") from None
     if tokenizer.eos_token_id is None:
-        raise InputError(f"{folder}: the tokenizer names no end-of-text token; set eos_token in tokenizer_config.json")
+        raise InputError(
+            f"{folder}: the tokenizer names no end-of-text token; set eos_token in tokenizer_config.json"
+        )
     return tokenizer
 
 

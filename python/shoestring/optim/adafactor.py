@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.ops.adafactor import adafactor_
+from shoestring.optim.adafactor_op import adafactor_
 from shoestring.optim.arena import Moment
 from shoestring.optim.base import LowMemoryOptions
 from shoestring.optim.whole import WholeTensorOptimizer, factored
@@ -74,9 +74,13 @@ class Adafactor(WholeTensorOptimizer):
         self._expect(good, "eps", "None or a number of at least 0, and one of at least 0", eps)
         self._expect(group["beta2_decay"] <= 0, "beta2_decay", "a number of at most 0", group["beta2_decay"])
         self._expect(group["d"] >= 1, "d", "a number of at least 1", group["d"])
-        self._expect(group["weight_decay"] >= 0, "weight_decay", "a number of at least 0", group["weight_decay"])
+        self._expect(
+            group["weight_decay"] >= 0, "weight_decay", "a number of at least 0", group["weight_decay"]
+        )
         self._expect(0 <= beta1 < 1, "beta1", "a number in [0, 1)", beta1)
-        self._expect((beta1 > 0) == bool(self._moments), "beta1", "a number above 0 in all groups or in none", beta1)
+        self._expect(
+            (beta1 > 0) == bool(self._moments), "beta1", "a number above 0 in all groups or in none", beta1
+        )
 
     def _extra(self, param: Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         return dict(zip(("row_var", "col_var", "variance"), factored(tuple(param.shape)), strict=True))

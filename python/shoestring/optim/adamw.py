@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.ops.adamw import adamw_
+from shoestring.optim.adamw_op import adamw_
 from shoestring.optim.arena import Moment
 from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
 from shoestring.optim.convert import exported
@@ -72,7 +72,9 @@ class AdamW(LowMemoryOptimizer):
 
     def _check_rule(self, group: dict[str, Any]) -> None:
         betas = group["betas"]
-        self._expect(len(betas) == 2 and all(0 <= b < 1 for b in betas), "betas", "two numbers in [0, 1)", betas)
+        self._expect(
+            len(betas) == 2 and all(0 <= b < 1 for b in betas), "betas", "two numbers in [0, 1)", betas
+        )
         for name in ("eps", "weight_decay"):
             self._expect(group[name] >= 0, name, "a number of at least 0", group[name])
 

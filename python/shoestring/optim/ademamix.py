@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.ops.ademamix import ademamix_
+from shoestring.optim.ademamix_op import ademamix_
 from shoestring.optim.arena import Moment
 from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
 
@@ -65,11 +65,15 @@ class AdEMAMix(LowMemoryOptimizer):
 
     def _rule(self, group: dict[str, Any]) -> dict[str, Any]:
         names = ("alpha", "t_alpha", "t_beta3", "eps", "weight_decay")
-        return dict(zip(("beta1", "beta2", "beta3"), group["betas"], strict=True)) | {n: group[n] for n in names}
+        return dict(zip(("beta1", "beta2", "beta3"), group["betas"], strict=True)) | {
+            n: group[n] for n in names
+        }
 
     def _check_rule(self, group: dict[str, Any]) -> None:
         betas = group["betas"]
-        self._expect(len(betas) == 3 and all(0 <= b < 1 for b in betas), "betas", "three numbers in [0, 1)", betas)
+        self._expect(
+            len(betas) == 3 and all(0 <= b < 1 for b in betas), "betas", "three numbers in [0, 1)", betas
+        )
         for name in ("alpha", "eps", "weight_decay"):
             self._expect(group[name] >= 0, name, "a number of at least 0", group[name])
         for name in ("t_alpha", "t_beta3"):

@@ -11,7 +11,9 @@ from shoestring.optim.adamw import AdamW
 from shoestring.optim.low_rank import LowRankOptimizer, Shapes
 from shoestring.optim.projections import fp32_rows, is_left, mix, normal, project
 
-NORM_GROWTH = 1.01  # the most that the norm of an update grows by from step to step; the paper's (Fira's) limit
+NORM_GROWTH = (
+    1.01  # the most that the norm of an update grows by from step to step; the paper's (Fira's) limit
+)
 
 
 class APOLLO(LowRankOptimizer):
@@ -61,7 +63,9 @@ class APOLLO(LowRankOptimizer):
         max_grad_norm: float | None = None,
         **options: Any,
     ) -> None:
-        defaults = dict(rank=rank, update_proj_gap=update_proj_gap, scale=scale, scale_type=scale_type, seed=seed)
+        defaults = dict(
+            rank=rank, update_proj_gap=update_proj_gap, scale=scale, scale_type=scale_type, seed=seed
+        )
         super().__init__(params, base_optimizer, defaults, options, max_grad_norm)
 
     def _check_own(self, group: dict[str, Any]) -> None:
@@ -82,11 +86,16 @@ class APOLLO(LowRankOptimizer):
         basis = normal((min(grad.shape), rank), entry["seed"], grad.device) / rank**0.5
         return project(grad, basis, is_left(*grad.shape, group))
 
-    def _up(self, param: Tensor, low: Tensor, low_grad: Tensor, grad_factor: Tensor | float, group: dict) -> None:
+    def _up(
+        self, param: Tensor, low: Tensor, low_grad: Tensor, grad_factor: Tensor | float, group: dict
+    ) -> None:
         grad, entry = param.grad.flatten(1), self.state[param]
         along = 0 if is_left(*grad.shape, group) else 1  # what a channel's norm sums over
         dim = along if group["scale_type"] == "channel" else None
-        norms = [torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=torch.float32) for x in (low, low_grad, grad)]
+        norms = [
+            torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=torch.float32)
+            for x in (low, low_grad, grad)
+        ]
         factor = torch.where(norms[1] == 0, 0.0, norms[0] / norms[1]) * grad_factor
         size = torch.linalg.vector_norm(factor * norms[2])
         limit = torch.where(entry["norm"] == 0, 1.0, (NORM_GROWTH * entry["norm"] / size).clamp(max=1.0))

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoestring.ops.quantize_8bit import STATE_BLOCK
-from shoestring.ops.quantize_state_4bit import GROUP_4BIT
 from shoestring.optim.offload import OffloadedState
 from shoestring.optim.sharded import Shards, is_dtensor, local
+from shoestring.quantization.quantize_8bit import STATE_BLOCK
+from shoestring.quantization.quantize_state_4bit import GROUP_4BIT
 
 STATES = ("8bit", "4bit", "bf16", "fp32")
 WEIGHTS = ("plain", "stochastic", "remainder")
@@ -101,7 +101,9 @@ class Arena:
     start: int = 0  # of the parameters among those of offloaded
     stepped: Tensor | None = None  # step, while a step of what is offloaded is under way
     parts: list[Part] = field(default_factory=list)
-    part: tuple[int, int] | None = None  # of a piece: the first parameter's first block, and the number of blocks
+    part: tuple[int, int] | None = (
+        None  # of a piece: the first parameter's first block, and the number of blocks
+    )
     # Where the CPU steps what lies on a device:
     host: Any = None  # HostParams (csrc/offload/host_params.h): parameters and gradients in host memory
     weights: list[Tensor] | None = None  # there
@@ -167,7 +169,9 @@ class Arena:
             part.name: self.values[part.name][begin * part.per_block :][: count * part.per_block]
             for part in parts(moments, self.kind.state, self.kind.remainder)
         }
-        arena = Arena(self.kind, self.params[first:last], self.step[first:last], slices, self.numbers[first:last])
+        arena = Arena(
+            self.kind, self.params[first:last], self.step[first:last], slices, self.numbers[first:last]
+        )
         arena.offloaded, arena.start, arena.parts = self.offloaded, self.start + first, self.parts
         if self.weights is not None:
             arena.weights = self.weights[first:last]
@@ -176,7 +180,9 @@ class Arena:
         return arena
 
 
-def offloaded_bytes(params: list[Tensor], kind: Kind, moments: tuple[Moment, ...], offload: Any, splits: bool) -> int:
+def offloaded_bytes(
+    params: list[Tensor], kind: Kind, moments: tuple[Moment, ...], offload: Any, splits: bool
+) -> int:
     """Return the bytes that the state of parameters takes in the place it is offloaded to."""
     return offload.state_bytes(*_state_shape(params, kind, moments, splits))
 
@@ -214,7 +220,9 @@ def make_arena(
             arena.host = torch.classes.shoestring.HostParams(offload, arena.device_params())
             arena.weights = arena.host.weights()
     else:
-        offloaded = torch.classes.shoestring.OffloadedState(offload, *_state_shape(params, kind, moments, splits))
+        offloaded = torch.classes.shoestring.OffloadedState(
+            offload, *_state_shape(params, kind, moments, splits)
+        )
         values = {part.name: value for part, value in zip(every, offloaded.values(), strict=True)}
         arena = Arena(kind, params, step, values, list(members), offloaded=offloaded, parts=every)
     states = {}

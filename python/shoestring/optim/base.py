@@ -84,7 +84,7 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
     """Everything but the rule. A subclass names its moments and its operator, and hands over its options.
 
     The operator is called as ``operator(params, grads, step, moment, scales, ..., lr=, **rule, **arguments)``, as
-    ``shoestring.ops.adamw_``, with the arguments of ``shoestring.ops.optimizer.StepArguments``. Where a rule has more
+    ``shoestring.ops.adamw_``, with the arguments of ``shoestring.optim.optimizer.StepArguments``. Where a rule has more
     tensors for a parameter than moments, it has them in lists, one for each parameter.
     """
 
@@ -111,7 +111,9 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
     ) -> None:
         if unknown:
             known = ", ".join([*defaults, *LowMemoryOptions.__annotations__])
-            raise TypeError(f"{self._name}: {next(iter(unknown))}: expected one of the options {known}, received another")
+            raise TypeError(
+                f"{self._name}: {next(iter(unknown))}: expected one of the options {known}, received another"
+            )
         positive = max_grad_norm is None or max_grad_norm > 0
         self._expect(positive, "max_grad_norm", "None or a number above 0", max_grad_norm)
         is_known = accumulate_dtype in (torch.float32, torch.bfloat16)
@@ -120,7 +122,9 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         self._layouts: dict[int, Layout] = {}  # by the group's position
         self._init_gradients(max_grad_norm, step_in_backward, accumulate_dtype)
         self._init_offload(offload)
-        own = dict(state=state, min_quantize_size=min_quantize_size, weights=weights, seed=seed, maximize=maximize)
+        own = dict(
+            state=state, min_quantize_size=min_quantize_size, weights=weights, seed=seed, maximize=maximize
+        )
         self._is_made = False
         super().__init__(params, defaults | own)
         self._reserve(self.param_groups)
@@ -152,8 +156,12 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         self._expect(positive, "lr", "a number of at least 0", lr)
         self._check_rule(group)
         self._expect(group["state"] in STATES, "state", " or ".join(f'"{s}"' for s in STATES), group["state"])
-        self._expect(group["weights"] in WEIGHTS, "weights", " or ".join(f'"{w}"' for w in WEIGHTS), group["weights"])
-        self._expect(isinstance(size, int) and size >= 0, "min_quantize_size", "a whole number of at least 0", size)
+        self._expect(
+            group["weights"] in WEIGHTS, "weights", " or ".join(f'"{w}"' for w in WEIGHTS), group["weights"]
+        )
+        self._expect(
+            isinstance(size, int) and size >= 0, "min_quantize_size", "a whole number of at least 0", size
+        )
         self._expect(isinstance(group["seed"], int), "seed", "a whole number", group["seed"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -166,19 +174,25 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         for i, item in enumerate(param_group["params"]):
             param = item[1] if isinstance(item, tuple) else item
             if isinstance(param, Tensor) and param.dtype not in DTYPES:
-                raise ValueError(f"{self._name}: params[{i}]: expected fp32, bf16 or fp16, received {param.dtype}")
+                raise ValueError(
+                    f"{self._name}: params[{i}]: expected fp32, bf16 or fp16, received {param.dtype}"
+                )
             if group["weights"] != "plain" and isinstance(param, Tensor) and param.dtype == torch.float16:
                 raise ValueError(
                     f'{self._name}: params[{i}]: weights="{group["weights"]}" expects bf16 (or fp32, which it leaves '
                     f"as they are), received {param.dtype}"
                 )
-            if getattr(param, "_fsdp_flattened", False):  # its pieces say neither where they begin nor what they are of
+            if getattr(
+                param, "_fsdp_flattened", False
+            ):  # its pieces say neither where they begin nor what they are of
                 raise ValueError(
                     f"{self._name}: params[{i}]: expected plain or DTensor parameters, received one of "
                     "FullyShardedDataParallel; use torch.distributed.fsdp.fully_shard"
                 )
             if id(param) in seen:
-                raise ValueError(f"{self._name}: params[{i}]: expected each parameter once, received one again")
+                raise ValueError(
+                    f"{self._name}: params[{i}]: expected each parameter once, received one again"
+                )
             seen.add(id(param))
         super().add_param_group(param_group)
         self._watch(param_group["params"])
@@ -207,7 +221,9 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
                 if p.requires_grad:
                     members.setdefault(self._kind(p, group), []).append(p)
             for kind, params in members.items():
-                size = offloaded_bytes(params, kind, self._moments, self._offload_of(kind.source), self._splits)
+                size = offloaded_bytes(
+                    params, kind, self._moments, self._offload_of(kind.source), self._splits
+                )
                 sizes[kind.source] = sizes.get(kind.source, 0) + size
         for device, size in sizes.items():
             self._offloads[device].reserve(size)
@@ -241,7 +257,9 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         found_inf = getattr(self, "found_inf", None)
         try:
             gradients = self._gathered([arena for _, arena in calls], found_inf is not None)
-            shares = [(arena.kind.shards, grads) for (_, arena), (grads, _) in zip(calls, gradients, strict=True)]
+            shares = [
+                (arena.kind.shards, grads) for (_, arena), (grads, _) in zip(calls, gradients, strict=True)
+            ]
             found_inf, coefficient = self._clip(shares, found_inf)
         except BaseException:
             if self._used:  # some have a gradient in them

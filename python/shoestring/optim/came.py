@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.ops.came import came_
 from shoestring.optim.arena import Moment
 from shoestring.optim.base import LowMemoryOptions
+from shoestring.optim.came_op import came_
 from shoestring.optim.whole import WholeTensorOptimizer, factored
 
 
@@ -68,7 +68,9 @@ class CAME(WholeTensorOptimizer):
         self._expect(good, "betas", "three numbers in [0, 1), the first above 0", betas)
         self._expect(len(eps) == 2 and min(eps) > 0, "eps", "two numbers above 0", eps)
         self._expect(threshold > 0, "clip_threshold", "a number above 0", threshold)
-        self._expect(group["weight_decay"] >= 0, "weight_decay", "a number of at least 0", group["weight_decay"])
+        self._expect(
+            group["weight_decay"] >= 0, "weight_decay", "a number of at least 0", group["weight_decay"]
+        )
 
     def _extra(self, param: Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         row, col, full = factored(tuple(param.shape))

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoestring.ops import dequantize_8bit, dequantize_state_4bit, quantize_8bit, quantize_state_4bit
-from shoestring.ops.quantize_8bit import STATE_BLOCK
 from shoestring.optim.arena import Moment, blocks
 from shoestring.optim.sharded import as_dtensor, is_dtensor, local
+from shoestring.quantization.quantize_8bit import STATE_BLOCK
 
 NESTED = "__bnb_optimizer_quant_state__"  # under which bitsandbytes hides its tensors from FSDP
 # Options that the others need not have; beta1 is Adafactor's.
@@ -18,7 +18,9 @@ OURS = ("state", "min_quantize_size", "weights", "seed", "maximize", "beta1")
 # Options of the others that say how, not what, they compute, or mean nothing (amsgrad and L2 decay are refused).
 THEIRS = ("foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay")
 THEIRS += ("alpha", "t_alpha", "t_beta3", "eps")
-MAP_TOLERANCE = 1e-6  # maps were computed in fp32 by either side: neighbours are 5e-7 of their scale apart at the least
+MAP_TOLERANCE = (
+    1e-6  # maps were computed in fp32 by either side: neighbours are 5e-7 of their scale apart at the least
+)
 
 
 def imported(
@@ -40,14 +42,20 @@ def imported(
     for ours, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         lacking = sorted(optimizer.defaults.keys() - theirs.keys() - set(OURS))
         if lacking:
-            raise ValueError(f"{where}: expected groups of the same rule, received one without {', '.join(lacking)}")
+            raise ValueError(
+                f"{where}: expected groups of the same rule, received one without {', '.join(lacking)}"
+            )
         if theirs.get("amsgrad"):
-            raise ValueError(f"{where}: amsgrad: expected False, received True; its third moment is not supported")
+            raise ValueError(
+                f"{where}: amsgrad: expected False, received True; its third moment is not supported"
+            )
         if theirs.get("decoupled_weight_decay") is False and theirs["weight_decay"] != 0:
             raise ValueError(
                 f"{where}: weight_decay: expected a decoupled one, received {theirs['weight_decay']} as L2 penalty"
             )
-        group = {name: value for name, value in theirs.items() if name in optimizer.defaults or name not in THEIRS}
+        group = {
+            name: value for name, value in theirs.items() if name in optimizer.defaults or name not in THEIRS
+        }
         group |= {name: ours[name] for name in OURS if name in ours and name not in theirs}
         groups.append(group)
         for key, param in zip(theirs["params"], ours["params"], strict=False):
@@ -76,7 +84,10 @@ def _entry(
     else:
         return entry  # ours
     if names == ["momentum_buffer"]:
-        entry = {"step": 1, **entry}  # torch's SGD counts no steps; where there is a buffer, the first was taken
+        entry = {
+            "step": 1,
+            **entry,
+        }  # torch's SGD counts no steps; where there is a buffer, the first was taken
     known = {"step", "weight_remainder", NESTED, *beside, *names}
     known |= {f"{kind}{i + 1}" for kind in ("qmap", "absmax") for i in range(len(moments))}
     if "step" not in entry or not known >= entry.keys() >= set(names):
@@ -94,7 +105,10 @@ def _entry(
     for i, (moment, name) in enumerate(zip(moments, names, strict=True)):
         value, scale = entry[name], f"absmax{i + 1}"
         if not isinstance(value, Tensor) or value.shape != param.shape:
-            shape, received = tuple(param.shape), tuple(value.shape) if isinstance(value, Tensor) else repr(value)
+            shape, received = (
+                tuple(param.shape),
+                tuple(value.shape) if isinstance(value, Tensor) else repr(value),
+            )
             raise ValueError(f"{where}: {name}: expected the parameter's shape, {shape}, received {received}")
         if is_dtensor(value):  # quantised where the local part is known
             result[moment.name] = value
@@ -105,8 +119,12 @@ def _entry(
         for part, size in ((f"qmap{i + 1}", 256), (scale, blocks(param.numel()))):
             if part not in entry or entry[part].shape != (size,):
                 received = tuple(entry[part].shape) if part in entry else "none"
-                raise ValueError(f"{where}: {part}: expected ({size},) (blocks of 256 elements), received {received}")
-        codes[moment.name] = _standard(value, entry[f"qmap{i + 1}"].float(), entry[scale].float(), moment.signed)
+                raise ValueError(
+                    f"{where}: {part}: expected ({size},) (blocks of 256 elements), received {received}"
+                )
+        codes[moment.name] = _standard(
+            value, entry[f"qmap{i + 1}"].float(), entry[scale].float(), moment.signed
+        )
     if "state1" in entry and codes.keys() == {"exp_avg", "exp_avg_sq"}:
         (m, _), (v, v_scale) = codes.values()
         # bitsandbytes rounds small second moments to zero. Beside a first moment that is not, the step would explode.
@@ -160,7 +178,9 @@ def exported(optimizer: Optimizer, moments: tuple[Moment, ...]) -> dict[str, Any
         param, entry = params[key], optimizer.state[params[key]]
         state[key] = {m.name: _plain(m, entry, local(param)) for m in moments}
         if is_dtensor(param):
-            state[key] = {name: as_dtensor(value, param, tuple(param.shape)) for name, value in state[key].items()}
+            state[key] = {
+                name: as_dtensor(value, param, tuple(param.shape)) for name, value in state[key].items()
+            }
         state[key]["step"] = entry["step"].cpu().clone()
     own = ("state", "min_quantize_size", "weights", "seed")
     groups = [{k: v for k, v in group.items() if k not in own} for group in state_dict["param_groups"]]

@@ -9,9 +9,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from shoestring.data.files import atomic_path
-from shoestring.data.read_file import check_regular, is_integer, is_number, parse_json, shown
-from shoestring.data.safetensors_file import write_safetensors
+from shoestring.files.atomic import atomic_path
+from shoestring.files.read_file import check_regular, is_integer, is_number, parse_json, shown
+from shoestring.files.safetensors_file import write_safetensors
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.state_dicts import FORMAT_VERSION
 
@@ -73,7 +73,9 @@ def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except Exception as error:  # SafetensorError, or what PyTorch raises for a dtype that it lacks
-        raise ValueError(f"{where}: expected a safetensors file, received a damaged one: {shown(str(error))}") from None
+        raise ValueError(
+            f"{where}: expected a safetensors file, received a damaged one: {shown(str(error))}"
+        ) from None
     expected = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "optimizer": _rule_name(optimizer)}
     for key, value in expected.items():
         if metadata.get(key) != value:
@@ -92,7 +94,9 @@ def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
         try:
             optimizer._check_options(kept | loaded)
         except TypeError as error:  # None, where a number is compared
-            raise ValueError(f"{where}: group {g}: expected options of this optimizer's types, received others: {error}") from None
+            raise ValueError(
+                f"{where}: group {g}: expected options of this optimizer's types, received others: {error}"
+            ) from None
         groups.append(kept | loaded | {"params": list(range(first, first + size))})
         numbers |= {(str(g), str(i)): first + i for i in range(size)}
         first += size
@@ -142,7 +146,9 @@ def _like(ours: object, value: object, where: str) -> object:
     """JSON's value as a group has it: tuples are tuples, and a learning rate stays a tensor."""
     several = isinstance(ours, (tuple, list))
     if isinstance(value, list) != several and ours is not None:
-        raise ValueError(f"{where}: expected {'several values' if several else 'one value'}, received {shown(value)}")
+        raise ValueError(
+            f"{where}: expected {'several values' if several else 'one value'}, received {shown(value)}"
+        )
     if isinstance(ours, tuple):
         assert isinstance(value, list)
         if len(value) != len(ours):
@@ -150,9 +156,14 @@ def _like(ours: object, value: object, where: str) -> object:
         return tuple(_like(one, other, where) for one, other in zip(ours, value, strict=True))
     if isinstance(value, (list, dict)) or value is None:
         return value
-    kind: type | tuple[type, ...] = bool if isinstance(ours, bool) else str if isinstance(ours, str) else (int, float)
+    kind: type | tuple[type, ...] = (
+        bool if isinstance(ours, bool) else str if isinstance(ours, str) else (int, float)
+    )
     plain = isinstance(value, bool) or is_number(value) or (isinstance(value, str) and len(value) <= 64)
-    if not plain or (ours is not None and (not isinstance(value, kind) or isinstance(value, bool) != isinstance(ours, bool))):
+    if not plain or (
+        ours is not None
+        and (not isinstance(value, kind) or isinstance(value, bool) != isinstance(ours, bool))
+    ):
         raise ValueError(f"{where}: expected a value as {shown(ours)}, received {shown(value)}")
     return torch.full_like(ours, float(value)) if isinstance(ours, Tensor) else value
 

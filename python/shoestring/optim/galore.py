@@ -74,7 +74,9 @@ class GaLore(LowRankOptimizer):
         max_grad_norm: float | None = None,
         **options: Any,
     ) -> None:
-        defaults = dict(rank=rank, update_proj_gap=update_proj_gap, scale=scale, projection=projection, seed=seed)
+        defaults = dict(
+            rank=rank, update_proj_gap=update_proj_gap, scale=scale, projection=projection, seed=seed
+        )
         super().__init__(params, base_optimizer, defaults, options, max_grad_norm)
 
     def _check_own(self, group: dict[str, Any]) -> None:
@@ -111,7 +113,9 @@ class GaLore(LowRankOptimizer):
             return
         entry.update(projection=basis.to(param.dtype), projection_age=age, seed=mix(seed))
 
-    def _up(self, param: Tensor, low: Tensor, low_grad: Tensor, grad_factor: Tensor | float, group: dict) -> None:
+    def _up(
+        self, param: Tensor, low: Tensor, low_grad: Tensor, grad_factor: Tensor | float, group: dict
+    ) -> None:
         left = is_left(len(param), param.numel() // len(param), group)
         basis = self.state[param]["projection"].float()
         for rows, weight in fp32_rows(param):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from shoestring.ops.foreach_norm import foreach_norm
 from shoestring.optim.arena import Arena, Layout, Moment
+from shoestring.optim.foreach_norm import foreach_norm
 from shoestring.optim.offload import commit
 from shoestring.optim.sharded import (
     Shards,
@@ -34,18 +34,25 @@ def total_norm(grads: list[Tensor], norms_of: Callable[[list[Tensor]], Tensor] =
     by_device: dict[torch.device, list[Tensor]] = {}
     for g in grads:
         by_device.setdefault(g.device, []).append(g)
-    return torch.linalg.vector_norm(torch.cat([norms_of(same).to(grads[0].device) for same in by_device.values()]))
+    return torch.linalg.vector_norm(
+        torch.cat([norms_of(same).to(grads[0].device) for same in by_device.values()])
+    )
 
 
 def norm_over(
-    shares: list[tuple[Shards | None, list[Tensor]]], norms_of: Callable[[list[Tensor]], Tensor] = foreach_norm
+    shares: list[tuple[Shards | None, list[Tensor]]],
+    norms_of: Callable[[list[Tensor]], Tensor] = foreach_norm,
 ) -> Tensor:
     """The norm of all gradients together, those that other processes have the rest of among them; the same on each."""
     by_shards: dict[Shards | None, list[Tensor]] = {}
     for piece, grads in shares:
         by_shards.setdefault(piece, []).extend(grads)
     norms = [whole_norm(total_norm(grads, norms_of), piece) for piece, grads in by_shards.items() if grads]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+    return (
+        norms[0]
+        if len(norms) == 1
+        else torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+    )
 
 
 def clip_coef(norm: Tensor, max_norm: float) -> Tensor:
@@ -82,8 +89,14 @@ class Gradients:
     _layout: Callable[[int, dict[str, Any]], Layout]
     _step_arena: Callable[..., None]
 
-    def _init_gradients(self, max_grad_norm: float | None, step_in_backward: bool, dtype: torch.dtype) -> None:
-        self.max_grad_norm, self.step_in_backward, self.accumulate_dtype = max_grad_norm, step_in_backward, dtype
+    def _init_gradients(
+        self, max_grad_norm: float | None, step_in_backward: bool, dtype: torch.dtype
+    ) -> None:
+        self.max_grad_norm, self.step_in_backward, self.accumulate_dtype = (
+            max_grad_norm,
+            step_in_backward,
+            dtype,
+        )
         self.grad_norm = None
         self._sums: dict[Tensor, Tensor] = {}  # of gradients, views of arenas once there are any
         self._pending: set[Tensor] = set()  # parameters whose sum is not empty
@@ -91,7 +104,9 @@ class Gradients:
         self._accumulating = False
         self._watched: set[Tensor] = set()
         self._is_replicated: bool | None = None  # by DistributedDataParallel; not known before the first hook
-        self._alone: dict[Tensor, tuple[dict[str, Any], Arena]] = {}  # in backward: each parameter's group and state
+        self._alone: dict[
+            Tensor, tuple[dict[str, Any], Arena]
+        ] = {}  # in backward: each parameter's group and state
         self._norms: list[tuple[Shards | None, Tensor]] = []  # of gradients that have been freed
         self._init_unfinished()
 
@@ -177,7 +192,9 @@ class Gradients:
     def _add(self, param: Tensor) -> None:
         grad = gradient_in_hook(param)
         if param not in self._sums:
-            self._sums[param] = torch.zeros_like(grad, dtype=self.accumulate_dtype, memory_format=torch.contiguous_format)
+            self._sums[param] = torch.zeros_like(
+                grad, dtype=self.accumulate_dtype, memory_format=torch.contiguous_format
+            )
         self._sums[param].add_(grad)
         self._pending.add(param)
         param.grad = None
@@ -209,7 +226,9 @@ class Gradients:
         found: list[tuple[list[Tensor | None], Tensor | None]] = []
         for arena in arenas:
             grads = [local_gradient(p) if arena.is_sharded else p.grad for p in arena.params]
-            if arena.host is not None and any(p in self._pending or p in self._collected for p in arena.params):
+            if arena.host is not None and any(
+                p in self._pending or p in self._collected for p in arena.params
+            ):
                 grads = self._on_host(arena, grads)
             if not self._pending or not any(p in self._pending for p in arena.params):
                 found.append((grads, None))

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoestring.ops.foreach_norm import foreach_norm
 from shoestring.optim.arena import Arena, Layout, Moment
+from shoestring.optim.foreach_norm import foreach_norm
 from shoestring.optim.gradients import number_on
 from shoestring.optim.sharded import gradient_in_hook, local
 
-BUCKET_BYTES = 8 << 20  # of parameters: long enough for a link to be fast, short enough for copies and steps to overlap
+BUCKET_BYTES = (
+    8 << 20
+)  # of parameters: long enough for a link to be fast, short enough for copies and steps to overlap
 
 
 @dataclass
@@ -96,7 +98,9 @@ class HostSteps:
         if not self._known_norms:
             return foreach_norm(grads)
         known = [self._known_norms.get(g.data_ptr()) if g.numel() else None for g in grads]
-        return torch.cat([foreach_norm([g]) if norm is None else norm for g, norm in zip(grads, known, strict=True)])
+        return torch.cat(
+            [foreach_norm([g]) if norm is None else norm for g, norm in zip(grads, known, strict=True)]
+        )
 
     # ---- a step of all -------------------------------------------------------------------------------------------
 
@@ -114,7 +118,12 @@ class HostSteps:
         return found
 
     def _step_on_host(
-        self, group: dict[str, Any], arena: Arena, grads: list[Tensor | None], accumulated: Tensor | None, *factors: Any
+        self,
+        group: dict[str, Any],
+        arena: Arena,
+        grads: list[Tensor | None],
+        accumulated: Tensor | None,
+        *factors: Any,
     ) -> None:
         """All gradients are on their way before the first is there; weights go back while others are stepped."""
         if not arena.has_fetched:
@@ -138,7 +147,11 @@ class HostSteps:
 
     def _arrive(self, param: Tensor) -> None:
         """A gradient that is complete, or one to be added up: it leaves, and is freed once it has left."""
-        if param not in self._buckets or self._buckets[param][0].arena.accumulated is None and self._accumulating:
+        if (
+            param not in self._buckets
+            or self._buckets[param][0].arena.accumulated is None
+            and self._accumulating
+        ):
             self._find_buckets()
         bucket, index = self._buckets[param]
         if index in bucket.given or (index in bucket.arrived and not self._accumulating):
@@ -217,7 +230,9 @@ class HostSteps:
     ) -> None:  # fmt: skip
         """With gradients in host memory; summed: whether some have sums to be added."""
         piece = bucket.arena.run(bucket.first, bucket.last, self._moments)
-        self._step_values(bucket.group, piece, grads, piece.accumulated if summed else None, coefficient, found_inf)
+        self._step_values(
+            bucket.group, piece, grads, piece.accumulated if summed else None, coefficient, found_inf
+        )
         stepped = [i for i, grad in enumerate(grads) if grad is not None]
         params = piece.device_params()
         bucket.arena.host.send([bucket.first + i for i in stepped], [params[i] for i in stepped])

@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.ops.lamb import lamb_
 from shoestring.optim.arena import Moment
 from shoestring.optim.base import LowMemoryOptions
+from shoestring.optim.lamb_op import lamb_
 from shoestring.optim.whole import WholeTensorOptimizer
 
 
@@ -57,6 +57,8 @@ class LAMB(WholeTensorOptimizer):
 
     def _check_rule(self, group: dict[str, Any]) -> None:
         betas = group["betas"]
-        self._expect(len(betas) == 2 and all(0 <= b < 1 for b in betas), "betas", "two numbers in [0, 1)", betas)
+        self._expect(
+            len(betas) == 2 and all(0 <= b < 1 for b in betas), "betas", "two numbers in [0, 1)", betas
+        )
         for name in ("eps", "weight_decay"):
             self._expect(group[name] >= 0, name, "a number of at least 0", group[name])

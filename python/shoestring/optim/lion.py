@@ -7,8 +7,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from shoestring.ops import lion_
-from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
 from shoestring.optim.arena import Moment
+from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
 
 
 class Lion(LowMemoryOptimizer):
@@ -53,5 +53,7 @@ class Lion(LowMemoryOptimizer):
 
     def _check_rule(self, group: dict[str, Any]) -> None:
         betas, decay = group["betas"], group["weight_decay"]
-        self._expect(len(betas) == 2 and all(0 <= b < 1 for b in betas), "betas", "two numbers in [0, 1)", betas)
+        self._expect(
+            len(betas) == 2 and all(0 <= b < 1 for b in betas), "betas", "two numbers in [0, 1)", betas
+        )
         self._expect(decay >= 0, "weight_decay", "a number of at least 0", decay)

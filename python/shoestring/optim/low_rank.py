@@ -40,7 +40,10 @@ class LowRankOptimizer(Optimizer):
         options: dict[str, Any],
         max_grad_norm: float | None,
     ) -> None:
-        kind, expected = base_optimizer, "a class of optimizers that do not project, nor average weights, as AdamW"
+        kind, expected = (
+            base_optimizer,
+            "a class of optimizers that do not project, nor average weights, as AdamW",
+        )
         is_class = isinstance(kind, type) and issubclass(kind, Optimizer)
         plain = is_class and not issubclass(kind, (LowRankOptimizer, ScheduleFreeAdamW))
         self._expect(plain, "base_optimizer", expected, kind)
@@ -51,14 +54,18 @@ class LowRankOptimizer(Optimizer):
         self._virtual = VirtualParameters(base_optimizer, options, self._virtual_options)
         base = self._virtual.defaults
         for name in options:
-            self._expect(name in base, name, f"an option of {base_optimizer.__name__}'s groups", options[name])
+            self._expect(
+                name in base, name, f"an option of {base_optimizer.__name__}'s groups", options[name]
+            )
         super().__init__(params, base | defaults)
 
     def _down(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         """The low-rank gradient, fp32, of ``grad`` (m, n); makes or renews the projection in ``self.state[param]``."""
         raise NotImplementedError
 
-    def _up(self, param: Tensor, low: Tensor, low_grad: Tensor, grad_factor: Tensor | float, group: dict) -> None:
+    def _up(
+        self, param: Tensor, low: Tensor, low_grad: Tensor, grad_factor: Tensor | float, group: dict
+    ) -> None:
         """Decays the parameter, and moves it by what the base made of the virtual one; both are (r, n) or (m, r).
 
         ``low_grad`` is what the base was given, the projected gradient times ``grad_factor``.
@@ -84,7 +91,9 @@ class LowRankOptimizer(Optimizer):
         rank, gap, scale, decay = (group.get(k) for k in ("rank", "update_proj_gap", "scale", "weight_decay"))
         natural = rank is None or (isinstance(rank, int) and rank >= 1)
         self._expect(natural, "rank", "None or a whole number of at least 1", rank)
-        self._expect(isinstance(gap, int) and gap >= 1, "update_proj_gap", "a whole number of at least 1", gap)
+        self._expect(
+            isinstance(gap, int) and gap >= 1, "update_proj_gap", "a whole number of at least 1", gap
+        )
         self._expect(scale > 0, "scale", "a number above 0", scale)
         seed, weights = group["seed"], group.get("weights", "plain")
         self._expect(isinstance(seed, int) and seed >= 0, "seed", "a whole number of at least 0", seed)
@@ -113,7 +122,9 @@ class LowRankOptimizer(Optimizer):
         for i, item in enumerate(param_group["params"]):
             key = id(item[1] if isinstance(item, tuple) else item)
             if key in seen:
-                raise ValueError(f"{self._name}: params[{i}]: expected each parameter once, received one again")
+                raise ValueError(
+                    f"{self._name}: params[{i}]: expected each parameter once, received one again"
+                )
             seen.add(key)
         super().add_param_group(param_group)
         try:
@@ -218,10 +229,14 @@ class LowRankOptimizer(Optimizer):
         base, expected = state_dict.get("base_optimizer"), self.base_optimizer.__name__
         version = state_dict.get("format_version")
         fits = isinstance(base, dict) and base.get("name") == expected and version == FORMAT_VERSION
-        received = f"{base['name']}, format_version {version}" if isinstance(base, dict) else "another optimizer's"
+        received = (
+            f"{base['name']}, format_version {version}" if isinstance(base, dict) else "another optimizer's"
+        )
         wanted = f"{self._name}'s over {expected}, format_version {FORMAT_VERSION}"
         if not fits:
-            raise ValueError(f"{self._name}: load_state_dict: expected a state dict of {wanted}, received {received}")
+            raise ValueError(
+                f"{self._name}: load_state_dict: expected a state dict of {wanted}, received {received}"
+            )
 
         def keep(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             entries = {
@@ -240,7 +255,11 @@ class LowRankOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("base_optimizer", "max_grad_norm", "_options")
-        return {**super().__getstate__(), **{k: getattr(self, k) for k in own}, "_loaded_base": self._virtual.beside()}
+        return {
+            **super().__getstate__(),
+            **{k: getattr(self, k) for k in own},
+            "_loaded_base": self._virtual.beside(),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes the state of a load, a copy or an unpickling: checks it, and hands it to a new base optimizer."""
@@ -286,11 +305,17 @@ class LowRankOptimizer(Optimizer):
             if kind is None:
                 good, expected = isinstance(value, int), "a whole number"
             else:
-                good = isinstance(value, Tensor) and value.dtype == kind[0] and value.shape == torch.Size(kind[1])
+                good = (
+                    isinstance(value, Tensor)
+                    and value.dtype == kind[0]
+                    and value.shape == torch.Size(kind[1])
+                )
                 expected = f"{kind[0]} {kind[1]}"
             if not good:
                 received = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-                raise ValueError(f"{self._name}: load_state_dict: {name}: expected {expected}, received {received}")
+                raise ValueError(
+                    f"{self._name}: load_state_dict: {name}: expected {expected}, received {received}"
+                )
             own[name] = value if kind is None else value.to(param.device, copy=True)
         return own
 

@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.ops.muon import COEFFICIENTS, muon_
 from shoestring.optim.arena import Moment
 from shoestring.optim.base import LowMemoryOptions
 from shoestring.optim.convert import exported
+from shoestring.optim.muon_op import COEFFICIENTS, muon_
 from shoestring.optim.whole import WholeTensorOptimizer
 
 
@@ -76,7 +76,9 @@ class Muon(WholeTensorOptimizer):
         self._expect(0 <= group["momentum"] < 1, "momentum", "a number in [0, 1)", group["momentum"])
         coefficients, steps, adjust = group["ns_coefficients"], group["ns_steps"], group["adjust_lr_fn"]
         self._expect(len(coefficients) == 3, "ns_coefficients", "three numbers", coefficients)
-        self._expect(isinstance(steps, int) and 0 < steps < 100, "ns_steps", "a whole number from 1 to 99", steps)
+        self._expect(
+            isinstance(steps, int) and 0 < steps < 100, "ns_steps", "a whole number from 1 to 99", steps
+        )
         known = adjust in (None, "original", "match_rms_adamw")
         self._expect(known, "adjust_lr_fn", 'None, "original" or "match_rms_adamw"', adjust)
 

@@ -20,7 +20,9 @@ PLACES = "none | cpu | stream | nvme:DIR"  # as a command says it
 
 def is_place(offload: object) -> bool:
     """Whether it is one of the places that state may be offloaded to."""
-    return offload in (None, "cpu", "stream") or (isinstance(offload, str) and offload[:5] == "nvme:" < offload)
+    return offload in (None, "cpu", "stream") or (
+        isinstance(offload, str) and offload[:5] == "nvme:" < offload
+    )
 
 
 def make_offload(caller: str, offload: str, device: torch.device) -> Any:

@@ -27,7 +27,9 @@ def project(grad: Tensor, basis: Tensor, left: bool) -> Tensor:
     return low
 
 
-def leading_vectors(matrix: Tensor, count: int, seed: int, iterations: int = 4, oversampling: int = 16) -> Tensor:
+def leading_vectors(
+    matrix: Tensor, count: int, seed: int, iterations: int = 4, oversampling: int = 16
+) -> Tensor:
     """The leading left singular vectors of an fp32 matrix, largest first, by randomised subspace iteration.
 
     Algorithms 4.4 and 5.1 of arXiv 0909.4061: a Gaussian sketch, taken through the matrix and back, orthonormalised in

@@ -79,7 +79,9 @@ class SAM(Optimizer):
         self._finite: Tensor | None = None  # whether the first half's norm was
         super().__init__(params, dict(rho=rho, adaptive=adaptive))
         if options.get("step_in_backward"):
-            raise ValueError("SAM: step_in_backward: expected False, with two backward passes a step, received True")
+            raise ValueError(
+                "SAM: step_in_backward: expected False, with two backward passes a step, received True"
+            )
         self.base_optimizer = base_optimizer(self.param_groups, **options)
         self.defaults = {**self.base_optimizer.defaults, **self.defaults}
         self._share()
@@ -208,7 +210,9 @@ class SAM(Optimizer):
         if scale is not None:
             for grad in grads:
                 if grad.dtype == torch.float16:
-                    raise ValueError("SAM: grad: expected fp32 or bf16 gradients to unscale, received torch.float16")
+                    raise ValueError(
+                        "SAM: grad: expected fp32 or bf16 gradients to unscale, received torch.float16"
+                    )
             for grad in grads:
                 grad.mul_((1 / scale).to(grad.device))
         base.step()
@@ -235,7 +239,9 @@ class SAM(Optimizer):
 
     def _expect_whole(self, what: str) -> None:
         if self._weights is not None:
-            raise RuntimeError(f"SAM: {what}: expected second_step() after first_step(), received moved weights")
+            raise RuntimeError(
+                f"SAM: {what}: expected second_step() after first_step(), received moved weights"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         self._expect_whole("copy")

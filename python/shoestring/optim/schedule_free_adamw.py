@@ -8,11 +8,11 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from typing_extensions import Unpack
 
-from shoestring.ops.apply import apply_
-from shoestring.ops.schedule_free_adamw import schedule_free_adamw_
+from shoestring.optim.apply import apply_
 from shoestring.optim.arena import Arena, Moment
 from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
 from shoestring.optim.interrupts import Uninterrupted
+from shoestring.optim.schedule_free_adamw_op import schedule_free_adamw_
 from shoestring.optim.sharded import local
 
 
@@ -72,7 +72,9 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
         warmup_steps: int = 0,
         **options: Unpack[LowMemoryOptions],
     ) -> None:
-        own = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, warmup_steps=warmup_steps, train_mode=True)
+        own = dict(
+            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, warmup_steps=warmup_steps, train_mode=True
+        )
         super().__init__(params, own, **options)
 
     def train(self) -> None:
@@ -149,5 +151,9 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
         self._expect(good, "betas", "two numbers in [0, 1), the first above 0", betas)
         for name in ("eps", "weight_decay"):
             self._expect(group[name] >= 0, name, "a number of at least 0", group[name])
-        self._expect(isinstance(steps, int) and steps >= 0, "warmup_steps", "a number of steps of at least 0", steps)
-        self._expect(isinstance(group["train_mode"], bool), "train_mode", "True or False", group["train_mode"])
+        self._expect(
+            isinstance(steps, int) and steps >= 0, "warmup_steps", "a number of steps of at least 0", steps
+        )
+        self._expect(
+            isinstance(group["train_mode"], bool), "train_mode", "True or False", group["train_mode"]
+        )

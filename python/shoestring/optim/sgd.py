@@ -50,7 +50,9 @@ class SGD(LowMemoryOptimizer):
         nesterov: bool = False,
         **options: Unpack[LowMemoryOptions],
     ) -> None:
-        defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
+        defaults = dict(
+            lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov
+        )
         super().__init__(params, defaults, **options)
 
     def _rule(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +60,9 @@ class SGD(LowMemoryOptimizer):
 
     def _check_rule(self, group: dict[str, Any]) -> None:
         momentum, decay = group["momentum"], group["weight_decay"]
-        self._expect(momentum > 0, "momentum", "a number above 0 (without momentum use torch.optim.SGD)", momentum)
+        self._expect(
+            momentum > 0, "momentum", "a number above 0 (without momentum use torch.optim.SGD)", momentum
+        )
         self._expect(decay >= 0, "weight_decay", "a number of at least 0", decay)
         fits = not group["nesterov"] or group["dampening"] == 0
         self._expect(fits, "dampening", "0 with nesterov", group["dampening"])

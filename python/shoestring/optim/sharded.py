@@ -15,6 +15,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+
 @dataclass(frozen=True)
 class Shards:
     """How the parameters of an arena are split: replicas of a piece have the same one, bit for bit."""
@@ -54,7 +55,9 @@ def gradient_in_hook(param: Tensor) -> Tensor:
     grad = local_gradient(param)
     if is_dtensor(param) and grad.device.type != param.device_mesh.device_type:
         torch.accelerator.current_stream().synchronize()
-    elif is_dtensor(param) and grad.is_cuda:  # its memory is another stream's, which may reuse it once it is freed
+    elif (
+        is_dtensor(param) and grad.is_cuda
+    ):  # its memory is another stream's, which may reuse it once it is freed
         grad.record_stream(torch.cuda.current_stream(grad.device))
     return grad
 
@@ -96,7 +99,9 @@ def reduced_after_hooks(params: Iterable[Tensor]) -> bool:
     from torch.nn.parallel import DistributedDataParallel
 
     wanted = {id(p) for p in params if not is_dtensor(p)}
-    replicated = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)] if wanted else []
+    replicated = (
+        [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)] if wanted else []
+    )
     return any(id(p) in wanted for module in replicated for p in module.parameters())
 
 
@@ -106,7 +111,9 @@ def as_dtensor(value: Tensor, param: "DTensor", shape: tuple[int, ...]) -> "DTen
 
     stride = torch.empty(shape, device="meta").stride()
     size = torch.Size(shape)
-    return DTensor.from_local(value, param.device_mesh, param.placements, run_check=False, shape=size, stride=stride)
+    return DTensor.from_local(
+        value, param.device_mesh, param.placements, run_check=False, shape=size, stride=stride
+    )
 
 
 def piece_of(value: Tensor, param: "DTensor") -> Tensor:

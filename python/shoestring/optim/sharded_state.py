@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from shoestring.ops import dequantize_8bit, quantize_8bit, quantize_state_4bit
-from shoestring.ops.quantize_8bit import STATE_BLOCK
-from shoestring.ops.quantize_state_4bit import GROUP_4BIT, map_4bit
 from shoestring.optim.arena import STATES, Moment, Part
 from shoestring.optim.convert import kept
 from shoestring.optim.sharded import as_dtensor, is_dtensor, local, piece_of
+from shoestring.quantization.quantize_8bit import STATE_BLOCK
+from shoestring.quantization.quantize_state_4bit import GROUP_4BIT, map_4bit
 
 if TYPE_CHECKING:
     from shoestring.optim.base import LowMemoryOptimizer
@@ -76,7 +76,12 @@ def _needs_owning(entry: dict[str, Any], param: Tensor, parts: list[Part]) -> bo
 
 
 def _owned(
-    where: str, entry: dict[str, Any], param: Tensor, parts: list[Part], moments: tuple[Moment, ...], state: str
+    where: str,
+    entry: dict[str, Any],
+    param: Tensor,
+    parts: list[Part],
+    moments: tuple[Moment, ...],
+    state: str,
 ) -> dict[str, Any]:
     result = dict(entry)
     for name, value in entry.items():
@@ -85,7 +90,9 @@ def _owned(
             # Moments in floating point, as torch has them, are quantised below.
             whole = value.is_floating_point() and f"{name}_scale" not in entry and value.shape == param.shape
             result[name] = _owned_part(where, value, param, part, whole)
-        elif is_dtensor(value) or (is_dtensor(param) and isinstance(value, Tensor) and value.shape == param.shape):
+        elif is_dtensor(value) or (
+            is_dtensor(param) and isinstance(value, Tensor) and value.shape == param.shape
+        ):
             result[name] = _local(value, param)
     for moment in moments:
         scale, value = f"{moment.name}_scale", result.get(moment.name)
@@ -93,7 +100,9 @@ def _owned(
             result |= kept(moment, value.float(), state)
         elif scale in result and state in ("8bit", "4bit"):
             size = local(param).numel()
-            result[moment.name], result[scale] = _blocks(moment, state, result[moment.name], result[scale], size)
+            result[moment.name], result[scale] = _blocks(
+                moment, state, result[moment.name], result[scale], size
+            )
     return result
 
 
@@ -145,7 +154,11 @@ def _owned_part(where: str, value: Tensor, param: Tensor, part: Part, whole: boo
         return _local(value, param)
     if value.shape == flat:  # saved without DTensors
         value = value.full_tensor() if is_dtensor(value) else value
-        return piece_of(_rows(value, part, tuple(param.shape), _row(param)), param) if is_dtensor(param) else value
+        return (
+            piece_of(_rows(value, part, tuple(param.shape), _row(param)), param)
+            if is_dtensor(param)
+            else value
+        )
     raise ValueError(f"{where}: {part.name}: expected {shape} or {flat}, received {tuple(value.shape)}")
 
 
@@ -160,10 +173,14 @@ def _blocks(moment: Moment, state: str, codes: Tensor, scale: Tensor, size: int)
     single = codes.flatten() if codes.numel() == size else _unpacked(codes.flatten())
     grid = scale.flatten()
     groups = -(-size // group)
-    grid = torch.cat([grid, grid[-1:].expand(groups * group // each - grid.numel())]).view(groups, group // each)
+    grid = torch.cat([grid, grid[-1:].expand(groups * group // each - grid.numel())]).view(
+        groups, group // each
+    )
     same, found = (grid == grid[:, :1]).all(1), grid[:, 0].contiguous()
     if not same.all():
-        again, scale = _quantised(_value_of(single, moment, state) * scale.flatten().repeat_interleave(each), moment, state)
+        again, scale = _quantised(
+            _value_of(single, moment, state) * scale.flatten().repeat_interleave(each), moment, state
+        )
         single = torch.where(same.repeat_interleave(group)[:size], single, again)
         found = torch.where(same, found, scale[:groups])
     if state == "8bit":

@@ -58,7 +58,9 @@ class StateDicts:
         extra = {"format_version": FORMAT_VERSION}
         if self.step_in_backward and self.grad_norm is not None:
             extra["grad_norm"] = self.grad_norm
-        first = self.register_state_dict_post_hook(save_dtensors, prepend=True)  # before those that the user registered
+        first = self.register_state_dict_post_hook(
+            save_dtensors, prepend=True
+        )  # before those that the user registered
         try:
             return {**super().state_dict(), **extra}
         finally:
@@ -88,7 +90,9 @@ class StateDicts:
         if version != FORMAT_VERSION:
             raise ValueError(f"{where}: expected format_version {FORMAT_VERSION}, received {version!r}")
         norm = state_dict.get("grad_norm")
-        if norm is not None and not (isinstance(norm, Tensor) and norm.numel() == 1 and norm.is_floating_point()):
+        if norm is not None and not (
+            isinstance(norm, Tensor) and norm.numel() == 1 and norm.is_floating_point()
+        ):
             received = tuple(norm.shape) if isinstance(norm, Tensor) else repr(norm)
             raise ValueError(f"{where}: grad_norm: expected a tensor of one number, received {received}")
 

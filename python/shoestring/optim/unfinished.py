@@ -26,7 +26,9 @@ class Unfinished:
 
     work: list[Work]
     done: int = 0  # of work
-    gradients: list[tuple[Tensor | None, int]] = field(default_factory=list)  # of all parameters, with their versions
+    gradients: list[tuple[Tensor | None, int]] = field(
+        default_factory=list
+    )  # of all parameters, with their versions
 
     @property
     def is_whole(self) -> bool:
@@ -135,7 +137,9 @@ class UnfinishedSteps:
         if self._unfinished is None:
             return None
         now, before = self._gradients(), self._unfinished.gradients
-        if len(now) == len(before) and all(a is b and i == j for (a, i), (b, j) in zip(now, before, strict=True)):
+        if len(now) == len(before) and all(
+            a is b and i == j for (a, i), (b, j) in zip(now, before, strict=True)
+        ):
             return self._unfinished
         self._abandon()
         return None

@@ -20,7 +20,9 @@ class VirtualParameters:
 
     def __init__(self, base: type[Optimizer], options: dict[str, Any], fixed: dict[str, Any]) -> None:
         self.defaults = base([Parameter(torch.zeros(1))], **options).defaults  # checks the options, too
-        self.fixed = {name: value for name, value in fixed.items() if name in self.defaults}  # of virtual parameters
+        self.fixed = {
+            name: value for name, value in fixed.items() if name in self.defaults
+        }  # of virtual parameters
         self.of: dict[Tensor, Parameter] = {}
         self._class, self._options = base, options
         self._base: Optimizer | None = None
@@ -43,7 +45,9 @@ class VirtualParameters:
                 virtual[p] = Parameter(torch.empty(shape, dtype=torch.float32, device=p.device))
                 virtual[p].untyped_storage().resize_(0)
         members = (plain, list(virtual.values()))
-        groups = [{**options, "params": params} for options, params in zip(self._both(group), members, strict=True)]
+        groups = [
+            {**options, "params": params} for options, params in zip(self._both(group), members, strict=True)
+        ]
         if self._base is None:
             self._base = self._class(groups, **self._options)
         else:
@@ -54,7 +58,9 @@ class VirtualParameters:
     def update_options(self, groups: list[dict[str, Any]]) -> None:
         """What schedules and people have changed in the groups of the optimizer around."""
         for i, group in enumerate(groups):
-            for ours, options in zip(self.base.param_groups[2 * i : 2 * i + 2], self._both(group), strict=True):
+            for ours, options in zip(
+                self.base.param_groups[2 * i : 2 * i + 2], self._both(group), strict=True
+            ):
                 ours.update(options)
 
     def provide(self, param: Tensor, grad: Tensor) -> None:

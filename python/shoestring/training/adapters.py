@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoestring.data.errors import InputError
-from shoestring.lora.targets import is_linear, refuse_unmatched_targets
+from shoestring.adapters.targets import is_linear, refuse_unmatched_targets
+from shoestring.core.errors import InputError
 from shoestring.training.config import FinetuneConfig
 
 
@@ -28,7 +28,11 @@ def _ours(model: nn.Module, config: FinetuneConfig) -> nn.Module:
     from shoestring import lora
 
     return lora.apply(
-        model, rank=config.rank, alpha=config.alpha, target_modules=config.target_modules, quantize=config.quantize
+        model,
+        rank=config.rank,
+        alpha=config.alpha,
+        target_modules=config.target_modules,
+        quantize=config.quantize,
     )
 
 
@@ -63,7 +67,11 @@ def quantize_with_bitsandbytes(model: nn.Module) -> None:
             "--plain --quantize nf4: needs bitsandbytes; install it with `pip install bitsandbytes`"
         ) from None
     head = model.get_output_embeddings()
-    layers = [(name, layer) for name, layer in model.named_modules() if type(layer) is nn.Linear and layer is not head]
+    layers = [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if type(layer) is nn.Linear and layer is not head
+    ]
     for name, layer in layers:
         packed = bnb.nn.Linear4bit(
             layer.in_features, layer.out_features, bias=layer.bias is not None, compute_dtype=layer.weight.dtype,

@@ -12,16 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoestring.data.errors import InputError
-from shoestring.data.files import PARTIAL, atomic_directory
+from shoestring.core.errors import InputError
+from shoestring.files.atomic import PARTIAL, atomic_directory
 
 KEEP = 2  # the newest, and the one before it
-CHECKSUMS = "checksums.json"  # CRC-32 of each other file, in hexadecimal; checkpoints of older versions have none
+CHECKSUMS = (
+    "checksums.json"  # CRC-32 of each other file, in hexadecimal; checkpoints of older versions have none
+)
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The parameters that training changes; tied weights appear once."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
 
 def save_checkpoint(
@@ -39,12 +43,16 @@ def save_checkpoint(
             {name: tensor.contiguous() for name, tensor in trained_tensors(model).items()},
             partial / "weights.safetensors",
         )
-        with open(partial / "optimizer.pt", "wb") as file:  # given a path, torch.save hides what the disk said
+        with open(
+            partial / "optimizer.pt", "wb"
+        ) as file:  # given a path, torch.save hides what the disk said
             torch.save({"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}, file)
         (partial / "state.json").write_text(json.dumps({"step": step, **state}))
         sums = {path.name: _checksum(path) for path in sorted(partial.iterdir())}
         (partial / CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n")
-    for old in checkpoints(run)[:-KEEP]:  # renamed first: a kill while removing leaves nothing that looks complete
+    for old in checkpoints(run)[
+        :-KEEP
+    ]:  # renamed first: a kill while removing leaves nothing that looks complete
         shutil.rmtree(old.rename(old.with_name(old.name + PARTIAL)), ignore_errors=True)
     return folder
 
@@ -52,7 +60,11 @@ def save_checkpoint(
 def checkpoints(run: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
     folder = run / "checkpoints"
-    found = [p for p in folder.glob("step-*") if re.fullmatch("step-[0-9]{8,18}", p.name)] if folder.is_dir() else []
+    found = (
+        [p for p in folder.glob("step-*") if re.fullmatch("step-[0-9]{8,18}", p.name)]
+        if folder.is_dir()
+        else []
+    )
     return sorted(found, key=step_of)
 
 

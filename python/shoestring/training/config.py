@@ -6,7 +6,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from shoestring.data.errors import InputError
+from shoestring.core.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,9 @@ class Fingerprint:
     @classmethod
     def of(cls, config: LoopConfig, **more: Any) -> Fingerprint:
         """Collect the fields of ``config`` and whatever else decides the run, as JSON values."""
-        values = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(config).items()}
+        values = {
+            key: list(value) if isinstance(value, tuple) else value for key, value in asdict(config).items()
+        }
         return cls({**values, **more})
 
     def require_equal(self, recorded: dict[str, Any], run: str) -> None:

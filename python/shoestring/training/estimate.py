@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from shoestring.data.errors import InputError
+from shoestring.core.errors import InputError
 from shoestring.optim import CAME, LAMB, SGD, Adafactor, AdamW, AdEMAMix, Lion, Muon, ScheduleFreeAdamW
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.host import BUCKET_BYTES
@@ -96,7 +96,9 @@ def make_optimizers(model: nn.Module, options: Options) -> list[LowMemoryOptimiz
 
 
 def _embeddings(model: Any) -> list[Any]:
-    found = [getattr(model, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings")]
+    found = [
+        getattr(model, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings")
+    ]
     return [module for module in found if module is not None]
 
 
@@ -137,7 +139,9 @@ def estimate(model: nn.Module, options: Options) -> Estimate:
     _gradients(found, arenas, options)
     if options.offload is None or on_host:
         for name, size in formulas.total(*(state.bytes() for state in states)).items():
-            found.add("host" if on_host else "device", f"state: {name}", size, "ordinary memory" if on_host else "")
+            found.add(
+                "host" if on_host else "device", f"state: {name}", size, "ordinary memory" if on_host else ""
+            )
     else:
         _offloaded(found, states, arenas, options)
     if options.accumulate > 1:
@@ -158,11 +162,20 @@ def _gradients(found: Estimate, arenas: list[StateArena], options: Options) -> N
     if not options.step_in_backward:
         found.add("device", "gradients", whole, "")
     elif on_host:
-        found.add("device", "gradients", min(whole, max(largest, BUCKET_BYTES)), "of a bucket, until it is on the host")
+        found.add(
+            "device",
+            "gradients",
+            min(whole, max(largest, BUCKET_BYTES)),
+            "of a bucket, until it is on the host",
+        )
     else:
-        found.add("device", "gradients", largest, "of the largest parameter: each is freed once it has been used")
+        found.add(
+            "device", "gradients", largest, "of the largest parameter: each is freed once it has been used"
+        )
     if on_host:
-        copies = sum(-(-size // HOST_ALIGNMENT) * HOST_ALIGNMENT for arena in arenas for size in arena.weights)
+        copies = sum(
+            -(-size // HOST_ALIGNMENT) * HOST_ALIGNMENT for arena in arenas for size in arena.weights
+        )
         note = "page-locked" if options.device == "cuda" else "ordinary memory"
         found.add("host", "weights", copies, f"a copy of those that are trained, {note}")
         found.add("host", "gradients", copies, note)
@@ -215,9 +228,13 @@ def _activations(found: Estimate, model: nn.Module, options: Options) -> None:
             "of all blocks and one block at a time; take a smaller --batch-size or --seq-len"
         )
     elif options.memory_budget is not None and options.memory_budget < known.bytes:
-        found.add("device", "activations", options.memory_budget, "the budget: some blocks are computed again")
+        found.add(
+            "device", "activations", options.memory_budget, "the budget: some blocks are computed again"
+        )
     else:
         found.add("device", "activations", known.bytes, known.formula)
         if options.gradient_checkpointing:
-            found.add("device", "a block computed again", known.block, "what backward needs of one block at a time")
+            found.add(
+                "device", "a block computed again", known.block, "what backward needs of one block at a time"
+            )
     found.add("device", "loss workspace", options.workspace_mb << 20, "a chunk of logits")

@@ -47,7 +47,9 @@ def activations(
         formula = f"{tokens} x {layers} x {hidden} x {size} B (block inputs)"
     else:
         estimate = layers * block
-        formula = f"{tokens} x {layers} x ({' + '.join(f'{count}x{width}' for count, width in vectors)}) x {size} B"
+        formula = (
+            f"{tokens} x {layers} x ({' + '.join(f'{count}x{width}' for count, width in vectors)}) x {size} B"
+        )
     head = model.get_output_embeddings().weight
     vocab = head.shape[0]
     if plain:
@@ -125,4 +127,3 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
 def trained(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that have gradients."""
     return [p for p in model.parameters() if p.requires_grad]
-

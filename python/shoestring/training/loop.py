@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from shoestring.core.errors import InputError
 from shoestring.data.batches import IGNORE, BatchOrder, Examples, Rows
-from shoestring.data.errors import InputError
 from shoestring.training import memory, signals
 from shoestring.training.checkpoint import checkpoints, save_checkpoint
 from shoestring.training.config import LoopConfig
@@ -65,7 +65,9 @@ class Trainer:
         self.model.train()
         with MetricsLog(self.run / "metrics.jsonl", keep_through=start) as log, signals.deferred():
             if log.lost:
-                self.progress.note(f"metrics.jsonl is damaged: {log.lost} of the {start} steps so far are not in it")
+                self.progress.note(
+                    f"metrics.jsonl is damaged: {log.lost} of the {start} steps so far are not in it"
+                )
             for step in range(start, config.steps):
                 began = time.perf_counter()
                 lr = learning_rate(
@@ -117,7 +119,9 @@ class Trainer:
 
     def largest_batch(self) -> Tensor:
         """Loss of a micro-batch of the rows with the most tokens: none needs more memory."""
-        rows = sorted(range(len(self.train)), key=lambda row: -self.train.count([row]))[: self.config.batch_size]
+        rows = sorted(range(len(self.train)), key=lambda row: -self.train.count([row]))[
+            : self.config.batch_size
+        ]
         inputs, labels, more = self._batch(self.train, rows)
         with self.autocast():
             return self.loss(inputs, labels, **more) / max(1, int((labels != IGNORE).sum()))
@@ -151,7 +155,9 @@ class Trainer:
             began = time.perf_counter()
             self.val_loss = row["val_loss"] = self.evaluate()
             self._tell_wait("an evaluation", time.perf_counter() - began)
-            self.best_val_loss = min(self.val_loss, self.best_val_loss if self.best_val_loss is not None else math.inf)
+            self.best_val_loss = min(
+                self.val_loss, self.best_val_loss if self.best_val_loss is not None else math.inf
+            )
         log.add(row)
         self.progress.step(row, self.val_loss)
         if step % self.checkpoint_every == 0 or last:
@@ -162,7 +168,11 @@ class Trainer:
         if self.saved == step:
             return
         log.sync()
-        state = {"val_loss": self.val_loss, "best_val_loss": self.best_val_loss, "fingerprint": self.fingerprint}
+        state = {
+            "val_loss": self.val_loss,
+            "best_val_loss": self.best_val_loss,
+            "fingerprint": self.fingerprint,
+        }
         save_checkpoint(self.run, step, self.model, self.optimizer, state)
         self.saved = step
 
@@ -173,15 +183,15 @@ class Trainer:
         total, labelled = 0.0, 0
         with torch.no_grad(), self.autocast():
             for first in range(0, min(len(self.val), size * self.config.eval_batches), size):
-                inputs, labels, more = self._batch(self.val, list(range(first, min(first + size, len(self.val)))))
+                inputs, labels, more = self._batch(
+                    self.val, list(range(first, min(first + size, len(self.val))))
+                )
                 total += float(self.loss(inputs, labels, **more))
                 labelled += int((labels != IGNORE).sum())
         self.model.train()
         value = total / max(1, labelled)
         if not math.isfinite(value):
-            raise InputError(
-                f"the validation loss is {value}; lower --lr ({self.config.lr:g}){self._kept()}"
-            )
+            raise InputError(f"the validation loss is {value}; lower --lr ({self.config.lr:g}){self._kept()}")
         return value
 
 

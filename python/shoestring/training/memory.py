@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoestring.storages import storages
+from shoestring.core.storages import storages
 
 
 def _status(key: str) -> int | None:
@@ -75,7 +75,9 @@ class SavedActivations:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        self._seen |= {address: size for address, size in storages([tensor]).items() if address not in self._weights}
+        self._seen |= {
+            address: size for address, size in storages([tensor]).items() if address not in self._weights
+        }
         return tensor
 
     def __enter__(self) -> SavedActivations:

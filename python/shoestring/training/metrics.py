@@ -7,9 +7,19 @@ import os
 from pathlib import Path
 from typing import Any
 
-from shoestring.data.files import atomic_file
+from shoestring.files.atomic import atomic_file
 
-COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens", "seconds", "tokens_per_second", "rss", "peak")  # of every row
+COLUMNS = (
+    "step",
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens",
+    "seconds",
+    "tokens_per_second",
+    "rss",
+    "peak",
+)  # of every row
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -22,7 +32,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and all(isinstance(row.get(name), (int, float)) for name in (*COLUMNS, *row)):
+        if isinstance(row, dict) and all(
+            isinstance(row.get(name), (int, float)) for name in (*COLUMNS, *row)
+        ):
             rows.append(row)
     return rows
 
@@ -32,7 +44,9 @@ class MetricsLog:
 
     def __init__(self, path: Path, keep_through: int) -> None:
         kept = [row for row in read_metrics(path) if row["step"] <= keep_through]
-        self.lost = keep_through - len({row["step"] for row in kept})  # steps without a row: the file was damaged
+        self.lost = keep_through - len(
+            {row["step"] for row in kept}
+        )  # steps without a row: the file was damaged
         with atomic_file(path) as file:
             file.write("".join(json.dumps(row) + "\n" for row in kept).encode())
         self._file = open(path, "ab", buffering=0)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoestring.core.errors import InputError
 from shoestring.data.batches import IGNORE, packed_arguments
-from shoestring.data.errors import InputError
 from shoestring.data.progress import working
 from shoestring.data.tokenizer import quiet_transformers
-from shoestring.pretrained.load import OtherTensorsError, load_quantized
-from shoestring.pretrained.reader import read_config, stored_tensors
-from shoestring.pretrained.remote_code import why_not_loaded
+from shoestring.integrations.transformers.load import OtherTensorsError, load_quantized
+from shoestring.integrations.transformers.reader import read_config, stored_tensors
+from shoestring.integrations.transformers.remote_code import why_not_loaded
 from shoestring.training.config import Preset
 
 # (inputs, labels, and what else the model is told) -> sum of the losses of all labelled positions
@@ -56,7 +56,9 @@ def locate_model(name: str, trust_remote_code: bool = False) -> Path:
     if path.exists():
         raise InputError(f"--model {name}: expected a model directory, got a file")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name) or name.endswith("/"):
-        raise InputError(f"--model {name}: no such directory, and not the form of a Hugging Face Hub id (owner/name)")
+        raise InputError(
+            f"--model {name}: no such directory, and not the form of a Hugging Face Hub id (owner/name)"
+        )
     from huggingface_hub import snapshot_download
 
     try:
@@ -110,7 +112,9 @@ def _load(
 ) -> nn.Module:
     if quantize is not None or is_quantized(folder):
         try:
-            return load_quantized(folder, quant_type=quantize, dtype=dtype, trust_remote_code=trust_remote_code)
+            return load_quantized(
+                folder, quant_type=quantize, dtype=dtype, trust_remote_code=trust_remote_code
+            )
         except OtherTensorsError as error:
             if is_quantized(folder):
                 raise InputError(error) from None
@@ -119,9 +123,13 @@ def _load(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=trust_remote_code
+        )
         with torch.device("meta"):
-            expected = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).state_dict()
+            expected = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=trust_remote_code
+            ).state_dict()
     except Exception as error:
         raise InputError(
             f"{folder}: config.json does not describe a causal language model ({why_not_loaded(error)})"
@@ -152,14 +160,16 @@ def plain_loss(model: nn.Module) -> Loss:
 
     def loss(inputs: Tensor, labels: Tensor, **more: Any) -> Tensor:
         logits = model(input_ids=inputs, use_cache=False, **more).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        return F.cross_entropy(
+            logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+        )
 
     return loss
 
 
 def fused_loss(model: nn.Module, workspace_mb: int) -> Loss:
     """The same sum without logits: the model, an adapter that it may get later included, is patched for good."""
-    from shoestring.patching import patch
+    from shoestring.integrations.transformers import patch
 
     def loss(inputs: Tensor, labels: Tensor, **more: Any) -> Tensor:
         # Labels are those of the positions already; divided by one, the loss is the sum.
@@ -184,7 +194,9 @@ def _check_same(fused: Loss, plain: Loss, model: nn.Module) -> None:
         expected, received = plain(tokens, tokens.flip(1)).item(), fused(tokens, tokens.flip(1)).item()
     model.train(training)
     if not abs(expected - received) <= 0.02 * abs(expected):
-        raise ValueError(f"expected a loss of {expected:.4f} of {type(model).__name__}, received {received:.4f}")
+        raise ValueError(
+            f"expected a loss of {expected:.4f} of {type(model).__name__}, received {received:.4f}"
+        )
 
 
 def can_pack(model: Any) -> bool:

@@ -99,7 +99,13 @@ def draw_run(run: Run) -> bytes:
     colours = [PART_COLOURS.get(part["name"], FAINT) for part in parts]
     right.barh([place + 0.2 for place in places], measured, 0.38, color=colours)
     right.barh(
-        [place - 0.2 for place in places], expected, 0.38, color="white", edgecolor=colours, hatch="////", linewidth=0.8
+        [place - 0.2 for place in places],
+        expected,
+        0.38,
+        color="white",
+        edgecolor=colours,
+        hatch="////",
+        linewidth=0.8,
     )
     most = max([*expected, *measured, 1])
     for place, formula, value, part in zip(places, expected, measured, parts):
@@ -128,7 +134,9 @@ def draw_comparison(runs: list[Run]) -> bytes:
     curves, memory, speed = figure.subplots(1, 3, width_ratios=[1.25, 1.15, 0.8])
     _prepare(curves, "Loss", "step", "nats a token")
     for number, run in enumerate(runs):
-        _curves(curves, run, RUN_COLOURS[number % len(RUN_COLOURS)], run.name, dashed=bool(run.summary["plain"]))
+        _curves(
+            curves, run, RUN_COLOURS[number % len(RUN_COLOURS)], run.name, dashed=bool(run.summary["plain"])
+        )
     curves.legend(frameon=False, fontsize=8)
     curves.xaxis.set_major_locator(MaxNLocator(integer=True))
     names = [run.name for run in runs]
@@ -136,7 +144,10 @@ def draw_comparison(runs: list[Run]) -> bytes:
     _prepare(memory, "Peak memory, MB", grid="x")
     starts = [0.0] * len(runs)
     for part in PART_COLOURS:
-        widths = [next((p["measured"] / 1e6 for p in run.summary["memory"] if p["name"] == part), 0.0) for run in runs]
+        widths = [
+            next((p["measured"] / 1e6 for p in run.summary["memory"] if p["name"] == part), 0.0)
+            for run in runs
+        ]
         memory.barh(places, widths, 0.6, left=starts, color=PART_COLOURS[part], label=part)
         starts = [start + width for start, width in zip(starts, widths)]
     for place, total in zip(places, starts):

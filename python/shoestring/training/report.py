@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shoestring.data.errors import InputError
-from shoestring.data.files import atomic_file
-from shoestring.data.read_file import is_number, read_json
+from shoestring.core.errors import InputError
+from shoestring.files.atomic import atomic_file
+from shoestring.files.read_file import is_number, read_json
 from shoestring.training.metrics import read_metrics
 from shoestring.training.plots import draw_comparison, draw_run
 
@@ -86,7 +86,9 @@ def read_runs(folders: list[Path]) -> list[Run]:
     names = []
     for number, own in enumerate(ends):
         others = [other for other in ends if other != own]
-        length = next((n for n in range(1, len(own)) if all(other[-n:] != own[-n:] for other in others)), len(own))
+        length = next(
+            (n for n in range(1, len(own)) if all(other[-n:] != own[-n:] for other in others)), len(own)
+        )
         before = ends[:number].count(own)  # the same folder, given again
         names.append("/".join(own[-length:]) + (f" ({before + 1})" if before else ""))
     return [replace(run, name=name) for run, name in zip(runs, names)]
@@ -118,7 +120,12 @@ def write_report(folder: Path) -> None:
         for part in run.summary["memory"]
     ]
     parts.append(
-        ["peak of the process", "high-water mark of the resident set", "–", megabytes(run.summary["peak_memory"])]
+        [
+            "peak of the process",
+            "high-water mark of the resident set",
+            "–",
+            megabytes(run.summary["peak_memory"]),
+        ]
     )
     settings = [
         [key, json.dumps(value)]
@@ -142,7 +149,11 @@ def write_comparison(folders: list[Path], out: Path) -> list[list[str]]:
     runs = read_runs(folders)
     picture = draw_comparison(runs)
     _write(
-        out, "compare", picture, _section(" and ".join(run.name for run in runs), runs, picture), "Comparison of runs"
+        out,
+        "compare",
+        picture,
+        _section(" and ".join(run.name for run in runs), runs, picture),
+        "Comparison of runs",
     )
     return _joined(runs)
 
@@ -210,7 +221,8 @@ def _table(head: list[str], rows: list[list[str]], numbers: int = 0) -> str:
     def cells(tag: str, row: list[str]) -> str:
         right = len(row) - numbers  # the last columns are numbers
         return "".join(
-            f"<{tag}{' class=n' if i >= right else ''}>{html.escape(str(cell))}</{tag}>" for i, cell in enumerate(row)
+            f"<{tag}{' class=n' if i >= right else ''}>{html.escape(str(cell))}</{tag}>"
+            for i, cell in enumerate(row)
         )
 
     top = f"<tr>{cells('th', head)}</tr>" if head else ""

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoestring.checkpoint.model import CheckpointReport, checkpoint_model, parse_bytes
+from shoestring.core.errors import InputError
 from shoestring.data.batches import Rows
-from shoestring.data.errors import InputError
-from shoestring.data.files import PARTIAL, atomic_directory, remove_partial, write_json
-from shoestring.data.lock import LOCK, locked
+from shoestring.files.atomic import PARTIAL, atomic_directory, remove_partial, write_json
+from shoestring.files.lock import LOCK, locked
 from shoestring.optim.offload import PLACES, is_place
 from shoestring.training import memory
-from shoestring.checkpointing.model import CheckpointReport, checkpoint_model, parse_bytes
 from shoestring.training.checkpoint import checkpoints, load_checkpoint, step_of
 from shoestring.training.config import MOST_THREADS, Fingerprint, LoopConfig
 from shoestring.training.loop import Progress, Trainer, make_optimizer
@@ -51,7 +51,9 @@ class RunOptions:
                 raise InputError(f"--memory-budget: {error}") from None
             if config.plain or config.gradient_checkpointing:
                 other = "--plain" if config.plain else "--gradient-checkpointing"
-                raise InputError(f"--memory-budget {self.memory_budget}: expected without {other}; leave one of them out")
+                raise InputError(
+                    f"--memory-budget {self.memory_budget}: expected without {other}; leave one of them out"
+                )
         if self.offload != "none" and not is_place(self.offload):
             raise InputError(f"--offload: expected {PLACES}, got {self.offload}")
         if self.offload != "none" and config.plain:
@@ -59,7 +61,9 @@ class RunOptions:
         try:
             if self.out.exists() and not self.out.is_dir():
                 raise InputError(f"--out {self.out}: exists and is not a directory")
-            if not (self.out / LOCK).exists():  # with one, another process may be at work: its lock is asked first
+            if not (
+                self.out / LOCK
+            ).exists():  # with one, another process may be at work: its lock is asked first
                 self.check_folder()
         except OSError as error:  # no permission, a name too long
             raise InputError(f"--out {self.out}: {error.strerror}") from None
@@ -129,7 +133,9 @@ def _read_record(out: Path, command: str, fingerprint: Fingerprint) -> dict[str,
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not the record of a run ({error}); give another --out") from None
     if recorded["command"] != command:
-        raise InputError(f"--resume {out}: a run of `shoestring {recorded['command']}`, not of `shoestring {command}`")
+        raise InputError(
+            f"--resume {out}: a run of `shoestring {recorded['command']}`, not of `shoestring {command}`"
+        )
     fingerprint.require_equal(recorded["fingerprint"], str(out))
     return recorded
 
@@ -142,7 +148,9 @@ def _begin(options: RunOptions, command: str, fingerprint: Fingerprint, recorded
     remove_partial(options.out / "checkpoints")
     if recorded.get("threads") != threads:
         versions = {"torch": torch.__version__, "threads": threads}
-        write_json(options.out / "run.json", {"command": command, **versions, "fingerprint": fingerprint.values})
+        write_json(
+            options.out / "run.json", {"command": command, **versions, "fingerprint": fingerprint.values}
+        )
 
 
 def _kept(out: Path) -> str:
@@ -172,7 +180,9 @@ def _fit_memory(trainer: Trainer, budget: str) -> CheckpointReport:
     try:
         return checkpoint_model(trainer.model, budget=budget, example=trainer.largest_batch)
     except (ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0].removeprefix("checkpoint_model: ").removeprefix("checkpoint_plan: ")
+        reason = (
+            str(error).splitlines()[0].removeprefix("checkpoint_model: ").removeprefix("checkpoint_plan: ")
+        )
         raise InputError(f"--memory-budget {budget}: {reason}") from None
 
 
@@ -215,7 +225,11 @@ def execute(
     if existing:
         with _offload_errors(options):
             state = load_checkpoint(existing[-1], model, optimizer)
-        start, trainer.val_loss, trainer.best_val_loss = state["step"], state.get("val_loss"), state.get("best_val_loss")
+        start, trainer.val_loss, trainer.best_val_loss = (
+            state["step"],
+            state.get("val_loss"),
+            state.get("best_val_loss"),
+        )
     began = time.time()
     trainer.fit(start)
     peak = memory.peak_bytes()

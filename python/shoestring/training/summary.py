@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shoestring.data.errors import InputError
+from shoestring.core.errors import InputError
 from shoestring.training import formulas, memory
 from shoestring.training.memory import Part
 from shoestring.training.metrics import read_metrics
@@ -28,7 +28,9 @@ def summarise(trainer: Trainer, baseline: int, peak: int, seconds: float) -> dic
     """
     rows = read_metrics(trainer.run / "metrics.jsonl")
     if not rows:
-        raise InputError(f"{trainer.run / 'metrics.jsonl'}: holds no step; the model is saved, the report is not written")
+        raise InputError(
+            f"{trainer.run / 'metrics.jsonl'}: holds no step; the model is saved, the report is not written"
+        )
     # The first step of a process also warms up threads and caches.
     speeds = [row["tokens_per_second"] for row in rows[1:] or rows]
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
@@ -55,18 +57,27 @@ def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
     count = sum(p.numel() for p in trained)
     weights, expected_weights, weights_formula = _weights(model)
     if config.plain:
-        optimizer_formula, expected_optimizer = "8 B x trained", 8 * count + 4 * len(trained)  # and each tensor's step
+        optimizer_formula, expected_optimizer = (
+            "8 B x trained",
+            8 * count + 4 * len(trained),
+        )  # and each tensor's step
     else:  # two 8-bit codes for each element, and two fp32 scales for each block
         each = "8" if config.optimizer_state == "fp32" else "(2 + 8/256)"
         optimizer_formula = f"{each} B x trained, tensors in blocks of 256"
         expected_optimizer = sum(formulas.optimizer_state(trainer.optimizer).bytes().values())
-    optimizer = [Part("optimizer", optimizer_formula, expected_optimizer, memory.optimizer_bytes(trainer.optimizer))]
+    optimizer = [
+        Part("optimizer", optimizer_formula, expected_optimizer, memory.optimizer_bytes(trainer.optimizer))
+    ]
     offload = getattr(trainer.optimizer, "offload", None)
     if offload == "cpu":
         copies, taken = sum(2 * p.nbytes for p in trained), trainer.optimizer.host_bytes
-        optimizer.append(Part("offload", "trained weights and their gradients once more, for the CPU", copies, taken))
+        optimizer.append(
+            Part("offload", "trained weights and their gradients once more, for the CPU", copies, taken)
+        )
     elif offload is not None and offload != "stream":
-        optimizer = [Part("optimizer", f"{optimizer_formula}: {expected_optimizer / 1e6:.2f} MB in a file", 0, 0)]
+        optimizer = [
+            Part("optimizer", f"{optimizer_formula}: {expected_optimizer / 1e6:.2f} MB in a file", 0, 0)
+        ]
     gradients = formulas.tensor_bytes(trained)
     activations, activations_formula = _activations(trainer)
     parts = [
@@ -103,7 +114,9 @@ def _weights(model: nn.Module) -> tuple[int, int, str]:
         if getattr(parameter, "quant_type", None) == "int8":
             size = 1
             counts[4] = counts.get(4, 0) + parameter.shape[0]
-        counts[size] = counts.get(size, 0) + (math.prod(state.shape) if state is not None else parameter.numel())
+        counts[size] = counts.get(size, 0) + (
+            math.prod(state.shape) if state is not None else parameter.numel()
+        )
     formula = " + ".join(f"{size:g} B x {count / 1e6:.2f} M" for size, count in counts.items())
     return memory.weight_bytes(model), int(sum(size * count for size, count in counts.items())), formula
 

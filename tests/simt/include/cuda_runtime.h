@@ -24,13 +24,27 @@
 #define blockDim (simt::block_size())
 #define gridDim (simt::grid_size())
 
-struct alignas(8) uint2 { unsigned x, y; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
-struct alignas(8) int2 { int x, y; };
-struct alignas(16) int4 { int x, y, z, w; };
-struct alignas(8) float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
-struct alignas(16) double2 { double x, y; };
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(8) int2 {
+  int x, y;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(16) double2 {
+  double x, y;
+};
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline int2 make_int2(int x, int y) { return {x, y}; }
@@ -38,8 +52,11 @@ inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-// ---- together: the block, the warp ---------------------------------------------------------------------------------
-inline void __syncthreads(simt::Where where = simt::Where::current()) { simt::barrier(0, 0, "__syncthreads", where); }
+// ---- together: the block, the warp
+// ---------------------------------------------------------------------------------
+inline void __syncthreads(simt::Where where = simt::Where::current()) {
+  simt::barrier(0, 0, "__syncthreads", where);
+}
 inline int __syncthreads_or(int x, simt::Where where = simt::Where::current()) {
   return simt::barrier_reduce(x != 0, [](int a, int b) { return a | b; }, "__syncthreads_or", where);
 }
@@ -67,10 +84,13 @@ SIMT_UNCHECKED T shuffle(const char* name, unsigned mask, T value, int source, W
   check_source(name, mask, source, where);
   Shuffle<T> in{value, source};
   T out;
-  warp_collective(name, mask, &in, &out, [](const void* const in[32], unsigned, int lane, void* out) SIMT_UNCHECKED {
-    const auto* const* lanes = reinterpret_cast<const Shuffle<T>* const*>(in);
-    *static_cast<T*>(out) = lanes[lanes[lane]->source]->value;
-  }, false, where);
+  warp_collective(
+      name, mask, &in, &out,
+      [](const void* const in[32], unsigned, int lane, void* out) SIMT_UNCHECKED {
+        const auto* const* lanes = reinterpret_cast<const Shuffle<T>* const*>(in);
+        *static_cast<T*>(out) = lanes[lanes[lane]->source]->value;
+      },
+      false, where);
   return out;
 }
 
@@ -80,17 +100,20 @@ inline int own_lane() { return static_cast<int>(thread_index().x % 32); }
 template <class T, class R, class Combine>
 SIMT_UNCHECKED R fold(const char* name, unsigned mask, T value, R, Combine, Where where) {
   R out;
-  warp_collective(name, mask, &value, &out, [](const void* const in[32], unsigned mask, int lane, void* out) SIMT_UNCHECKED {
-    const T own = *static_cast<const T*>(in[lane]);
-    R result{};
-    bool first = true;
-    for (int l = 0; l < 32; ++l) {
-      if ((mask >> l & 1) == 0) continue;
-      result = Combine{}(result, *static_cast<const T*>(in[l]), l, own, first);
-      first = false;
-    }
-    *static_cast<R*>(out) = result;
-  }, false, where);
+  warp_collective(
+      name, mask, &value, &out,
+      [](const void* const in[32], unsigned mask, int lane, void* out) SIMT_UNCHECKED {
+        const T own = *static_cast<const T*>(in[lane]);
+        R result{};
+        bool first = true;
+        for (int l = 0; l < 32; ++l) {
+          if ((mask >> l & 1) == 0) continue;
+          result = Combine{}(result, *static_cast<const T*>(in[l]), l, own, first);
+          first = false;
+        }
+        *static_cast<R*>(out) = result;
+      },
+      false, where);
   return out;
 }
 
@@ -112,47 +135,70 @@ T __shfl_up_sync(unsigned mask, T x, int lanes, int width = 32, simt::Where wher
   return simt::shuffle("__shfl_up_sync", mask, x, source >= own / width * width ? source : own, where);
 }
 template <class T>
-T __shfl_down_sync(unsigned mask, T x, int lanes, int width = 32, simt::Where where = simt::Where::current()) {
+T __shfl_down_sync(unsigned mask, T x, int lanes, int width = 32,
+                   simt::Where where = simt::Where::current()) {
   const int own = simt::own_lane(), source = own + lanes;
   return simt::shuffle("__shfl_down_sync", mask, x, source < (own / width + 1) * width ? source : own, where);
 }
 
 inline unsigned __ballot_sync(unsigned mask, int x, simt::Where where = simt::Where::current()) {
-  return simt::fold("__ballot_sync", mask, x, 0u,
-                    [](unsigned r, int v, int lane, int, bool) { return r | unsigned{v != 0} << lane; }, where);
+  return simt::fold(
+      "__ballot_sync", mask, x, 0u,
+      [](unsigned r, int v, int lane, int, bool) { return r | unsigned{v != 0} << lane; }, where);
 }
 inline int __any_sync(unsigned mask, int x, simt::Where where = simt::Where::current()) {
-  return simt::fold("__any_sync", mask, x, 0, [](int r, int v, int, int, bool) { return int{r || v}; }, where);
+  return simt::fold(
+      "__any_sync", mask, x, 0, [](int r, int v, int, int, bool) { return int{r || v}; }, where);
 }
 inline int __all_sync(unsigned mask, int x, simt::Where where = simt::Where::current()) {
-  return simt::fold("__all_sync", mask, x, 0, [](int r, int v, int, int, bool first) { return int{(first || r) && v}; }, where);
+  return simt::fold(
+      "__all_sync", mask, x, 0, [](int r, int v, int, int, bool first) { return int{(first || r) && v}; },
+      where);
 }
 template <class T>
 unsigned __match_any_sync(unsigned mask, T x, simt::Where where = simt::Where::current()) {
-  return simt::fold("__match_any_sync", mask, x, 0u,
-                    [](unsigned r, T v, int lane, T own, bool) { return r | unsigned{v == own} << lane; }, where);
+  return simt::fold(
+      "__match_any_sync", mask, x, 0u,
+      [](unsigned r, T v, int lane, T own, bool) { return r | unsigned{v == own} << lane; }, where);
 }
-#define SIMT_REDUCE(NAME, T, EXPRESSION)                                                                          \
-  inline T NAME(unsigned mask, T x, simt::Where where = simt::Where::current()) {                                 \
-    return simt::fold(#NAME, mask, x, T{}, [](T r, T v, int, T, bool first) { return first ? v : (EXPRESSION); }, where); \
+#define SIMT_REDUCE(NAME, T, EXPRESSION)                                                                    \
+  inline T NAME(unsigned mask, T x, simt::Where where = simt::Where::current()) {                           \
+    return simt::fold(                                                                                      \
+        #NAME, mask, x, T{}, [](T r, T v, int, T, bool first) { return first ? v : (EXPRESSION); }, where); \
   }
 SIMT_REDUCE(__reduce_add_sync, unsigned, r + v)
 SIMT_REDUCE(__reduce_max_sync, unsigned, std::max(r, v))
 SIMT_REDUCE(__reduce_min_sync, unsigned, std::min(r, v))
 SIMT_REDUCE(__reduce_or_sync, unsigned, r | v)
-SIMT_REDUCE(__reduce_and_sync, unsigned, r & v)
+SIMT_REDUCE(__reduce_and_sync, unsigned, r& v)
 SIMT_REDUCE(__reduce_add_sync, int, r + v)
 SIMT_REDUCE(__reduce_max_sync, int, std::max(r, v))
 SIMT_REDUCE(__reduce_min_sync, int, std::min(r, v))
 
-// ---- memory --------------------------------------------------------------------------------------------------------
+// ---- memory
+// --------------------------------------------------------------------------------------------------------
 inline void __threadfence() {}
 inline void __threadfence_block() {}
-template <class T> T __ldg(const T* p) { return *p; }
-template <class T> T __ldcs(const T* p) { return *p; }
-template <class T> T __ldcg(const T* p) { return *p; }
-template <class T> void __stcs(T* p, T x) { *p = x; }
-template <class T> void __stcg(T* p, T x) { *p = x; }
+template <class T>
+T __ldg(const T* p) {
+  return *p;
+}
+template <class T>
+T __ldcs(const T* p) {
+  return *p;
+}
+template <class T>
+T __ldcg(const T* p) {
+  return *p;
+}
+template <class T>
+void __stcs(T* p, T x) {
+  *p = x;
+}
+template <class T>
+void __stcg(T* p, T x) {
+  *p = x;
+}
 
 namespace simt {
 template <class T, class Change>
@@ -163,26 +209,29 @@ SIMT_UNCHECKED T atomic(T* p, Change change, Where where) {
   return old;
 }
 }  // namespace simt
-#define SIMT_ATOMIC(NAME, EXPRESSION)                                                              \
-  template <class T>                                                                               \
-  T NAME(T* p, std::type_identity_t<T> x, simt::Where where = simt::Where::current()) {            \
-    return simt::atomic(p, [x](T old) { return static_cast<T>(EXPRESSION); }, where);              \
+#define SIMT_ATOMIC(NAME, EXPRESSION)                                                   \
+  template <class T>                                                                    \
+  T NAME(T* p, std::type_identity_t<T> x, simt::Where where = simt::Where::current()) { \
+    return simt::atomic(p, [x](T old) { return static_cast<T>(EXPRESSION); }, where);   \
   }
 SIMT_ATOMIC(atomicAdd, old + x)
 SIMT_ATOMIC(atomicSub, old - x)
 SIMT_ATOMIC(atomicMax, std::max(old, x))
 SIMT_ATOMIC(atomicMin, std::min(old, x))
 SIMT_ATOMIC(atomicOr, old | x)
-SIMT_ATOMIC(atomicAnd, old & x)
+SIMT_ATOMIC(atomicAnd, old& x)
 SIMT_ATOMIC(atomicXor, old ^ x)
 SIMT_ATOMIC(atomicExch, (static_cast<void>(old), x))
 template <class T>
-T atomicCAS(T* p, std::type_identity_t<T> expected, std::type_identity_t<T> x, simt::Where where = simt::Where::current()) {
+T atomicCAS(T* p, std::type_identity_t<T> expected, std::type_identity_t<T> x,
+            simt::Where where = simt::Where::current()) {
   return simt::atomic(p, [=](T old) { return old == expected ? x : old; }, where);
 }
 
-// ---- arithmetic ----------------------------------------------------------------------------------------------------
-// As separate operations: g++ contracts nothing on the processors that this is built for, nvcc contracts but for these.
+// ---- arithmetic
+// ---------------------------------------------------------------------------------------------------- As
+// separate operations: g++ contracts nothing on the processors that this is built for, nvcc contracts but for
+// these.
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
@@ -211,7 +260,9 @@ inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
-inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32); }
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32);
+}
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const unsigned long long all = static_cast<unsigned long long>(b) << 32 | a;
   unsigned result = 0;
@@ -230,11 +281,16 @@ inline unsigned __funnelshift_l(unsigned lo, unsigned hi, unsigned shift) {
   return static_cast<unsigned>((static_cast<unsigned long long>(hi) << 32 | lo) << (shift & 31) >> 32);
 }
 template <class A, class B, class = std::enable_if_t<std::is_arithmetic_v<A> && std::is_arithmetic_v<B>>>
-auto max(A a, B b) { return std::max<std::common_type_t<A, B>>(a, b); }
+auto max(A a, B b) {
+  return std::max<std::common_type_t<A, B>>(a, b);
+}
 template <class A, class B, class = std::enable_if_t<std::is_arithmetic_v<A> && std::is_arithmetic_v<B>>>
-auto min(A a, B b) { return std::min<std::common_type_t<A, B>>(a, b); }
+auto min(A a, B b) {
+  return std::min<std::common_type_t<A, B>>(a, b);
+}
 
-// ---- what host code next to the kernels asks -----------------------------------------------------------------------
+// ---- what host code next to the kernels asks
+// -----------------------------------------------------------------------
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess = 0 };
 enum cudaDeviceAttr {
@@ -243,7 +299,10 @@ enum cudaDeviceAttr {
   cudaDevAttrComputeCapabilityMinor = 76
 };
 inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
-inline cudaError_t cudaGetDevice(int* device) { *device = 0; return cudaSuccess; }
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
   *value = which == cudaDevAttrComputeCapabilityMajor   ? simt::capability() / 10
            : which == cudaDevAttrComputeCapabilityMinor ? simt::capability() % 10

@@ -1,6 +1,6 @@
 #pragma once
 
-// What cuda/common/ptx.h offers, for the emulator: see there for what each does.
+// What cuda/core/ptx.h offers, for the emulator: see there for what each does.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -8,8 +8,8 @@
 
 namespace simt {
 
-// An instruction of a whole warp that all lanes have to meet in one place: compute(lanes, lane, out) for each of them.
-// What lies in another lane's stack is out of bounds for every function that is not SIMT_UNCHECKED.
+// An instruction of a whole warp that all lanes have to meet in one place: compute(lanes, lane, out) for each
+// of them. What lies in another lane's stack is out of bounds for every function that is not SIMT_UNCHECKED.
 template <class In>
 struct AlignedLane {
   In in;
@@ -21,27 +21,35 @@ template <class In, class Out, class Compute>
 SIMT_UNCHECKED void aligned_collective(const char* name, const In& in, Out* out, Compute, Where where) {
   using Lane = AlignedLane<In>;
   const Lane own{in, name, where.line()};
-  warp_collective(name, 0xffffffff, &own, out, [](const void* const in[32], unsigned, int lane, void* out) SIMT_UNCHECKED {
-    const auto* const* lanes = reinterpret_cast<const Lane* const*>(in);
-    const Lane &mine = *lanes[lane], &first = *lanes[0];
-    if (mine.line != first.line) {
-      failf("%s: lane %d is at line %u, lane 0 at line %u; expected one instruction for the whole warp", first.name, lane,
-            mine.line, first.line);
-    }
-    Compute{}(lanes, lane, static_cast<Out*>(out));
-  }, false, where);
+  warp_collective(
+      name, 0xffffffff, &own, out,
+      [](const void* const in[32], unsigned, int lane, void* out) SIMT_UNCHECKED {
+        const auto* const* lanes = reinterpret_cast<const Lane* const*>(in);
+        const Lane &mine = *lanes[lane], &first = *lanes[0];
+        if (mine.line != first.line) {
+          failf("%s: lane %d is at line %u, lane 0 at line %u; expected one instruction for the whole warp",
+                first.name, lane, mine.line, first.line);
+        }
+        Compute{}(lanes, lane, static_cast<Out*>(out));
+      },
+      false, where);
 }
 
 // The hardware counts warps, and all of a warp's lanes have to come.
 inline void whole_warp(const char* name, int id, Where where) {
   if (id < 1 || id > 15) failf("%s: expected a barrier from 1 to 15, received %d", name, id);
-  aligned_collective(name, id, static_cast<int*>(nullptr), [](const auto* const* lanes, int lane, int*) SIMT_UNCHECKED {
-    const int mine = lanes[lane]->in, first = lanes[0]->in;
-    if (mine != first) failf("%s: lane 0 is at barrier %d, lane %d at %d", lanes[0]->name, first, lane, mine);
-  }, where);
+  aligned_collective(
+      name, id, static_cast<int*>(nullptr),
+      [](const auto* const* lanes, int lane, int*) SIMT_UNCHECKED {
+        const int mine = lanes[lane]->in, first = lanes[0]->in;
+        if (mine != first)
+          failf("%s: lane 0 is at barrier %d, lane %d at %d", lanes[0]->name, first, lane, mine);
+      },
+      where);
 }
 
-// A row belongs to the lane that gives its address, and is read by those that get values of it: both are checked.
+// A row belongs to the lane that gives its address, and is read by those that get values of it: both are
+// checked.
 template <int count, bool trans>
 SIMT_UNCHECKED void ldmatrix(const char* name, uint32_t (&out)[count], const void* row, Where where) {
   static_assert(count == 1 || count == 2 || count == 4, "ldmatrix loads 1, 2 or 4 matrices");
@@ -50,17 +58,19 @@ SIMT_UNCHECKED void ldmatrix(const char* name, uint32_t (&out)[count], const voi
     uint16_t value[count][2];
     const unsigned char* from[count][2];
   } received;
-  aligned_collective(name, static_cast<const unsigned char*>(row), &received,
-                     [](const auto* const* lanes, int lane, Received* out) SIMT_UNCHECKED {
-    const int g = lane / 4, t = lane % 4;
-    for (int i = 0; i < count; ++i) {
-      for (int half = 0; half < 2; ++half) {
-        const int matrix_row = trans ? 2 * t + half : g, column = trans ? g : 2 * t + half;
-        out->from[i][half] = lanes[8 * i + matrix_row]->in + 2 * column;
-        std::memcpy(&out->value[i][half], out->from[i][half], 2);
-      }
-    }
-  }, where);
+  aligned_collective(
+      name, static_cast<const unsigned char*>(row), &received,
+      [](const auto* const* lanes, int lane, Received* out) SIMT_UNCHECKED {
+        const int g = lane / 4, t = lane % 4;
+        for (int i = 0; i < count; ++i) {
+          for (int half = 0; half < 2; ++half) {
+            const int matrix_row = trans ? 2 * t + half : g, column = trans ? g : 2 * t + half;
+            out->from[i][half] = lanes[8 * i + matrix_row]->in + 2 * column;
+            std::memcpy(&out->value[i][half], out->from[i][half], 2);
+          }
+        }
+      },
+      where);
   for (int i = 0; i < count; ++i) {
     for (int half = 0; half < 2; ++half) check_read(received.from[i][half], 2, where);
     out[i] = received.value[i][0] | uint32_t{received.value[i][1]} << 16;
@@ -72,24 +82,29 @@ struct Fragments {
   const float* c;
 };
 
-// Element::value(register, element k's place in it); k_per_register is 2 for 16-bit types, 1 for TF32. The products are
-// exact and their sum is rounded to fp32 once; in what order and with how many bits the hardware adds is unspecified.
+// Element::value(register, element k's place in it); k_per_register is 2 for 16-bit types, 1 for TF32. The
+// products are exact and their sum is rounded to fp32 once; in what order and with how many bits the hardware
+// adds is unspecified.
 template <class Element>
-SIMT_UNCHECKED void mma(const char* name, float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Where where) {
-  aligned_collective(name, Fragments{a, b, c}, &c[0], [](const auto* const* lanes, int lane, float* out) SIMT_UNCHECKED {
-    constexpr int per = Element::k_per_register, half = 4 * per;  // of k, which two registers share
-    for (int i = 0; i < 4; ++i) {
-      const int upper = i / 2, column = lane % 4 * 2 + i % 2;  // rows lane / 4 and lane / 4 + 8
-      double sum = lanes[lane]->in.c[i];
-      for (int k = 0; k < 2 * half; ++k) {
-        const int later = k / half, t = k % half / per;
-        const uint32_t x = lanes[lane / 4 * 4 + t]->in.a[upper + 2 * later];
-        const uint32_t y = lanes[column * 4 + t]->in.b[later];
-        sum += static_cast<double>(Element::value(x, k % per)) * Element::value(y, k % per);
-      }
-      out[i] = static_cast<float>(sum);
-    }
-  }, where);
+SIMT_UNCHECKED void mma(const char* name, float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                        Where where) {
+  aligned_collective(
+      name, Fragments{a, b, c}, &c[0],
+      [](const auto* const* lanes, int lane, float* out) SIMT_UNCHECKED {
+        constexpr int per = Element::k_per_register, half = 4 * per;  // of k, which two registers share
+        for (int i = 0; i < 4; ++i) {
+          const int upper = i / 2, column = lane % 4 * 2 + i % 2;  // rows lane / 4 and lane / 4 + 8
+          double sum = lanes[lane]->in.c[i];
+          for (int k = 0; k < 2 * half; ++k) {
+            const int later = k / half, t = k % half / per;
+            const uint32_t x = lanes[lane / 4 * 4 + t]->in.a[upper + 2 * later];
+            const uint32_t y = lanes[column * 4 + t]->in.b[later];
+            sum += static_cast<double>(Element::value(x, k % per)) * Element::value(y, k % per);
+          }
+          out[i] = static_cast<float>(sum);
+        }
+      },
+      where);
 }
 
 template <class T>
@@ -115,7 +130,8 @@ struct ElementTf32 {
 namespace shoestring::cuda {
 
 template <int bytes>
-void cp_async(void* shared, const void* global, int from_bytes = bytes, simt::Where where = simt::Where::current()) {
+void cp_async(void* shared, const void* global, int from_bytes = bytes,
+              simt::Where where = simt::Where::current()) {
   static_assert(bytes == 4 || bytes == 8 || bytes == 16, "cp.async copies 4, 8 or 16 bytes");
   if (from_bytes < 0 || from_bytes > bytes) {
     simt::failf("cp_async: expected from_bytes from 0 to %d, received %d", bytes, from_bytes);
@@ -124,7 +140,9 @@ void cp_async(void* shared, const void* global, int from_bytes = bytes, simt::Wh
 }
 inline void cp_async_commit(simt::Where where = simt::Where::current()) { simt::copy_async_commit(where); }
 template <int pending>
-void cp_async_wait(simt::Where where = simt::Where::current()) { simt::copy_async_wait(pending, where); }
+void cp_async_wait(simt::Where where = simt::Where::current()) {
+  simt::copy_async_wait(pending, where);
+}
 
 inline void barrier_sync(int id, int threads, simt::Where where = simt::Where::current()) {
   simt::whole_warp("barrier_sync", id, where);
@@ -145,8 +163,10 @@ void ldmatrix_trans(uint32_t (&out)[count], const void* row, simt::Where where =
 }
 
 template <class T>
-void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], simt::Where where = simt::Where::current()) {
-  static_assert(std::is_same_v<T, __nv_bfloat16> || std::is_same_v<T, __half>, "T is __nv_bfloat16 or __half");
+void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                 simt::Where where = simt::Where::current()) {
+  static_assert(std::is_same_v<T, __nv_bfloat16> || std::is_same_v<T, __half>,
+                "T is __nv_bfloat16 or __half");
   simt::mma<simt::Element16<T>>("mma_16x8x16", c, a, b, where);
 }
 inline void mma_16x8x8_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],

@@ -1,6 +1,6 @@
 #pragma once
 
-// What the twins of cuda/common/hopper.h and wgmma.h stand on.
+// What the twins of cuda/core/hopper.h and wgmma.h stand on.
 
 #include <cstddef>
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace simt {
 
-/// A barrier in shared memory that counts arrivals and bytes of tensor copies: see cuda/common/hopper.h.
+/// A barrier in shared memory that counts arrivals and bytes of tensor copies: see cuda/core/hopper.h.
 void mbarrier_init(void* barrier, int arrivals, Where where);
 void mbarrier_init_fence(Where where);
 void mbarrier_arrive(void* barrier, Where where);
@@ -19,7 +19,8 @@ void mbarrier_wait(void* barrier, int parity, Where where);
 /// The thread's writes so far are seen by tensor copies and wgmma that come after.
 void async_fence(Where where);
 
-/// Up to five dimensions of elements, the innermost side by side; a tile is a box of them. Sizes in elements, strides in bytes.
+/// Up to five dimensions of elements, the innermost side by side; a tile is a box of them. Sizes in elements,
+/// strides in bytes.
 struct alignas(64) TensorMap {
   uint64_t magic;
   const unsigned char* address;
@@ -28,8 +29,8 @@ struct alignas(64) TensorMap {
   int box[5];
 };
 /// An error's text, or null; strides has rank - 1 numbers, those of dimension 1 and up.
-const char* encode_tensor_map(TensorMap* map, const void* address, int rank, int element, const int64_t* sizes,
-                              const int64_t* strides, const int* box);
+const char* encode_tensor_map(TensorMap* map, const void* address, int rank, int element,
+                              const int64_t* sizes, const int64_t* strides, const int* box);
 void tensor_copy(void* to, const TensorMap& map, void* barrier, const int* at, int rank, Where where);
 
 /// wgmma of m64 nN k16, 16-bit operands: a from registers, or by a descriptor where they are null.

@@ -1,6 +1,7 @@
 #pragma once
 
-// A kernel and what the emulator has to say about it: part of the error's text, or null where the kernel is right.
+// A kernel and what the emulator has to say about it: part of the error's text, or null where the kernel is
+// right.
 
 #include <vector>
 

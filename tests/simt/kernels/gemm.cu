@@ -1,9 +1,10 @@
-// A matrix product as real kernels do it: cp.async fills one buffer while ldmatrix and mma empty the other. In bytes all
-// three types are alike: a row of a stage is 64 bytes of k, an mma takes 32 of them, a matrix of ldmatrix 16.
+// A matrix product as real kernels do it: cp.async fills one buffer while ldmatrix and mma empty the other.
+// In bytes all three types are alike: a row of a stage is 64 bytes of k, an mma takes 32 of them, a matrix of
+// ldmatrix 16.
 
-#include "common/launch.h"
-#include "common/ptx.h"
-#include "common/warp.h"
+#include "cuda/core/launch.h"
+#include "cuda/core/ptx.h"
+#include "cuda/core/warp.h"
 #include "primitives.h"
 
 namespace simt_tests {
@@ -22,7 +23,8 @@ struct Stage {
 
 // `rows` rows of `row_bytes` from a matrix with row length `ld`, in bytes; zeros behind its end.
 template <int row_bytes, int pitch>
-__device__ void fill(unsigned char* to, const unsigned char* from, int rows, int first_row, int all_rows, int first_byte, int ld) {
+__device__ void fill(unsigned char* to, const unsigned char* from, int rows, int first_row, int all_rows,
+                     int first_byte, int ld) {
   for (int i = threadIdx.x; i < rows * row_bytes / 16; i += kThreads) {
     const int row = i / (row_bytes / 16), byte = i % (row_bytes / 16) * 16;
     const bool inside = first_row + row < all_rows && first_byte + byte < ld;
@@ -46,7 +48,8 @@ template <class T, bool b_is_kn, Flaw flaw>
 __global__ void __launch_bounds__(kThreads) product(Gemm p) {
   __shared__ Stage stages[2];
   const int tiles_n = (p.n + kTile - 1) / kTile;
-  const int row = static_cast<int>(blockIdx.x) / tiles_n * kTile, column = static_cast<int>(blockIdx.x) % tiles_n * kTile;
+  const int row = static_cast<int>(blockIdx.x) / tiles_n * kTile,
+            column = static_cast<int>(blockIdx.x) % tiles_n * kTile;
   const auto* a = static_cast<const unsigned char*>(p.a);
   const auto* b = static_cast<const unsigned char*>(p.b);
   const int row_bytes = p.k * static_cast<int>(sizeof(T)), steps = (row_bytes + kStep - 1) / kStep;
@@ -72,7 +75,8 @@ __global__ void __launch_bounds__(kThreads) product(Gemm p) {
 #pragma unroll
     for (int byte = 0; byte < kStep; byte += 32) {
       uint32_t a_fragment[4];
-      ldmatrix(a_fragment, stage.a + (warp() * 16 + l % 16) * kPitch + byte + l / 16 * 16 + (flaw == Flaw::misaligned_row ? 8 : 0));
+      ldmatrix(a_fragment, stage.a + (warp() * 16 + l % 16) * kPitch + byte + l / 16 * 16 +
+                               (flaw == Flaw::misaligned_row ? 8 : 0));
 #pragma unroll
       for (int j = 0; j < kTile / 8; j += 2) {  // two fragments of b at once
         uint32_t b_fragments[4];
@@ -106,17 +110,24 @@ const char* run(const Gemm& p) {
 const char* gemm(const Gemm& p, Flaw flaw) {
   if (flaw == Flaw::none) {
     if (p.type == Type::tf32) return run<float, false, Flaw::none>(p);
-    if (p.type == Type::fp16) return p.b_is_kn ? run<__half, true, Flaw::none>(p) : run<__half, false, Flaw::none>(p);
+    if (p.type == Type::fp16)
+      return p.b_is_kn ? run<__half, true, Flaw::none>(p) : run<__half, false, Flaw::none>(p);
     return p.b_is_kn ? run<__nv_bfloat16, true, Flaw::none>(p) : run<__nv_bfloat16, false, Flaw::none>(p);
   }
 #if !defined(__CUDACC__)
   switch (flaw) {
-    case Flaw::no_wait: return run<__half, false, Flaw::no_wait>(p);
-    case Flaw::wait_off_by_one: return run<__half, false, Flaw::wait_off_by_one>(p);
-    case Flaw::no_barrier_after_wait: return run<__half, false, Flaw::no_barrier_after_wait>(p);
-    case Flaw::no_barrier_before_copy: return run<__half, false, Flaw::no_barrier_before_copy>(p);
-    case Flaw::misaligned_row: return run<__half, false, Flaw::misaligned_row>(p);
-    default: break;
+    case Flaw::no_wait:
+      return run<__half, false, Flaw::no_wait>(p);
+    case Flaw::wait_off_by_one:
+      return run<__half, false, Flaw::wait_off_by_one>(p);
+    case Flaw::no_barrier_after_wait:
+      return run<__half, false, Flaw::no_barrier_after_wait>(p);
+    case Flaw::no_barrier_before_copy:
+      return run<__half, false, Flaw::no_barrier_before_copy>(p);
+    case Flaw::misaligned_row:
+      return run<__half, false, Flaw::misaligned_row>(p);
+    default:
+      break;
   }
 #endif
   return "no such kernel";

@@ -1,11 +1,12 @@
-// A matrix product as Hopper's kernels do it: one warp copies tiles into a ring of two stages, a warpgroup multiplies them.
+// A matrix product as Hopper's kernels do it: one warp copies tiles into a ring of two stages, a warpgroup
+// multiplies them.
 
 #include "hopper.h"
 
-#include "common/launch.h"
-#include "common/tensor_map.h"
-#include "common/warp.h"
-#include "common/wgmma.h"
+#include "cuda/core/launch.h"
+#include "cuda/core/tensor_map.h"
+#include "cuda/core/warp.h"
+#include "cuda/core/wgmma.h"
 
 namespace simt_tests {
 namespace {
@@ -45,7 +46,8 @@ template <class T, int rank, int columns, bool b_is_kn, bool a_in_registers, Hop
 __global__ void __launch_bounds__(384, 1) multiply_tiles(const __grid_constant__ Maps maps, TileGemm p) {
   constexpr int panels = (columns + 63) / 64, b_bytes = panels * 64 * 128;
   __shared__ Mbarrier full[kStages], empty[kStages];
-  unsigned char *a = aligned_shared() + (flaw == HopperFlaw::unaligned_tile ? 128 : 0), *b = a + kStages * kTileA;
+  unsigned char *a = aligned_shared() + (flaw == HopperFlaw::unaligned_tile ? 128 : 0),
+                *b = a + kStages * kTileA;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(full[i], 1);
@@ -55,19 +57,23 @@ __global__ void __launch_bounds__(384, 1) multiply_tiles(const __grid_constant__
   }
   if (flaw != HopperFlaw::no_barrier_after_init) __syncthreads();
   const int tiles_n = (p.n + columns - 1) / columns, steps = (p.k + kStep - 1) / kStep;
-  const int row = static_cast<int>(blockIdx.x) / tiles_n * 64, column = static_cast<int>(blockIdx.x) % tiles_n * columns;
+  const int row = static_cast<int>(blockIdx.x) / tiles_n * 64,
+            column = static_cast<int>(blockIdx.x) % tiles_n * columns;
   if (warp() >= 4) {  // two warpgroups, of which one thread has something to do
     if (flaw != HopperFlaw::too_many_registers) registers_shrink<40>();
     if (threadIdx.x != 128) return;
     for (int step = 0; step < steps; ++step) {
       const int stage = step % kStages, parity = step / kStages & 1;
       if (flaw != HopperFlaw::no_empty_wait) mbarrier_wait(empty[stage], parity ^ 1);
-      const int bytes = kTileA + (b_is_kn ? b_bytes : columns * 128) + (flaw == HopperFlaw::too_many_bytes) * 16 - (flaw == HopperFlaw::too_few_bytes) * 16;
+      const int bytes = kTileA + (b_is_kn ? b_bytes : columns * 128) +
+                        (flaw == HopperFlaw::too_many_bytes) * 16 - (flaw == HopperFlaw::too_few_bytes) * 16;
       if (flaw != HopperFlaw::bytes_after_copy) mbarrier_arrive_expect(full[stage], bytes);
-      copy<rank - (flaw == HopperFlaw::one_coordinate_less)>(a + stage * kTileA, maps.a, full[stage], step * kStep, row);
+      copy<rank - (flaw == HopperFlaw::one_coordinate_less)>(a + stage * kTileA, maps.a, full[stage],
+                                                             step * kStep, row);
       for (int i = 0; i < (b_is_kn ? panels : 1); ++i) {
         unsigned char* to = b + stage * b_bytes + i * 64 * 128;
-        copy<rank>(to, maps.b, full[stage], b_is_kn ? column + i * 64 : step * kStep, b_is_kn ? step * kStep : column);
+        copy<rank>(to, maps.b, full[stage], b_is_kn ? column + i * 64 : step * kStep,
+                   b_is_kn ? step * kStep : column);
       }
       if (flaw == HopperFlaw::bytes_after_copy) mbarrier_arrive_expect(full[stage], bytes);
     }
@@ -78,9 +84,11 @@ __global__ void __launch_bounds__(384, 1) multiply_tiles(const __grid_constant__
   float c[columns / 8][4] = {};
   for (int step = 0; step < steps; ++step) {
     const int stage = step % kStages, parity = step / kStages & 1;
-    if (flaw != HopperFlaw::no_full_wait) mbarrier_wait(full[stage], flaw == HopperFlaw::wrong_parity ? parity ^ 1 : parity);
+    if (flaw != HopperFlaw::no_full_wait)
+      mbarrier_wait(full[stage], flaw == HopperFlaw::wrong_parity ? parity ^ 1 : parity);
     const uint64_t a_at = wgmma_operand(a + stage * kTileA);
-    const uint64_t b_at = wgmma_operand(b) + wgmma_bytes(stage * b_bytes) + (b_is_kn ? wgmma_rows_together(64 * 128) : 0);
+    const uint64_t b_at =
+        wgmma_operand(b) + wgmma_bytes(stage * b_bytes) + (b_is_kn ? wgmma_rows_together(64 * 128) : 0);
     uint32_t own[4][4];
     for (int i = 0; i < 4 && a_in_registers; ++i) fragment(own[i], a + stage * kTileA, i * 16);
     if (a_in_registers) wgmma_pin(own);
@@ -112,7 +120,8 @@ __global__ void __launch_bounds__(384, 1) multiply_tiles(const __grid_constant__
 }
 
 template <HopperFlaw flaw>
-__global__ void __launch_bounds__(128) multiply_written(const unsigned short* a, const unsigned short* b, float* c) {
+__global__ void __launch_bounds__(128)
+    multiply_written(const unsigned short* a, const unsigned short* b, float* c) {
   unsigned char *a_tile = aligned_shared(), *b_tile = a_tile + kTileA;
   for (int i = threadIdx.x; i < 64 * 64; i += 128) {
     *const_cast<unsigned short*>(element(a_tile, i / 64, i % 64)) = a[i];
@@ -126,17 +135,21 @@ __global__ void __launch_bounds__(128) multiply_written(const unsigned short* a,
   wgmma_pin(own);
   wgmma_fence(sums);
 #pragma unroll
-  for (int k = 0; k < 64; k += 16) wgmma<__half, false>(sums, own[k / 16], wgmma_operand(b_tile) + wgmma_step(k), true);
+  for (int k = 0; k < 64; k += 16)
+    wgmma<__half, false>(sums, own[k / 16], wgmma_operand(b_tile) + wgmma_step(k), true);
   wgmma_commit();
-  if (flaw == HopperFlaw::written_under_way && threadIdx.x == 0) *reinterpret_cast<unsigned short*>(b_tile) = 7;
+  if (flaw == HopperFlaw::written_under_way && threadIdx.x == 0)
+    *reinterpret_cast<unsigned short*>(b_tile) = 7;
   if (flaw == HopperFlaw::a_under_way) own[3][0] = 7;
   wgmma_wait<0>(sums);
   for (int j = 0; j < 8; ++j) {
-    for (int i = 0; i < 4; ++i) c[(warp() * 16 + lane() / 4 + i / 2 * 8) * 64 + j * 8 + lane() % 4 * 2 + i % 2] = sums[j][i];
+    for (int i = 0; i < 4; ++i)
+      c[(warp() * 16 + lane() / 4 + i / 2 * 8) * 64 + j * 8 + lane() % 4 * 2 + i % 2] = sums[j][i];
   }
 }
 
-__global__ void copy_box(const __grid_constant__ TensorMap map, int column, int row, int slice, unsigned short* out) {
+__global__ void copy_box(const __grid_constant__ TensorMap map, int column, int row, int slice,
+                         unsigned short* out) {
   __shared__ Mbarrier full;
   unsigned char* tile = aligned_shared();
   if (threadIdx.x == 0) {
@@ -157,11 +170,13 @@ const char* encode(TensorMap* map, const void* matrix, int rank, int inner, int 
   return encode_tensor_map(map, matrix, rank, sizes, strides, extent);
 }
 
-template <class T, int rank, int columns, bool b_is_kn, bool a_in_registers, HopperFlaw flaw = HopperFlaw::none>
+template <class T, int rank, int columns, bool b_is_kn, bool a_in_registers,
+          HopperFlaw flaw = HopperFlaw::none>
 const char* run(const TileGemm& p) {
   Maps maps;
   const char* error = encode(&maps.a, p.a, rank, p.k, p.m, 64);
-  if (error == nullptr) error = encode(&maps.b, p.b, rank, b_is_kn ? p.n : p.k, b_is_kn ? p.k : p.n, b_is_kn ? 64 : columns);
+  if (error == nullptr)
+    error = encode(&maps.b, p.b, rank, b_is_kn ? p.n : p.k, b_is_kn ? p.k : p.n, b_is_kn ? 64 : columns);
   if (error != nullptr) return error;
   const int64_t blocks = int64_t{(p.m + 63) / 64} * ((p.n + columns - 1) / columns);
   return launch(multiply_tiles<T, rank, columns, b_is_kn, a_in_registers, flaw>, blocks, 384,
@@ -170,7 +185,8 @@ const char* run(const TileGemm& p) {
 
 template <class T, int rank, int columns>
 const char* choose(const TileGemm& p) {
-  if (p.b_is_kn) return p.a_in_registers ? run<T, rank, columns, true, true>(p) : run<T, rank, columns, true, false>(p);
+  if (p.b_is_kn)
+    return p.a_in_registers ? run<T, rank, columns, true, true>(p) : run<T, rank, columns, true, false>(p);
   return p.a_in_registers ? run<T, rank, columns, false, true>(p) : run<T, rank, columns, false, false>(p);
 }
 
@@ -197,7 +213,8 @@ const char* tile_gemm(const TileGemm& p, HopperFlaw flaw) {
   SIMT_FLAW(unaligned_tile);
   SIMT_FLAW(too_many_registers);
   SIMT_FLAW(no_wait_at_all);
-  if (flaw == HopperFlaw::one_coordinate_less) return run<__half, 4, 64, false, false, HopperFlaw::one_coordinate_less>(p);
+  if (flaw == HopperFlaw::one_coordinate_less)
+    return run<__half, 4, 64, false, false, HopperFlaw::one_coordinate_less>(p);
 #undef SIMT_FLAW
 #endif
   if (flaw != HopperFlaw::none) return "no such kernel";
@@ -214,7 +231,8 @@ const char* written_gemm(const void* a, const void* b, float* c, HopperFlaw flaw
   auto kernel = multiply_written<HopperFlaw::none>;
 #if !defined(__CUDACC__)
   if (flaw == HopperFlaw::no_async_fence) kernel = multiply_written<HopperFlaw::no_async_fence>;
-  if (flaw == HopperFlaw::no_barrier_after_write) kernel = multiply_written<HopperFlaw::no_barrier_after_write>;
+  if (flaw == HopperFlaw::no_barrier_after_write)
+    kernel = multiply_written<HopperFlaw::no_barrier_after_write>;
   if (flaw == HopperFlaw::written_under_way) kernel = multiply_written<HopperFlaw::written_under_way>;
   if (flaw == HopperFlaw::a_under_way) kernel = multiply_written<HopperFlaw::a_under_way>;
 #endif
@@ -230,7 +248,8 @@ const char* box(const void* in, int column, int row, int slice, unsigned short* 
   return launch(copy_box, 1, 64, 2048, nullptr, map, column, row, slice, out);
 }
 
-const char* map_error(const void* address, int rank, const int64_t* sizes, const int64_t* strides, const int* extent) {
+const char* map_error(const void* address, int rank, const int64_t* sizes, const int64_t* strides,
+                      const int* extent) {
   TensorMap map;
   return encode_tensor_map(&map, address, rank, sizes, strides, extent);
 }

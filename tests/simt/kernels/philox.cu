@@ -1,5 +1,5 @@
-#include "common/launch.h"
-#include "kernels/philox.h"
+#include "core/philox.h"
+#include "cuda/core/launch.h"
 #include "primitives.h"
 
 namespace simt_tests {

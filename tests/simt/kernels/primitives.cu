@@ -1,8 +1,8 @@
 // Each primitive of ptx.h by itself, by the letter of its description.
 
-#include "common/launch.h"
-#include "common/ptx.h"
-#include "common/warp.h"
+#include "cuda/core/launch.h"
+#include "cuda/core/ptx.h"
+#include "cuda/core/warp.h"
 #include "primitives.h"
 
 namespace simt_tests {
@@ -28,7 +28,8 @@ __global__ void load_matrices(const unsigned short* in, unsigned* out) {
   // Each lane reads but the row that it wrote itself. Those beyond the matrices give no address.
   for (int i = 0; i < 8; ++i) shared[lane() * 8 + i] = in[lane() * 8 + i];
   if (flaw != Flaw::no_syncwarp) __syncwarp();
-  const unsigned short* row = lane() < 8 * count ? (flaw == Flaw::row_in_global_memory ? in : shared) + lane() * 8 : nullptr;
+  const unsigned short* row =
+      lane() < 8 * count ? (flaw == Flaw::row_in_global_memory ? in : shared) + lane() * 8 : nullptr;
   uint32_t loaded[count];
   if (trans) {
     ldmatrix_trans(loaded, row);
@@ -42,7 +43,8 @@ __global__ void load_matrices(const unsigned short* in, unsigned* out) {
 __device__ uint32_t pair(const unsigned short* at, int apart) { return at[0] | uint32_t{at[apart]} << 16; }
 
 template <class T, Flaw flaw>
-__global__ void multiply(const unsigned short* a, const unsigned short* b, float* c) {  // a (16, 16), b (16, 8)
+__global__ void multiply(const unsigned short* a, const unsigned short* b,
+                         float* c) {  // a (16, 16), b (16, 8)
   const int g = lane() / 4, t = lane() % 4;
   uint32_t fa[4], fb[2];
   for (int i = 0; i < 4; ++i) fa[i] = pair(a + (g + i % 2 * 8) * 16 + 2 * t + i / 2 * 8, 1);
@@ -83,7 +85,9 @@ __global__ void pass_on(const float* in, int chunks, float* out) {
       if (chunk >= 2) barrier_sync(kEmpty + chunk % 2, all);
       if (flaw == Flaw::arrive_too_soon) barrier_arrive(kFull + chunk % 2, all);
       buffer[chunk % 2][i] = in[chunk * 64 + i];
-      if (flaw == Flaw::arrive_too_soon || flaw == Flaw::no_arrive || (flaw == Flaw::half_a_warp && lane() < 16)) continue;
+      if (flaw == Flaw::arrive_too_soon || flaw == Flaw::no_arrive ||
+          (flaw == Flaw::half_a_warp && lane() < 16))
+        continue;
       barrier_arrive(kFull + chunk % 2, all);
       if (flaw == Flaw::arrive_twice) barrier_arrive(kFull + chunk % 2, all);
     }
@@ -114,7 +118,8 @@ __global__ void pass_along(const float* in, float* out) {
 
 }  // namespace
 
-const char* copy_async(int bytes, const unsigned char* in, const int* from_bytes, unsigned char* out, Flaw flaw) {
+const char* copy_async(int bytes, const unsigned char* in, const int* from_bytes, unsigned char* out,
+                       Flaw flaw) {
   auto kernel = bytes == 16  ? copies<16, Flaw::none>
                 : bytes == 8 ? copies<8, Flaw::none>
                              : copies<4, Flaw::none>;
@@ -144,29 +149,46 @@ const char* matrices(int count, bool trans, const unsigned short* in, unsigned* 
 
 const char* one_mma(Type type, const void* a, const void* b, float* c, Flaw flaw) {
   if (type == Type::tf32) {
-    return launch(multiply_tf32, 1, kWarp, 0, nullptr, static_cast<const float*>(a), static_cast<const float*>(b), c);
+    return launch(multiply_tf32, 1, kWarp, 0, nullptr, static_cast<const float*>(a),
+                  static_cast<const float*>(b), c);
   }
   auto kernel = type == Type::fp16 ? multiply<__half, Flaw::none> : multiply<__nv_bfloat16, Flaw::none>;
 #if !defined(__CUDACC__)
   if (flaw == Flaw::missing_lane) kernel = multiply<__half, Flaw::missing_lane>;
   if (flaw == Flaw::two_places) kernel = multiply<__half, Flaw::two_places>;
 #endif
-  return launch(kernel, 1, kWarp, 0, nullptr, static_cast<const unsigned short*>(a), static_cast<const unsigned short*>(b), c);
+  return launch(kernel, 1, kWarp, 0, nullptr, static_cast<const unsigned short*>(a),
+                static_cast<const unsigned short*>(b), c);
 }
 
-const char* round_to_tf32(const unsigned* in, unsigned* out, int n) { return launch(round_bits, 1, n, 0, nullptr, in, out); }
+const char* round_to_tf32(const unsigned* in, unsigned* out, int n) {
+  return launch(round_bits, 1, n, 0, nullptr, in, out);
+}
 
 const char* ring(const float* in, int chunks, float* out, Flaw flaw) {
   auto kernel = pass_on<Flaw::none>;
 #if !defined(__CUDACC__)
   switch (flaw) {
-    case Flaw::count_too_small: kernel = pass_on<Flaw::count_too_small>; break;
-    case Flaw::unequal_counts: kernel = pass_on<Flaw::unequal_counts>; break;
-    case Flaw::half_a_warp: kernel = pass_on<Flaw::half_a_warp>; break;
-    case Flaw::arrive_too_soon: kernel = pass_on<Flaw::arrive_too_soon>; break;
-    case Flaw::arrive_twice: kernel = pass_on<Flaw::arrive_twice>; break;
-    case Flaw::no_arrive: kernel = pass_on<Flaw::no_arrive>; break;
-    default: break;
+    case Flaw::count_too_small:
+      kernel = pass_on<Flaw::count_too_small>;
+      break;
+    case Flaw::unequal_counts:
+      kernel = pass_on<Flaw::unequal_counts>;
+      break;
+    case Flaw::half_a_warp:
+      kernel = pass_on<Flaw::half_a_warp>;
+      break;
+    case Flaw::arrive_too_soon:
+      kernel = pass_on<Flaw::arrive_too_soon>;
+      break;
+    case Flaw::arrive_twice:
+      kernel = pass_on<Flaw::arrive_twice>;
+      break;
+    case Flaw::no_arrive:
+      kernel = pass_on<Flaw::no_arrive>;
+      break;
+    default:
+      break;
   }
 #endif
   return launch(kernel, 1, 128, 0, nullptr, in, chunks, out);

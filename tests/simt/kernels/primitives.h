@@ -2,7 +2,8 @@
 
 #include <cstdint>
 
-// Kernels over cuda/common/ptx.h and csrc/kernels/philox.h, for the emulator and for a GPU. Launchers take device memory, and return the error or null.
+// Kernels over cuda/core/ptx.h and csrc/core/philox.h, for the emulator and for a GPU. Launchers take device
+// memory, and return the error or null.
 
 namespace simt_tests {
 
@@ -36,8 +37,8 @@ enum class Flaw {
 
 enum class Type { bf16, fp16, tf32 };
 
-/// c (m, n) = a (m, k) b, with b as (n, k), or as (k, n) for 16-bit types. k, and n in the second case, are multiples of 8
-/// (TF32: 4).
+/// c (m, n) = a (m, k) b, with b as (n, k), or as (k, n) for 16-bit types. k, and n in the second case, are
+/// multiples of 8 (TF32: 4).
 struct Gemm {
   Type type;
   bool b_is_kn;
@@ -47,11 +48,13 @@ struct Gemm {
 };
 const char* gemm(const Gemm& problem, Flaw flaw = Flaw::none);
 
-/// out[i] (16 bytes each) = the first from_bytes[i] bytes of in[i], by cp.async of `bytes` each, then zeros. 128 threads.
+/// out[i] (16 bytes each) = the first from_bytes[i] bytes of in[i], by cp.async of `bytes` each, then zeros.
+/// 128 threads.
 const char* copy_async(int bytes, const unsigned char* in, const int* from_bytes, unsigned char* out,
                        Flaw flaw = Flaw::none);
 
-/// What a lane gets from 8 by 8 matrices: out[lane][matrix]; in: 4 matrices, of which `count` = 1, 2 or 4 are loaded.
+/// What a lane gets from 8 by 8 matrices: out[lane][matrix]; in: 4 matrices, of which `count` = 1, 2 or 4 are
+/// loaded.
 const char* matrices(int count, bool trans, const unsigned short* in, unsigned* out, Flaw flaw = Flaw::none);
 
 /// One mma, its operands filled as the table in ptx.h says: c (16, 8) = a (16, k) b (k, 8), k = 16 (TF32: 8).

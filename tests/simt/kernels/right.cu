@@ -1,10 +1,10 @@
 // Kernels that keep the rules, with the results that they must have under every order of the threads.
 
 #include "cases.h"
-#include "common/convert.h"
-#include "common/launch.h"
-#include "common/vector.h"
-#include "common/warp.h"
+#include "cuda/core/convert.h"
+#include "cuda/core/launch.h"
+#include "cuda/core/vector.h"
+#include "cuda/core/warp.h"
 #include "memory.h"
 
 namespace simt_tests {
@@ -59,7 +59,9 @@ __global__ void votes(int* out) {
                     up == (l == 0 ? 0 : l - 1) && down == (l % 8 == 7 ? l : l + 1) && count == 6 && !none;
   out[threadIdx.x] = good;
 }
-__global__ void histogram(const int* in, int* bins) { atomicAdd(bins + in[blockIdx.x * blockDim.x + threadIdx.x] % 8, 1); }
+__global__ void histogram(const int* in, int* bins) {
+  atomicAdd(bins + in[blockIdx.x * blockDim.x + threadIdx.x] % 8, 1);
+}
 __global__ void vectors(const float* in, __nv_bfloat16* out) {
   const auto x = load<8>(in + threadIdx.x * 8);
   Vector<__nv_bfloat16, 8> y;
@@ -73,33 +75,32 @@ const char* check(bool good) { return good ? nullptr : "a wrong result"; }
 
 #define CASE(NAME, ...) {#NAME, []() -> const char* { __VA_ARGS__; }, nullptr}
 
-const std::vector<Case> kRight{
-    CASE(reduce, Array<int> in(1000); Array<int> out(1); for (int i = 0; i < 1000; ++i) in[i] = i;
-         if (const char* e = launch(reduce, 1, 256, 0, nullptr, in.data(), 1000, out.data())) return e;
-         return check(out[0] == 499500)),
-    CASE(reverse, Array<int> values(300); for (int i = 0; i < 300; ++i) values[i] = i;
-         if (const char* e = launch(reverse, 1, 300, 300 * 4, nullptr, values.data())) return e;
-         for (int i = 0; i < 300; ++i) if (values[i] != 299 - i) return check(false);
-         return nullptr),
-    CASE(rotate_in_warp, Array<int> out(64);
-         if (const char* e = launch(rotate_in_warp, 1, 64, 0, nullptr, out.data())) return e;
-         for (int i = 0; i < 64; ++i) if (out[i] != i / 32 * 32 + (i + 1) % 32 + 2) return check(false);
-         return nullptr),
-    CASE(half_warps, Array<int> out(32);
-         if (const char* e = launch(half_warps, 1, 32, 0, nullptr, out.data())) return e;
-         for (int i = 0; i < 32; ++i) if (out[i] != (i ^ 1)) return check(false);
-         return nullptr),
-    CASE(votes, Array<int> out(64); if (const char* e = launch(votes, 1, 64, 0, nullptr, out.data())) return e;
-         for (int i = 0; i < 64; ++i) if (!out[i]) return check(false);
-         return nullptr),
-    CASE(histogram, Array<int> in(256); Array<int> bins(8); for (int i = 0; i < 256; ++i) in[i] = i;
-         if (const char* e = launch(histogram, 4, 64, 0, nullptr, in.data(), bins.data())) return e;
-         for (int i = 0; i < 8; ++i) if (bins[i] != 32) return check(false);
-         return nullptr),
-    CASE(vectors, Array<float> in(256); Array<__nv_bfloat16> out(256); for (int i = 0; i < 256; ++i) in[i] = i + 0.5f;
-         if (const char* e = launch(vectors, 1, 32, 0, nullptr, in.data(), out.data())) return e;
-         for (int i = 0; i < 256; ++i) if (std::abs(to_float(out[i]) - i - 0.5f) > 0.5f) return check(false);
-         return nullptr),
+const std::vector<Case> kRight {
+  CASE(reduce, Array<int> in(1000); Array<int> out(1); for (int i = 0; i < 1000; ++i) in[i] = i;
+       if (const char* e = launch(reduce, 1, 256, 0, nullptr, in.data(), 1000, out.data())) return e;
+       return check(out[0] == 499500)),
+      CASE(reverse, Array<int> values(300); for (int i = 0; i < 300; ++i) values[i] = i;
+           if (const char* e = launch(reverse, 1, 300, 300 * 4, nullptr, values.data())) return e;
+           for (int i = 0; i < 300; ++i) if (values[i] != 299 - i) return check(false); return nullptr),
+      CASE(rotate_in_warp, Array<int> out(64);
+           if (const char* e = launch(rotate_in_warp, 1, 64, 0, nullptr, out.data())) return e;
+           for (int i = 0; i < 64; ++i) if (out[i] != i / 32 * 32 + (i + 1) % 32 + 2) return check(false);
+           return nullptr),
+      CASE(half_warps, Array<int> out(32);
+           if (const char* e = launch(half_warps, 1, 32, 0, nullptr, out.data())) return e;
+           for (int i = 0; i < 32; ++i) if (out[i] != (i ^ 1)) return check(false); return nullptr),
+      CASE(votes, Array<int> out(64);
+           if (const char* e = launch(votes, 1, 64, 0, nullptr, out.data())) return e;
+           for (int i = 0; i < 64; ++i) if (!out[i]) return check(false); return nullptr),
+      CASE(histogram, Array<int> in(256); Array<int> bins(8); for (int i = 0; i < 256; ++i) in[i] = i;
+           if (const char* e = launch(histogram, 4, 64, 0, nullptr, in.data(), bins.data())) return e;
+           for (int i = 0; i < 8; ++i) if (bins[i] != 32) return check(false); return nullptr),
+      CASE(
+          vectors, Array<float> in(256); Array<__nv_bfloat16> out(256);
+          for (int i = 0; i < 256; ++i) in[i] = i + 0.5f;
+          if (const char* e = launch(vectors, 1, 32, 0, nullptr, in.data(), out.data())) return e;
+          for (int i = 0; i < 256; ++i) if (std::abs(to_float(out[i]) - i - 0.5f) > 0.5f) return check(false);
+          return nullptr),
 };
 
 }  // namespace simt_tests

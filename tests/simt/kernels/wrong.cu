@@ -1,9 +1,10 @@
-// One kernel for each kind of mistake, as small as can be. Each stands beside the right form in right.cu where it has one.
+// One kernel for each kind of mistake, as small as can be. Each stands beside the right form in right.cu
+// where it has one.
 
 #include "cases.h"
-#include "common/launch.h"
-#include "common/vector.h"
-#include "common/warp.h"
+#include "cuda/core/launch.h"
+#include "cuda/core/vector.h"
+#include "cuda/core/warp.h"
 #include "memory.h"
 
 namespace simt_tests {
@@ -95,8 +96,12 @@ __global__ void past_dynamic_memory(int* out) {
   shared[threadIdx.x + 1] = 1;
   out[threadIdx.x] = 1;
 }
-__global__ void misaligned(const float* in, float* out) { out[threadIdx.x] = load<4>(in + 1)[threadIdx.x % 4]; }
-__global__ void misaligned_pair(const float* in, float* out) { store(out + threadIdx.x * 8, load<8>(in + 1)); }
+__global__ void misaligned(const float* in, float* out) {
+  out[threadIdx.x] = load<4>(in + 1)[threadIdx.x % 4];
+}
+__global__ void misaligned_pair(const float* in, float* out) {
+  store(out + threadIdx.x * 8, load<8>(in + 1));
+}
 __global__ void uninitialised(int* out) {
   __shared__ int shared[64];
   if (threadIdx.x != 3) shared[threadIdx.x] = 1;
@@ -117,52 +122,57 @@ int host_variable = 0;
 
 #define CASE(NAME, EXPECTED, ...) {#NAME, []() -> const char* { __VA_ARGS__; }, EXPECTED}
 
-const std::vector<Case> kWrong{
-    CASE(half_a_barrier, "wait for others that never come", return launch(half_a_barrier, 1, 64, 0, nullptr)),
-    CASE(return_before_barrier, "have returned", return launch(return_before_barrier, 1, 64, 0, nullptr, 33)),
-    CASE(two_barriers, "is at another one", return launch(two_barriers, 1, 64, 0, nullptr)),
-    CASE(half_a_shuffle, "__shfl_xor_sync", Array<float> out(64); return launch(half_a_shuffle, 1, 64, 0, nullptr, out.data())),
-    CASE(returned_lane, "__shfl_xor_sync", Array<float> out(64); return launch(returned_lane, 1, 64, 0, nullptr, out.data())),
-    CASE(lane_outside_mask, "reads lane 16, which is not in the mask", Array<int> out(32);
-         return launch(lane_outside_mask, 1, 32, 0, nullptr, out.data())),
-    CASE(shuffle_against_vote, "waits for this one at", Array<int> out(32);
-         return launch(shuffle_against_vote, 1, 32, 0, nullptr, out.data())),
-    CASE(a_warp_of_24_lanes, "does not exist", Array<float> out(24);
-         return launch(returned_lane, 1, 24, 0, nullptr, out.data())),
-    CASE(neighbour_of_another_warp, "shared memory", Array<int> out(64);
-         return launch(neighbour_of_another_warp, 1, 64, 0, nullptr, out.data())),
-    CASE(neighbour_in_the_warp, "shared memory", Array<int> out(64);
-         return launch(neighbour_in_the_warp, 1, 64, 0, nullptr, out.data())),
-    CASE(overwritten_too_soon, "race in shared memory", Array<int> out(64);
-         return launch(overwritten_too_soon, 1, 64, 0, nullptr, out.data())),
-    CASE(flag_without_fence, "race in shared memory", Array<int> flag(1); Array<int> out(64); simt::set_order(0);
-         return launch(flag_without_fence, 1, 64, 0, nullptr, flag.data(), out.data())),
-    CASE(in_place, "race in global memory", Array<float> row(64); return launch(in_place, 1, 64, 0, nullptr, row.data())),
-    CASE(same_place_from_each_block, "of another block's write", Array<int> out(32);
-         return launch(same_place_from_each_block, 2, 32, 0, nullptr, out.data())),
-    CASE(atomic_and_plain, "race in global memory", Array<int> out(1);
-         return launch(atomic_and_plain, 1, 32, 0, nullptr, out.data())),
-    CASE(read_past_the_end, "out of bounds: read of 4 bytes", Array<int> in(64); Array<int> out(64);
-         return launch(read_past_the_end, 1, 64, 0, nullptr, in.data(), out.data())),
-    CASE(write_before_the_start, "out of bounds: write to 4 bytes", Array<int> out(64);
-         return launch(write_before_the_start, 1, 64, 0, nullptr, out.data())),
-    CASE(index_past_an_array, "out of bounds: index", Array<int> out(64);
-         return launch(index_past_an_array, 1, 64, 0, nullptr, out.data(), 1)),
-    CASE(past_dynamic_memory, "out of bounds: write to 4 bytes", Array<int> out(64);
-         return launch(past_dynamic_memory, 1, 64, 64 * 4, nullptr, out.data())),
-    CASE(misaligned, "misaligned: read of 16 bytes", Array<float> in(64); Array<float> out(64);
-         return launch(misaligned, 1, 32, 0, nullptr, in.data(), out.data())),
-    CASE(misaligned_pair, "misaligned: access of more than 16 bytes", Array<float> in(64); Array<float> out(256);
-         return launch(misaligned_pair, 1, 32, 0, nullptr, in.data(), out.data())),
-    CASE(uninitialised, "uninitialised shared memory", Array<int> out(64);
-         return launch(uninitialised, 1, 64, 0, nullptr, out.data())),
-    CASE(left_by_the_last_block, "uninitialised shared memory", Array<int> out(4);
-         return launch(left_by_the_last_block, 4, 1, 0, nullptr, out.data())),
-    CASE(null_pointer, "out of bounds", return launch(write_one, 1, 1, 0, nullptr, static_cast<int*>(nullptr))),
-    CASE(host_memory, "out of bounds", int host = 0; return launch(write_one, 1, 1, 0, nullptr, &host)),
-    CASE(host_variable, "out of bounds", return launch(write_one, 1, 1, 0, nullptr, &host_variable)),
-    CASE(freed_memory, "out of bounds", Array<int> out(1); simt::remove_memory(out.data());
-         return launch(write_one, 1, 1, 0, nullptr, out.data())),
+const std::vector<Case> kWrong {
+  CASE(half_a_barrier, "wait for others that never come", return launch(half_a_barrier, 1, 64, 0, nullptr)),
+      CASE(return_before_barrier, "have returned",
+           return launch(return_before_barrier, 1, 64, 0, nullptr, 33)),
+      CASE(two_barriers, "is at another one", return launch(two_barriers, 1, 64, 0, nullptr)),
+      CASE(half_a_shuffle, "__shfl_xor_sync", Array<float> out(64);
+           return launch(half_a_shuffle, 1, 64, 0, nullptr, out.data())),
+      CASE(returned_lane, "__shfl_xor_sync", Array<float> out(64);
+           return launch(returned_lane, 1, 64, 0, nullptr, out.data())),
+      CASE(lane_outside_mask, "reads lane 16, which is not in the mask", Array<int> out(32);
+           return launch(lane_outside_mask, 1, 32, 0, nullptr, out.data())),
+      CASE(shuffle_against_vote, "waits for this one at", Array<int> out(32);
+           return launch(shuffle_against_vote, 1, 32, 0, nullptr, out.data())),
+      CASE(a_warp_of_24_lanes, "does not exist", Array<float> out(24);
+           return launch(returned_lane, 1, 24, 0, nullptr, out.data())),
+      CASE(neighbour_of_another_warp, "shared memory", Array<int> out(64);
+           return launch(neighbour_of_another_warp, 1, 64, 0, nullptr, out.data())),
+      CASE(neighbour_in_the_warp, "shared memory", Array<int> out(64);
+           return launch(neighbour_in_the_warp, 1, 64, 0, nullptr, out.data())),
+      CASE(overwritten_too_soon, "race in shared memory", Array<int> out(64);
+           return launch(overwritten_too_soon, 1, 64, 0, nullptr, out.data())),
+      CASE(flag_without_fence, "race in shared memory", Array<int> flag(1); Array<int> out(64);
+           simt::set_order(0); return launch(flag_without_fence, 1, 64, 0, nullptr, flag.data(), out.data())),
+      CASE(in_place, "race in global memory", Array<float> row(64);
+           return launch(in_place, 1, 64, 0, nullptr, row.data())),
+      CASE(same_place_from_each_block, "of another block's write", Array<int> out(32);
+           return launch(same_place_from_each_block, 2, 32, 0, nullptr, out.data())),
+      CASE(atomic_and_plain, "race in global memory", Array<int> out(1);
+           return launch(atomic_and_plain, 1, 32, 0, nullptr, out.data())),
+      CASE(read_past_the_end, "out of bounds: read of 4 bytes", Array<int> in(64); Array<int> out(64);
+           return launch(read_past_the_end, 1, 64, 0, nullptr, in.data(), out.data())),
+      CASE(write_before_the_start, "out of bounds: write to 4 bytes", Array<int> out(64);
+           return launch(write_before_the_start, 1, 64, 0, nullptr, out.data())),
+      CASE(index_past_an_array, "out of bounds: index", Array<int> out(64);
+           return launch(index_past_an_array, 1, 64, 0, nullptr, out.data(), 1)),
+      CASE(past_dynamic_memory, "out of bounds: write to 4 bytes", Array<int> out(64);
+           return launch(past_dynamic_memory, 1, 64, 64 * 4, nullptr, out.data())),
+      CASE(misaligned, "misaligned: read of 16 bytes", Array<float> in(64); Array<float> out(64);
+           return launch(misaligned, 1, 32, 0, nullptr, in.data(), out.data())),
+      CASE(misaligned_pair, "misaligned: access of more than 16 bytes", Array<float> in(64);
+           Array<float> out(256); return launch(misaligned_pair, 1, 32, 0, nullptr, in.data(), out.data())),
+      CASE(uninitialised, "uninitialised shared memory", Array<int> out(64);
+           return launch(uninitialised, 1, 64, 0, nullptr, out.data())),
+      CASE(left_by_the_last_block, "uninitialised shared memory", Array<int> out(4);
+           return launch(left_by_the_last_block, 4, 1, 0, nullptr, out.data())),
+      CASE(null_pointer, "out of bounds",
+           return launch(write_one, 1, 1, 0, nullptr, static_cast<int*>(nullptr))),
+      CASE(host_memory, "out of bounds", int host = 0; return launch(write_one, 1, 1, 0, nullptr, &host)),
+      CASE(host_variable, "out of bounds", return launch(write_one, 1, 1, 0, nullptr, &host_variable)),
+      CASE(freed_memory, "out of bounds", Array<int> out(1); simt::remove_memory(out.data());
+           return launch(write_one, 1, 1, 0, nullptr, out.data())),
 };
 
 }  // namespace simt_tests

@@ -23,7 +23,8 @@ struct AttentionOptions {
   /// Of the queries; of keys and values num_kv_heads, a divisor of it, by default as many.
   TORCH_ARG(int64_t, num_heads);
   TORCH_ARG(std::optional<int64_t>, num_kv_heads) = std::nullopt;
-  /// Features of a head of queries and keys, by default features / num_heads, and of a head of values, by default the same.
+  /// Features of a head of queries and keys, by default features / num_heads, and of a head of values, by
+  /// default the same.
   TORCH_ARG(std::optional<int64_t>, head_dim) = std::nullopt;
   TORCH_ARG(std::optional<int64_t>, value_dim) = std::nullopt;
   /// Of what keys and values are made of in cross-attention; by default features.
@@ -34,10 +35,11 @@ struct AttentionOptions {
   /// Those of shoestring::AttentionOptions.
   TORCH_ARG(bool, causal) = false;
   using Window = std::array<int64_t, 2>;
-  TORCH_ARG(Window, window) = {-1, -1};
+  TORCH_ARG(Window, window) = { -1, -1 };
   TORCH_ARG(double, softcap) = 0.0;
   TORCH_ARG(std::optional<double>, scale) = std::nullopt;
-  /// RMSNorm of each head of queries and keys, before the rotation and in one pass with it; Gemma's offset is 1.
+  /// RMSNorm of each head of queries and keys, before the rotation and in one pass with it; Gemma's offset
+  /// is 1.
   TORCH_ARG(bool, qk_norm) = false;
   TORCH_ARG(double, norm_eps) = 1e-6;
   TORCH_ARG(double, norm_offset) = 0.0;
@@ -54,7 +56,8 @@ struct AttentionOptions {
 
 /// What a call of Attention has besides x.
 struct AttentionInput {
-  /// Keys and values are made of it: (batch, keys, source_features), packed (keys of all sequences, source_features).
+  /// Keys and values are made of it: (batch, keys, source_features), packed (keys of all sequences,
+  /// source_features).
   TORCH_ARG(std::optional<at::Tensor>, source) = std::nullopt;
   /// As for shoestring::rope; without cos and sin nothing is rotated. Not with a source.
   TORCH_ARG(std::optional<at::Tensor>, cos) = std::nullopt;
@@ -67,8 +70,9 @@ struct AttentionInput {
   TORCH_ARG(std::optional<at::Tensor>, cu_seqlens_k) = std::nullopt;
 };
 
-/// Queries, keys and values projected, norms and rotation of each head, shoestring::attention, and a projection back. The
-/// parameters' names are transformers', so that Llama's, Mistral's, Qwen's, Gemma's and gpt-oss' attention loads as it is.
+/// Queries, keys and values projected, norms and rotation of each head, shoestring::attention, and a
+/// projection back. The parameters' names are transformers', so that Llama's, Mistral's, Qwen's, Gemma's and
+/// gpt-oss' attention loads as it is.
 class SHOESTRING_API AttentionImpl : public torch::nn::Cloneable<AttentionImpl> {
  public:
   AttentionImpl(int64_t features, int64_t num_heads) : AttentionImpl(AttentionOptions(features, num_heads)) {}
@@ -77,7 +81,8 @@ class SHOESTRING_API AttentionImpl : public torch::nn::Cloneable<AttentionImpl> 
   void reset() override;
   void pretty_print(std::ostream& stream) const override;
 
-  /// x (batch, tokens, features) or, with cu_seqlens_q, (tokens of all sequences, features); so is the result.
+  /// x (batch, tokens, features) or, with cu_seqlens_q, (tokens of all sequences, features); so is the
+  /// result.
   at::Tensor forward(const at::Tensor& x, const AttentionInput& input = {});
 
   AttentionOptions options;

@@ -26,9 +26,10 @@ struct EmbeddingOptions {
   TORCH_ARG(bool, placeholder) = false;
 };
 
-/// torch::nn::Embedding (the same parameter under the same name) that can take on LoRA and DoRA adapters where it stands; their
-/// dropout does not apply. lora_embedding_A is (rank, num_embeddings), zero at the start, and lora_embedding_B (embedding_dim,
-/// rank); DoRA's magnitude is one for each of the embedding_dim outputs, over all tokens.
+/// torch::nn::Embedding (the same parameter under the same name) that can take on LoRA and DoRA adapters
+/// where it stands; their dropout does not apply. lora_embedding_A is (rank, num_embeddings), zero at the
+/// start, and lora_embedding_B (embedding_dim, rank); DoRA's magnitude is one for each of the embedding_dim
+/// outputs, over all tokens.
 class SHOESTRING_API EmbeddingImpl : public torch::nn::Cloneable<EmbeddingImpl>, public AdaptedLayer {
  public:
   EmbeddingImpl(int64_t num_embeddings, int64_t embedding_dim)
@@ -40,7 +41,8 @@ class SHOESTRING_API EmbeddingImpl : public torch::nn::Cloneable<EmbeddingImpl>,
   /// (...) whole numbers to (..., embedding_dim).
   at::Tensor forward(const at::Tensor& ids);
 
-  Shapes shapes(const AnyAdapterOptions& options, const std::string& caller, const std::string& name) const override;
+  Shapes shapes(const AnyAdapterOptions& options, const std::string& caller,
+                const std::string& name) const override;
   std::array<double, 2> merge(const MergeOptions& options = {}) override;
   void unmerge() override;
   bool can_unmerge() const override { return former_.has_value(); }

@@ -13,7 +13,8 @@
 namespace shoestring::nn {
 
 struct GatedMLPOptions {
-  GatedMLPOptions(int64_t features, int64_t hidden_features) : features_(features), hidden_features_(hidden_features) {}
+  GatedMLPOptions(int64_t features, int64_t hidden_features)
+      : features_(features), hidden_features_(hidden_features) {}
   /// Of the input and of the result.
   TORCH_ARG(int64_t, features);
   /// Between the projections.
@@ -26,11 +27,12 @@ struct GatedMLPOptions {
   TORCH_ARG(bool, placeholder) = false;
 };
 
-/// down_proj(activation(gate_proj(x)) * up_proj(x)), SwiGLU or GeGLU in one pass each way; of SwiGLU, where down_proj's
-/// weight is frozen, backward keeps no product. The parameters' names are transformers'.
+/// down_proj(activation(gate_proj(x)) * up_proj(x)), SwiGLU or GeGLU in one pass each way; of SwiGLU, where
+/// down_proj's weight is frozen, backward keeps no product. The parameters' names are transformers'.
 class SHOESTRING_API GatedMLPImpl : public torch::nn::Cloneable<GatedMLPImpl> {
  public:
-  GatedMLPImpl(int64_t features, int64_t hidden_features) : GatedMLPImpl(GatedMLPOptions(features, hidden_features)) {}
+  GatedMLPImpl(int64_t features, int64_t hidden_features)
+      : GatedMLPImpl(GatedMLPOptions(features, hidden_features)) {}
   explicit GatedMLPImpl(const GatedMLPOptions& options);
 
   void reset() override;

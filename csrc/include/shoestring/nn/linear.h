@@ -20,7 +20,8 @@ namespace shoestring::nn {
 struct Part;  // not part of the API
 
 struct LinearOptions {
-  LinearOptions(int64_t in_features, int64_t out_features) : in_features_(in_features), out_features_(out_features) {}
+  LinearOptions(int64_t in_features, int64_t out_features)
+      : in_features_(in_features), out_features_(out_features) {}
   TORCH_ARG(int64_t, in_features);
   TORCH_ARG(int64_t, out_features);
   TORCH_ARG(bool, bias) = true;
@@ -28,15 +29,17 @@ struct LinearOptions {
   TORCH_ARG(bool, placeholder) = false;
 };
 
-/// torch::nn::Linear (the same parameters under the same names) that can be quantised and can take on adapters where it
-/// stands. A LibTorch module calls the layer its own holder points at, so a layer cannot be replaced from outside: declare
-/// `shoestring::nn::Linear` in place of `torch::nn::Linear`, and `shoestring::lora::apply` converts it.
+/// torch::nn::Linear (the same parameters under the same names) that can be quantised and can take on
+/// adapters where it stands. A LibTorch module calls the layer its own holder points at, so a layer cannot be
+/// replaced from outside: declare `shoestring::nn::Linear` in place of `torch::nn::Linear`, and
+/// `shoestring::lora::apply` converts it.
 ///
-/// Several adapters in use are one product: concatenated along the rank, their scaling in lora_B. Several of DoRA add what
-/// each of them alone adds to the base.
+/// Several adapters in use are one product: concatenated along the rank, their scaling in lora_B. Several of
+/// DoRA add what each of them alone adds to the base.
 class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl>, public AdaptedLayer {
  public:
-  LinearImpl(int64_t in_features, int64_t out_features) : LinearImpl(LinearOptions(in_features, out_features)) {}
+  LinearImpl(int64_t in_features, int64_t out_features)
+      : LinearImpl(LinearOptions(in_features, out_features)) {}
   explicit LinearImpl(const LinearOptions& options);
 
   void reset() override;
@@ -45,12 +48,13 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl>, publi
 
   /// Replaces the dense weight by a frozen quantised one, the submodule `base`.
   void quantize(const QuantizeOptions& options = {}, bool nested = false);
-  /// Replaces the weight by one that is quantised already: the parts of QuantizedLinearImpl::set_parts. dtype: what merge()
-  /// returns to.
+  /// Replaces the weight by one that is quantised already: the parts of QuantizedLinearImpl::set_parts.
+  /// dtype: what merge() returns to.
   void set_quantized(const at::Tensor& bytes, const at::Tensor& scales, const at::Tensor& second,
                      const QuantizeOptions& options, at::ScalarType dtype);
 
-  Shapes shapes(const AnyAdapterOptions& options, const std::string& caller, const std::string& name) const override;
+  Shapes shapes(const AnyAdapterOptions& options, const std::string& caller,
+                const std::string& name) const override;
   void delete_adapter(const std::string& adapter_name) override;
   std::array<double, 2> merge(const MergeOptions& options = {}) override;
   void unmerge() override;
@@ -63,8 +67,8 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl>, publi
   at::Tensor dense_weight() const;
   /// Replaces the base weight's values, in its own form.
   void set_weight(const at::Tensor& dense);
-  /// The layer, with its adapters as they are now, is one LoraWeight: its weight is frozen, all rows of the batch have the same
-  /// adapters, and they do not multiply the input or have several gains.
+  /// The layer, with its adapters as they are now, is one LoraWeight: its weight is frozen, all rows of the
+  /// batch have the same adapters, and they do not multiply the input or have several gains.
   bool is_lora_weight() const;
   /// The layer as lora_linear takes it, DoRA's gain included; nothing where it is more than that.
   std::optional<LoraWeight> lora_weight() const;
@@ -106,11 +110,15 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl>, publi
 };
 TORCH_MODULE(Linear);
 
-/// The outputs of layers that read one input, such as the projections of query, key and value. Where their weights are
-/// frozen, one lora_linear_group, in which the adapters share their dropout's mask; else one layer after the other.
-SHOESTRING_API std::vector<at::Tensor> forward_together(const at::Tensor& x, const std::vector<Linear>& layers);
+/// The outputs of layers that read one input, such as the projections of query, key and value. Where their
+/// weights are frozen, one lora_linear_group, in which the adapters share their dropout's mask; else one
+/// layer after the other.
+SHOESTRING_API std::vector<at::Tensor> forward_together(const at::Tensor& x,
+                                                        const std::vector<Linear>& layers);
 
-/// down(silu(gate(x)) * up(x)), Llama's MLP. Where down's weight is frozen, neither silu nor the product is kept for backward.
-SHOESTRING_API at::Tensor swiglu_mlp(const at::Tensor& x, const Linear& gate, const Linear& up, const Linear& down);
+/// down(silu(gate(x)) * up(x)), Llama's MLP. Where down's weight is frozen, neither silu nor the product is
+/// kept for backward.
+SHOESTRING_API at::Tensor swiglu_mlp(const at::Tensor& x, const Linear& gate, const Linear& up,
+                                     const Linear& down);
 
 }  // namespace shoestring::nn

@@ -24,9 +24,9 @@ struct QuantizedLinearOptions {
   TORCH_ARG(bool, nested) = false;
 };
 
-/// A linear layer over a frozen weight of 4 bits (QLoRA) or int8. The 4-bit bytes are bitsandbytes' flat order, held as
-/// (out_features, in_features / 2) where rows are whole blocks, else flat; int8 is (out_features, in_features) with a scale
-/// a row. `to(dtype)` leaves them alone.
+/// A linear layer over a frozen weight of 4 bits (QLoRA) or int8. The 4-bit bytes are bitsandbytes' flat
+/// order, held as (out_features, in_features / 2) where rows are whole blocks, else flat; int8 is
+/// (out_features, in_features) with a scale a row. `to(dtype)` leaves them alone.
 class SHOESTRING_API QuantizedLinearImpl : public torch::nn::Cloneable<QuantizedLinearImpl> {
  public:
   QuantizedLinearImpl(int64_t in_features, int64_t out_features)
@@ -44,18 +44,18 @@ class SHOESTRING_API QuantizedLinearImpl : public torch::nn::Cloneable<Quantized
   at::Tensor forward(const at::Tensor& x);
   /// Takes the values of a dense (out_features, in_features) weight.
   void set_weight(const at::Tensor& dense);
-  /// Takes parts that are quantised already, as quantize_4bit (nested: and quantize_absmax) or quantize_int8 returns
-  /// them, in any shape; their type becomes the layer's.
+  /// Takes parts that are quantised already, as quantize_4bit (nested: and quantize_absmax) or quantize_int8
+  /// returns them, in any shape; their type becomes the layer's.
   void set_parts(const at::Tensor& bytes, const at::Tensor& scales, const at::Tensor& second,
                  const QuantizeOptions& quantize);
   /// The dense weight: fp32, bf16 or fp16.
   at::Tensor dequantize(at::ScalarType dtype) const;
 
   QuantizedLinearOptions options;
-  at::Tensor packed;  // uint8; int8
-  at::Tensor absmax;  // fp32, or uint8 codes where the scales are nested, or int4's int32
-  at::Tensor nested;  // undefined, or fp32: see quantize_absmax
-  at::Tensor bias;    // undefined without bias
+  at::Tensor packed;                  // uint8; int8
+  at::Tensor absmax;                  // fp32, or uint8 codes where the scales are nested, or int4's int32
+  at::Tensor nested;                  // undefined, or fp32: see quantize_absmax
+  at::Tensor bias;                    // undefined without bias
   at::ScalarType dtype = at::kFloat;  // of the dense weight that it was
 
  private:

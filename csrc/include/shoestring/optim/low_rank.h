@@ -1,7 +1,7 @@
 #pragma once
 
-// What GaLore and APOLLO share: steps of another optimizer at low rank. Of this, LowRankCore's public functions are the
-// API.
+// What GaLore and APOLLO share: steps of another optimizer at low rank. Of this, LowRankCore's public
+// functions are the API.
 
 #include <cstdint>
 #include <functional>
@@ -18,7 +18,8 @@
 
 namespace shoestring::optim::detail {
 
-/// The options of a class of optimizers, and whether its weight decay is an L2 penalty, added to the gradient.
+/// The options of a class of optimizers, and whether its weight decay is an L2 penalty, added to the
+/// gradient.
 template <class Base>
 struct BaseTraits;
 template <>
@@ -83,16 +84,18 @@ class SHOESTRING_API LowRankCore : public torch::optim::Optimizer {
   /// A closure computes the loss and its gradients.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  /// Clips to this norm, over the full gradients of all parameters, within the step: grad() stays as it is. Not saved.
+  /// Clips to this norm, over the full gradients of all parameters, within the step: grad() stays as it is.
+  /// Not saved.
   void set_max_grad_norm(std::optional<double> max_grad_norm);
   /// The last step's norm before clipping, an fp32 scalar; undefined without max_grad_norm.
   const at::Tensor& grad_norm() const { return grad_norm_; }
 
-  /// The optimizer that holds the state. Options belong to this one's param_groups(). It is not to be offloaded.
+  /// The optimizer that holds the state. Options belong to this one's param_groups(). It is not to be
+  /// offloaded.
   torch::optim::Optimizer& base() { return *base_; }
 
-  /// The base's state, what the projections keep, and the options of all groups. load refuses what does not fit, and
-  /// changes nothing then.
+  /// The base's state, what the projections keep, and the options of all groups. load refuses what does not
+  /// fit, and changes nothing then.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
@@ -109,7 +112,8 @@ class SHOESTRING_API LowRankCore : public torch::optim::Optimizer {
     std::vector<at::Tensor> plain;
     std::vector<Projected> projected;
   };
-  /// What a method is called, what its `kind` and what it keeps, and whether its virtual parameters have an lr of 1.
+  /// What a method is called, what its `kind` and what it keeps, and whether its virtual parameters have an
+  /// lr of 1.
   struct Method {
     const char *name, *kind, *kept;
     bool unit_lr;
@@ -130,7 +134,8 @@ class SHOESTRING_API LowRankCore : public torch::optim::Optimizer {
                                                                   const LowRankOptions& o) const = 0;
   /// A matrix's gradient at low rank, fp32.
   virtual at::Tensor down(Projected& p, const at::Tensor& grad, const LowRankOptions& options) = 0;
-  /// The update of p.low, which began at zero with a gradient that was multiplied by `clip` (if defined), to p.param.
+  /// The update of p.low, which began at zero with a gradient that was multiplied by `clip` (if defined), to
+  /// p.param.
   virtual void up(Projected& p, const at::Tensor& clip, const LowRankOptions& o, double lr, double decay,
                   bool maximize) = 0;
 
@@ -154,7 +159,8 @@ class SHOESTRING_API GaLoreCore : public LowRankCore {
  private:
   void check(const LowRankOptions& options) const override;
   bool is_left(int64_t rows, int64_t columns, const LowRankOptions& options) const override;
-  std::pair<at::ScalarType, std::vector<int64_t>> kept_as(const Projected& p, const LowRankOptions& o) const override;
+  std::pair<at::ScalarType, std::vector<int64_t>> kept_as(const Projected& p,
+                                                          const LowRankOptions& o) const override;
   at::Tensor down(Projected& p, const at::Tensor& grad, const LowRankOptions& options) override;
   void up(Projected& p, const at::Tensor& clip, const LowRankOptions& o, double lr, double decay,
           bool maximize) override;
@@ -167,7 +173,8 @@ class SHOESTRING_API APOLLOCore : public LowRankCore {
 
  private:
   void check(const LowRankOptions& options) const override;
-  std::pair<at::ScalarType, std::vector<int64_t>> kept_as(const Projected& p, const LowRankOptions& o) const override;
+  std::pair<at::ScalarType, std::vector<int64_t>> kept_as(const Projected& p,
+                                                          const LowRankOptions& o) const override;
   at::Tensor down(Projected& p, const at::Tensor& grad, const LowRankOptions& options) override;
   void up(Projected& p, const at::Tensor& clip, const LowRankOptions& o, double lr, double decay,
           bool maximize) override;

@@ -1,0 +1,237 @@
+"""Linear cross-entropy, forward and backward: ours, plain PyTorch, and the matrix products alone as the limit.
+
+The limit is 6 * tokens * features * vocab flops at the rate of the same three products (logits, grad_hidden and
+grad_weight) through torch.mm, at the operator's own chunk of tokens; on a GPU, at that of an 8192^3 product of bf16.
+Beside it, on the CPU, the same through the package's own product, shoestring.ops.addmm_.
+
+Peers are those that are installed: F.linear_cross_entropy from PyTorch 2.13 on, Cut Cross-Entropy (on the CPU what it
+has for torch.compile), Liger Kernel on a GPU. ``--only 1024`` times the shapes whose name begins with 1024, ``--only
+"8192x768x50304 float32"`` one of them, ``--only peaky`` the last table. ``--ours`` leaves PyTorch and peers out: with
+SHOESTRING_CPU=avx2, where our bf16 goes without the CPU's units for it, it compares our bf16 with our fp32.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable
+
+import shoestring
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.common import Candidates, Report, arguments, gemm_probe, interleave
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden, weight, target
+Product = Callable[[Tensor, Tensor, Tensor, float], object]  # self = beta * self + mat1 @ mat2
+
+
+def torch_product(out: Tensor, a: Tensor, b: Tensor, beta: float) -> None:
+    out.addmm_(a, b, beta=beta)
+
+
+def own_product(out: Tensor, a: Tensor, b: Tensor, beta: float) -> None:
+    shoestring.ops.addmm_(out, a, b, beta=beta)
+
+
+def limit(hidden: Tensor, weight: Tensor, chunk: int, product: Product) -> None:
+    """The three products, chunk by chunk, and nothing else."""
+    vocab, features = weight.shape
+    logits = torch.empty(chunk, vocab)
+    grad_weight = torch.zeros(vocab, features)
+    for x in hidden.split(chunk):
+        z = logits[: len(x)]
+        product(z, x, weight.t(), 0)
+        product(torch.empty_like(x), z, weight, 0)
+        product(grad_weight, z.t(), x, 1)
+
+
+def peers(device: str) -> dict[str, Loss]:
+    """Those that are installed and run on `device`, each to the mean loss."""
+    found: dict[str, Loss] = {}
+    if hasattr(F, "linear_cross_entropy"):
+        chunked = torch.nn.LinearCrossEntropyOptions()
+        found["PyTorch, F.linear_cross_entropy"] = F.linear_cross_entropy
+        found["the same, in chunks"] = lambda h, w, t: F.linear_cross_entropy(h, w, t, options=chunked)
+    try:
+        from cut_cross_entropy import linear_cross_entropy
+
+        if device == "cuda":
+            found["Cut Cross-Entropy"] = linear_cross_entropy
+        else:  # Triton's are for GPUs
+            compiled = functools.partial(linear_cross_entropy, impl="torch_compile")
+            found["Cut Cross-Entropy, torch_compile"] = compiled
+    except ImportError:
+        print("cut-cross-entropy is not installed")
+    if device == "cuda":
+        try:
+            from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+
+            liger = LigerFusedLinearCrossEntropyLoss()
+            found["Liger Kernel"] = lambda hidden, weight, target: liger(weight, hidden, target)
+        except ImportError:
+            print("liger-kernel is not installed")
+    return found
+
+
+def peak_mib(run: Callable[[], object]) -> float | None:
+    """What a call takes beyond what is there before it, its gradients included; None where it does not fit."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        run()
+    except torch.cuda.OutOfMemoryError:
+        return None
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def on_gpu(report: Report) -> None:
+    """bf16, forward and backward, with peak memory."""
+    options = report.options
+    losses: dict[str, Loss] = {
+        "shoestring": shoestring.linear_cross_entropy,
+        "shoestring, workspace_mb=1024": lambda *a: shoestring.linear_cross_entropy(*a, workspace_mb=1024),
+        "PyTorch, whole logits": lambda hidden, weight, target: F.cross_entropy(
+            F.linear(hidden, weight), target
+        ),
+        **peers("cuda"),
+    }
+    # A LLaMA-like head at the size of the project's goal, one of several waves, and Gemma 2 2B's.
+    shapes = [(8192, 4096, 131072), (16384, 4096, 128256), (8192, 2304, 256000)]
+    side = 1024 if options.quick else 8192
+    for tokens, features, vocab in [(256, 64, 5000)] if options.quick else shapes:
+        hidden = torch.randn(tokens, features, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        weight = torch.empty(vocab, features, device="cuda", dtype=torch.bfloat16).normal_(std=features**-0.5)
+        weight.requires_grad_()
+        target = torch.randint(vocab, (tokens,), device="cuda")
+
+        def step(loss: Loss) -> Callable[[], None]:
+            def run() -> None:
+                hidden.grad = weight.grad = None
+                loss(hidden, weight, target).backward()
+
+            return run
+
+        candidates: Candidates = {}
+        peaks: dict[str, float] = {}
+        for name, loss in losses.items():
+            run = step(loss)
+            try:
+                peak_mib(run)  # what is allocated once and kept
+                peak = peak_mib(run)
+            except (
+                Exception
+            ) as error:  # a peer's, on this GPU or with this PyTorch: the others are still of interest
+                print(f"{name}: left out: {type(error).__name__}: {error}")
+                continue
+            if peak is None:
+                print(f"{name}: left out: does not fit this GPU's memory")
+                continue
+            candidates[name], peaks[name] = run, peak
+        candidates["limit: its products"] = gemm_probe(side, side, side, torch.bfloat16, "cuda")
+        times = interleave(candidates, options.repeats, "cuda")
+        flops = 6 * tokens * features * vocab
+        times["limit: its products"] = [t * flops / (2 * side**3) for t in times["limit: its products"]]
+        title = f"{tokens} tokens x {features} features x {vocab} classes, bfloat16, forward + backward"
+        report.table(title, times, flops / 1e12, "TFLOP/s")
+        for name, peak in peaks.items():
+            print(f"  {name:36} {peak:9.0f} MiB")
+        report.data["tables"][-1]["peak_mib"] = peaks
+        hidden.grad = weight.grad = None
+    report.finish()
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--only", default="", metavar="PREFIX", help="shapes, as in 1024x768x50304 float32, or peaky"
+    )
+    parser.add_argument("--ours", action="store_true", help="on the CPU: without PyTorch's and the peers'")
+
+
+def main() -> None:
+    options = arguments(__doc__.splitlines()[0], devices=("cpu", "cuda"), more=add_options)
+    report = Report("linear_cross_entropy", options)
+    if options.device == "cuda":
+        return on_gpu(report)
+    shapes = [(1024, 768, 50304), (8192, 768, 50304), (4096, 256, 16384), (2048, 2048, 151936)]
+    others = {} if options.ours else peers("cpu")
+    for tokens, features, vocab in [(256, 64, 5000)] if options.quick else shapes:
+        seconds = 6 * tokens * features * vocab / 1e11  # or so, for each
+        repeats = options.repeats if seconds < 5 else min(options.repeats, 3 if seconds < 20 else 2)
+        name = f"{tokens}x{features}x{vocab}"
+        if f"{name} float32".startswith(options.only):
+            dense(report, tokens, features, vocab, torch.float32, repeats, others)
+        if (options.ours or tokens * vocab < 6e7) and f"{name} bfloat16".startswith(options.only):
+            dense(report, tokens, features, vocab, torch.bfloat16, repeats, others)
+    if "peaky".startswith(options.only):
+        peaky(report, *((256, 64, 5000) if options.quick else (1024, 768, 50304)))
+    report.finish()
+
+
+def step(loss: Loss, *tensors: Tensor) -> Callable[[], None]:
+    def run() -> None:
+        for t in tensors[:2]:
+            t.grad = None
+        loss(*tensors).backward()
+
+    return run
+
+
+def dense(
+    report: Report,
+    tokens: int,
+    features: int,
+    vocab: int,
+    dtype: torch.dtype,
+    repeats: int,
+    others: dict[str, Loss],
+) -> None:
+    ours = shoestring.linear_cross_entropy
+    target = torch.randint(vocab, (tokens,))
+    h, w = torch.randn(tokens, features), torch.randn(vocab, features) / features**0.5
+
+    leaves = {of: [x.to(of, copy=True).requires_grad_() for x in (h, w)] for of in {dtype, torch.float32}}
+
+    def run(loss: Loss, of: torch.dtype) -> Callable[[], None]:
+        return step(loss, *leaves[of], target)
+
+    candidates: Candidates = {"shoestring": run(ours, dtype)}
+    if dtype != torch.float32:
+        candidates["shoestring, float32"] = run(ours, torch.float32)
+    if not report.options.ours:
+        candidates["PyTorch, whole logits"] = run(lambda h, w, t: F.cross_entropy(F.linear(h, w), t), dtype)
+        if dtype != torch.float32:
+            candidates["PyTorch, loss in fp32"] = run(
+                lambda h, w, t: F.cross_entropy(F.linear(h, w).float(), t), dtype
+            )
+        candidates |= {name: run(loss, dtype) for name, loss in others.items()}
+    if dtype == torch.float32:
+        chunk = max(16, min(tokens, 1024, (64 << 20) // (4 * vocab) // 16 * 16))
+        candidates["limit: the three products"] = lambda: limit(h, w, chunk, torch_product)
+        candidates["the same, of 1024 tokens at a time"] = lambda: limit(
+            h, w, min(tokens, 1024), torch_product
+        )
+        candidates["the same, through shoestring's own"] = lambda: limit(h, w, chunk, own_product)
+    title = f"{tokens} tokens x {features} features x {vocab} classes, {str(dtype)[6:]}, forward + backward"
+    report.table(title, interleave(candidates, repeats), 6 * tokens * features * vocab / 1e9, "GFLOP/s")
+
+
+def peaky(report: Report, tokens: int, features: int, vocab: int) -> None:
+    """A confident model: nearly all probability on few classes of each token, and targets of a small part of them."""
+    weight = torch.randn(vocab, features) / features**0.5
+    target = torch.randint(vocab // 20, (tokens,))
+    hidden = (25 * weight[target]).requires_grad_()
+    weight.requires_grad_()
+    eps = 2.0**-12
+    candidates = {
+        f"shoestring, filter_eps {eps:.1e}": step(
+            lambda h, w, t: shoestring.linear_cross_entropy(h, w, t, filter_eps=eps), hidden, weight, target
+        ),
+        "shoestring": step(shoestring.linear_cross_entropy, hidden, weight, target),
+    }
+    title = f"{tokens} tokens x {features} features x {vocab} classes, float32, peaky, forward + backward"
+    times = interleave(candidates, report.options.repeats)
+    report.table(title, times, 6 * tokens * features * vocab / 1e9, "GFLOP/s, as if dense")
+
+
+if __name__ == "__main__":
+    main()

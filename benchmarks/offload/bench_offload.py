@@ -1,0 +1,344 @@
+"""A step of AdamW whose state lies on a disk or in host memory: the step, its transfers alone, and fio as the limit.
+And the step of a CPU for a GPU's weights, beside DeepSpeed's and the memory's limit.
+
+Every row moves the state once each way; the rate counts both. "transfers alone" takes and puts every chunk and steps
+nothing; fio reads and writes the same parts of chunks, in the same order and as many at a time, in a file of its own on
+that disk, from and to huge pages, as ours; and as many bytes in blocks of 4 MiB, sequential, half of each, 8 at a time
+(`apt install fio`; left out where there is none). Reads and writes pass the page cache by.
+
+The step of a CPU takes bf16 gradients, clips them to a norm and leaves bf16 weights, with fp32 state. Ours is one pass
+over weights and gradients (2 bytes each), their remainders (2) and two moments (8), all read and all but gradients
+written, 26 bytes a parameter; and before it one over the gradients, for the norm: 2. DeepSpeed's is what its
+ZeRO-Offload does around DeepSpeedCPUAdam: cast to fp32, norm, clip, step of an fp32 master, cast to bf16. Left out
+where it is not installed: `pip install wheel && pip install --no-build-isolation deepspeed`; its first use builds an
+operator with g++.
+
+With `--device cuda`: state streamed from host memory beside page-locked copies of as many bytes, and a step of a model
+of a billion parameters at 8,192 tokens, stepped by the GPU or, while backward runs, by the CPU.
+"""
+
+import argparse
+import functools
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from shoestring import patch
+from shoestring.ops import foreach_norm
+from shoestring.optim import AdamW
+from shoestring.training.config import PRESETS
+from shoestring.training.models import build_llama
+from torch import Tensor
+from torch.nn import Parameter
+
+from benchmarks.common import Candidates, Report, arguments, interleave
+
+MAX_NORM = 1.0
+SLOTS = 4  # chunks of state on the device
+
+
+def own(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure")
+    parser.add_argument("--millions", type=int, default=64, help="of parameters")
+
+
+def optimizer(count: int, state: str, offload: str | None) -> AdamW:
+    """One that has stepped bf16 weights once."""
+    p = Parameter(torch.zeros(count, dtype=torch.bfloat16))
+    p.grad = torch.full_like(p, 0.5)
+    opt = AdamW([p], state=state, weights="stochastic", offload=offload)
+    opt.step()
+    return opt
+
+
+def transfers(opt: AdamW) -> Callable[[], None]:
+    """Every chunk, there and back."""
+    offloaded = opt._layouts[0].arenas[0].offloaded
+    chunks = offloaded.chunks(0, 1)
+
+    def run() -> None:
+        offloaded.start(chunks)
+        for chunk in chunks:
+            offloaded.take(chunk)
+            offloaded.put(chunk)
+        offloaded.finish()
+        offloaded.commit()
+
+    return run
+
+
+class Fio:
+    """The transfers of a step, of the same sizes at the same places in the same order, by fio; as many at a time."""
+
+    STEPS = 4  # in a run, which lasts too short a time else
+
+    def __init__(self, opt: AdamW, folder: Path) -> None:
+        offloaded = opt._layouts[0].arenas[0].offloaded
+        sizes = [part.nbytes for part in offloaded.values()]
+        self.file, log = folder / "fio.data", folder / "fio.log"
+        block = os.urandom(8 << 20)
+        with open(self.file, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, sum(sizes))
+            for at in range(0, sum(sizes), len(block)):
+                file.write(block[: sum(sizes) - at])
+            os.fsync(file.fileno())
+        places = [sum(sizes[:i]) for i in range(len(sizes))]
+        extents: list[list[str]] = []  # "<offset> <size>" of a chunk's parts
+        chunks = offloaded.chunks(0, 1)
+        offloaded.start(chunks)
+        for chunk in chunks:
+            parts = [part.nbytes for part in offloaded.take(chunk)]
+            offloaded.put(chunk)
+            extents.append([f"{at} {size}" for at, size in zip(places, parts, strict=True)])
+            places = [at + size for at, size in zip(places, parts, strict=True)]
+        offloaded.finish()
+        offloaded.commit()
+        lines = [
+            f"{self.file} {kind} {place}" for kind, chunk in order(len(extents)) for place in extents[chunk]
+        ]
+        head = ["fio version 2 iolog", f"{self.file} add", f"{self.file} open"]
+        log.write_text("\n".join([*head, *(lines * self.STEPS), f"{self.file} close"]) + "\n")
+        depth = (SLOTS - 1) * len(sizes)
+        self.same = [f"--read_iolog={log}", "--replay_no_stall=1", f"--iodepth={depth}"]
+        self.mixed = [f"--filename={self.file}", "--rw=rw", "--bs=4m", "--iodepth=8", f"--size={sum(sizes)}",
+                      f"--io_size={2 * sum(sizes) * self.STEPS}", "--overwrite=1"]  # fmt: skip
+        self.seconds: dict[str, list[float]] = {}
+
+    def run(self, name: str, job: list[str]) -> None:
+        """Keeps the seconds of a step: fio's own, without its start. Its memory is in huge pages, as ours."""
+        command = ["fio", "--name=swap", *job, "--direct=1", "--ioengine=io_uring", "--output-format=json"]
+        env = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+        out = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
+        self.seconds.setdefault(name, []).append(
+            json.loads(out)["jobs"][0]["job_runtime"] * 1e-3 / self.STEPS
+        )
+
+    def candidates(self) -> Candidates:
+        """A step's transfers as they are, and as many bytes in blocks of 4 MiB, sequential, half of each."""
+        jobs = {"fio, the same transfers": self.same, "fio, mixed, 4 MiB, depth 8": self.mixed}
+        return {name: functools.partial(self.run, name, job) for name, job in jobs.items()}
+
+
+def order(chunks: int) -> list[tuple[str, int]]:
+    """When a step reads and writes which chunk: two are read while one is stepped and one is written."""
+    ahead = SLOTS - 1
+    found = [("read", chunk) for chunk in range(min(ahead, chunks))]
+    for chunk in range(chunks):
+        found.append(("write", chunk))
+        if chunk + ahead < chunks:
+            found.append(("read", chunk + ahead))
+    return found
+
+
+@functools.cache
+def deepspeed() -> Callable[[list[Parameter]], torch.optim.Optimizer] | None:
+    """DeepSpeedCPUAdam (as AdamW), where it is installed and can be built."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1"} | dict(os.environ)
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        DeepSpeedCPUAdam([Parameter(torch.zeros(1))])  # builds
+        return functools.partial(DeepSpeedCPUAdam, weight_decay=1e-2)
+    except ImportError:
+        print("DeepSpeed is left out: it is not installed")
+    except Exception as error:  # no compiler, another toolkit: that must not cost our figures
+        print(f"DeepSpeed is left out: {error}")
+    return None
+
+
+def deepspeed_step(opt: torch.optim.Optimizer, master: Parameter, weights: Tensor, grad: Tensor) -> None:
+    """What ZeRO-Offload does on the CPU with a gradient that has come, up to the weights that go."""
+    torch._foreach_copy_([master.grad], [grad])
+    norm = torch.linalg.vector_norm(master.grad)
+    master.grad.mul_((MAX_NORM / (norm + 1e-6)).clamp(max=1.0))
+    opt.step()
+    weights.copy_(master.detach())
+
+
+def streams(grad: Tensor, changed: list[Tensor], norm: bool) -> Callable[[], None]:
+    """The traffic of a step, stream after stream: gradients read (twice with a norm), the others changed in place."""
+    grad, changed = grad.view(torch.int64), [t.view(torch.int64) for t in changed]
+
+    def run() -> None:
+        if norm:
+            grad.sum()
+        changed[0].add_(grad)
+        for t in changed[1:]:
+            t.add_(1)
+
+    return run
+
+
+def host_step(weights: Tensor, grad: Tensor) -> AdamW:
+    """The same with copies to the host and back, of parameters that copies and steps can alternate in."""
+    params = [Parameter(w.clone()) for w in weights.chunk(16)]
+    for p, g in zip(params, grad.chunk(16), strict=True):
+        p.grad = g
+    return AdamW(params, state="fp32", weights="remainder", max_grad_norm=MAX_NORM, offload="cpu")
+
+
+def cpu_step(report: Report, count: int, repeats: int) -> None:
+    """bf16 gradients in, bf16 weights out: casts, norm and clip included."""
+    weights, grad = (torch.randn(count).mul_(0.1).bfloat16() for _ in range(2))
+    ours = Parameter(weights.clone())
+    ours.grad = grad
+    opt = AdamW([ours], state="fp32", weights="remainder", max_grad_norm=MAX_NORM)
+    state = [torch.zeros(count, dtype=t) for t in (torch.int16, torch.float32, torch.float32)]
+    candidates: Candidates = {
+        "shoestring": opt.step,
+        'shoestring, offload="cpu"': host_step(weights, grad).step,
+        "limit: its streams": streams(grad, [weights.clone(), *state], norm=True),
+    }
+    master = Parameter(weights.float())
+    master.grad = torch.zeros_like(master)
+    if (make := deepspeed()) is not None:
+        other = make([master])
+        candidates["DeepSpeedCPUAdam, all of it"] = lambda: deepspeed_step(other, master, weights, grad)
+        candidates["DeepSpeedCPUAdam, its step alone"] = other.step
+    times = interleave(candidates, repeats)
+    report.table(
+        f"Step of a CPU, fp32 state, bf16 gradients and weights, clipped, {count / 1e6:.0f} M parameters, "
+        f"{28 * count * 1e-9:.2f} GB",
+        times,
+        28 * count * 1e-9,
+        "GB/s",
+    )
+    norms: Candidates = {
+        "shoestring": lambda: foreach_norm([grad]),
+        "torch, in fp32": lambda: torch.linalg.vector_norm(grad, dtype=torch.float32),
+        "limit: gradients read": grad.view(torch.int64).sum,
+    }
+    report.table("The norm alone", interleave(norms, repeats), 2 * count * 1e-9, "GB/s")
+
+
+def plain_step(report: Report, count: int, repeats: int) -> None:
+    """Everything fp32, in place: 28 bytes a parameter."""
+    params = [Parameter(torch.zeros(count)) for _ in range(3)]
+    grad = torch.randn(count)
+    for p in params:
+        p.grad = grad
+    candidates: Candidates = {
+        "shoestring": AdamW(params[:1], state="fp32").step,
+        "torch fused": torch.optim.AdamW(params[1:2], fused=True).step,
+        "limit: its streams": streams(grad, [torch.zeros(count) for _ in range(3)], norm=False),
+    }
+    if (make := deepspeed()) is not None:
+        candidates["DeepSpeedCPUAdam"] = make(params[2:]).step
+    report.table(
+        f"AdamW, all fp32, {count / 1e6:.0f} M parameters",
+        interleave(candidates, repeats),
+        count / 1e6,
+        "M params/s",
+    )
+
+
+def pinned_copies(size: int) -> Callable[[], object]:
+    """As many bytes each way between page-locked memory and the device, at once."""
+    host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    device = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def run() -> None:
+        current = torch.cuda.current_stream()
+        for stream, to, come in zip(streams, (device[0], host[1]), (host[0], device[1]), strict=True):
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                to.copy_(come, non_blocking=True)
+            current.wait_stream(stream)
+
+    return run
+
+
+def training(device: str, preset: str, tokens: int, repeats: int) -> dict[str, list[float]]:
+    """Steps of a Llama in bf16: state on the device, and stepped by the CPU while backward runs."""
+    candidates: Candidates = {}
+    for name, own in {
+        "state on the device": {},
+        'offload="cpu", in backward': {"offload": "cpu", "step_in_backward": True},
+        'offload="cpu", in backward, clipped': {
+            "offload": "cpu",
+            "step_in_backward": True,
+            "max_grad_norm": 1.0,
+        },
+    }.items():
+        with torch.device(device):
+            model = build_llama(PRESETS[preset], 16384, tokens, 0).bfloat16()
+            ids = torch.randint(16384, (1, tokens))
+        patch(model)
+        opt = AdamW(model.parameters(), state="8bit", weights="remainder", **own)
+
+        def step(model: torch.nn.Module = model, opt: AdamW = opt, ids: Tensor = ids) -> None:
+            model(input_ids=ids, labels=ids).loss.backward()
+            opt.step()
+            opt.zero_grad()
+
+        candidates[name] = step
+    return interleave(candidates, repeats, device)
+
+
+def on_gpu(report: Report, quick: bool, repeats: int) -> None:
+    """Streamed state beside page-locked copies, and a model's step with the CPU's in it."""
+    count = 16_000_000 if quick else 512_000_000
+    for state in ("8bit", "fp32"):
+        with torch.device("cuda"):
+            host, plain = (optimizer(count, state, where) for where in ("stream", None))
+        size = sum(part.nbytes for part in host._layouts[0].arenas[0].values.values())
+        candidates: Candidates = {
+            "step, state in host memory": host.step,
+            "step, state on the device": plain.step,
+            "limit: as many bytes copied, page-locked, both ways at once": pinned_copies(size),
+        }
+        report.table(
+            f"AdamW, {state} state, {count / 1e6:.0f} M bf16 parameters, {size / 1e6:.0f} MB",
+            interleave(candidates, repeats, "cuda"),
+            2 * size * 1e-9,
+            "GB/s",
+        )
+    tokens = 1024 if quick else 8192
+    times = training("cuda", "small" if quick else "1b", tokens, repeats)
+    report.table(f"A step of a Llama, {tokens} tokens", times, tokens, "tokens/s")
+
+
+def main() -> None:
+    options = arguments(str(__doc__), ("cpu", "cuda"), own)
+    report = Report("offload", options)
+    if options.device == "cuda":
+        on_gpu(report, options.quick, options.repeats)
+        return
+    count = (4 if options.quick else options.millions) * 1_000_000
+    cpu_step(report, count, options.repeats)
+    plain_step(report, count, options.repeats)
+    for state in ("8bit", "fp32"):
+        disk, host, plain = (
+            optimizer(count, state, where) for where in (f"nvme:{options.folder}", "stream", None)
+        )
+        kept = disk._layouts[0].arenas[0].values
+        size = sum(part.numel() * part.element_size() for part in kept.values())
+        candidates: Candidates = {
+            "step, state on the disk": disk.step,
+            "the disk's transfers alone": transfers(disk),
+            "step, state in host memory": host.step,
+            "step, state on the device": plain.step,
+        }
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            fio = Fio(disk, Path(folder)) if shutil.which("fio") is not None else None
+            if fio is not None:
+                candidates |= fio.candidates()
+            times = interleave(candidates, options.repeats)
+            if fio is not None:
+                times |= {name: seconds[1:] for name, seconds in fio.seconds.items()}
+        report.table(
+            f"AdamW, {state} state, {count / 1e6:.0f} M bf16 parameters, {size / 1e6:.0f} MB",
+            times,
+            2 * size * 1e-9,
+            "GB/s",
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""A step of the optimizers: ours in every state, torch fused, bitsandbytes and torchao, and memory as the limit.
+
+The limits move the bytes of a step in place, stream after stream, and compute next to nothing: weights read and
+written, gradients read, and the state read and written. On a GPU a copy that moves as many bytes stands beside them.
+All optimizers of a table step the same weights with the same gradients.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from shoestring.optim import (
+    CAME,
+    LAMB,
+    SGD,
+    Adafactor,
+    AdamW,
+    AdEMAMix,
+    Lion,
+    Muon,
+    ScheduleFreeAdamW,
+)
+from torch import Tensor
+from torch.nn import Parameter
+
+from benchmarks.common import Candidates, Report, arguments, copy_probe, graphed, interleave
+
+Maker = Callable[[list[Parameter]], torch.optim.Optimizer]
+Makers = dict[str, Maker]
+
+# Bytes a parameter of AdamW's two moments: 256 elements at a time, codes and their fp32 scales (4bit: 8 and 2).
+STATE_BYTES = {"8bit": 2 * (256 + 4) / 256, "4bit": 2 * (128 + 4 * 5) / 256, "bf16": 4.0, "fp32": 8.0}
+WEIGHTS = ("stochastic", "remainder")  # ways to keep bf16 weights, beside rounding to nearest
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule beside its twins: ours by state, and those of torch and bitsandbytes."""
+
+    name: str
+    ours: Callable[..., torch.optim.Optimizer]
+    twin: str
+    torch: Maker
+    bitsandbytes: str | None = None
+    shape: tuple[int, ...] = (4096, 4096)
+
+
+RULES = [
+    # What torch has no twin of stands beside its AdamW.
+    Rule("Lion", Lion, "AdamW fused", lambda p: fused(p), "Lion8bit"),
+    Rule("AdEMAMix", AdEMAMix, "AdamW fused", lambda p: fused(p), "AdEMAMix8bit"),
+    Rule("ScheduleFreeAdamW", ScheduleFreeAdamW, "AdamW fused", lambda p: fused(p)),
+    Rule("LAMB", LAMB, "AdamW fused", lambda p: fused(p), "LAMB8bit"),
+    Rule("SGD with momentum", functools.partial(SGD, momentum=0.9), "SGD fused",
+         lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, fused=True), "SGD8bit"),
+    # Matrices of a layer's size: Muon's products grow with the cube of it.
+    Rule("Adafactor, with a mean", functools.partial(Adafactor, beta1=0.9), "Adafactor, without",
+         torch.optim.Adafactor, shape=(2048, 2048)),
+    Rule("CAME", CAME, "Adafactor", torch.optim.Adafactor, shape=(2048, 2048)),
+    Rule("Muon", Muon, "Muon", lambda p: torch.optim.Muon(p), shape=(1024, 1024)),
+]  # fmt: skip
+
+
+def fused(params: list[Parameter]) -> torch.optim.Optimizer:
+    """torch's AdamW; bf16 weights have bf16 state. On a GPU one that a graph can capture, as ours can."""
+    return torch.optim.AdamW(params, fused=True, capturable=params[0].is_cuda)
+
+
+def ours(dtype: torch.dtype) -> Makers:
+    """AdamW, the default first."""
+    found: Makers = {f"shoestring {state}": functools.partial(AdamW, state=state) for state in STATE_BYTES}
+    if dtype == torch.bfloat16:
+        found |= {
+            f"shoestring 8bit, {weights}": functools.partial(AdamW, weights=weights) for weights in WEIGHTS
+        }
+    return found
+
+
+@functools.cache
+def bitsandbytes(device: str, name: str = "AdamW8bit") -> Makers:
+    """Where it is installed, and can step here."""
+    try:
+        import bitsandbytes
+
+        make = getattr(bitsandbytes.optim, name)
+        make = functools.partial(make, lr=1e-3, momentum=0.9) if name.startswith("SGD") else make
+        stepper(make, [Parameter(torch.ones(8192, device=device))], [torch.ones(8192, device=device)])()
+        return {f"bitsandbytes {name}": make}
+    except ImportError:
+        print("bitsandbytes is not installed")
+    except Exception as error:  # its binary may lack this GPU; that must not cost our figures
+        print(f"bitsandbytes is left out: {error}")
+    return {}
+
+
+@functools.cache
+def torchao(device: str) -> Makers:
+    """Where it is installed. Its first step compiles: for seconds on a CPU, for minutes on a GPU: left out."""
+    if device == "cuda":
+        return {}
+    try:
+        from torchao.optim import AdamW4bit, AdamW8bit
+
+        return {"torchao AdamW8bit": AdamW8bit, "torchao AdamW4bit": AdamW4bit}
+    except ImportError:
+        print("torchao is not installed")
+        return {}
+
+
+def stepper(make: Maker, params: list[Parameter], grads: list[Tensor]) -> Callable[[], object]:
+    for p, g in zip(params, grads, strict=True):
+        p.grad = g
+    return make(params).step
+
+
+def steppers(makers: Makers, params: list[Parameter], grads: list[Tensor]) -> Candidates:
+    return {name: stepper(make, params, grads) for name, make in makers.items()}
+
+
+def tensors(
+    count: int, shape: tuple[int, ...], dtype: torch.dtype, device: str
+) -> tuple[list[Parameter], list[Tensor]]:
+    """Weights and gradients."""
+    params = [Parameter(torch.empty(shape, dtype=dtype, device=device).normal_()) for _ in range(count)]
+    return params, [torch.empty_like(p).normal_() for p in params]
+
+
+def state_bytes(step: Any) -> int:
+    """What the optimizer of a bound ``step`` keeps: each memory once, that inside of tensor subclasses too."""
+    found: dict[int, int] = {}
+
+    def add(value: object) -> None:
+        if not isinstance(value, Tensor):
+            return
+        if hasattr(value, "__tensor_flatten__"):
+            for name in value.__tensor_flatten__()[0]:
+                add(getattr(value, name))
+            return
+        found[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+
+    for entry in step.__self__.state.values():
+        for value in entry.values():
+            add(value)
+    return sum(found.values())
+
+
+def streams(param: Tensor, grad: Tensor, size: int) -> Callable[[], None]:
+    """The traffic of a step with `size` bytes of state."""
+    p, state = param.detach().clone(), torch.zeros(size, dtype=torch.uint8, device=param.device)
+
+    def run() -> None:
+        p.add_(grad)
+        state.add_(1)
+
+    return run
+
+
+def one_tensor(options: argparse.Namespace, report: Report, size: int, dtype: torch.dtype) -> None:
+    device = options.device
+    params, grads = tensors(1, (size,), dtype, device)
+    makers = ours(dtype) | {"torch fused": fused} | bitsandbytes(device) | torchao(device)
+    candidates = steppers(makers, params, grads)
+    steps = dict(candidates)
+    for state, each in STATE_BYTES.items():
+        candidates[f"limit: {state} streams"] = streams(params[0], grads[0], int(each * size))
+    if device == "cuda":
+        moved = int(
+            size * (3 * dtype.itemsize + 2 * STATE_BYTES["8bit"])
+        )  # weights twice, gradients; state twice
+        candidates["limit: copy of the 8bit bytes"] = copy_probe(moved, device)
+    times = interleave(candidates, options.repeats, device)
+    report.table(f"AdamW, one tensor of {size >> 20} Mi, {str(dtype)[6:]}", times, size / 1e6, "M params/s")
+    memory(report, {name: state_bytes(step) / size for name, step in steps.items()}, dtype)
+
+
+def memory(report: Report, measured: dict[str, float], dtype: torch.dtype) -> None:
+    """State, of AdamW; ours beside its formula."""
+    rows = []
+    print(f"\n  {'bytes of state a parameter':36} {'measured':>9} {'formula':>12}")
+    for name, each in measured.items():
+        state, _, weights = name.removeprefix("shoestring ").partition(", ")
+        formula = STATE_BYTES[state] + 2 * (weights == "remainder") if name.startswith("shoestring") else None
+        rows.append({"name": name, "measured": each, "formula": formula})
+        print(f"  {name:36} {each:9.4f} {'' if formula is None else f'{formula:.4f}':>12}")
+    report.data.setdefault("state_bytes", {})[str(dtype)[6:]] = rows
+    report.finish()
+
+
+def other_rules(options: argparse.Namespace, report: Report) -> None:
+    for rule in RULES:
+        shape = (512, 512) if options.quick else rule.shape
+        params, grads = tensors(1, shape, torch.float32, options.device)
+        makers: Makers = {
+            f"shoestring {state}": functools.partial(rule.ours, state=state) for state in STATE_BYTES
+        }
+        makers[f"torch {rule.twin}"] = rule.torch
+        if rule.bitsandbytes is not None:
+            makers |= bitsandbytes(options.device, rule.bitsandbytes)
+        times = interleave(steppers(makers, params, grads), options.repeats, options.device)
+        title = f"{rule.name}, {' x '.join(map(str, shape))}, float32"
+        report.table(title, times, params[0].numel() / 1e6, "M params/s")
+
+
+def many_tensors(options: argparse.Namespace, report: Report, count: int, each: int) -> None:
+    """On a GPU as a graph, which leaves the launches out, and as it is called."""
+    device = options.device
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    many, one = tensors(count, (each,), dtype, device), tensors(1, (count * each,), dtype, device)
+    candidates: Candidates = {}
+    if device == "cuda":
+        candidates[f"shoestring 8bit, {count} tensors, graph"] = graphed(stepper(AdamW, *many))
+        candidates["shoestring 8bit, one tensor, graph"] = graphed(stepper(AdamW, *one))
+        candidates[f"torch fused, {count} tensors, graph"] = graphed(stepper(fused, *many))
+    makers = ours(dtype) | {"torch fused": fused} | bitsandbytes(device) | torchao(device)
+    candidates |= {f"{name}, {count} tensors": step for name, step in steppers(makers, *many).items()}
+    candidates |= {f"{name}, one tensor": step for name, step in steppers(ours(dtype), *one).items()}
+    times = interleave(
+        candidates, max(options.repeats, 3 if options.quick else 20), device
+    )  # of milliseconds each
+    report.table(
+        f"AdamW, {count} tensors of {each}, {str(dtype)[6:]}", times, count * each / 1e6, "M params/s"
+    )
+
+
+def main() -> None:
+    options = arguments(__doc__.splitlines()[0], ("cpu", "cuda"))
+    report = Report("optim", options)
+    for dtype in (torch.float32, torch.bfloat16):
+        size = (1 if options.quick else 64) << 20
+        if options.device == "cuda" and not options.quick:
+            # A thousand million, or as many as fit: some 80 bytes a parameter over all candidates, with fp32 weights.
+            size = min(1000 << 20, torch.cuda.mem_get_info()[0] // 100) // 256 * 256
+        one_tensor(options, report, size, dtype)
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+    other_rules(options, report)
+    many_tensors(options, report, 100 if options.quick else 1000, 4096)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()

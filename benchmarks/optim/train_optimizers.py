@@ -1,0 +1,227 @@
+"""What low-memory state and 16-bit weights cost a real training: the same small GPT under each, seed by seed.
+
+A Llama of 0.7 M parameters learns the source of Python's standard library, as in `shoestring demo`. Each variant sees
+the same initial weights and batches as fp32, seed by seed; the table has the mean validation loss over the seeds and
+its difference from fp32. Weights that are stored in 16 bits are widened for the products, which are fp32 for all.
+
+    python -m benchmarks.optim.train_optimizers --out FOLDER           # all runs, one after the other; continues those there
+    python -m benchmarks.optim.train_optimizers --out FOLDER --table   # only the table, of the runs that are done
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from shoestring.cli.demo_data import standard_library
+from shoestring.cli.tokenize import tokenize
+from shoestring.data.batches import Blocks, split_blocks
+from shoestring.data.token_file import read_token_file
+from shoestring.data.tokenizer import load_tokenizer
+from shoestring.files.atomic import remove_partial, write_json
+from shoestring.optim import AdamW
+from shoestring.training.checkpoint import checkpoints, load_checkpoint
+from shoestring.training.config import Fingerprint, LoopConfig, Preset
+from shoestring.training.loop import Trainer, parameter_groups
+from shoestring.training.metrics import read_metrics
+from shoestring.training.models import build_llama
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.common import cpu_model
+
+SHAPE = Preset(hidden=128, layers=2, heads=4, kv_heads=4, mlp=384)
+VOCABULARY = 2048
+SEEDS = (0, 1, 2)
+BETAS = (0.9, 0.95)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to train: the state of our AdamW, and how weights are stored ("master": fp32, rounded for the products)."""
+
+    state: str
+    weights: str = "fp32"
+    limit: float | None = None  # of the mean loss over fp32's, as a share
+    same_as: str | None = None  # the variant whose every loss it must have, bit for bit
+
+    def optimizer(self, groups: Iterable[Any], seed: int) -> torch.optim.Optimizer:
+        weights = self.weights if self.weights in ("stochastic", "remainder") else "plain"
+        return AdamW(groups, betas=BETAS, state=self.state, weights=weights, seed=seed)
+
+
+VARIANTS = {
+    "torch": Variant("torch"),
+    "fp32": Variant("fp32"),
+    "bf16": Variant("bf16"),
+    "8bit": Variant("8bit", limit=0.003),
+    "4bit": Variant("4bit", limit=0.01),
+    "8bit, bf16 weights, stochastic": Variant("8bit", "stochastic", limit=0.005),
+    "8bit, fp32 master of bf16 weights": Variant("8bit", "master"),
+    "8bit, bf16 weights, remainder": Variant(
+        "8bit", "remainder", same_as="8bit, fp32 master of bf16 weights"
+    ),
+    "8bit, bf16 weights, to nearest": Variant("8bit", "nearest"),
+}
+REFERENCE = "fp32"
+
+
+def config_of(seed: int, steps: int, lr: float) -> LoopConfig:
+    """No clipping: norms are other sums for bf16 gradients than for fp32 ones."""
+    return LoopConfig(seq_len=64, batch_size=8, steps=steps, lr=lr, warmup=100, clip=0.0, seed=seed,
+                      eval_every=max(1, steps // 4), eval_batches=64)  # fmt: skip
+
+
+class Rounded(torch.autograd.Function):
+    """The bf16 weight of a master, halves away from zero as in the exact split; its gradient is a bf16 weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, master: Tensor) -> Tensor:
+        return (master.view(torch.int32) + 0x8000 & -0x10000).view(torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.bfloat16().float()
+
+
+def loss_of(model: nn.Module, variant: Variant) -> Callable[[Tensor, Tensor], Tensor]:
+    """Sum of cross-entropies, in fp32 whatever the weights."""
+    widen: Callable[[Tensor], Tensor] = Rounded.apply if variant.weights == "master" else Tensor.float
+
+    def loss(inputs: Tensor, labels: Tensor) -> Tensor:
+        weights = {name: widen(p) for name, p in model.named_parameters()}
+        output = torch.func.functional_call(model, weights, kwargs=dict(input_ids=inputs, use_cache=False))
+        return F.cross_entropy(output.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+    return loss
+
+
+class Quiet:
+    """A line now and then."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def step(self, metrics: dict[str, Any], val_loss: float | None) -> None:
+        if "val_loss" in metrics:
+            print(f"{self.name}, step {metrics['step']}: validation loss {val_loss:.4f}", flush=True)
+
+
+def train(name: str, config: LoopConfig, folder: Path, data: tuple[Blocks, Blocks], end_of_text: int) -> None:
+    """One run; continues from its newest checkpoint, and leaves result.json."""
+    variant, seed, steps = VARIANTS[name], config.seed, config.steps
+    run = folder / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
+    if (run / "result.json").is_file():
+        return
+    run.mkdir(parents=True, exist_ok=True)
+    remove_partial(run / "checkpoints")
+    torch.manual_seed(seed)
+    model = build_llama(SHAPE, VOCABULARY, config.seq_len, end_of_text)
+    if variant.weights != "fp32":  # a master, too, begins with bf16 weights
+        for p in model.parameters():
+            p.data = p.data.bfloat16().to(p.dtype if variant.weights == "master" else torch.bfloat16)
+    groups = parameter_groups(model, config.weight_decay)
+    if variant.state == "torch":
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=BETAS, fused=True)
+    else:
+        optimizer = variant.optimizer(groups, seed)
+    trainer = Trainer(config, model, loss_of(model, variant), optimizer, *data, run, max(1, steps // 10),
+                      Quiet(f"{name}, seed {seed}"), Fingerprint.of(config, variant=name).values)  # fmt: skip
+    start = 0
+    if existing := checkpoints(run):
+        state = load_checkpoint(existing[-1], model, optimizer)
+        Fingerprint.of(config, variant=name).require_equal(state["fingerprint"], str(run))
+        start, trainer.val_loss, trainer.best_val_loss = (
+            state["step"],
+            state["val_loss"],
+            state["best_val_loss"],
+        )
+    trainer.fit(start)
+    rows = read_metrics(run / "metrics.jsonl")
+    losses = hashlib.sha256(b"".join(row["loss"].hex().encode() for row in rows)).hexdigest()
+    write_json(run / "result.json", dict(
+        variant=name, seed=seed, steps=steps, lr=config.lr, val_loss=trainer.val_loss, losses_sha256=losses,
+        parameters=sum(p.numel() for p in model.parameters()), seconds=sum(row["seconds"] for row in rows),
+        machine=cpu_model(), capability=torch.ops.shoestring.cpu_capability(), torch=torch.__version__,
+    ))  # fmt: skip
+
+
+def results(folder: Path) -> dict[str, dict[int, dict[str, Any]]]:
+    """By variant and seed, in the order of VARIANTS."""
+    found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in VARIANTS}
+    for path in sorted(folder.glob("*/result.json")):
+        result = json.loads(path.read_text())
+        found[result["variant"]][result["seed"]] = result
+    return {name: runs for name, runs in found.items() if runs}
+
+
+def table(found: dict[str, dict[int, dict[str, Any]]]) -> str:
+    """Markdown. Means and differences are over the seeds that a variant and fp32 both have."""
+    lines = ["| state and weights | validation loss, mean of the seeds | over fp32 | seed by seed | limit |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    reference = found.get(REFERENCE, {})
+    for name, runs in found.items():
+        variant, seeds = VARIANTS[name], [seed for seed in runs if seed in reference]
+        if not seeds:
+            continue
+        mean, base = (statistics.mean(of[s]["val_loss"] for s in seeds) for of in (runs, reference))
+        each = ", ".join(f"{runs[s]['val_loss'] / reference[s]['val_loss'] - 1:+.2%}" for s in seeds)
+        limit = ""
+        if variant.limit is not None:
+            limit = f"{variant.limit:.1%}: {'kept' if mean / base - 1 <= variant.limit else '**missed**'}"
+        if variant.same_as in found:
+            twin = found[variant.same_as]
+            same = all(
+                runs[s][key] == twin[s][key]
+                for s in runs
+                if s in twin
+                for key in ("losses_sha256", "val_loss")
+            )
+            limit = f"every loss bitwise that of {variant.same_as}: {'kept' if same else '**missed**'}"
+        lines.append(f"| {name} | {mean:.4f} | {mean / base - 1:+.2%} | {each} | {limit} |")
+    return "\n".join(lines)
+
+
+def prepare(folder: Path) -> tuple[tuple[Blocks, Blocks], int]:
+    """The demo's text, tokenised with a vocabulary that suits the model; training and validation blocks."""
+    tokens = folder / "tokens.bin"
+    if not tokens.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        standard_library(folder / "stdlib.jsonl")
+        tokenize([folder / "stdlib.jsonl"], "*", tokens, None, VOCABULARY)
+    data = split_blocks(read_token_file(tokens)[0], config_of(0, 1, 1.0).seq_len, 0.02)
+    return data, load_tokenizer(folder / "tokens-tokenizer").eos_token_id
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of the runs; those there are continued"
+    )
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--lr", type=float, default=1.5e-3, help="at the peak; the default suits fp32")
+    parser.add_argument("--threads", type=int, default=1, help="a run's bits depend on it")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--table", action="store_true", help="train nothing")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if not options.table:
+        data, end_of_text = prepare(options.out / "data")
+        for seed in options.seeds:
+            for name in options.variants:
+                train(name, config_of(seed, options.steps, options.lr), options.out, data, end_of_text)
+    found = results(options.out)
+    write_json(options.out / "results.json", found)
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+// What a linear layer computes with its adapters.
+#include <algorithm>
+
+#include <ATen/Functions.h>
+
+#include <shoestring/nn/linear.h>
+
+#include "adapters/initialize.h"
+#include "adapters/low_rank.h"
+
+namespace shoestring::nn {
+
+using at::Tensor;
+using Names = std::vector<std::string>;
+
+namespace {
+
+bool is_dora(const Adapter& adapter) { return adapter->lora() != nullptr && adapter->lora()->dora(); }
+bool has_lora_bias(const Adapter& adapter) {
+  return adapter->lora() != nullptr && adapter->lora()->lora_bias();
+}
+
+bool multiplies_input(const Adapter& adapter) {
+  const auto* ia3 = std::get_if<IA3Options>(&adapter->options);
+  return ia3 != nullptr && ia3->feedforward();
+}
+
+// A vector over outputs, or one for each row of the batch, to broadcast with x's outputs.
+Tensor over_rows(const Tensor& t, const Tensor& x) {
+  std::vector<int64_t> shape(static_cast<size_t>(x.dim()), 1);
+  shape.front() = x.size(0);
+  shape.back() = -1;
+  return t.view(shape);
+}
+
+}  // namespace
+
+AdaptedLayer::Shapes LinearImpl::shapes(const AnyAdapterOptions& adapter_options, const std::string& caller,
+                                        const std::string& name) const {
+  check_kind(adapter_options, caller, name);
+  const int64_t in = options.in_features(), out = options.out_features();
+  Shapes found;
+  if (const auto* ia3 = std::get_if<IA3Options>(&adapter_options)) {
+    found.insert("ia3_l", ia3->feedforward() ? std::vector<int64_t>{1, in} : std::vector<int64_t>{out, 1});
+    return found;
+  }
+  if (const auto* vera = std::get_if<VeraOptions>(&adapter_options)) {
+    found.insert("vera_lambda_b", {out});
+    found.insert("vera_lambda_d", {vera->rank()});
+    return found;
+  }
+  const auto& own = std::get<AdapterOptions>(adapter_options);
+  TORCH_CHECK_VALUE(!own.changes_base() || own.rank() <= std::min(in, out), caller,
+                    ": rank: expected at most ", std::min(in, out), " for '", own.init(),
+                    "', the smaller side of ", name, "; received ", own.rank());
+  for (const auto& item : adapters) {
+    const auto* other = item.value()->lora();
+    TORCH_CHECK_VALUE(
+        other == nullptr || !((own.dora() && other->changes_base()) || (own.changes_base() && other->dora())),
+        caller, ": dora: expected layers whose base no adapter changes, received ", name,
+        " for both DoRA and 'pissa', 'olora' or 'loftq'");
+  }
+  found.insert("lora_A", {own.rank(), in});
+  found.insert("lora_B", {out, own.rank()});
+  if (own.lora_bias()) found.insert("lora_bias", {out});
+  if (own.dora()) found.insert("lora_magnitude_vector", {out});
+  return found;
+}
+
+AdapterImpl::Tensors LinearImpl::start(const AnyAdapterOptions& adapter_options) const {
+  if (!std::holds_alternative<AdapterOptions>(adapter_options)) {
+    AdapterImpl::Tensors first;
+    for (const auto& item : shapes(adapter_options, "add_adapter", "this layer")) {
+      const bool scale = item.key() == "vera_lambda_d";
+      const double value = scale ? std::get<VeraOptions>(adapter_options).d_initial() : item.key() == "ia3_l";
+      first.insert(item.key(), at::full(item.value(), value));
+    }
+    return first;
+  }
+  const auto& own = std::get<AdapterOptions>(adapter_options);
+  auto values = draw(options.in_features(), options.out_features(), own,
+                     is_quantized() ? std::nullopt : std::optional(weight.scalar_type()));
+  if (own.dora()) {
+    LoraWeight layer = plain();
+    layer.lora_A(values["lora_A"].to(adapter_type())).lora_B(values["lora_B"].to(adapter_type()));
+    values.insert("lora_magnitude_vector", lora_weight_norm(layer));
+  }
+  return values;
+}
+
+AdapterImpl::Tensors LinearImpl::prepare(const AnyAdapterOptions& adapter_options) {
+  const auto* own = std::get_if<AdapterOptions>(&adapter_options);
+  if (own != nullptr && own->changes_base()) return lora::take_out(*this, *own, nullptr, false);
+  const auto* vera = std::get_if<VeraOptions>(&adapter_options);
+  return vera == nullptr ? AdapterImpl::Tensors()
+                         : lora::projection(*vera, options.in_features(), options.out_features());
+}
+
+double LinearImpl::dropout() const {
+  std::optional<double> found;
+  for (const auto& name : is_training() ? current() : Names()) {
+    const auto& options_of = adapters[name]->options;
+    const auto* vera = std::get_if<VeraOptions>(&options_of);
+    const auto* low_rank = std::get_if<AdapterOptions>(&options_of);
+    const double own = vera != nullptr ? vera->dropout() : low_rank != nullptr ? low_rank->dropout() : 0;
+    TORCH_CHECK_VALUE(found.value_or(own) == own,
+                      "nn::Linear: dropout: expected the same of all active adapters in training, "
+                      "received ",
+                      *found, " and ", own);
+    found = own;
+  }
+  return found.value_or(0);
+}
+
+bool LinearImpl::has_several_gains() const {
+  const Names names = current();
+  return names.size() > 1 &&
+         std::any_of(names.begin(), names.end(), [&](const auto& name) { return is_dora(adapters[name]); });
+}
+
+bool LinearImpl::is_one() const {
+  const Names names = current();
+  return !(rows.has_value() && enabled) && !has_several_gains() &&
+         std::none_of(names.begin(), names.end(),
+                      [&](const auto& name) { return multiplies_input(adapters[name]); });
+}
+
+bool LinearImpl::is_lora_weight() const { return (is_quantized() || !weight.requires_grad()) && is_one(); }
+
+std::optional<LoraWeight> LinearImpl::lora_weight() const {
+  return is_lora_weight() ? std::optional(joined()) : std::nullopt;
+}
+
+LoraWeight LinearImpl::plain() const {
+  LoraWeight layer(is_quantized() ? base->packed : weight);
+  if (is_quantized())
+    layer.absmax(base->absmax).nested(optional(base->nested)).quantize(base->options.quantize());
+  return layer;
+}
+
+LoraWeight LinearImpl::joined() const {
+  const Names names = current();
+  LoraWeight layer = plain();
+  concatenate(parts(names), layer);
+  for (const auto& name : names) {
+    if (is_dora(adapters[name])) layer.gain(gain(name));
+  }
+  Tensor sum = add_defined(bias, summed_bias(names));
+  if (const Tensor after = vectors(names)[1]; after.defined()) {
+    layer.gain(after);
+    if (sum.defined()) sum = sum * after;
+  }
+  return layer.bias(optional(sum));
+}
+
+// What IA3 multiplies the input and the output by.
+std::array<Tensor, 2> LinearImpl::vectors(const Names& names) const {
+  std::array<Tensor, 2> found;
+  for (const auto& name : names) {
+    if (!std::holds_alternative<IA3Options>(adapters[name]->options)) continue;
+    Tensor& side = found[multiplies_input(adapters[name]) ? 0 : 1];
+    const Tensor own = (*adapters[name])["ia3_l"].flatten();
+    side = side.defined() ? side * own : own;
+  }
+  return found;
+}
+
+Part LinearImpl::part(const std::string& adapter_name) const {
+  const AdapterImpl& own = *adapters[adapter_name];
+  if (own.lora() != nullptr) return {own["lora_A"], own["lora_B"], own.lora()->scaling(), Tensor()};
+  const Tensor vera_A = own["vera_A"].narrow(1, 0, options.in_features()),
+               vera_B = own["vera_B"].narrow(0, 0, options.out_features());
+  return {own["vera_lambda_d"].unsqueeze(1) * vera_A, own["vera_lambda_b"].unsqueeze(1) * vera_B, 1,
+          Tensor()};
+}
+
+// What is added to the base weight: the named adapters, and what the others took out of it.
+std::vector<Part> LinearImpl::parts(const Names& names, const Tensor& x) const {
+  std::vector<Part> found;
+  for (const auto& name : names) {
+    if (std::holds_alternative<IA3Options>(adapters[name]->options)) continue;
+    found.push_back(part(name));
+    if (x.defined()) found.back().uses = uses(name, x);
+  }
+  for (const auto& item : adapters) {
+    if (!item.value()->has("initial_A")) continue;
+    const bool used = std::find(names.begin(), names.end(), item.key()) != names.end();
+    const Tensor rows_with = used && x.defined() ? uses(item.key(), x) : Tensor();
+    if (used && !rows_with.defined()) continue;
+    found.push_back(taken_part(*item.value()));
+    if (rows_with.defined()) found.back().uses = 1 - rows_with;
+  }
+  return found;
+}
+
+// DoRA's magnitude over the norm of the adapted weight's rows, which is no part of the gradient.
+Tensor LinearImpl::gain(const std::string& adapter_name) const {
+  LoraWeight layer = plain();
+  concatenate({part(adapter_name)}, layer);
+  return (*adapters[adapter_name])["lora_magnitude_vector"] / lora_weight_norm(layer);
+}
+
+Tensor LinearImpl::summed_bias(const Names& names) const {
+  Tensor sum;
+  for (const auto& name : names) {
+    const Adapter& adapter = adapters[name];
+    if (has_lora_bias(adapter)) sum = add_defined(sum, adapter->lora()->scaling() * (*adapter)["lora_bias"]);
+  }
+  return sum;
+}
+
+Tensor LinearImpl::forward(const Tensor& x) {
+  if (has_adapter()) {
+    if (rows.has_value() && enabled) return forward_rows(x);
+    if (has_several_gains()) return forward_gains(x);
+    const Tensor before = vectors(current())[0];
+    return lora_linear(before.defined() ? (x * before).to(x.scalar_type()) : x, joined(),
+                       input_with(dropout(), x));
+  }
+  if (!is_quantized()) return at::linear(x, weight, bias);
+  return quantized_linear(x, base->packed, base->absmax, options.out_features(), optional(bias),
+                          optional(base->nested), base->options.quantize());
+}
+
+// A different adapter for each row of the batch.
+Tensor LinearImpl::forward_rows(const Tensor& x) const {
+  const Names names = current();
+  const auto all = parts(names, x);
+  LoraWeight layer = plain();
+  concatenate(all, layer);
+  if (!all.empty()) layer.low_scale(row_scale(all, x));
+  Tensor y = lora_linear(x, layer, input_with(dropout(), x));
+  Tensor change;
+  for (const auto& name : names) {
+    if (is_dora(adapters[name])) change = add_defined(change, uses(name, x) * (gain(name) - 1));
+  }
+  if (change.defined()) y = y * over_rows(1 + change, x).to(y.scalar_type());
+  if (bias.defined()) y = y + bias.to(y.scalar_type());
+  for (const auto& name : names) {
+    const Tensor own = summed_bias({name});
+    if (own.defined()) y = y + over_rows(uses(name, x) * own, x).to(y.scalar_type());
+  }
+  return y;
+}
+
+// Several adapters, of which some are DoRA's: each one's own gain on its own product; on the base's, all that
+// they change.
+Tensor LinearImpl::forward_gains(const Tensor& x) const {
+  const Names names = current();
+  auto all = parts(names);
+  Tensor change;
+  for (size_t i = 0; i < names.size(); ++i) {
+    if (!is_dora(adapters[names[i]])) continue;
+    const Tensor own = gain(names[i]);
+    all[i].lora_B = all[i].lora_B * own.unsqueeze(1);
+    change = add_defined(change, own - 1);
+  }
+  const Tensor y =
+      lora_linear(x, plain().gain(1 + change).bias(optional(add_defined(bias, summed_bias(names)))));
+  LoraWeight low(plain());
+  concatenate(all, low);
+  const LoraInput input = input_with(dropout(), x);
+  const Tensor read = input.seed().has_value() ? seeded_dropout(x, *input.seed(), input.dropout()) : x;
+  const Tensor product =
+      at::linear(at::linear(read.to(low.lora_A()->scalar_type()), *low.lora_A()), *low.lora_B());
+  return y + (low.scaling() * product).to(y.scalar_type());
+}
+
+AdapterImpl::Tensors LinearImpl::merged(const Names& names) const {
+  const Tensor dense = dense_weight();
+  Names plain_ones, gained;
+  for (const auto& name : names) (is_dora(adapters[name]) ? gained : plain_ones).push_back(name);
+  Tensor sum = low_rank_sum(dense, parts(plain_ones));
+  for (const auto& name : gained) {
+    const Tensor own = low_rank_sum(dense, {part(name)});
+    sum += own * gain(name).to(dense.scalar_type()).unsqueeze(1) - dense;
+  }
+  Tensor all = add_defined(bias, summed_bias(names));
+  const auto [before, after] = vectors(names);
+  if (before.defined()) sum *= before;
+  if (after.defined()) {
+    sum *= after.unsqueeze(1);
+    if (all.defined()) all = all * after;
+  }
+  AdapterImpl::Tensors result;
+  result.insert("weight", sum);
+  if (all.defined()) result.insert("bias", all.detach().to(dense.scalar_type()));
+  return result;
+}
+
+}  // namespace shoestring::nn

@@ -1,0 +1,155 @@
+#include <cmath>
+#include <utility>
+
+#include <ATen/Functions.h>
+
+#include <shoestring/nn/adapter.h>
+
+#include "adapters/names.h"
+
+namespace shoestring::nn {
+
+using at::Tensor;
+
+double AdapterOptions::scaling() const {
+  const double rank = static_cast<double>(rank_);
+  return alpha_ / (rslora_ ? std::sqrt(rank) : rank);
+}
+
+bool AdapterOptions::changes_base() const {
+  return init_.starts_with("pissa") || init_ == "olora" || init_ == "loftq";
+}
+
+AdapterImpl::AdapterImpl(AnyAdapterOptions adapter_options, const Tensors& values)
+    : options(std::move(adapter_options)) {
+  for (const auto& item : values) tensors.insert(item.key(), register_parameter(item.key(), item.value()));
+}
+
+// What clone() calls on a copy, which still names the original's tensors.
+void AdapterImpl::reset() {
+  for (auto& item : tensors) {
+    item.value() = register_parameter(item.key(), at::empty_like(item.value()), item.value().requires_grad());
+  }
+  for (auto& item : fixed) item.value() = register_buffer(item.key(), at::empty_like(item.value()));
+}
+
+const Tensor& AdapterImpl::operator[](const std::string& name) const {
+  return fixed.contains(name) ? fixed[name] : tensors[name];
+}
+
+Tensor& AdapterImpl::operator[](const std::string& name) {
+  return fixed.contains(name) ? fixed[name] : tensors[name];
+}
+
+void AdapterImpl::set_fixed(const std::string& name, const Tensor& value) {
+  if (fixed.contains(name)) {
+    fixed[name].set_data(value.detach());  // LibTorch cannot take a buffer back
+  } else {
+    fixed.insert(name, register_buffer(name, value));
+  }
+}
+
+std::vector<std::string> AdaptedLayer::current() const {
+  std::vector<std::string> names;
+  if (!enabled) return names;
+  if (rows.has_value()) return rows->names;
+  for (const auto& name : active) {
+    if (adapters.contains(name)) names.push_back(name);
+  }
+  return names;
+}
+
+void AdaptedLayer::check_kind(const AnyAdapterOptions& options, const std::string& caller,
+                              const std::string& name) const {
+  const char* const kinds[] = {"LoRA", "IA3", "VeRA"};
+  for (const auto& item : adapters) {
+    const size_t there = item.value()->options.index();
+    TORCH_CHECK_VALUE(there == options.index(), caller, ": adapter: expected adapters of the kind that ",
+                      name, " has, ", kinds[there], ", received ", kinds[options.index()]);
+  }
+}
+
+void AdaptedLayer::add_adapter(const AnyAdapterOptions& options, const std::string& adapter_name,
+                               AdapterImpl::Tensors given) {
+  lora::check_adapter("add_adapter", options);
+  lora::check_name("add_adapter", adapter_name);
+  TORCH_CHECK_VALUE(!adapters.contains(adapter_name),
+                    "add_adapter: adapter_name: expected a new one, but the layer has an adapter '",
+                    adapter_name, "'; merge or delete it first");
+  shapes(options, "add_adapter", "this layer");
+  if (given.is_empty()) given = prepare(options);
+  auto values = start(options);
+  for (const auto& item : given) {
+    if (values.contains(item.key())) values[item.key()] = item.value();
+  }
+  put_adapter(adapter_name, options, values);
+  for (const auto& item : given) {
+    const bool vera = !values.contains(item.key());
+    const std::string name = vera ? item.key() : "initial_" + item.key().substr(5);  // of lora_A or lora_B
+    adapters[adapter_name]->set_fixed(
+        name, vera ? item.value().to(adapter_type()) : item.value().to(adapter_type(), false, true));
+  }
+}
+
+void AdaptedLayer::put_adapter(const std::string& adapter_name, const AnyAdapterOptions& options,
+                               const AdapterImpl::Tensors& values) {
+  const torch::NoGradGuard no_grad;
+  freeze();
+  Adapter* former = adapters.find(adapter_name);
+  bool same = former != nullptr && (*former)->tensors.size() == values.size();
+  for (const auto& item : values) {
+    same = same && (*former)->tensors.contains(item.key()) &&
+           (*former)->tensors[item.key()].sizes() == item.value().sizes();
+  }
+  if (same) {
+    for (const auto& item : values) (*former)->tensors[item.key()].copy_(item.value());
+    (*former)->options = options;
+  } else {
+    auto& module = dynamic_cast<torch::nn::Module&>(*this);
+    if (former != nullptr) module.unregister_module(adapter_name);
+    AdapterImpl::Tensors own;
+    for (const auto& item : values)
+      own.insert(item.key(), item.value().detach().to(adapter_type(), false, /*copy=*/true).contiguous());
+    const Adapter adapter = module.register_module(adapter_name, Adapter(options, own));
+    if (former != nullptr) {
+      adapters[adapter_name] = adapter;
+    } else {
+      adapters.insert(adapter_name, adapter);
+    }
+  }
+  active = {adapter_name};
+}
+
+void AdaptedLayer::delete_adapter(const std::string& adapter_name) {
+  TORCH_CHECK_VALUE(adapters.contains(adapter_name),
+                    "delete_adapter: adapter_name: expected the name of an adapter of this layer, "
+                    "received '",
+                    adapter_name, "'");
+  dynamic_cast<torch::nn::Module&>(*this).unregister_module(adapter_name);
+  adapters.erase(adapter_name);
+  std::erase(active, adapter_name);
+}
+
+Tensor AdaptedLayer::uses(const std::string& adapter_name, const Tensor& x) const {
+  if (!rows.has_value() || !enabled) return Tensor();
+  TORCH_CHECK_VALUE(x.dim() > 0 && x.size(0) == rows->uses.size(0),
+                    "lora::AdaptersPerRowGuard: adapter_names: expected one for "
+                    "each of the ",
+                    x.dim() > 0 ? x.size(0) : 1, " rows of the batch that reached a layer, received ",
+                    rows->uses.size(0));
+  const auto place = std::find(rows->names.begin(), rows->names.end(), adapter_name) - rows->names.begin();
+  return rows->uses.narrow(1, place, 1);
+}
+
+void AdaptedLayer::register_adapters() {
+  for (auto& item : adapters)
+    dynamic_cast<torch::nn::Module&>(*this).register_module(item.key(), item.value());
+}
+
+void AdaptedLayer::unregister_adapters() {
+  for (auto& item : adapters) dynamic_cast<torch::nn::Module&>(*this).unregister_module(item.key());
+  adapters.clear();
+  active.clear();
+}
+
+}  // namespace shoestring::nn

@@ -1,0 +1,138 @@
+#include <algorithm>
+#include <map>
+
+#include <shoestring/lora.h>
+
+#include "adapters/initialize.h"
+#include "adapters/names.h"
+#include "adapters/trained_copy.h"
+
+namespace shoestring::lora {
+
+using nn::AdaptedLayer;
+using nn::LinearImpl;
+
+namespace {
+
+std::vector<std::pair<std::string, AdaptedLayer*>> targets(const torch::nn::Module& module,
+                                                           const std::vector<std::string>& names,
+                                                           const std::vector<std::string>& saved) {
+  std::vector<std::pair<std::string, AdaptedLayer*>> found;
+  std::vector<std::string> known;
+  for (const auto& [name, each] : modules(module)) {
+    if (!name.empty()) known.push_back(name);
+  }
+  check_matched("lora::apply: target_modules", names, known);
+  for (const auto& [name, each] : modules(module)) {
+    auto* layer = dynamic_cast<AdaptedLayer*>(each);
+    const bool chosen =
+        names.empty() ? dynamic_cast<LinearImpl*>(each) != nullptr : !name.empty() && matches(name, names);
+    if (!chosen || is_inside(name, saved)) continue;
+    TORCH_CHECK_VALUE(
+        layer != nullptr,
+        "lora::apply: target_modules: expected shoestring::nn::Linear or Embedding layers, received ", name,
+        ", a ", each->name(), "; declare it as one of these");
+    found.emplace_back(name, layer);
+  }
+  TORCH_CHECK_VALUE(
+      !found.empty(),
+      "lora::apply: target_modules: expected names of shoestring::nn layers, received names that match "
+      "none of the module's ",
+      all_of<AdaptedLayer>(module).size());
+  return found;
+}
+
+// A layer's own options.
+nn::AnyAdapterOptions own_options(const nn::AnyAdapterOptions& options, const std::string& name) {
+  const auto* ia3 = std::get_if<nn::IA3Options>(&options);
+  if (ia3 == nullptr) return options;
+  nn::IA3Options own = *ia3;
+  return own.feedforward(matches(name, ia3->feedforward_modules()));
+}
+
+// What VeRA's layers share, as wide as the widest of them.
+nn::AdapterImpl::Tensors shared(const nn::AnyAdapterOptions& options,
+                                const std::vector<std::pair<std::string, AdaptedLayer*>>& layers) {
+  const auto* vera = std::get_if<nn::VeraOptions>(&options);
+  if (vera == nullptr) return nn::AdapterImpl::Tensors();
+  int64_t in = 0, out = 0;
+  for (const auto& [name, layer] : layers) {
+    const auto& sizes = dynamic_cast<const LinearImpl&>(*layer).options;
+    in = std::max(in, sizes.in_features());
+    out = std::max(out, sizes.out_features());
+  }
+  auto matrices = projection(*vera, in, out);
+  for (auto& item : matrices) item.value() = item.value().to(layers.front().second->adapter_type());
+  return matrices;
+}
+
+}  // namespace
+
+std::vector<std::string> apply(torch::nn::Module& module, const LoraOptions& options) {
+  check_adapter("lora::apply", options.adapter());
+  check_name("lora::apply", options.adapter_name());
+  check_quantize("lora::apply", options.quantize(), options.block_size(), options.nested());
+  const auto known = adapter_names(module);
+  TORCH_CHECK_VALUE(std::find(known.begin(), known.end(), options.adapter_name()) == known.end(),
+                    "lora::apply: adapter_name: "
+                    "expected a new one, but the module has an adapter '",
+                    options.adapter_name(), "'; merge or delete it first");
+  check_bias("lora::apply", options.adapter(), options.bias());
+  const auto saved = saved_modules("lora::apply", module, options.modules_to_save());
+  const auto found = targets(module, options.target_modules(), saved);
+  if (const auto* ia3 = std::get_if<nn::IA3Options>(&options.adapter())) {
+    std::vector<std::string> chosen;
+    for (const auto& [name, layer] : found) chosen.push_back(name);
+    check_matched("lora::apply: feedforward_modules", ia3->feedforward_modules(), chosen);
+  }
+  for (const auto& [name, layer] : found)
+    layer->shapes(own_options(options.adapter(), name), "lora::apply", name);
+  for (const auto& [name, layer] : adapted_layers(module)) {
+    for (const auto& item : layer->adapters) {
+      TORCH_CHECK_VALUE(options.bias() == "none" || item.value()->bias == "none",
+                        "lora::apply: bias: expected 'none', since the "
+                        "adapter '",
+                        item.key(), "' trains the base's biases, received '", options.bias(), "'");
+    }
+  }
+  const bool quantize = options.quantize() != "none";
+  const auto form = QuantizeOptions().quant_type(options.quantize()).block_size(options.block_size());
+  const auto* lora = std::get_if<nn::AdapterOptions>(&options.adapter());
+  const bool changes_base = lora != nullptr && lora->changes_base();
+  for (const auto& [name, layer] : found) {
+    const auto* linear = dynamic_cast<const LinearImpl*>(layer);
+    TORCH_CHECK_VALUE(!changes_base || lora->init() != "loftq" || quantize || linear->is_quantized(),
+                      "lora::apply: init: expected "
+                      "'loftq' with quantize, since it divides between the two what quantising loses; "
+                      "received quantize 'none'");
+  }
+
+  for (auto& parameter : module.parameters()) parameter.requires_grad_(false);
+  const auto quantized = [&](LinearImpl& linear) {
+    if (quantize && !linear.is_quantized() && !linear.has_adapter()) linear.quantize(form, options.nested());
+  };
+  std::map<AdaptedLayer*, nn::AdapterImpl::Tensors> taken;
+  for (const auto& [name, layer] : found) {
+    if (!changes_base) break;
+    auto& linear = dynamic_cast<LinearImpl&>(*layer);  // before the weight is quantised: what is left is
+    taken[layer] = take_out(linear, *lora, quantize ? &form : nullptr, options.nested());
+    quantized(linear);
+  }
+  for (const auto& [name, linear] : all_of<LinearImpl>(module)) {
+    if (!is_inside(name, saved)) quantized(*linear);  // these are trained
+  }
+  const auto matrices = shared(options.adapter(), found);
+  std::vector<std::string> names;
+  for (const auto& [name, layer] : found) {
+    const auto given = taken.find(layer);
+    layer->add_adapter(own_options(options.adapter(), name), options.adapter_name(),
+                       given != taken.end() ? given->second : matrices);
+    layer->adapters[options.adapter_name()]->bias = options.bias();
+    names.push_back(name);
+  }
+  for (const auto& name : saved) add_copy(module, name, options.adapter_name());
+  set_adapter(module, {options.adapter_name()});
+  return names;
+}
+
+}  // namespace shoestring::lora

@@ -1,0 +1,53 @@
+// Two matrices are read once, in lines of four registers; sums stay in registers for some rows, and then join
+// the others, so that the error is that of short sums.
+
+#include "adapters/column_dots_table.h"
+
+#include "core/element_simd.h"
+
+namespace shoestring::cpu::SHOESTRING_CAPABILITY {
+namespace {
+
+constexpr int kWide = 4;  // registers of a line
+constexpr int64_t kLine = kWide * kLanes;
+constexpr int64_t kRows = 128;
+
+template <class E>
+void dots(const typename E::Type* a, const typename E::Type* b, const float* offset, int64_t rows,
+          int64_t stride, int64_t begin, int64_t end, float* sums) {
+  for (int64_t c = begin; c < end; c += kLine) {
+    const int64_t n = end - c < kLine ? end - c : kLine;
+    F32 total[kWide] = {}, away[kWide] = {};
+    for (int j = 0; j < kWide && offset != nullptr; ++j)
+      away[j] = load_some<Float>(offset + c + j * kLanes, n - j * kLanes);
+    for (int64_t first = 0; first < rows; first += kRows) {
+      const int64_t last = first + kRows < rows ? first + kRows : rows;
+      F32 sum[kWide] = {};
+      if (n == kLine) {
+        for (int64_t r = first; r < last; ++r) {
+#pragma GCC unroll 4
+          for (int j = 0; j < kWide; ++j) {
+            const int64_t i = r * stride + c + j * kLanes;
+            sum[j] = fma(E::load(a + i), E::load(b + i) - away[j], sum[j]);
+          }
+        }
+      } else {
+        for (int64_t r = first; r < last; ++r) {
+          for (int j = 0; j * kLanes < n; ++j) {
+            const int64_t i = r * stride + c + j * kLanes, left = n - j * kLanes;
+            sum[j] = fma(load_some<E>(a + i, left), load_some<E>(b + i, left) - away[j], sum[j]);
+          }
+        }
+      }
+      for (int j = 0; j < kWide; ++j) total[j] += sum[j];
+    }
+    __builtin_memcpy(sums + c, total, n * sizeof(float));
+  }
+}
+
+}  // namespace
+
+extern const kernels::ColumnDotsTable column_dots;
+const kernels::ColumnDotsTable column_dots{dots<Float>, dots<BFloat16>, dots<Half>};
+
+}  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

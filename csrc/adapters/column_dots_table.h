@@ -1,0 +1,22 @@
+#pragma once
+
+#include <cstdint>
+
+#include "core/capability.h"
+
+namespace shoestring::kernels {
+
+/// sums[c] = the sum over `rows` of a[., c] (b[., c] - offset[c]) for columns [begin, end); rows are `stride`
+/// elements apart in a and b. offset: null for none.
+struct ColumnDotsTable {
+  void (*dots_float)(const float* a, const float* b, const float* offset, int64_t rows, int64_t stride,
+                     int64_t begin, int64_t end, float* sums);
+  void (*dots_bf16)(const uint16_t* a, const uint16_t* b, const float* offset, int64_t rows, int64_t stride,
+                    int64_t begin, int64_t end, float* sums);
+  void (*dots_fp16)(const uint16_t* a, const uint16_t* b, const float* offset, int64_t rows, int64_t stride,
+                    int64_t begin, int64_t end, float* sums);
+};
+
+}  // namespace shoestring::kernels
+
+SHOESTRING_CPU_TABLE(kernels::ColumnDotsTable, column_dots)

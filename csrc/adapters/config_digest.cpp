@@ -1,0 +1,85 @@
+#include "adapters/config_digest.h"
+
+#include <c10/util/hash.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <cstdio>
+#include <vector>
+
+namespace shoestring::lora {
+namespace {
+
+using Json = nlohmann::json;
+
+const char* const kComputation[] = {"peft_type",
+                                    "r",
+                                    "lora_alpha",
+                                    "rank_pattern",
+                                    "alpha_pattern",
+                                    "use_rslora",
+                                    "use_dora",
+                                    "lora_dropout",
+                                    "lora_bias",
+                                    "bias",
+                                    "target_modules",
+                                    "exclude_modules",
+                                    "layers_to_transform",
+                                    "layers_pattern",
+                                    "modules_to_save",
+                                    "target_parameters",
+                                    "vera_dropout",
+                                    "d_initial",
+                                    "projection_prng_key",
+                                    "save_projection",
+                                    "feedforward_modules",
+                                    "num_virtual_tokens",
+                                    "prefix_projection",
+                                    "encoder_hidden_size"};
+
+bool is_off(const Json& value) {
+  return value.is_null() || value == false || (!value.is_primitive() && value.empty()) || value == "";
+}
+
+// Sorted, between two brackets.
+std::string joined(std::vector<std::string> parts, const char* brackets) {
+  std::sort(parts.begin(), parts.end());
+  std::string text(1, brackets[0]);
+  for (const auto& part : parts) text += part;
+  return text + brackets[1];
+}
+
+std::string canonical(const Json& value, int depth = 0) {
+  if (value.is_null()) return "n";
+  if (value.is_boolean()) return value.get<bool>() ? "t" : "f";
+  if (value.is_number()) {
+    char bits[18];
+    std::snprintf(bits, sizeof bits, "d%016llx",
+                  static_cast<unsigned long long>(std::bit_cast<uint64_t>(value.get<double>())));
+    return bits;
+  }
+  if (value.is_string()) {
+    const auto& text = value.get_ref<const std::string&>();
+    return "s" + std::to_string(text.size()) + ":" + text;
+  }
+  if (depth == 2) return "x";  // no field is nested as deep
+  std::vector<std::string> parts;
+  for (const auto& item : value.items()) {
+    parts.push_back((value.is_object() ? canonical(item.key()) : "") + canonical(item.value(), depth + 1));
+  }
+  return joined(std::move(parts), value.is_object() ? "{}" : "[]");
+}
+
+}  // namespace
+
+std::string config_digest(const Json& config) {
+  std::vector<std::string> parts;
+  for (const char* name : kComputation) {
+    const auto found = config.find(name);
+    if (found != config.end() && !is_off(*found)) parts.push_back(canonical(name) + canonical(*found, 1));
+  }
+  return c10::sha1(joined(std::move(parts), "{}")).str();
+}
+
+}  // namespace shoestring::lora

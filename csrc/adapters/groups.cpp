@@ -1,0 +1,42 @@
+#include <map>
+#include <set>
+
+#include <torch/nn/modules/embedding.h>
+
+#include <shoestring/lora.h>
+
+#include "adapters/names.h"
+
+namespace shoestring::lora {
+
+std::vector<ParameterGroup> parameter_groups(const torch::nn::Module& module, double lr,
+                                             const GroupOptions& options) {
+  TORCH_CHECK_VALUE(options.lr_ratio() >= 1,
+                    "lora::parameter_groups: lr_ratio: expected at least 1, received ", options.lr_ratio());
+  std::set<const void*> embeddings;
+  for (const auto& [name, each] : modules(module)) {
+    if (each->as<torch::nn::EmbeddingImpl>() == nullptr && each->as<nn::EmbeddingImpl>() == nullptr) continue;
+    for (const auto& parameter : each->parameters()) embeddings.insert(parameter.unsafeGetTensorImpl());
+  }
+  std::vector<ParameterGroup> groups;
+  std::map<std::pair<double, bool>, size_t> places;  // by learning rate and weight decay
+  std::set<const void*> seen;
+  for (const auto& item : module.named_parameters()) {
+    const at::Tensor& parameter = item.value();
+    if (!parameter.requires_grad() || !seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
+    const bool vector = parameter.dim() == 1;
+    const bool fast = vector || item.key().ends_with(".lora_B");
+    const double rate = embeddings.count(parameter.unsafeGetTensorImpl()) > 0 ? options.embedding_lr()
+                        : fast                                                ? lr * options.lr_ratio()
+                                                                              : lr;
+    const auto [place, added] = places.emplace(std::pair(rate, !vector), groups.size());
+    if (added) groups.push_back({{}, rate, !vector});
+    groups[place->second].params.push_back(parameter);
+  }
+  TORCH_CHECK_VALUE(
+      !groups.empty(),
+      "lora::parameter_groups: module: expected parameters that require a gradient, received none");
+  return groups;
+}
+
+}  // namespace shoestring::lora

@@ -1,0 +1,97 @@
+// First values of adapters that come from the base weight, or from a seed of their own.
+#include "adapters/initialize.h"
+
+#include <cmath>
+#include <string>
+#include <tuple>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Functions.h>
+
+#include "adapters/low_rank.h"
+
+namespace shoestring::lora {
+namespace {
+
+using at::Tensor;
+
+// The largest singular triplets by a randomised range finder with power iterations (Halko et al., arXiv
+// 0909.4061): V as rows.
+std::tuple<Tensor, Tensor, Tensor> randomized_svd(const Tensor& matrix, int64_t count, int64_t iterations) {
+  const bool wide = matrix.size(0) < matrix.size(1);
+  const Tensor tall = wide ? matrix.t() : matrix;
+  const auto basis = [](const Tensor& t) { return std::get<0>(at::linalg_qr(t)); };
+  Tensor Q = basis(tall.mm(at::randn({tall.size(1), count}, tall.options())));
+  for (int64_t i = 0; i < iterations; ++i) Q = basis(tall.mm(basis(tall.t().mm(Q))));
+  auto [U, values, V] = at::linalg_svd(Q.t().mm(tall), /*full_matrices=*/false);
+  U = Q.mm(U);
+  return wide ? std::tuple(V.t(), values, U.t()) : std::tuple(U, values, V);
+}
+
+// lora_A and lora_B of the best approximation of the rank, divided by the scaling, each with the roots of the
+// values.
+std::pair<Tensor, Tensor> halves(const Tensor& matrix, const nn::AdapterOptions& options,
+                                 int64_t iterations) {
+  const int64_t rank = options.rank();
+  auto [U, values, V] = iterations > 0 ? randomized_svd(matrix, rank, iterations)
+                                       : at::linalg_svd(matrix, /*full_matrices=*/false);
+  const Tensor roots = (values.narrow(0, 0, rank) / options.scaling()).sqrt();
+  return {roots.unsqueeze(1) * V.narrow(0, 0, rank), U.narrow(1, 0, rank) * roots};
+}
+
+// What quantising leaves of a weight.
+Tensor quantized(const nn::LinearImpl& layer, const Tensor& dense, const QuantizeOptions& quantize,
+                 bool nested) {
+  nn::QuantizedLinear form = nn::without_weight(layer.options, quantize, nested);
+  form->set_weight(dense);
+  return form->dequantize(at::kFloat).to(dense.scalar_type());
+}
+
+}  // namespace
+
+nn::AdapterImpl::Tensors take_out(nn::LinearImpl& layer, const nn::AdapterOptions& options,
+                                  const QuantizeOptions* quantize, bool nested) {
+  const torch::NoGradGuard no_grad;
+  const Tensor dense = layer.dense_weight();
+  const std::string& init = options.init();
+  Tensor A, B;
+  if (init == "olora") {
+    const auto [Q, R] = at::linalg_qr(dense);
+    A = R.narrow(0, 0, options.rank());
+    B = Q.narrow(1, 0, options.rank());
+  } else if (init == "loftq") {
+    TORCH_CHECK_VALUE(layer.is_quantized() || quantize != nullptr,
+                      "lora::apply: init: expected 'loftq' with quantize, since it "
+                      "divides between the two what quantising loses; received quantize 'none'");
+    const auto form = layer.is_quantized() ? layer.base->options.quantize() : *quantize;
+    const bool two = layer.is_quantized() ? layer.base->options.nested() : nested;
+    Tensor rest = dense;
+    for (int64_t i = 0; i < options.loftq_iterations(); ++i) {
+      std::tie(A, B) = halves(dense - quantized(layer, rest, form, two), options, 0);
+      rest = at::addmm(dense, B, A, 1, -options.scaling());
+    }
+  } else {
+    const auto at = init.find("_niter_");
+    std::tie(A, B) = halves(dense, options, at == std::string::npos ? 0 : std::stoll(init.substr(at + 7)));
+  }
+  layer.set_weight(at::addmm(dense, B, A, 1, -options.scaling()));
+  nn::AdapterImpl::Tensors taken;
+  taken.insert("lora_A", A.contiguous());
+  taken.insert("lora_B", B.contiguous());
+  return taken;
+}
+
+nn::AdapterImpl::Tensors projection(const nn::VeraOptions& options, int64_t in_features,
+                                    int64_t out_features) {
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(options.seed()));
+  const auto drawn = [&](int64_t rows, int64_t columns) {
+    const double bound = std::sqrt(6.0 / static_cast<double>(columns));
+    return at::empty({rows, columns}, at::kFloat).uniform_(-bound, bound, generator);
+  };
+  nn::AdapterImpl::Tensors matrices;
+  matrices.insert("vera_A", drawn(options.rank(), in_features));
+  matrices.insert("vera_B", drawn(out_features, options.rank()));
+  return matrices;
+}
+
+}  // namespace shoestring::lora

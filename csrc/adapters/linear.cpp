@@ -1,0 +1,201 @@
+#include <cmath>
+#include <utility>
+
+#include <torch/nn/init.h>
+
+#include <shoestring/model_files.h>
+#include <shoestring/nn.h>
+
+#include "adapters/low_rank.h"
+
+namespace shoestring::nn {
+
+using at::Tensor;
+
+// A layer in this form whose weight is still to come: given a 1 x 1 form first, no random one of the full
+// size is drawn.
+QuantizedLinear without_weight(const LinearOptions& options, const QuantizeOptions& quantize, bool nested) {
+  auto small = QuantizeOptions().quant_type(quantize.quant_type());
+  QuantizedLinear layer(QuantizedLinearOptions(1, 1).bias(false).quantize(small).nested(nested));
+  layer->options = QuantizedLinearOptions(options.in_features(), options.out_features())
+                       .bias(false)
+                       .quantize(quantize)
+                       .nested(nested);
+  return layer;
+}
+
+LinearImpl::LinearImpl(const LinearOptions& options) : options(options) { reset(); }
+
+// Also what clone() calls on a copy: the layer comes out in the form that it has, for the values to be copied
+// into.
+void LinearImpl::reset() {
+  const bool quantized = is_quantized();
+  const auto form = quantized ? base->options : QuantizedLinearOptions(1, 1);
+  const auto dtype = quantized ? base->dtype : weight.defined() ? weight.scalar_type() : at::kFloat;
+  const auto held = std::exchange(adapters, decltype(adapters)());
+  base = nullptr;
+  former_.reset();
+  const std::vector<int64_t> shape{options.out_features(), options.in_features()};
+  if (options.placeholder()) {
+    weight = register_parameter("weight", placeholder(shape, dtype));
+    if (options.bias()) bias = register_parameter("bias", placeholder({options.out_features()}, dtype));
+  } else {
+    weight = register_parameter("weight", torch::empty(shape, dtype));
+    torch::nn::init::kaiming_uniform_(weight, std::sqrt(5));
+    if (options.bias()) {
+      const double bound = 1 / std::sqrt(static_cast<double>(options.in_features()));
+      bias =
+          register_parameter("bias", torch::empty({options.out_features()}, dtype).uniform_(-bound, bound));
+    }
+  }
+  if (quantized) quantize(form.quantize(), form.nested());
+  if (!held.is_empty()) freeze();
+  for (const auto& item : held)
+    adapters.insert(item.key(), std::dynamic_pointer_cast<AdapterImpl>(item.value()->clone()));
+  register_adapters();
+}
+
+void LinearImpl::quantize(const QuantizeOptions& quantize_options, bool nested) {
+  TORCH_CHECK(!is_quantized() && !has_adapter(),
+              "nn::Linear: quantize: expected a dense layer without an adapter, received one that is ",
+              is_quantized() ? "quantised already" : "adapted already");
+  QuantizedLinear quantized = without_weight(options, quantize_options, nested);
+  quantized->set_weight(weight.detach());
+  set_base(quantized);
+}
+
+void LinearImpl::set_quantized(const Tensor& bytes, const Tensor& scales, const Tensor& second,
+                               const QuantizeOptions& quantize_options, at::ScalarType dtype) {
+  TORCH_CHECK(!has_adapter(),
+              "nn::Linear: set_quantized: expected a layer without an adapter, received one that is adapted");
+  QuantizedLinear quantized = without_weight(options, quantize_options, second.defined());
+  quantized->set_parts(bytes, scales, second, quantize_options);
+  quantized->dtype = dtype;
+  set_base(quantized);
+}
+
+void LinearImpl::set_base(const QuantizedLinear& quantized) {
+  if (is_quantized()) {
+    unregister_module("base");
+  } else {
+    parameters_.erase("weight");
+    weight = Tensor();
+  }
+  former_.reset();
+  base = register_module("base", quantized);
+}
+
+void LinearImpl::set_dense(const Tensor& value) {
+  if (is_quantized()) {
+    unregister_module("base");
+    base = nullptr;
+  } else {
+    parameters_.erase("weight");
+  }
+  weight = register_parameter("weight", value, /*requires_grad=*/false);
+}
+
+void LinearImpl::set_weight(const Tensor& dense) {
+  const torch::NoGradGuard no_grad;
+  if (!is_quantized()) {
+    weight.copy_(dense);
+    return;
+  }
+  const auto dtype = base->dtype;
+  base->set_weight(dense);
+  base->dtype = dtype;
+}
+
+void LinearImpl::delete_adapter(const std::string& adapter_name) {
+  const Adapter* own = adapters.find(adapter_name);
+  if (own != nullptr && (*own)->has("initial_A"))
+    set_weight(low_rank_sum(dense_weight(), {taken_part(**own)}));
+  AdaptedLayer::delete_adapter(adapter_name);
+}
+
+Tensor LinearImpl::dense_weight() const {
+  if (is_quantized()) return base->dequantize(at::kFloat);
+  return weight.detach().to(weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+}
+
+at::TensorOptions LinearImpl::adapter_type() const {
+  if (is_quantized()) return base->packed.options().dtype(at::kFloat);
+  return weight.options()
+      .dtype(weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat)
+      .requires_grad(false);
+}
+
+void LinearImpl::freeze() {
+  if (weight.defined()) weight.requires_grad_(false);
+  if (bias.defined()) bias.requires_grad_(false);
+  former_.reset();  // there is no way back past a new adapter
+}
+
+std::array<double, 2> LinearImpl::merge(const MergeOptions& merge_options) {
+  TORCH_CHECK(has_adapter(), "nn::Linear: merge: expected a layer with an adapter, received one without");
+  const torch::NoGradGuard no_grad;
+  std::vector<std::string> names =
+      merge_options.adapter_names().empty() ? active : merge_options.adapter_names();
+  std::erase_if(names, [&](const auto& name) { return !has_adapter(name); });
+  const auto exact = merged(names);
+  const Tensor before = dense_weight();
+  const auto dtype = is_quantized() ? base->dtype : weight.scalar_type();
+  const Former former{weight, bias, base, adapters, active};
+  unregister_adapters();
+  if (is_quantized() && merge_options.requantize()) {
+    QuantizedLinear again = without_weight(options, base->options.quantize(), base->options.nested());
+    again->set_weight(exact["weight"]);
+    again->dtype = dtype;
+    set_base(again);
+  } else {
+    set_dense(exact["weight"].to(dtype));
+  }
+  auto error = merge_error(before, exact["weight"], dense_weight());
+  if (const Tensor* sum = exact.find("bias")) {
+    const Tensor value = sum->to(bias.defined() ? bias.scalar_type() : dtype);
+    if (bias.defined()) {
+      const auto more = merge_error(bias, *sum, value);
+      error = {error[0] + more[0], error[1] + more[1]};
+    }
+    set_bias(value);
+  }
+  former_.reset();
+  if (merge_options.reversible()) former_ = former;
+  return error;
+}
+
+void LinearImpl::set_bias(const Tensor& value) {
+  if (bias.defined()) parameters_.erase("bias");
+  bias = value.defined() ? register_parameter("bias", value, /*requires_grad=*/false) : Tensor();
+  options.bias(value.defined());
+}
+
+void LinearImpl::unmerge() {
+  TORCH_CHECK(
+      former_.has_value(),
+      "nn::Linear: unmerge: expected a layer merged with reversible, received one without a former weight");
+  const Former former = *std::exchange(former_, std::nullopt);
+  const auto device = base_weight().device();
+  if (former.weight.defined()) {
+    set_dense(former.weight.detach().to(device));
+  } else {
+    set_base(former.base);
+    base->to(device);
+  }
+  set_bias(former.bias.defined() ? former.bias.detach().to(device) : Tensor());
+  adapters = former.adapters;
+  active = former.active;
+  register_adapters();
+  for (auto& item : adapters) item.value()->to(device);
+}
+
+void LinearImpl::pretty_print(std::ostream& stream) const {
+  stream << "shoestring::nn::Linear(in_features=" << options.in_features()
+         << ", out_features=" << options.out_features() << ", bias=" << (options.bias() ? "true" : "false");
+  if (is_quantized()) stream << ", " << base->options.quantize().quant_type();
+  for (const auto& item : adapters)
+    stream << (item.key() == adapters.front().key() ? ", adapters: " : ", ") << item.key();
+  stream << ")";
+}
+
+}  // namespace shoestring::nn

@@ -1,0 +1,232 @@
+#include <unistd.h>
+
+#include <algorithm>
+#include <map>
+
+#include <ATen/Functions.h>
+
+#include <shoestring/lora.h>
+#include <shoestring/safetensors.h>
+
+#include "adapters/config_digest.h"
+#include "adapters/initialize.h"
+#include "adapters/names.h"
+#include "adapters/peft_config.h"
+#include "adapters/trained_copy.h"
+#include "files/safetensors_format.h"
+
+namespace shoestring::lora {
+namespace {
+
+using at::Tensor;
+using Tensors = nn::AdapterImpl::Tensors;
+
+// A file's tensors, sorted by what they are for and checked against the module.
+struct Content {
+  struct Layer {
+    nn::AdaptedLayer* layer = nullptr;
+    nn::AnyAdapterOptions options;
+    Tensors values;
+  };
+  std::map<std::string, Layer> layers;
+  std::map<std::string, std::map<std::string, Tensor>> copies;  // by module and key
+  std::vector<std::pair<Tensor, Tensor>> biases;                // the module's, and its new values
+  Tensors projection;                                           // VeRA's matrices
+};
+
+std::string listed_shapes(const nn::AdaptedLayer::Shapes& shapes) {
+  std::map<std::string, std::vector<int64_t>> sorted;
+  for (const auto& item : shapes) sorted[item.key()] = item.value();
+  std::string text;
+  for (const auto& [name, shape] : sorted)
+    text += c10::str(text.empty() ? "" : ", ", name, " ", at::IntArrayRef(shape));
+  return text.empty() ? "nothing" : text;
+}
+
+nn::AdaptedLayer::Shapes shapes_of(const Tensors& tensors) {
+  nn::AdaptedLayer::Shapes shapes;
+  for (const auto& item : tensors) shapes.insert(item.key(), item.value().sizes().vec());
+  return shapes;
+}
+
+// "up_proj.base_layer.bias" as "up_proj.bias".
+std::string without_base_layer(const std::string& key) {
+  const std::string part = ".base_layer";
+  const auto at = key.find(part + ".");
+  return at == std::string::npos ? key : key.substr(0, at) + key.substr(at + part.size());
+}
+
+class Sorter {
+ public:
+  Sorter(const torch::nn::Module& module, const SafetensorsFile& file, const FileConfig& config)
+      : file_(file), config_(config), place_("lora::load_adapter: " + file.path()) {
+    saved_ = saved_modules(place_, module, config.modules_to_save);
+    for (const auto& [name, layer] : all_of<nn::AdaptedLayer>(module)) layers_[name] = layer;
+    for (const auto& [name, bias] : base_biases(module, config.bias == "none" ? "none" : "all"))
+      biases_[name] = bias;
+    for (const auto& entry : file.entries()) sort(entry.name);
+    for (auto& [name, own] : content.layers) check_layer(name, own);
+    for (const auto& [name, values] : content.copies) check_copy(module, name, values);
+    check_projection();
+  }
+
+  Content content;
+
+ private:
+  void sort(const std::string& key) {
+    TORCH_CHECK_VALUE(is_name(key), place_, ": expected names of tensors, received ",
+                      safetensors::quote(key));
+    const Tensor value = file_.load(key);
+    if (key == std::string(kShared) + "vera_A" || key == std::string(kShared) + "vera_B") {
+      content.projection.insert(key.substr(std::string(kShared).size()), value);
+      return;
+    }
+    TORCH_CHECK_VALUE(key.starts_with(kPrefix), place_, ": expected keys that begin with ", kPrefix,
+                      ", received ", key);
+    const std::string name = key.substr(std::string(kPrefix).size());
+    for (const auto& owner : saved_) {
+      if (!name.starts_with(owner + ".")) continue;
+      content.copies[owner][name.substr(owner.size() + 1)] = value;
+      return;
+    }
+    const auto bias = biases_.find(without_base_layer(name));
+    if (bias != biases_.end()) {
+      TORCH_CHECK_VALUE(bias->second.sizes() == value.sizes(), place_, ": ", key, ": expected shape ",
+                        bias->second.sizes(), ", received ", value.sizes());
+      content.biases.emplace_back(bias->second, value);
+    } else if (name.ends_with(".base_layer.weight")) {
+      check_base(name.substr(0, name.size() - std::string(".base_layer.weight").size()), key, value);
+    } else {
+      const auto [layer, parameter] = split_key(name);
+      TORCH_CHECK_VALUE(!parameter.empty() && value.is_floating_point(), place_,
+                        ": expected floating-point tensors of an adapter, of "
+                        "modules_to_save and of biases, received ",
+                        key, " of ", value.scalar_type());
+      TORCH_CHECK_VALUE(layers_.count(layer) > 0, place_, ": ", layer,
+                        ": expected a layer of shoestring::nn in the module, found none "
+                        "of that name");
+      content.layers[layer].values.insert(parameter, value);
+    }
+  }
+
+  // PEFT writes the base weight of embeddings and output layers that have an adapter: nothing to load where
+  // it is ours.
+  void check_base(const std::string& name, const std::string& key, const Tensor& value) const {
+    const auto found = layers_.find(name);
+    const auto* linear =
+        found == layers_.end() ? nullptr : dynamic_cast<const nn::LinearImpl*>(found->second);
+    const bool same =
+        found != layers_.end() && ((linear != nullptr && linear->is_quantized()) ||
+                                   at::equal(found->second->base_weight().detach().cpu(),
+                                             value.to(found->second->base_weight().scalar_type())));
+    TORCH_CHECK_VALUE(same, place_, ": ", key,
+                      ": expected the module's own weight, received another; was its vocabulary resized?");
+  }
+
+  void check_layer(const std::string& name, Content::Layer& own) const {
+    int64_t rank = 1;
+    for (const char* down : {"lora_A", "lora_embedding_A"}) {
+      const Tensor* A = own.values.find(down);
+      if (A != nullptr && A->dim() == 2) rank = std::max<int64_t>(A->size(0), 1);
+    }
+    own.layer = layers_.at(name);
+    own.options = config_.own(name, rank);
+    check_adapter(place_, own.options);
+    const std::string expected = listed_shapes(own.layer->shapes(own.options, place_, name));
+    const std::string received = listed_shapes(shapes_of(own.values));
+    TORCH_CHECK_VALUE(expected == received, place_, ": ", name, ": expected ", expected, ", received ",
+                      received);
+  }
+
+  void check_copy(const torch::nn::Module& module, const std::string& name,
+                  const std::map<std::string, Tensor>& values) const {
+    std::map<std::string, Tensor> own;
+    for (const auto& [found, owner] : modules(module)) {
+      if (found == name) own = TrainedCopyImpl(*owner).own();
+    }
+    bool same = own.size() == values.size();
+    for (const auto& [key, value] : values) same = same && own.count(key) > 0;
+    for (const auto& [key, value] : values) same = same && own[key].sizes() == value.sizes();
+    TORCH_CHECK_VALUE(same, place_, ": ", name,
+                      ": expected the names and shapes of its parameters and buffers, received others");
+  }
+
+  void check_projection() {
+    const auto* vera = std::get_if<nn::VeraOptions>(&config_.options);
+    int64_t in = 0, out = 0;
+    for (const auto& [name, own] : content.layers) {
+      const auto* linear = dynamic_cast<const nn::LinearImpl*>(own.layer);
+      if (linear == nullptr) continue;
+      in = std::max(in, linear->options.in_features());
+      out = std::max(out, linear->options.out_features());
+    }
+    if (vera == nullptr || (content.projection.is_empty() && !vera->save_projection())) {
+      TORCH_CHECK_VALUE(content.projection.is_empty() || vera != nullptr, place_,
+                        ": expected vera_A and vera_B of VERA alone");
+      if (vera != nullptr) content.projection = projection(*vera, in, out);
+      return;
+    }
+    const Tensor *A = content.projection.find("vera_A"), *B = content.projection.find("vera_B");
+    const bool fit = A != nullptr && B != nullptr && A->dim() == 2 && B->dim() == 2 &&
+                     A->size(0) == vera->rank() && A->size(1) >= in && B->size(0) >= out &&
+                     B->size(1) == vera->rank();
+    TORCH_CHECK_VALUE(fit, place_, ": expected base_model.vera_A [", vera->rank(), ", ", in,
+                      "] and base_model.vera_B [", out, ", ", vera->rank(), "], or larger, received ",
+                      listed_shapes(shapes_of(content.projection)));
+  }
+
+  const SafetensorsFile& file_;
+  const FileConfig& config_;
+  const std::string place_;
+  std::vector<std::string> saved_;
+  std::map<std::string, nn::AdaptedLayer*> layers_;
+  std::map<std::string, Tensor> biases_;
+};
+
+}  // namespace
+
+void load_adapter(torch::nn::Module& module, const std::string& directory, const std::string& adapter_name) {
+  check_name("lora::load_adapter", adapter_name);
+  const std::string inner = directory + "/" + adapter_name;
+  const bool named = adapter_name != "default" && ::access((inner + "/" + kConfig).c_str(), F_OK) == 0;
+  const std::string folder = named ? inner : directory;
+  const FileConfig config = read_config(folder + "/" + kConfig);
+  const SafetensorsFile file(folder + "/" + kWeights);
+  const auto digest = file.metadata().find(kDigest);  // PEFT's own files have none
+  TORCH_CHECK_VALUE(digest == file.metadata().end() || digest->second == config.digest,
+                    "lora::load_adapter: ", file.path(), ": expected the weights that were saved with ",
+                    folder, "/", kConfig,
+                    ", received weights of another save, "
+                    "which was interrupted, or a changed configuration; save the adapter again");
+  Content content = Sorter(module, file, config).content;
+  TORCH_CHECK_VALUE(!content.layers.empty(), "lora::load_adapter: ", file.path(),
+                    ": expected tensors of an adapter, received none");
+  for (const auto& [name, layer] : adapted_layers(module)) {
+    TORCH_CHECK_VALUE(!layer->has_adapter(adapter_name) || content.layers.count(name) > 0,
+                      "lora::load_adapter: ", folder, ": expected values for ", name,
+                      ", which has an adapter '", adapter_name, "'; found none");
+  }
+
+  const torch::NoGradGuard no_grad;
+  for (auto& parameter : module.parameters()) parameter.requires_grad_(false);
+  for (auto& item : content.projection)
+    item.value() = item.value().to(content.layers.begin()->second.layer->adapter_type());
+  for (auto& [name, own] : content.layers) {
+    // What one that changed the base took out goes back: the file is for that.
+    if (own.layer->has_adapter(adapter_name) && own.layer->adapters[adapter_name]->has("initial_A")) {
+      own.layer->delete_adapter(adapter_name);
+    }
+    own.layer->put_adapter(adapter_name, own.options, own.values);
+    own.layer->adapters[adapter_name]->bias = config.bias;
+    for (const auto& item : content.projection)
+      own.layer->adapters[adapter_name]->set_fixed(item.key(), item.value());
+  }
+  for (const auto& [name, values] : content.copies) {
+    auto own = add_copy(module, name, adapter_name).values(adapter_name);
+    for (const auto& [key, value] : values) own[key].copy_(value);
+  }
+  for (auto& [bias, value] : content.biases) bias.copy_(value);
+  set_adapter(module, {adapter_name});
+}
+
+}  // namespace shoestring::lora

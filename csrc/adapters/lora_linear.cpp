@@ -1,0 +1,326 @@
+// One operator for a layer, or for several that read the same input: the input is dropped, and goes through
+// the matrices A, together, and the gradients by it are summed as they are made.
+
+#include <tuple>
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include <shoestring/ops.h>
+
+#include "adapters/column_dots_table.h"
+#include "adapters/lora_layers.h"
+#include "core/call.h"
+#include "gemm/gemm.h"
+#include "layers/seeded_dropout.h"
+#include "layers/swiglu.h"
+#include "quantization/base_weight.h"
+
+namespace shoestring {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using Names = c10::List<std::string>;
+
+constexpr const char* kOp = kLoraLinear;
+
+BaseWeight base(const Products& products, const LoraLayer& layer, int64_t columns, at::TensorOptions like) {
+  if (!layer.absmax.has_value()) return BaseWeight::dense(layer.weight, products.weight);
+  return BaseWeight::quantized(PackedReader(products.backend, kOp, layer.weight, *layer.absmax, layer.nested,
+                                            layer.quant_type, layer.block_size),
+                               layer.out_features(columns).expect_int(), columns,
+                               like.dtype(products.weight));
+}
+
+// The matrices A of all layers, (ranks together, in_features).
+Tensor all_down(const std::vector<LoraLayer>& layers, at::ScalarType dtype) {
+  std::vector<Tensor> matrices;
+  for (const auto& layer : layers) {
+    if (layer.lora_A.has_value()) matrices.push_back(layer.lora_A->to(dtype));
+  }
+  return matrices.empty() ? Tensor() : matrices.size() == 1 ? matrices[0] : at::cat(matrices);
+}
+
+Tensor to_type(const OptionalTensor& t, at::ScalarType dtype) {
+  return t.has_value() ? t->to(dtype) : Tensor();
+}
+
+// y = gain * (x W^T + scaling * low B^T) + bias with low = low_scale * dropped(x) A^T. Returns each layer's
+// y, and low of all layers side by side (tokens, ranks), which backward needs again and is small.
+template <Backend backend>
+std::tuple<std::vector<Tensor>, Tensor> forward(const Tensor& x, const LoraParts& parts,
+                                                const OptionalTensor& gate, const OptionalTensor& seed,
+                                                double dropout, at::ArrayRef<double> scaling,
+                                                const Names& quant_type, at::IntArrayRef block_size) {
+  const auto layers = checked_layers(x, parts, gate, seed, dropout, scaling, quant_type, block_size);
+  const c10::OptionalDeviceGuard guard(x.device());
+  const Products products(backend, x);
+  const auto other = products.other;
+  const int64_t columns = x.size(-1);
+  Tensor flat = as_matrix(gate.has_value() ? swiglu_forward(backend, *gate, x) : x);
+  // Products widen 16 bits themselves, where they can; what is dropped is not rounded to them.
+  const Tensor wide = gemm_widens(other) && !seed.has_value() ? flat : flat.to(other);
+  const Tensor A = all_down(layers, other);
+  Tensor low = at::empty({flat.size(0), 0}, x.options().dtype(compute_type(x)));
+  if (A.defined()) {
+    low = multiply(products, seed.has_value() ? drop(backend, wide, *seed, dropout) : wide, A.t(),
+                   compute_type(x));
+  }
+  std::vector<Tensor> outputs;
+  int64_t first = 0;
+  for (const auto& layer : layers) {
+    Adaptation adaptation;
+    adaptation.scaling = layer.scaling;
+    adaptation.gain = to_type(layer.gain, compute_type(x));
+    adaptation.bias = to_type(layer.bias, layer.gain.has_value() ? compute_type(x) : other);
+    if (layer.lora_A.has_value()) {
+      Tensor own = low.narrow(1, first, layer.lora_A->size(0));
+      if (layer.low_scale.has_value()) own.mul_(*layer.low_scale);
+      first += own.size(1);
+      adaptation.low = own.to(other);
+      adaptation.up = layer.lora_B->to(other);
+    }
+    Tensor out = apply_weight(base(products, layer, columns, x.options()),
+                              products.weight == other ? wide : flat, adaptation, x.scalar_type(), products);
+    outputs.push_back(out.view_symint(with_last(x, out.size(1))));
+  }
+  return {outputs, low};
+}
+
+Tensor none(const Tensor& like) { return at::empty({0}, like.options()); }
+
+Tensor column_products_cpu(const Tensor& a, const Tensor& b, const Tensor& offset) {
+  Tensor sums = at::empty({a.size(1)}, a.options().dtype(at::kFloat));
+  const Tensor x = a.contiguous(), y = b.contiguous(),
+               shift = offset.defined() ? offset.contiguous() : offset;
+  const float* away = shift.defined() ? shift.const_data_ptr<float>() : nullptr;
+  const auto& kernels = cpu::column_dots();
+  at::parallel_for(0, a.size(1), 256, [&](int64_t begin, int64_t end) {
+    const auto run = [&](auto dots, auto* type) {
+      using T = std::remove_pointer_t<decltype(type)>;
+      dots(static_cast<const T*>(x.const_data_ptr()), static_cast<const T*>(y.const_data_ptr()), away,
+           x.size(0), x.size(1), begin, end, sums.mutable_data_ptr<float>());
+    };
+    switch (x.scalar_type()) {
+      case at::kFloat:
+        return run(kernels.dots_float, static_cast<float*>(nullptr));
+      case at::kBFloat16:
+        return run(kernels.dots_bf16, static_cast<uint16_t*>(nullptr));
+      default:
+        return run(kernels.dots_fp16, static_cast<uint16_t*>(nullptr));
+    }
+  });
+  return sums;
+}
+
+// Sums over the tokens of a (b - offset), in fp32 (fp64).
+Tensor column_products(const Tensor& a, const Tensor& b, const Tensor& offset, Backend backend) {
+  const auto type = compute_type(a);
+  if (backend == Backend::kCpu && type == at::kFloat && a.scalar_type() == b.scalar_type()) {
+    return column_products_cpu(a, b, offset);
+  }
+  const int64_t tokens = a.size(0), step = 4096;
+  Tensor sum = at::zeros({a.size(1)}, a.options().dtype(type));
+  for (int64_t i = 0; i < tokens; i += step) {
+    const int64_t n = std::min(step, tokens - i);
+    Tensor part = b.narrow(0, i, n).to(type);
+    part = offset.defined() ? part.sub(offset) : part;
+    sum.add_(part.mul(a.narrow(0, i, n)).sum(0));
+  }
+  return sum;
+}
+
+// With G the upstream gradient times the gain and D = scaling * low_scale * G B, side by side for all layers:
+//   grad_x = sum of G W over the layers + dropped(D A),  grad_A = D^T dropped(x),  grad_B = scaling * G^T
+//   low, grad_gain = the upstream gradient's products with (y - bias) / gain, summed over the tokens.
+// outputs: y of the layers whose gain has a gradient. Returns the gradients that output_mask asks for, by x,
+// gate and then lora_A, lora_B and gain of each layer; the others are empty.
+template <Backend backend>
+std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& outputs, const Tensor& x,
+                             const Tensor& low, const LoraParts& parts, const OptionalTensor& gate,
+                             const OptionalTensor& seed, double dropout, at::ArrayRef<double> scaling,
+                             const Names& quant_type, at::IntArrayRef block_size, c10::List<bool> mask) {
+  const auto layers = lora_layers(parts, scaling, quant_type, block_size);
+  const c10::OptionalDeviceGuard guard(x.device());
+  const Products products(backend, x);
+  const auto other = products.other, wide = compute_type(x);
+  const int64_t columns = x.size(-1), tokens = low.size(0);
+  const bool by_input = mask.get(0) || (gate.has_value() && mask.get(1));
+  std::vector<Tensor> result(2 + 3 * layers.size(), none(x));
+  std::vector<GradAndWeight> terms;
+  const Tensor A = all_down(layers, other);
+  Tensor grad_low = A.defined() ? at::zeros({tokens, A.size(0)}, x.options().dtype(other)) : Tensor();
+  bool any_A = false;
+  int64_t first = 0;
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const auto& layer = layers[i];
+    const auto wants = [&](int part) { return static_cast<bool>(mask.get(2 + 3 * i + part)); };
+    const auto result_of = [&](int part) -> Tensor& { return result[2 + 3 * i + part]; };
+    const int64_t rank = layer.rank().expect_int(), begin = first;
+    first += rank;
+    any_A = any_A || wants(0);
+    const OptionalTensor upstream = grad_outputs.get(i);
+    if (!upstream.has_value()) {  // nobody used this output
+      if (wants(0)) result_of(0) = at::zeros_like(*layer.lora_A);
+      if (wants(1)) result_of(1) = at::zeros_like(*layer.lora_B);
+      if (wants(2)) result_of(2) = at::zeros_like(*layer.gain);
+      continue;
+    }
+    Tensor flat = as_matrix(*upstream), grad = gemm_widens(other) ? flat : flat.to(other);
+    if (wants(2)) {
+      const Tensor gain = layer.gain->to(wide);
+      const Tensor sums =
+          column_products(flat, as_matrix(*outputs.get(i)), to_type(layer.bias, wide), backend);
+      result_of(2) = sums.div(gain).masked_fill_(gain.eq(0), 0).to(layer.gain->scalar_type());
+    }
+    // The gain goes to the smaller side of each product: G B is the gradient times gain * B, and so on.
+    const Tensor gain = to_type(layer.gain, compute_type(x));
+    const auto gained = [&](const Tensor& rows) {
+      return gain.defined() ? rows.mul(gain.unsqueeze(1)) : rows;
+    };
+    if (rank > 0 && (by_input || wants(0))) {
+      Tensor own =
+          multiply(products, grad, gained(layer.lora_B->to(compute_type(x))).to(other), other, layer.scaling);
+      if (layer.low_scale.has_value()) own.mul_(*layer.low_scale);
+      grad_low.narrow(1, begin, rank).copy_(own);
+    }
+    if (wants(1)) {
+      result_of(1) = gained(multiply(products, grad.t(), low.narrow(1, begin, rank).to(other),
+                                     compute_type(x), layer.scaling))
+                         .to(layer.lora_B->scalar_type());
+    }
+    if (by_input) {
+      terms.push_back(
+          {products.weight == other ? grad : flat, gain, base(products, layer, columns, x.options())});
+    }
+  }
+
+  Tensor branch;  // what the matrices A read
+  const bool direct = !seed.has_value() && A.defined();
+  if (by_input) {
+    Tensor grad_x = times_weight(terms, tokens, columns, x.options(), direct ? grad_low : Tensor(),
+                                 direct ? A : Tensor(), products);
+    if (seed.has_value() && A.defined()) {
+      grad_x.add_(drop(backend, multiply(products, grad_low, A, grad_x.scalar_type()), *seed, dropout));
+    }
+    grad_x = grad_x.to(x.scalar_type()).view_symint(x.sym_sizes());
+    if (gate.has_value()) {
+      std::tie(result[1], result[0], branch) = swiglu_backward(backend, grad_x, *gate, x, any_A);
+    } else {
+      result[0] = grad_x;
+    }
+  }
+  if (!any_A) return result;
+  if (!branch.defined()) branch = gate.has_value() ? swiglu_forward(backend, *gate, x) : x;
+  branch = as_matrix(branch);
+  if (!gemm_widens(other) || seed.has_value()) branch = branch.to(other);
+  if (seed.has_value()) branch = drop(backend, branch, *seed, dropout);
+  const Tensor grad_A = multiply(products, grad_low.t(), branch, wide);
+  first = 0;
+  for (size_t i = 0; i < layers.size(); ++i) {
+    if (!layers[i].lora_A.has_value()) continue;
+    const int64_t rank = layers[i].lora_A->size(0);
+    if (mask.get(2 + 3 * i))
+      result[2 + 3 * i] = grad_A.narrow(0, first, rank).to(layers[i].lora_A->scalar_type(), false, true);
+    first += rank;
+  }
+  return result;
+}
+
+std::tuple<std::vector<Tensor>, Tensor> forward_meta(const Tensor& x, const LoraParts& parts,
+                                                     const OptionalTensor& gate, const OptionalTensor& seed,
+                                                     double dropout, at::ArrayRef<double> scaling,
+                                                     const Names& quant_type, at::IntArrayRef block_size) {
+  std::vector<Tensor> outputs;
+  c10::SymInt ranks = 0;
+  const auto layers = checked_layers(x, parts, gate, seed, dropout, scaling, quant_type, block_size);
+  for (const auto& layer : layers) {
+    outputs.push_back(at::empty_symint(with_last(x, layer.out_features(x.sym_size(-1))), x.options()));
+    ranks = ranks + layer.rank();
+  }
+  return {outputs, at::empty_symint({tokens_of(x), ranks}, x.options().dtype(compute_type(x)))};
+}
+
+std::vector<Tensor> backward_meta(const LoraParts&, const LoraParts&, const Tensor& x, const Tensor&,
+                                  const LoraParts& parts, const OptionalTensor& gate, const OptionalTensor&,
+                                  double, at::ArrayRef<double> scaling, const Names& quant_type,
+                                  at::IntArrayRef block_size, c10::List<bool> mask) {
+  std::vector<Tensor> result;
+  const auto add = [&](const OptionalTensor& like, bool given) {
+    const bool wanted = mask.get(result.size());
+    result.push_back(wanted || given ? at::empty_symint(like->sym_sizes(), like->options()) : none(x));
+  };
+  const bool both = gate.has_value() && (mask.get(0) || mask.get(1));
+  add(x, both);
+  add(gate, both);
+  for (const auto& layer : lora_layers(parts, scaling, quant_type, block_size)) {
+    for (const auto& t : {layer.lora_A, layer.lora_B, layer.gain}) add(t, false);
+  }
+  return result;
+}
+
+// Without gradients the operator is its forward part, on every device.
+std::vector<Tensor> outputs_only(const Tensor& x, const LoraParts& parts, const OptionalTensor& gate,
+                                 const OptionalTensor& seed, double dropout, at::ArrayRef<double> scaling,
+                                 const Names& quant_type, at::IntArrayRef block_size) {
+  static auto op = find<decltype(forward_meta)>("shoestring::lora_linear_group_forward");
+  return std::get<0>(op.call(x, parts, gate, seed, dropout, scaling, quant_type, block_size));
+}
+
+using Group = decltype(outputs_only);
+
+Tensor one_layer(const Tensor& x, const Tensor& weight, const OptionalTensor& absmax,
+                 const OptionalTensor& nested, const OptionalTensor& bias, const OptionalTensor& lora_A,
+                 const OptionalTensor& lora_B, const OptionalTensor& gain, const OptionalTensor& low_scale,
+                 const OptionalTensor& gate, const OptionalTensor& seed, double dropout, double scaling,
+                 c10::string_view quant_type, int64_t block_size) {
+  static auto op = find<Group>("shoestring::lora_linear_group");
+  LoraParts parts({weight, absmax, nested, bias, lora_A, lora_B, gain, low_scale});
+  return op.call(x, parts, gate, seed, dropout, {scaling}, Names({std::string(quant_type)}), {block_size})[0];
+}
+
+TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
+  m.impl("lora_linear_group_forward", forward<Backend::kCpu>);
+  m.impl("lora_linear_group_backward", backward<Backend::kCpu>);
+}
+TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
+  m.impl("lora_linear_group_forward", forward<Backend::kCuda>);
+  m.impl("lora_linear_group_backward", backward<Backend::kCuda>);
+}
+TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
+  m.impl("lora_linear_group_forward", forward_meta);
+  m.impl("lora_linear_group_backward", backward_meta);
+}
+TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) { m.impl("lora_linear_group", outputs_only); }
+TORCH_LIBRARY_IMPL(shoestring, CompositeImplicitAutograd, m) { m.impl("lora_linear", one_layer); }
+
+}  // namespace
+
+std::vector<Tensor> lora_linear_group(const Tensor& x, const std::vector<LoraWeight>& layers,
+                                      const LoraInput& input) {
+  static auto op = find<Group>("shoestring::lora_linear_group");
+  LoraParts parts;
+  std::vector<double> scaling;
+  Names quant_type;
+  std::vector<int64_t> block_size;
+  for (const auto& layer : layers) {
+    for (const OptionalTensor& t :
+         {OptionalTensor(layer.weight()), layer.absmax(), layer.nested(), layer.bias(), layer.lora_A(),
+          layer.lora_B(), layer.gain(), layer.low_scale()}) {
+      parts.push_back(t);
+    }
+    scaling.push_back(layer.scaling());
+    quant_type.push_back(layer.quantize().quant_type());
+    block_size.push_back(layer.quantize().block_size());
+  }
+  return op.call(x, parts, input.gate(), input.seed(), input.dropout(), scaling, quant_type, block_size);
+}
+
+Tensor lora_linear(const Tensor& x, const LoraWeight& layer, const LoraInput& input) {
+  return lora_linear_group(x, {layer}, input)[0];
+}
+
+}  // namespace shoestring

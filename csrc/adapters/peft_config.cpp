@@ -1,0 +1,259 @@
+// PEFT's adapter_config.json and keys as our options and names, and the reverse.
+#include "adapters/peft_config.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <set>
+
+#include "adapters/config_digest.h"
+#include "adapters/names.h"
+#include "adapters/pattern.h"
+#include "files/read_file.h"
+
+namespace shoestring::lora {
+namespace {
+
+// What keys end with, by what our parameters are called.
+const std::vector<std::pair<std::string, std::string>> kSuffixes = {
+    {"lora_A.weight", "lora_A"},
+    {"lora_B.weight", "lora_B"},
+    {"lora_B.bias", "lora_bias"},
+    {"lora_magnitude_vector", "lora_magnitude_vector"},
+    {"lora_embedding_A", "lora_embedding_A"},
+    {"lora_embedding_B", "lora_embedding_B"},
+    {"ia3_l", "ia3_l"},
+    {"vera_lambda_b", "vera_lambda_b"},
+    {"vera_lambda_d", "vera_lambda_d"}};
+
+// Options of PEFT's that change what an adapter computes; where they are on, the adapter is refused.
+const char* const kRefused[] = {
+    "fan_in_fan_out",     "layer_replication",       "target_parameters", "use_qalora",
+    "use_bdlora",         "trainable_token_indices", "kasa_config",       "velora_config",
+    "megatron_config",    "alora_invocation_tokens", "monteclora_config", "arrow_config",
+    "ensure_weight_tying"};
+
+constexpr size_t kLongestName = 1000;  // bytes
+constexpr int64_t kMaxVeraRank =
+    65536;  // of matrices that the file does not hold: 1 GiB each for 4096 features
+
+bool is_name_in(const Json& value) {
+  return value.is_string() && is_name(value.get_ref<const std::string&>());
+}
+
+bool is_off(const Json& value) {
+  return value.is_null() || value == false || ((value.is_array() || value.is_object()) && value.empty());
+}
+
+// A JSON object with checked fields.
+class Fields {
+ public:
+  explicit Fields(const std::string& path) : place_("lora::load_adapter: " + path) {
+    std::string field;
+    config_ = read_json("lora::load_adapter", path, kMaxConfig, [&](int depth, const std::string& key) {
+      if (depth == 1) keys_[field = key].clear();  // of two fields of one name the later holds
+      if (depth == 2) keys_[field].push_back(key);
+    });
+    TORCH_CHECK_VALUE(config_.is_object(), place_, ": expected a JSON object, received something else");
+  }
+
+  const Json& operator[](const char* name) const {
+    static const Json none;
+    const auto found = config_.find(name);
+    return found == config_.end() ? none : *found;
+  }
+  std::string digest() const { return config_digest(config_); }
+  double number(const char* name, double otherwise) const {
+    const Json& value = (*this)[name];
+    expect(value.is_null() || value.is_number(), name, "a number");
+    return value.is_null() ? otherwise : value.get<double>();
+  }
+  int64_t integer(const char* name, int64_t otherwise, int64_t least, int64_t most) const {
+    const Json& value = (*this)[name];
+    // A number above the range of int64_t would become negative.
+    const bool fits = value.is_number_integer() &&
+                      (!value.is_number_unsigned() || value.get<uint64_t>() <= INT64_MAX) &&
+                      value.get<int64_t>() >= least && value.get<int64_t>() <= most;
+    expect(value.is_null() || fits, name, c10::str("an integer from ", least, " to ", most));
+    return value.is_null() ? otherwise : value.get<int64_t>();
+  }
+  bool flag(const char* name) const {
+    const Json& value = (*this)[name];
+    expect(value.is_null() || value.is_boolean(), name, "true or false");
+    return value == true;
+  }
+  std::vector<std::string> names(const char* name) const {
+    const Json& value = (*this)[name];
+    const bool strings = value.is_array() && std::all_of(value.begin(), value.end(), is_name_in);
+    expect(value.is_null() || strings, name, "a list of names");
+    return value.is_null() ? std::vector<std::string>() : value.get<std::vector<std::string>>();
+  }
+  // The names in an object, as a Python dict has them: in the order of the file, each once.
+  std::vector<std::string> keys(const char* name) const {
+    std::vector<std::string> result;
+    std::set<std::string> seen;
+    const auto found = keys_.find(name);
+    if (found == keys_.end()) return result;
+    for (const auto& key : found->second) {
+      if ((*this)[name].contains(key) && seen.insert(key).second) result.push_back(key);
+    }
+    return result;
+  }
+  void expect(bool good, const char* name, const std::string& expected) const {
+    if (good) return;
+    const std::string received = (*this)[name].dump();
+    TORCH_CHECK_VALUE(false, place_, ": ", name, ": expected ", expected, ", received ",
+                      received.substr(0, kShown), received.size() > kShown ? "..." : "");
+  }
+
+ private:
+  static constexpr int64_t kMaxConfig = 16'000'000;  // bytes; 200 for each layer that has options of its own
+  static constexpr size_t kShown = 120;
+  std::string place_;
+  Json config_;
+  std::map<std::string, std::vector<std::string>> keys_;  // of the objects in the fields
+};
+
+Json lora_to_file(const std::vector<std::pair<std::string, nn::AnyAdapterOptions>>& layers) {
+  const auto& first = std::get<nn::AdapterOptions>(layers.front().second);
+  Json ranks = Json::object(), alphas = Json::object();
+  for (const auto& [name, options] : layers) {
+    const auto& own = std::get<nn::AdapterOptions>(options);
+    TORCH_CHECK_VALUE(
+        own.dora() == first.dora() && own.lora_bias() == first.lora_bias() && own.rslora() == first.rslora(),
+        "lora::save_adapter: module: expected the same dora, rslora and lora_bias in all layers, since a "
+        "file has one "
+        "word for all, received ",
+        name, " unlike the first");
+    if (own.rank() != first.rank()) ranks["^" + name] = own.rank();
+    if (own.alpha() != first.alpha()) alphas["^" + name] = own.alpha();
+  }
+  return {{"peft_type", "LORA"},          {"r", first.rank()},        {"lora_alpha", first.alpha()},
+          {"rank_pattern", ranks},        {"alpha_pattern", alphas},  {"lora_dropout", first.dropout()},
+          {"use_rslora", first.rslora()}, {"use_dora", first.dora()}, {"lora_bias", first.lora_bias()},
+          {"init_lora_weights", true}};
+}
+
+}  // namespace
+
+bool is_name(const std::string& text) {
+  const auto control = [](char c) { return static_cast<unsigned char>(c) < ' ' || c == 0x7f; };
+  return text.size() <= kLongestName && std::none_of(text.begin(), text.end(), control);
+}
+
+// PEFT's rules: the first of alpha_pattern that matches the name, or what it ends with after a dot; a string
+// of feedforward_modules is a pattern for the whole name.
+nn::AnyAdapterOptions FileConfig::own(const std::string& name, int64_t rank) const {
+  if (const auto* ia3 = std::get_if<nn::IA3Options>(&options)) {
+    nn::IA3Options result = *ia3;
+    if (!feedforward) return result.feedforward(matches(name, ia3->feedforward_modules()));
+    const auto found =
+        first_match(place + ": feedforward_modules", {*feedforward}, name, PatternRule::kWhole);
+    return result.feedforward(found.index == 0);
+  }
+  if (!std::holds_alternative<nn::AdapterOptions>(options)) return options;
+  nn::AdapterOptions result = std::get<nn::AdapterOptions>(options);
+  result.rank(rank);
+  const auto found = first_match(place + ": alpha_pattern", patterns, name, PatternRule::kEnding);
+  return found.index < 0 ? result : result.alpha(alphas[static_cast<size_t>(found.index)]);
+}
+
+FileConfig read_config(const std::string& path) {
+  const Fields fields(path);
+  const Json &method = fields["peft_type"], &bias = fields["bias"], &alphas = fields["alpha_pattern"];
+  fields.expect(method == "LORA" || method == "IA3" || method == "VERA", "peft_type", "LORA, IA3 or VERA");
+  for (const char* option : kRefused)
+    fields.expect(is_off(fields[option]), option, "none, since nothing else is supported here");
+  fields.expect(bias.is_null() || is_name_in(bias), "bias", "a name");
+  FileConfig config;
+  config.digest = fields.digest();
+  config.place = "lora::load_adapter: " + path;
+  if (bias.is_string()) config.bias = bias;
+  config.modules_to_save = fields.names("modules_to_save");
+  const bool numbers = alphas.is_object() &&
+                       std::all_of(alphas.begin(), alphas.end(), [](const Json& a) { return a.is_number(); });
+  fields.expect(alphas.is_null() || numbers, "alpha_pattern", "an object of numbers");
+  for (const auto& pattern : fields.keys("alpha_pattern")) {
+    config.patterns.push_back(pattern);
+    config.alphas.push_back(alphas[pattern].get<double>());
+  }
+  if (method == "IA3") {
+    const Json& feedforward = fields["feedforward_modules"];
+    if (feedforward.is_string()) config.feedforward = feedforward.get<std::string>();
+    config.options = nn::IA3Options().feedforward_modules(
+        config.feedforward ? std::vector<std::string>() : fields.names("feedforward_modules"));
+  } else if (method == "VERA") {
+    config.options =
+        nn::VeraOptions()
+            .rank(fields.integer("r", 256, 1, kMaxVeraRank))
+            .dropout(fields.number("vera_dropout", 0))
+            .d_initial(fields.number("d_initial", 0.1))
+            .seed(fields.integer("projection_prng_key", 0, INT64_MIN, INT64_MAX))
+            .save_projection(fields["save_projection"].is_null() || fields.flag("save_projection"));
+  } else {
+    config.options = nn::AdapterOptions()
+                         .alpha(fields.number("lora_alpha", 8))
+                         .dropout(fields.number("lora_dropout", 0))
+                         .rslora(fields.flag("use_rslora"))
+                         .dora(fields.flag("use_dora"))
+                         .lora_bias(fields.flag("lora_bias"));
+  }
+  check_bias(config.place, config.options, config.bias);
+  return config;
+}
+
+Json to_file(const torch::nn::Module& module,
+             const std::vector<std::pair<std::string, nn::AnyAdapterOptions>>& layers,
+             const std::string& bias, const std::vector<std::string>& modules_to_save) {
+  std::vector<std::string> names, feedforward;
+  for (const auto& [name, options] : layers) {
+    names.push_back(name);
+    const auto* ia3 = std::get_if<nn::IA3Options>(&options);
+    if (ia3 != nullptr && ia3->feedforward()) feedforward.push_back(name);
+  }
+  auto targets = shortest_names(module, names);
+  const auto& first = layers.front().second;
+  Json config;
+  if (const auto* vera = std::get_if<nn::VeraOptions>(&first)) {
+    config = {{"peft_type", "VERA"},
+              {"r", vera->rank()},
+              {"vera_dropout", vera->dropout()},
+              {"d_initial", vera->d_initial()},
+              {"projection_prng_key", vera->seed()},
+              {"save_projection", vera->save_projection()}};
+  } else if (std::holds_alternative<nn::IA3Options>(first)) {
+    auto shortest = shortest_names(module, feedforward);
+    const std::set<std::string> known(targets.begin(), targets.end());
+    if (std::any_of(shortest.begin(), shortest.end(),
+                    [&](const auto& name) { return known.count(name) == 0; })) {
+      targets = names;  // PEFT wants the same names in both
+      shortest = feedforward;
+    }
+    config = {{"peft_type", "IA3"}, {"feedforward_modules", shortest}};
+  } else {
+    config = lora_to_file(layers);
+  }
+  config["target_modules"] = targets;
+  if (!std::holds_alternative<nn::IA3Options>(first)) config["bias"] = bias;
+  config["modules_to_save"] = modules_to_save.empty() ? Json() : Json(modules_to_save);
+  for (const char* unknown : {"task_type", "base_model_name_or_path"}) config[unknown] = nullptr;
+  config["fan_in_fan_out"] = false;
+  config["inference_mode"] = true;
+  return config;
+}
+
+std::string file_suffix(const std::string& parameter) {
+  for (const auto& [suffix, name] : kSuffixes) {
+    if (name == parameter) return suffix;
+  }
+  return parameter;
+}
+
+std::pair<std::string, std::string> split_key(const std::string& key) {
+  for (const auto& [suffix, name] : kSuffixes) {
+    if (key.ends_with("." + suffix)) return {key.substr(0, key.size() - suffix.size() - 1), name};
+  }
+  return {};
+}
+
+}  // namespace shoestring::lora

@@ -1,0 +1,37 @@
+// Linear layers that read one input.
+#include <shoestring/nn/linear.h>
+
+#include "adapters/low_rank.h"
+
+namespace shoestring::nn {
+
+using at::Tensor;
+
+std::vector<Tensor> forward_together(const Tensor& x, const std::vector<Linear>& layers) {
+  std::optional<double> dropout;
+  bool together = true;
+  for (const Linear& layer : layers) {  // before anything is computed
+    together = together && layer->is_lora_weight() &&
+               (!layer->has_adapter() || dropout.value_or(layer->dropout()) == layer->dropout());
+    if (layer->has_adapter() && together) dropout = layer->dropout();
+  }
+  std::vector<LoraWeight> weights;
+  std::vector<Tensor> outputs;
+  for (Linear layer : layers) {
+    if (together) {
+      weights.push_back(*layer->lora_weight());
+    } else {
+      outputs.push_back(layer(x));
+    }
+  }
+  return together ? lora_linear_group(x, weights, input_with(dropout.value_or(0), x)) : outputs;
+}
+
+Tensor swiglu_mlp(const Tensor& x, const Linear& gate, const Linear& up, const Linear& down) {
+  const auto outputs = forward_together(x, {gate, up});
+  const auto weight = down->lora_weight();
+  if (!weight.has_value()) return Linear(down)(swiglu(outputs[0], outputs[1]));
+  return lora_linear(outputs[1], *weight, input_with(down->dropout(), x).gate(outputs[0]));
+}
+
+}  // namespace shoestring::nn

@@ -1,0 +1,169 @@
+#include "adapters/trained_copy.h"
+
+#include <algorithm>
+
+#include <ATen/Functions.h>
+
+#include "adapters/names.h"
+
+namespace shoestring::lora {
+namespace {
+
+using at::Tensor;
+
+// The name of a held value, without dots; without an adapter, of the original.
+std::string key(const std::string& adapter_name, std::string tensor) {
+  std::replace(tensor.begin(), tensor.end(), '.', '/');
+  return adapter_name + "/" + tensor;
+}
+
+bool is_ours(const std::string& name) { return name.starts_with(std::string(TrainedCopyImpl::kName) + "."); }
+
+}  // namespace
+
+TrainedCopyImpl::TrainedCopyImpl(torch::nn::Module& owner) : owner_(&owner) {
+  for (const auto& [name, tensor] : own()) hold("", name, at::empty({0}, tensor.options()));
+}
+
+std::map<std::string, Tensor> TrainedCopyImpl::own() const {
+  std::map<std::string, Tensor> found;
+  for (const auto& item : owner_->named_parameters()) found.emplace(item.key(), item.value());
+  for (const auto& item : owner_->named_buffers()) found.emplace(item.key(), item.value());
+  std::erase_if(found, [](const auto& item) { return is_ours(item.first); });
+  return found;
+}
+
+// As frozen parameters, which LibTorch can take back, as it cannot buffers. Each value that is held counts
+// its changes from another number, so that autograd tells them apart.
+void TrainedCopyImpl::hold(const std::string& adapter_name, const std::string& tensor, const Tensor& value) {
+  register_parameter(key(adapter_name, tensor), value.detach(), /*requires_grad=*/false);
+  if (!adapter_name.empty()) versions_[key(adapter_name, tensor)] = c10::VariableVersion(++count_ << 20);
+}
+
+std::map<std::string, Tensor> TrainedCopyImpl::values(const std::string& adapter_name) const {
+  auto found = own();
+  if (adapter_name == in_use_) return found;
+  for (auto& [name, tensor] : found) tensor = parameters_[key(adapter_name, name)];
+  return found;
+}
+
+bool TrainedCopyImpl::has(const std::string& adapter_name) const {
+  return std::find(adapters.begin(), adapters.end(), adapter_name) != adapters.end();
+}
+
+void TrainedCopyImpl::add(const std::string& adapter_name) {
+  for (const auto& [name, tensor] : values("")) hold(adapter_name, name, tensor.detach().clone());
+  adapters.push_back(adapter_name);
+}
+
+void TrainedCopyImpl::remove(const std::string& adapter_name) {
+  if (in_use_ == adapter_name) put("");
+  for (const auto& [name, tensor] : own()) {
+    parameters_.erase(key(adapter_name, name));
+    versions_.erase(key(adapter_name, name));
+  }
+  std::erase(adapters, adapter_name);
+  std::erase(active, adapter_name);
+  use(active, enabled);
+}
+
+void TrainedCopyImpl::detach() {
+  const auto self = shared_from_this();
+  owner_->unregister_module(kName);
+}
+
+// Changes what the owner's tensors hold; the tensors stay the same, for whoever trains them.
+void TrainedCopyImpl::put(const std::string& adapter_name) {
+  for (auto& [name, tensor] : own()) {
+    Tensor &former = parameters_[key(in_use_, name)], &next = parameters_[key(adapter_name, name)];
+    auto* changed = tensor.unsafeGetTensorImpl();
+    versions_[key(in_use_, name)] = changed->version_counter();
+    former.set_data(tensor.detach());
+    Tensor(tensor).set_data(next.detach());
+    next.set_data(at::empty({0}, next.options()));
+    changed->set_version_counter(versions_[key(adapter_name, name)]);
+  }
+  in_use_ = adapter_name;
+}
+
+void TrainedCopyImpl::use(const std::vector<std::string>& names, bool enable) {
+  active = names;
+  enabled = enable;
+  const auto chosen = std::find_if(names.begin(), names.end(), [&](const auto& name) { return has(name); });
+  const std::string wanted = enable && chosen != names.end() ? *chosen : "";
+  if (wanted != in_use_) put(wanted);
+  for (auto& item : owner_->named_parameters()) {
+    if (!is_ours(item.key()) && item.value().is_floating_point())
+      item.value().requires_grad_(!wanted.empty());
+  }
+}
+
+void TrainedCopyImpl::set_merged(bool now) {
+  merged = now;
+  if (!now) return use(active, enabled);
+  for (auto& item : owner_->named_parameters()) item.value().requires_grad_(false);
+}
+
+std::vector<std::pair<std::string, TrainedCopyImpl*>> trained_copies(const torch::nn::Module& module) {
+  std::vector<std::pair<std::string, TrainedCopyImpl*>> found;
+  for (const auto& [name, copy] : all_of<TrainedCopyImpl>(module)) {
+    const auto end = name.size() - std::string(TrainedCopyImpl::kName).size();
+    found.emplace_back(name.substr(0, end == 0 ? 0 : end - 1), copy);
+  }
+  return found;
+}
+
+bool is_inside(const std::string& name, const std::vector<std::string>& modules) {
+  return std::any_of(modules.begin(), modules.end(),
+                     [&](const auto& module) { return name == module || name.starts_with(module + "."); });
+}
+
+std::vector<std::string> saved_modules(const std::string& caller, const torch::nn::Module& module,
+                                       const std::vector<std::string>& wanted) {
+  std::vector<std::string> found;
+  for (const auto& target : wanted) {
+    bool any = false;
+    for (const auto& [name, each] : modules(module)) {
+      if (name.empty() || !matches(name, {target})) continue;
+      any = true;
+      for (const auto& [inner, layer] : all_of<nn::AdaptedLayer>(*each)) {
+        const auto* linear = dynamic_cast<const nn::LinearImpl*>(layer);
+        TORCH_CHECK_VALUE(!layer->has_adapter() && (linear == nullptr || !linear->is_quantized()), caller,
+                          ": modules_to_save: expected "
+                          "modules without adapters and quantised weights, received ",
+                          name);
+      }
+      TORCH_CHECK_VALUE(all_of<nn::QuantizedLinearImpl>(*each).empty(), caller,
+                        ": modules_to_save: expected modules without adapters "
+                        "and quantised weights, received ",
+                        name);
+      if (!is_inside(name, found)) found.push_back(name);
+    }
+    TORCH_CHECK_VALUE(any, caller, ": modules_to_save: expected names of modules, received '", target,
+                      "', which matches nothing");
+  }
+  return found;
+}
+
+TrainedCopyImpl& add_copy(torch::nn::Module& module, const std::string& name,
+                          const std::string& adapter_name) {
+  for (const auto& [owner, copy] : trained_copies(module)) {
+    if (owner != name) continue;
+    if (copy->merged) {  // there is no way back past a new adapter
+      copy->detach();
+      break;
+    }
+    if (!copy->has(adapter_name)) copy->add(adapter_name);
+    return *copy;
+  }
+  for (const auto& [found, owner] : modules(module)) {
+    if (found != name) continue;
+    const auto copy =
+        owner->register_module(TrainedCopyImpl::kName, std::make_shared<TrainedCopyImpl>(*owner));
+    copy->add(adapter_name);
+    return *copy;
+  }
+  TORCH_INTERNAL_ASSERT(false, name);
+}
+
+}  // namespace shoestring::lora

@@ -1,0 +1,287 @@
+#include "attention/attention_cpu.h"
+
+#include "quantization/base_weight.h"
+
+namespace shoestring::attend {
+
+std::vector<Sequence> sequences_of(const Call& call, const kernels::AttentionProblem& p) {
+  std::vector<Sequence> all;
+  if (!call.packed()) {
+    for (int64_t b = 0; b < p.batch; ++b) all.push_back({b, 0, p.queries, 0, p.keys});
+    return all;
+  }
+  const auto check = [&](const char* name, const int32_t* offsets, int64_t tokens) {
+    bool rise = p.batch >= 0 && offsets[0] == 0 && offsets[p.batch] == tokens;
+    for (int64_t s = 0; s < p.batch; ++s) rise &= offsets[s] <= offsets[s + 1];
+    TORCH_CHECK(rise, kOp, ": ", name, ": expected offsets that rise from 0 to the ", tokens,
+                " tokens there are, received ", call.cu_seqlens_q->numel(), " of which the last is ",
+                p.batch >= 0 ? offsets[p.batch] : 0);
+  };
+  check("cu_seqlens_q", p.cu_seqlens_q, p.queries);
+  check("cu_seqlens_k", p.cu_seqlens_k, p.keys);
+  int64_t longest = 0;
+  for (int64_t s = 0; s < p.batch; ++s) {
+    const int32_t *q = p.cu_seqlens_q + s, *k = p.cu_seqlens_k + s;
+    all.push_back({0, q[0], q[1] - q[0], k[0], k[1] - k[0]});
+    longest = std::max(longest, all.back().keys);
+  }
+  TORCH_CHECK(p.bias == nullptr || p.bias_columns == 1 || p.bias_columns >= longest, kOp,
+              ": bias: expected at least ", longest, " keys, as the longest sequence has, received ",
+              p.bias_columns);
+  return all;
+}
+
+Range keys_of(const kernels::AttentionProblem& p, const Sequence& s, Range queries) {
+  return {std::max<int64_t>(0, s.position(queries.begin) - p.left),
+          std::min(s.keys, s.position(queries.end - 1) + p.right + 1)};
+}
+
+bool is_edge(const kernels::AttentionProblem& p, const Sequence& s, Range queries, Range keys) {
+  return keys.begin < s.position(queries.end - 1) - p.left ||
+         keys.end - 1 > s.position(queries.begin) + p.right;
+}
+
+Kernels::Kernels(at::ScalarType type)
+    : product(type == at::kBFloat16 && multiplies_bf16() ? gemm.bf16 : gemm.fp32) {}
+
+int64_t Kernels::width_for(int64_t lines) const {
+  int64_t best = gemm.rows;
+  for (int64_t width = gemm.rows; width >= gemm.least_rows; --width) {
+    if (round_up(lines, width) < round_up(lines, best)) best = width;
+  }
+  return best;
+}
+
+void Kernels::pack(const kernels::GemmProduct& product, at::ScalarType type, const void* from, int64_t offset,
+                   int64_t lines, int64_t depth, int64_t line_stride, int64_t depth_stride, int64_t width,
+                   float* to) {
+  if (type == at::kFloat) {
+    product.pack_float(static_cast<const float*>(from) + offset, lines, depth, line_stride, depth_stride,
+                       width, to);
+  } else {
+    const auto run = type == at::kBFloat16 ? product.pack_bf16 : product.pack_fp16;
+    run(static_cast<const uint16_t*>(from) + offset, lines, depth, line_stride, depth_stride, width, to);
+  }
+}
+
+void Kernels::store_columns(const float* values, int64_t features, int64_t count, float scale,
+                            const Elements& to, int64_t offset, float* rows) const {
+  const int64_t stride = round_up(features, columns);
+  gemm.fp32.pack_float(values, features, columns, columns, 1, stride, rows);
+  char* base = const_cast<char*>(to.data);
+  if (to.type == at::kFloat) {
+    table.store_float(rows, stride, count, features, scale, reinterpret_cast<float*>(base) + offset,
+                      to.at.token);
+  } else {
+    const auto run = to.type == at::kBFloat16 ? table.store_bf16 : table.store_fp16;
+    run(rows, stride, count, features, scale, reinterpret_cast<uint16_t*>(base) + offset, to.at.token);
+  }
+}
+
+void fill_bias(const Kernels& kernels, const kernels::AttentionProblem& p, const Sequence& s, int64_t head,
+               Range queries, Range keys, float* added) {
+  const int64_t columns = kernels.columns, count = keys.end - keys.begin, some = queries.end - queries.begin;
+  const int64_t offset = s.batch * p.bias_batch + head * p.bias_head +
+                         (s.begin_q + queries.begin) * p.bias_query + keys.begin * p.bias_key;
+  if (p.bias_type == kernels::BiasType::kBool) {
+    const auto* seen = static_cast<const bool*>(p.bias) + offset;
+    for (int64_t j = 0; j < count; ++j) {
+      for (int64_t i = 0; i < columns; ++i) {
+        const bool is = i >= some || seen[i * p.bias_query + j * p.bias_key];
+        added[j * columns + i] = is ? 0 : -std::numeric_limits<float>::infinity();
+      }
+    }
+    return;
+  }
+  const auto type = p.bias_type == kernels::BiasType::kFloat      ? at::kFloat
+                    : p.bias_type == kernels::BiasType::kBFloat16 ? at::kBFloat16
+                                                                  : at::kHalf;
+  // Where it is the same for all queries, or for all keys, one line or one step of the depth is packed and
+  // repeated.
+  const int64_t lines = p.bias_query == 0 ? 1 : some, depth = p.bias_key == 0 ? 1 : count;
+  // Packing takes a stride of 1 for lines that lie side by side, which those of more than one step do not.
+  const int64_t line_stride = depth == 1 && lines > 1 ? p.bias_query : std::max<int64_t>(p.bias_query, 2);
+  Kernels::pack(kernels.gemm.fp32, type, p.bias, offset, lines, depth, line_stride, 1, columns, added);
+  if (lines < some) {
+    for (int64_t j = 0; j < depth; ++j) std::fill_n(added + j * columns, columns, added[j * columns]);
+  }
+  for (int64_t j = depth; j < count; ++j) std::copy_n(added, columns, added + j * columns);
+}
+
+kernels::AttentionPanel panel_of(const kernels::AttentionProblem& p, const Sequence& s, int64_t head,
+                                 int64_t first_query) {
+  const float slope = p.slopes == nullptr ? 0 : p.slopes[s.batch * p.slopes_batch + head];
+  return {s.position(first_query), p.left, p.right, p.softcap, slope};
+}
+
+namespace {
+
+constexpr int64_t kQueries =
+    256;  // of all heads that a task has: so often is a block of keys used that it packs
+constexpr int64_t kKeys =
+    168;  // of a block: its scores stay in the first-level cache; a multiple of gemm's rows
+
+// Some heads that read the same keys, and a stretch of their queries.
+struct Task {
+  const Sequence* sequence;
+  int64_t kv_head, first_head, heads;
+  Range queries;
+};
+
+std::vector<Task> tasks_of(const kernels::AttentionProblem& p, const std::vector<Sequence>& sequences,
+                           int64_t columns) {
+  std::vector<Task> tasks;
+  const int64_t group = p.heads / p.kv_heads, together = std::min(group, kQueries / columns);
+  const int64_t chunk = std::max<int64_t>(1, kQueries / columns / together) * columns;
+  for (const Sequence& s : sequences) {
+    for (int64_t h = 0; h < p.kv_heads; ++h) {
+      for (int64_t g = 0; g < group; g += together) {
+        // The last ones first: if causal, they have the most to do.
+        for (int64_t c = parts_of(s.queries, chunk) - 1; c >= 0; --c) {
+          tasks.push_back({&s,
+                           h,
+                           h * group + g,
+                           std::min(together, group - g),
+                           {c * chunk, std::min((c + 1) * chunk, s.queries)}});
+        }
+      }
+    }
+  }
+  return tasks;
+}
+
+class Forward {
+ public:
+  Forward(const Kernels& kernels, const kernels::AttentionProblem& p, const Elements& q, const Elements& k,
+          const Elements& v, const Elements& out, float* lse)
+      : kernels_(kernels), p_(p), q_(q), k_(k), v_(v), out_(out), lse_(lse), columns_(kernels.columns),
+        wide_(kernels.gemm.rows), value_width_(kernels.width_for(p.value_dim)),
+        value_lines_(round_up(p.value_dim, value_width_)), key_panel_(kernels.panel(p.head_dim, wide_)),
+        value_panel_(kernels.panel(kKeys, value_width_)), query_panel_(kernels.panel(p.head_dim, columns_)),
+        most_(std::max<int64_t>(kQueries / columns_, 1)), queries_(most_ * query_panel_),
+        keys_(parts_of(kKeys, wide_) * key_panel_), values_(value_lines_ / value_width_ * value_panel_),
+        scores_(round_up(kKeys, wide_) * columns_), pairs_(kernels.panel(kKeys, columns_)),
+        added_(p.bias == nullptr ? 0 : kKeys * columns_), mask_(p.seed == nullptr ? 0 : kKeys * columns_),
+        sums_(most_ * value_lines_ * columns_), totals_(most_ * columns_), highest_(most_ * columns_),
+        rows_(columns_ * round_up(p.value_dim, columns_)), logs_(columns_) {}
+
+  void run(const Task& task) {
+    const Sequence& s = *task.sequence;
+    panels_.clear();
+    Range keys{s.keys, 0};
+    for (int64_t h = 0; h < task.heads; ++h) {
+      for (int64_t i = task.queries.begin; i < task.queries.end; i += columns_) {
+        Panel panel{task.first_head + h, {i, std::min(i + columns_, task.queries.end)}, {}};
+        panel.keys = keys_of(p_, s, panel.queries);
+        begin(s, panel, static_cast<int64_t>(panels_.size()));
+        if (!panel.keys.empty())
+          keys = {std::min(keys.begin, panel.keys.begin), std::max(keys.end, panel.keys.end)};
+        panels_.push_back(panel);
+      }
+    }
+    for (int64_t first = keys.begin; first < keys.end; first += kKeys) {
+      const Range block{first, std::min(first + kKeys, keys.end)};
+      const int64_t count = block.end - block.begin;
+      kernels_.pack_tokens(k_, k_.offset(s, task.kv_head, s.begin_k + first), count, p_.head_dim, wide_,
+                           keys_);
+      kernels_.pack_features(v_, v_.offset(s, task.kv_head, s.begin_k + first), count, p_.value_dim,
+                             value_width_, values_);
+      packed_ = kernels_.panel(count, value_width_);
+      for (size_t i = 0; i < panels_.size(); ++i) add(s, panels_[i], static_cast<int64_t>(i), block);
+    }
+    for (size_t i = 0; i < panels_.size(); ++i) end(s, panels_[i], static_cast<int64_t>(i));
+  }
+
+ private:
+  struct Panel {
+    int64_t head;
+    Range queries, keys;
+  };
+
+  void begin(const Sequence& s, const Panel& panel, int64_t i) {
+    kernels_.pack_tokens(q_, q_.offset(s, panel.head, s.begin_q + panel.queries.begin),
+                         panel.queries.end - panel.queries.begin, p_.head_dim, columns_,
+                         queries_ + i * query_panel_);
+    std::fill_n(sums_ + i * value_lines_ * columns_, value_lines_ * columns_, 0.f);
+    const bool sink = p_.sinks != nullptr;
+    std::fill_n(totals_ + i * columns_, columns_, sink ? 1.f : 0.f);
+    std::fill_n(highest_ + i * columns_, columns_,
+                sink ? p_.sinks[panel.head] : -std::numeric_limits<float>::infinity());
+  }
+
+  // A block of keys, for a panel of queries.
+  void add(const Sequence& s, const Panel& panel, int64_t i, Range block) {
+    const Range seen = overlap(panel.keys, block);
+    if (seen.empty()) return;
+    const int64_t first = (seen.begin - block.begin) / wide_;
+    const Range keys{block.begin + first * wide_, seen.end};
+    const int64_t count = keys.end - keys.begin;
+    kernels_.product.strip(keys_ + first * key_panel_, key_panel_, wide_, count, queries_ + i * query_panel_,
+                           parts_of(p_.head_dim, kernels_.steps), scores_, p_.scale, 0);
+    const auto edge = is_edge(p_, s, panel.queries, keys);
+    if (p_.bias != nullptr) fill_bias(kernels_, p_, s, panel.head, panel.queries, keys, added_);
+    const auto shape = panel_of(p_, s, panel.head, panel.queries.begin);
+    if (edge || p_.bias != nullptr || shape.softcap != 0 || shape.slope != 0) {
+      const float* added = p_.bias != nullptr ? static_cast<float*>(added_) : nullptr;
+      kernels_.table.adjust(shape, keys.begin, count, added, edge, scores_, nullptr);
+    }
+    if (p_.seed != nullptr) {
+      const auto row = static_cast<uint32_t>(row_of(p_, s, panel.head, panel.queries.begin));
+      kernels_.table.mask(static_cast<uint64_t>(*p_.seed), row, keys.begin, count, p_.threshold, p_.kept,
+                          mask_);
+    }
+    float* sums = sums_ + i * value_lines_ * columns_;
+    kernels_.table.soften[q_.type != at::kFloat](
+        scores_, count, p_.seed != nullptr ? static_cast<float*>(mask_) : nullptr, highest_ + i * columns_,
+        totals_ + i * columns_, sums, p_.value_dim);
+    const float* probabilities = scores_;
+    if (kernels_.steps > 1) {
+      kernels_.product.pack_float(scores_, columns_, count, 1, columns_, columns_, pairs_);
+      probabilities = pairs_;
+    }
+    kernels_.product.strip(values_ + first * wide_ / kernels_.steps * value_width_, packed_, value_width_,
+                           p_.value_dim, probabilities, parts_of(count, kernels_.steps), sums, 1, 1);
+  }
+
+  void end(const Sequence& s, const Panel& panel, int64_t i) {
+    float* sums = sums_ + i * value_lines_ * columns_;
+    const int64_t count = panel.queries.end - panel.queries.begin;
+    kernels_.table.finish(highest_ + i * columns_, totals_ + i * columns_, sums, p_.value_dim, logs_);
+    std::copy_n(static_cast<const float*>(logs_), count,
+                lse_ + row_of(p_, s, panel.head, panel.queries.begin));
+    kernels_.store_columns(sums, p_.value_dim, count, 1, out_,
+                           out_.offset(s, panel.head, s.begin_q + panel.queries.begin), rows_);
+  }
+
+  const Kernels& kernels_;
+  const kernels::AttentionProblem& p_;
+  const Elements &q_, &k_, &v_, &out_;
+  float* lse_;
+  int64_t columns_, wide_, value_width_, value_lines_, key_panel_, value_panel_, query_panel_, most_;
+  int64_t packed_ = 0;
+  Buffer queries_, keys_, values_, scores_, pairs_, added_, mask_, sums_, totals_, highest_, rows_, logs_;
+  std::vector<Panel> panels_;
+};
+
+}  // namespace
+
+Result forward_cpu(const Call& call) {
+  const auto p = call.problem();
+  const auto sequences = sequences_of(call, p);
+  const Tensor q = with_features_together(call.q), k = with_features_together(call.k),
+               v = with_features_together(call.v);
+  Result r{in_huge_pages(call.empty_out()),
+           at::empty_symint(call.lse_sizes(), call.q.options().dtype(at::kFloat))};
+  if (r.lse.numel() == 0) return r;
+  const Kernels kernels(q.scalar_type());
+  const Elements from_q(q), from_k(k), from_v(v), to(r.out);
+  float* lse = r.lse.mutable_data_ptr<float>();
+  const auto tasks = tasks_of(p, sequences, kernels.columns);
+  share_out(static_cast<int64_t>(tasks.size()), [&](auto next) {
+    Forward forward(kernels, p, from_q, from_k, from_v, to, lse);
+    for (int64_t i = next(); i >= 0; i = next()) forward.run(tasks[i]);
+  });
+  return r;
+}
+
+}  // namespace shoestring::attend

@@ -1,0 +1,126 @@
+#pragma once
+
+// What attention's forward and backward on the CPU share: sequences, the kernels' sizes, and packing into
+// panels.
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+
+#include "attention/attention.h"
+#include "core/huge_pages.h"
+#include "gemm/gemm.h"
+#include "gemm/gemm_table.h"
+
+namespace shoestring::attend {
+
+inline int64_t round_up(int64_t x, int64_t to) { return parts_of(x, to) * to; }
+
+struct Sequence {
+  int64_t batch, begin_q, queries, begin_k, keys;
+
+  int64_t position(int64_t query) const { return query + keys - queries; }
+};
+
+/// The sequences of a call, whose offsets are checked where it is packed.
+std::vector<Sequence> sequences_of(const Call& call, const kernels::AttentionProblem& problem);
+
+struct Range {
+  int64_t begin, end;
+  bool empty() const { return begin >= end; }
+};
+inline Range overlap(Range a, Range b) { return {std::max(a.begin, b.begin), std::min(a.end, b.end)}; }
+
+/// The keys that at least one of the queries sees.
+Range keys_of(const kernels::AttentionProblem& p, const Sequence& s, Range queries);
+/// Whether one of the queries does not see one of the keys.
+bool is_edge(const kernels::AttentionProblem& p, const Sequence& s, Range queries, Range keys);
+
+/// fp32 numbers that nobody has written yet.
+class Buffer {
+ public:
+  explicit Buffer(int64_t count)
+      : tensor_(in_huge_pages(at::empty({count + kernels::kGemmSlack}, at::kFloat))),
+        data_(tensor_.mutable_data_ptr<float>()) {}
+  operator float*() const { return data_; }
+
+ private:
+  Tensor tensor_;
+  float* data_;
+};
+
+/// A tensor's data, of any of the three types.
+struct Elements {
+  explicit Elements(const Tensor& t)
+      : data(static_cast<const char*>(t.const_data_ptr())), at(strides_of(t)), type(t.scalar_type()) {}
+  const char* data;
+  kernels::HeadStrides at;
+  at::ScalarType type;
+
+  /// Where the features of a token are, in elements.
+  int64_t offset(const Sequence& s, int64_t head, int64_t token) const {
+    return s.batch * at.batch + head * at.head + token * at.token;
+  }
+};
+
+/// The kernels that a call uses, and how their operands are packed.
+struct Kernels {
+  explicit Kernels(at::ScalarType type);
+
+  const kernels::GemmTable& gemm = cpu::gemm();
+  const kernels::GemmProduct& product;
+  const kernels::AttentionTable& table = cpu::attention();
+  const int64_t columns = gemm.columns, steps = product.steps;
+
+  /// Lines of a panel of so many that leave the fewest empty in the last one.
+  int64_t width_for(int64_t lines) const;
+  int64_t panel(int64_t depth, int64_t width) const { return kernels::packed_size(depth, steps, width); }
+
+  /// Packs the features of `lines` tokens from `offset` on: each a line, or each feature one.
+  void pack_tokens(const Elements& from, int64_t offset, int64_t lines, int64_t features, int64_t width,
+                   float* to) const {
+    pack(product, from.type, from.data, offset, lines, features, from.at.token, 1, width, to);
+  }
+  void pack_features(const Elements& from, int64_t offset, int64_t tokens, int64_t features, int64_t width,
+                     float* to) const {
+    pack(product, from.type, from.data, offset, features, tokens, 1, from.at.token, width, to);
+  }
+  static void pack(const kernels::GemmProduct& product, at::ScalarType type, const void* from, int64_t offset,
+                   int64_t lines, int64_t depth, int64_t line_stride, int64_t depth_stride, int64_t width,
+                   float* to);
+
+  /// Values (features, columns) as rows of `to` from `offset` on, times scale. rows: columns *
+  /// round_up(features, columns).
+  void store_columns(const float* values, int64_t features, int64_t count, float scale, const Elements& to,
+                     int64_t offset, float* rows) const;
+};
+
+/// What is added to the scores of a panel of queries and a block of keys, (keys, columns).
+void fill_bias(const Kernels& kernels, const kernels::AttentionProblem& p, const Sequence& s, int64_t head,
+               Range queries, Range keys, float* added);
+
+kernels::AttentionPanel panel_of(const kernels::AttentionProblem& p, const Sequence& s, int64_t head,
+                                 int64_t first_query);
+
+/// The row of lse that a query has.
+inline int64_t row_of(const kernels::AttentionProblem& p, const Sequence& s, int64_t head, int64_t query) {
+  return (s.batch * p.heads + head) * p.queries + s.begin_q + query;
+}
+
+/// Runs body(next) on every thread, which works off the numbers from 0 to count that next() gives out, -1 at
+/// the end.
+template <class Body>
+void share_out(int64_t count, Body body) {
+  std::atomic<int64_t> taken{0};
+  const auto next = [&] {
+    const int64_t i = taken++;
+    return i < count ? i : -1;
+  };
+  at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1,
+                   [&](int64_t, int64_t) { body(next); });
+}
+
+}  // namespace shoestring::attend

@@ -1,0 +1,102 @@
+#include "attention/attention_library.h"
+
+#include <tuple>
+
+#include <ATen/Functions.h>
+#include <ATen/SDPBackend.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+namespace shoestring::attend {
+namespace {
+
+// No path was ever timed on a GPU. Until benchmarks/attention/bench_attention.py has run on one, PyTorch's
+// choice among its own operators goes first, so that nobody is slower than with scaled_dot_product_attention.
+constexpr bool kPreferOwn = false;
+constexpr int64_t kMostFeatures = 256;
+
+// Nothing but softmax(scale q k^T) v, causal or not. With unequal lengths PyTorch aligns causal masks
+// elsewhere.
+bool is_plain(const Call& c) {
+  const bool options = c.packed() || c.bias || c.sinks || c.alibi_slopes || c.seed || c.softcap != 0 ||
+                       c.left >= 0 || (c.right >= 0 && !c.causal);
+  const auto dtype = c.q.scalar_type();
+  const int64_t features = c.q.size(-1);
+  return !options && (dtype == at::kBFloat16 || dtype == at::kHalf) && c.q.numel() > 0 && c.k.numel() > 0 &&
+         c.scale > 0 && features % 8 == 0 && features <= kMostFeatures && c.v.size(-1) == features &&
+         (!c.causal || c.q.size(2) == c.k.size(2));
+}
+
+// There are none on the CPU, so that the emulator runs our kernels unless a test puts something in their
+// place.
+bool exists(const char* name, const Tensor& q) {
+  const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
+  return op && op->hasKernelForDispatchKey(q.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
+}
+
+// t, or its numbers in memory as `like` has them: what compilers and cuDNN, which knows plans by q, k and v
+// alone, rely on.
+Tensor laid_out_as(const Tensor& t, const Tensor& like) {
+  for (int64_t i = 0; i < t.dim(); ++i) {
+    if (t.size(i) > 1 && t.stride(i) != like.stride(i)) return at::empty_like(like).copy_(t);
+  }
+  return t;
+}
+
+}  // namespace
+
+Library library_for(const Call& c) {
+  if (kPreferOwn || c.deterministic || !is_plain(c)) return Library::kNone;
+  const auto choice = static_cast<at::SDPBackend>(
+      at::_fused_sdp_choice(with_features_together(c.q), with_features_together(c.k),
+                            with_features_together(c.v), std::nullopt, 0.0, c.causal, c.scale,
+                            /*enable_gqa=*/c.q.size(1) != c.k.size(1)));
+  if (choice == at::SDPBackend::cudnn_attention && exists("aten::_scaled_dot_product_cudnn_attention", c.q)) {
+    return Library::kCudnn;
+  }
+  if (choice == at::SDPBackend::flash_attention && exists("aten::_scaled_dot_product_flash_attention", c.q)) {
+    return Library::kFlash;
+  }
+  return Library::kNone;
+}
+
+Result forward_library(Library library, const Call& c) {
+  const Tensor q = with_features_together(c.q), k = with_features_together(c.k),
+               v = with_features_together(c.v);
+  Tensor out, lse;
+  if (library == Library::kCudnn) {
+    const auto results = at::_scaled_dot_product_cudnn_attention(
+        q, k, v, std::nullopt, /*compute_log_sumexp=*/true, 0.0, c.causal, false, c.scale);
+    out = std::get<0>(results), lse = std::get<1>(results);  // (batch, heads, tokens, 1)
+  } else {
+    const auto results = at::_scaled_dot_product_flash_attention(q, k, v, 0.0, c.causal, false, c.scale);
+    out = std::get<0>(results), lse = std::get<1>(results);
+  }
+  return {laid_out_as(out, c.empty_out()), lse.contiguous().view_symint(c.lse_sizes())};
+}
+
+Gradients backward_library(Library library, const Call& c, const Upstream& u) {
+  const Tensor q = with_features_together(c.q), k = with_features_together(c.k),
+               v = with_features_together(c.v);
+  const Tensor out = laid_out_as(u.out, c.empty_out()), grad_out = laid_out_as(u.grad_out, out),
+               lse = u.lse.contiguous();
+  const int64_t queries = q.size(2), keys = k.size(2);
+  const Tensor none;
+  std::tuple<Tensor, Tensor, Tensor> gradients;
+  if (library == Library::kCudnn) {
+    const Tensor unused = at::empty({}, q.options().dtype(at::kLong));  // of dropout
+    gradients = at::_scaled_dot_product_cudnn_attention_backward(grad_out, q, k, v, out, lse.unsqueeze(-1),
+                                                                 unused, unused, none, none, none, queries,
+                                                                 keys, 0.0, c.causal, c.scale);
+  } else {
+    const Tensor unused = at::empty({2}, q.options().dtype(at::kUInt64));
+    gradients = at::_scaled_dot_product_flash_attention_backward(
+        grad_out, q, k, v, out, lse, none, none, queries, keys, 0.0, c.causal, unused, unused, c.scale);
+  }
+  Gradients wanted;
+  if (u.mask[kQ]) wanted[kQ] = laid_out_as(std::get<0>(gradients), at::empty_like(c.q));
+  if (u.mask[kK]) wanted[kK] = laid_out_as(std::get<1>(gradients), at::empty_like(c.k));
+  if (u.mask[kV]) wanted[kV] = laid_out_as(std::get<2>(gradients), at::empty_like(c.v));
+  return wanted;
+}
+
+}  // namespace shoestring::attend

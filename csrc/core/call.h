@@ -1,0 +1,44 @@
+#pragma once
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+namespace shoestring {
+
+/// The operator `name` ("shoestring::op") as a typed callable, for a call through PyTorch's dispatcher.
+template <class Signature>
+c10::TypedOperatorHandle<Signature> find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+using NamedArguments = std::vector<std::pair<std::string, c10::IValue>>;
+
+/// Calls an operator with arguments by the names of its schema; the others have their defaults. Returns its
+/// results.
+torch::jit::Stack call_by_name(const std::string& name, const NamedArguments& arguments);
+
+/// The arguments of a boxed call, by the names of its schema. They stay on the stack.
+class BoxedArguments {
+ public:
+  BoxedArguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack)
+      : schema_(op.schema()), stack_(stack) {}
+
+  const c10::IValue& operator[](const char* name) const;
+  bool has(const char* name) const { return schema_.argumentIndexWithName(name).has_value(); }
+  at::Tensor tensor(const char* name) const { return (*this)[name].toTensor(); }
+  std::optional<at::Tensor> optional(const char* name) const {
+    return (*this)[name].toOptional<at::Tensor>();
+  }
+  double number(const char* name) const { return (*this)[name].toDouble(); }
+
+ private:
+  const c10::FunctionSchema& schema_;
+  const torch::jit::Stack& stack_;
+};
+
+}  // namespace shoestring

@@ -1,0 +1,25 @@
+#include <string>
+
+#include <torch/library.h>
+
+#include <shoestring/ops.h>
+
+#include "core/capability.h"
+
+namespace shoestring {
+
+std::string cpu_capability() { return cpu::name(cpu::capability()); }
+
+bool set_cpu_capability(const std::string& name) {
+  for (auto candidate : {cpu::Capability::kPlain, cpu::Capability::kAvx2, cpu::Capability::kAvx512}) {
+    if (name == cpu::name(candidate)) return cpu::set_capability(candidate);
+  }
+  TORCH_CHECK(false, "set_cpu_capability: name: expected plain, avx2 or avx512, received '", name, "'");
+}
+
+TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
+  m.impl("cpu_capability", cpu_capability);
+  m.impl("set_cpu_capability", [](std::string name) { return set_cpu_capability(name); });
+}
+
+}  // namespace shoestring

@@ -1,0 +1,79 @@
+#pragma once
+
+// A type that numbers have in memory, as registers of fp32 and back. `Pair` is two registers' numbers in
+// whatever order they come cheapest, for where numbers stay by themselves; as_pair makes one of two registers
+// in order, in_order the reverse.
+
+#include "core/vec_simd.h"
+
+namespace shoestring::cpu::SHOESTRING_CAPABILITY {
+
+struct Pair {
+  F32 first, second;
+};
+
+// A NaN with nothing in its lower half, as store_pair of bf16 wants those that it is made from.
+SHOESTRING_INLINE F32 plain_nan(F32 x) { return x == x ? x : splat(__builtin_nanf("")); }
+
+struct Float {
+  using Type = float;
+  static SHOESTRING_METHOD Pair load_pair(const float* p) { return {load(p), load(p + kLanes)}; }
+  static SHOESTRING_METHOD void store_pair(float* p, Pair x) { store(p, x.first, x.second); }
+  static SHOESTRING_METHOD Pair as_pair(Pair x) { return x; }
+  static SHOESTRING_METHOD Pair in_order(Pair x) { return x; }
+  static SHOESTRING_METHOD F32 load(const float* p) { return load_as<F32>(p); }
+  static SHOESTRING_METHOD void store(float* p, F32 x, F32 y) {
+    __builtin_memcpy(p, &x, sizeof x);
+    __builtin_memcpy(p + kLanes, &y, sizeof y);
+  }
+};
+struct BFloat16 {
+  using Type = uint16_t;
+  static SHOESTRING_METHOD Pair load_pair(const uint16_t* p) {
+    const U32 both = load_as<U32>(p);
+    return {as_float(both << 16), as_float(both & 0xffff0000u)};
+  }
+  // Of what was made from bf16: a NaN among it has nothing in its lower half that rounding could carry over.
+  static SHOESTRING_METHOD void store_pair(uint16_t* p, Pair x) {
+    const U32 both = (round_upper_half(x.first) >> 16) | (round_upper_half(x.second) & 0xffff0000u);
+    __builtin_memcpy(p, &both, sizeof both);
+  }
+  static SHOESTRING_METHOD Pair as_pair(Pair x) {
+    I32 even;
+    for (int i = 0; i < kLanes; ++i) even[i] = 2 * i;
+    return {__builtin_shuffle(x.first, x.second, even), __builtin_shuffle(x.first, x.second, even + 1)};
+  }
+  static SHOESTRING_METHOD Pair in_order(Pair x) {
+    I32 both;
+    for (int i = 0; i < kLanes; ++i) both[i] = i / 2 + i % 2 * kLanes;
+    return {__builtin_shuffle(x.first, x.second, both),
+            __builtin_shuffle(x.first, x.second, both + kLanes / 2)};
+  }
+  static SHOESTRING_METHOD F32 load(const uint16_t* p) { return from_bf16(load_as<U16>(p)); }
+  static SHOESTRING_METHOD void store(uint16_t* p, F32 x, F32 y) {
+    store_upper_halves(p, rounded_bf16(x), rounded_bf16(y));
+  }
+};
+struct Half {
+  using Type = uint16_t;
+  static SHOESTRING_METHOD Pair load_pair(const uint16_t* p) { return {load(p), load(p + kLanes)}; }
+  static SHOESTRING_METHOD void store_pair(uint16_t* p, Pair x) { store(p, x.first, x.second); }
+  static SHOESTRING_METHOD Pair as_pair(Pair x) { return x; }
+  static SHOESTRING_METHOD Pair in_order(Pair x) { return x; }
+  static SHOESTRING_METHOD F32 load(const uint16_t* p) { return from_fp16(load_as<U16>(p)); }
+  static SHOESTRING_METHOD void store(uint16_t* p, F32 x, F32 y) {
+    const U16 both[2] = {to_fp16(x), to_fp16(y)};
+    __builtin_memcpy(p, both, sizeof both);
+  }
+};
+
+// The first n elements, which may be more than a register's or none; what is missing is zero.
+template <class E>
+SHOESTRING_INLINE F32 load_some(const typename E::Type* p, int64_t n) {
+  if (n >= kLanes) return E::load(p);
+  typename E::Type some[kLanes] = {};
+  if (n > 0) __builtin_memcpy(some, p, n * sizeof some[0]);
+  return E::load(some);
+}
+
+}  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

@@ -1,0 +1,113 @@
+#pragma once
+
+// Passes over a row of logits, a register at a time: of fp32, or of fp64, whose registers are of one element.
+
+#include <math.h>
+
+#include "core/exp_simd.h"
+
+namespace shoestring::cpu::SHOESTRING_CAPABILITY {
+
+constexpr float kLow = -__builtin_inff();
+
+// fp32 partial sums are folded into a double when each lane has added 256: the error stays that of short
+// sums.
+constexpr int64_t kFold = 256 * kLanes;
+
+// Calls body(offset, count) for whole registers, then once for what is left.
+template <int64_t kStep = kLanes, class Body>
+SHOESTRING_INLINE void sweep(int64_t begin, int64_t end, Body body) {
+  int64_t i = begin;
+  for (; i + kStep <= end; i += kStep) body(i, int64_t{kStep});
+  if (i < end) body(i, end - i);
+}
+
+// Calls body(offset, count) for whole registers and what is left, and fold() after each kFold elements.
+template <int64_t kStep = kLanes, class Body, class Fold>
+SHOESTRING_INLINE void folded(int64_t vocab, Body body, Fold fold) {
+  for (int64_t begin = 0; begin < vocab; begin += kFold) {
+    sweep<kStep>(begin, begin + kFold < vocab ? begin + kFold : vocab, body);
+    fold();
+  }
+}
+
+SHOESTRING_INLINE F32 get(const float* p, int64_t n, float fill) {
+  return n == kLanes ? load(p) : load(p, n, fill);
+}
+SHOESTRING_INLINE void put(float* p, F32 v, int64_t n) {
+  if (n == kLanes) {
+    store(p, v);
+  } else {
+    store(p, v, n);
+  }
+}
+
+SHOESTRING_INLINE F32 tanh(F32 x) {
+  F32 square = x * x;
+  F32 p = splat(-5.70498872745e-3f);
+  p = p * square + 2.06390887954e-2f;
+  p = p * square - 5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square - 3.33332819422e-1f;
+  F32 near_zero = x + x * square * p;
+  F32 elsewhere = 1.f - 2.f / (exp(2.f * x) + 1.f);
+  return abs(x) < 0.625f ? near_zero : elsewhere;
+}
+
+// 1 - e^-x for x >= 0, also where that is small; NaN stays NaN.
+SHOESTRING_INLINE F32 one_less_exp(F32 x) {
+  F32 p = splat(-1.f / 40320);
+  p = p * x + 1.f / 5040;
+  p = p * x - 1.f / 720;
+  p = p * x + 1.f / 120;
+  p = p * x - 1.f / 24;
+  p = p * x + 1.f / 6;
+  p = p * x - 0.5f;
+  return x < 0.34f ? x + x * x * p : 1.f - exp(-x);
+}
+
+// ln(1 - w) for w in [0, 1), 1 - w a normal number: that is 2^n m with m in [0.7, 1.4), and ln m = 2
+// artanh((m - 1) / (m + 1)), where m - 1 is -w without rounding if n is 0. NaN stays NaN.
+SHOESTRING_INLINE F32 log_of_rest(F32 w) {
+  U32 above = as_bits(1.f - w) - 0x3f333333u;  // 0.7
+  F32 n = __builtin_convertvector((I32)above >> 23, F32);
+  F32 m = as_float((above & 0x7fffffu) + 0x3f333333u);
+  F32 beyond = n == 0 ? -w : m - 1.f, s = beyond / (beyond + 2.f), square = s * s;
+  F32 p = splat(2.f / 9);
+  p = p * square + 2.f / 7;
+  p = p * square + 2.f / 5;
+  p = p * square + 2.f / 3;
+  F32 y = n * 0.693145752f + (n * 1.42860677e-6f + (s * square * p + 2.f * s));
+  return w == w ? y : w;
+}
+
+// A register of T: of fp64 it is one number, and the same functions work on it.
+template <class T>
+struct Register;
+template <>
+struct Register<float> {
+  using Type = F32;
+  static constexpr int64_t kSize = kLanes;
+};
+template <>
+struct Register<double> {
+  using Type = double;
+  static constexpr int64_t kSize = 1;
+};
+
+template <class T>
+using RegisterOf = typename Register<T>::Type;
+template <class T>
+constexpr int64_t kSizeOf = Register<T>::kSize;
+
+SHOESTRING_INLINE double get(const double* p, int64_t, double) { return *p; }
+SHOESTRING_INLINE void put(double* p, double v, int64_t) { *p = v; }
+SHOESTRING_INLINE double exp(double x) { return ::exp(x); }
+SHOESTRING_INLINE double one_less_exp(double x) { return -::expm1(-x); }
+SHOESTRING_INLINE double log_of_rest(double w) { return ::log1p(-w); }
+SHOESTRING_INLINE double abs(double x) { return ::fabs(x); }
+SHOESTRING_INLINE double max(double a, double b) { return a > b ? a : b; }
+SHOESTRING_INLINE double horizontal_sum(double x) { return x; }
+SHOESTRING_INLINE double horizontal_max(double x) { return x; }
+
+}  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

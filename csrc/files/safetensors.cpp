@@ -1,0 +1,163 @@
+#include <ATen/Functions.h>
+#include <c10/util/Exception.h>
+#include <shoestring/safetensors.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+
+#include "files/atomic_file.h"
+#include "files/read_file.h"
+#include "files/safetensors_files.h"
+#include "files/safetensors_format.h"
+#include "files/safetensors_header.h"
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "safetensors files are little-endian");
+
+namespace shoestring {
+namespace {
+
+using safetensors::quote;
+
+}  // namespace
+
+SafetensorsFile::SafetensorsFile(const std::string& path) : path_(path) {
+  int64_t size = 0;
+  fd_ = open_regular("safetensors", path, size);
+  try {
+    TORCH_CHECK(size >= 8, "safetensors: ", path, ": expected at least the 8 bytes of the header's length, ",
+                "received a file of ", size);
+    uint64_t length = 0;
+    read_at("safetensors", path, fd_, &length, 8, 0);
+    TORCH_CHECK(length <= safetensors::kMaxHeader, "safetensors: ", path, ": expected a header of at most ",
+                safetensors::kMaxHeader, " bytes, received the length ", length,
+                ": this is no safetensors file");
+    data_ = 8 + static_cast<int64_t>(length);
+    TORCH_CHECK(data_ <= size, "safetensors: ", path, ": the header's length is ", length,
+                " bytes, but only ", size - 8, " follow: the file is truncated");
+    std::string text(length, '\0');
+    read_at("safetensors", path, fd_, text.data(), static_cast<int64_t>(text.size()), 8);
+
+    auto header = safetensors::parse_header(path, text, size - data_);
+    entries_ = std::move(header.entries);
+    metadata_ = std::move(header.metadata);
+    for (size_t i = 0; i < entries_.size(); ++i) index_.emplace(entries_[i].name, i);
+  } catch (...) {
+    ::close(fd_);
+    throw;
+  }
+}
+
+SafetensorsFile::~SafetensorsFile() { ::close(fd_); }
+
+const SafetensorsFile::Entry& SafetensorsFile::entry(const std::string& name) const {
+  const auto at = index_.find(name);
+  TORCH_CHECK(at != index_.end(), "safetensors: ", path_, ": there is no tensor ", quote(name));
+  return entries_[at->second];
+}
+
+void SafetensorsFile::read(const Entry& entry, const at::Tensor& out) const {
+  read_at("safetensors", path_, fd_, out.mutable_data_ptr(), entry.end - entry.begin, data_ + entry.begin);
+  if (entry.dtype == at::kBool) {
+    // Any other byte than 0 and 1 in a bool is undefined behaviour later.
+    const auto* bytes = static_cast<const unsigned char*>(out.const_data_ptr());
+    const bool valid = std::all_of(bytes, bytes + out.numel(), [](unsigned char b) { return b <= 1; });
+    TORCH_CHECK(valid, "safetensors: ", path_, ": tensor ", quote(entry.name),
+                ": expected bytes 0 and 1 for BOOL");
+  }
+}
+
+at::Tensor SafetensorsFile::load(const std::string& name) const {
+  const Entry& entry = this->entry(name);
+  at::Tensor out = at::empty(entry.shape, entry.dtype);
+  read(entry, out);
+  return out;
+}
+
+void SafetensorsFile::load_into(const std::string& name, const at::Tensor& out) const {
+  const Entry& entry = this->entry(name);
+  TORCH_CHECK(out.sizes() == entry.shape && out.scalar_type() == entry.dtype, "safetensors: ", path_,
+              ": tensor ", quote(name), ": expected shape ", out.sizes(), " of ", out.scalar_type(),
+              ", the file has ", at::IntArrayRef(entry.shape), " of ", entry.dtype);
+  const at::Tensor plain = out.detach();  // a parameter may be written here, whatever the gradient mode
+  if (out.is_cpu() && out.is_contiguous()) {
+    read(entry, plain);
+    plain.unsafeGetTensorImpl()->bump_version();
+  } else {
+    plain.copy_(load(name));
+  }
+}
+
+TensorDict load_safetensors(const std::string& path) {
+  const SafetensorsFiles files(path);
+  TensorDict tensors("tensor");
+  for (const auto& name : files.names()) tensors.insert(name, files.file(name).load(name));
+  return tensors;
+}
+
+namespace {
+
+size_t dtype_rank(const std::string& path, const std::string& name, const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.defined() && tensor.layout() == at::kStrided, "save_safetensors: ", path, ": tensor ",
+              quote(name), ": expected a dense tensor, received ",
+              tensor.defined() ? c10::str(tensor.layout()) : "an undefined one");
+  for (size_t i = 0; i < std::size(safetensors::kDTypes); ++i) {
+    if (safetensors::kDTypes[i].type == tensor.scalar_type()) return i;
+  }
+  TORCH_CHECK(false, "save_safetensors: ", path, ": tensor ", quote(name), ": safetensors has no dtype for ",
+              tensor.scalar_type());
+}
+
+}  // namespace
+
+void save_safetensors(const std::string& path, const TensorDict& tensors, const Metadata& metadata) {
+  struct Item {
+    size_t rank;
+    const std::string* name;
+    const at::Tensor* tensor;
+  };
+  std::vector<Item> items;
+  for (const auto& item : tensors) {
+    TORCH_CHECK(item.key() != "__metadata__", "save_safetensors: ", path,
+                ": a tensor cannot be called __metadata__");
+    items.push_back({dtype_rank(path, item.key(), item.value()), &item.key(), &item.value()});
+  }
+  std::sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
+    return std::tie(a.rank, *a.name) < std::tie(b.rank, *b.name);
+  });
+
+  std::string text;
+  try {
+    text = metadata.empty() ? "{" : "{\"__metadata__\":" + nlohmann::json(metadata).dump() + ",";
+    int64_t end = 0;
+    for (const auto& [rank, name, tensor] : items) {
+      const int64_t begin = end;
+      end += static_cast<int64_t>(tensor->nbytes());
+      const nlohmann::ordered_json entry = {{"dtype", safetensors::kDTypes[rank].name},
+                                            {"shape", tensor->sizes().vec()},
+                                            {"data_offsets", {begin, end}}};
+      text += nlohmann::json(*name).dump() + ":" + entry.dump() + ",";
+    }
+  } catch (const nlohmann::json::exception&) {
+    TORCH_CHECK(false, "save_safetensors: ", path, ": expected names and metadata in UTF-8");
+  }
+  if (text.size() > 1) text.pop_back();  // the last comma
+  text += "}";
+  text.resize((text.size() + 7) / 8 * 8, ' ');  // the data begins aligned
+  TORCH_CHECK(text.size() <= static_cast<size_t>(safetensors::kMaxHeader), "save_safetensors: ", path,
+              ": the header has ", text.size(), " bytes, and the format allows ", safetensors::kMaxHeader);
+
+  AtomicFile file("save_safetensors", path);
+  const uint64_t length = text.size();
+  file.write(&length, sizeof length);
+  file.write(text.data(), text.size());
+  for (const auto& item : items) {
+    const at::Tensor data = item.tensor->detach().resolve_conj().resolve_neg().cpu().contiguous();
+    file.write(data.const_data_ptr(), data.nbytes());
+  }
+  file.commit();
+}
+
+}  // namespace shoestring

@@ -1,0 +1,71 @@
+#include "files/write_all.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cinttypes>
+#include <cstdio>
+#include <memory>
+
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+namespace shoestring {
+namespace {
+
+constexpr int64_t kPiece = int64_t{8} << 20;
+constexpr int64_t kFew = int64_t{1} << 20;  // may stay: to ask the system takes as long as to write them
+
+// Whether memory is one shared mapping. Its pages may be dropped: what was changed in them stays in the file.
+bool is_shared_mapping([[maybe_unused]] uintptr_t begin, [[maybe_unused]] uintptr_t end) {
+#if defined(__linux__)
+  const std::unique_ptr<FILE, int (*)(FILE*)> maps(std::fopen("/proc/self/maps", "re"), &std::fclose);
+  uintptr_t first = 0, last = 0;
+  char access[5] = {};
+  while (maps &&
+         std::fscanf(maps.get(), "%" SCNxPTR "-%" SCNxPTR " %4s%*[^\n]", &first, &last, access) == 3) {
+    if (first <= begin && end <= last) return access[3] == 's';
+  }
+#endif
+  return false;
+}
+
+}  // namespace
+
+int write_all(int fd, const void* data, int64_t size, int64_t& written) {
+  const auto* from = static_cast<const char*>(data);
+  const auto begin = reinterpret_cast<uintptr_t>(data);
+  const bool drops = size > kFew && is_shared_mapping(begin, begin + static_cast<uintptr_t>(size));
+  const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
+  while (size > 0) {
+    const ssize_t n = ::write(fd, from, static_cast<size_t>(std::min(size, kPiece)));
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return errno;
+    if (drops) {
+      const uintptr_t first = reinterpret_cast<uintptr_t>(from) / page * page;
+      ::madvise(reinterpret_cast<void*>(first),
+                reinterpret_cast<uintptr_t>(from) + static_cast<uintptr_t>(n) - first, MADV_DONTNEED);
+    }
+    from += n;
+    size -= n;
+    written += n;
+  }
+  return 0;
+}
+
+namespace {
+
+int64_t write_tensor(int64_t fd, const at::Tensor& x) {
+  TORCH_CHECK(x.is_cpu() && x.is_contiguous(),
+              "write_tensor: x: expected a contiguous CPU tensor, received one on ", x.device(),
+              " with strides ", x.strides());
+  int64_t written = 0;
+  return write_all(static_cast<int>(fd), x.const_data_ptr(), static_cast<int64_t>(x.nbytes()), written);
+}
+
+TORCH_LIBRARY_IMPL(shoestring, CPU, m) { m.impl("write_tensor", write_tensor); }
+
+}  // namespace
+}  // namespace shoestring

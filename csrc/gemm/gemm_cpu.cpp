@@ -1,0 +1,240 @@
+// The longer of the result's sides is cut into blocks, and a thread packs those that are its own, each for
+// the second-level cache; the other side is packed before, once for all, as much of its depth as kSharedBytes
+// hold. So the larger operand is read from memory once, and threads wait for each other only at the end of
+// such a round.
+
+#include <algorithm>
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+
+#include "core/huge_pages.h"
+#include "gemm/gemm.h"
+#include "gemm/gemm_table.h"
+#include "gemm/skinny_gemm_table.h"
+#include "quantization/base_weight.h"
+
+namespace shoestring {
+namespace {
+
+using at::Tensor;
+
+// Of a panel, at most. A tile's sums begin anew with each, so errors grow with the square root of this and
+// not of the whole depth; and a panel of 32 columns, 24 KiB, stays in the first-level cache.
+constexpr int64_t kDepth = 192;
+constexpr int64_t kBlockBytes = int64_t{256} << 10;  // of panels that a thread packs for itself
+constexpr int64_t kResultBytes = int64_t{768}
+                                 << 10;  // of the result, which each piece of the depth is added to
+constexpr int64_t kSharedBytes = int64_t{8} << 20;  // of panels for all
+constexpr int64_t kSkinny = 48;                     // columns; more, and packing is repaid
+constexpr int64_t kFewLines = 8;                    // fewer, and the product is no faster than packing
+
+// One operand: the rows of a, or the columns of b, in panels of `width`.
+struct Side {
+  Side(const kernels::GemmProduct& product, const Tensor& matrix, int line_dim, int64_t width)
+      : lines(matrix.size(line_dim)), width(width), panels(parts_of(lines, width)), product(product),
+        matrix(readable(matrix)) {
+    line_stride = lines == 1 ? 1 : this->matrix.stride(line_dim);
+    depth_stride = matrix.size(1 - line_dim) == 1 ? 1 : this->matrix.stride(1 - line_dim);
+  }
+
+  // Elements of a panel.
+  int64_t packed(int64_t depth) const { return kernels::packed_size(depth, product.steps, width); }
+
+  // Panels [first, last), of their depth [begin, begin + depth).
+  void pack(int64_t first, int64_t last, int64_t begin, int64_t depth, float* out) const {
+    const int64_t line = first * width, count = std::min(last * width, lines) - line;
+    const int64_t offset = line * line_stride + begin * depth_stride;
+    const void* data = matrix.const_data_ptr();
+    if (matrix.scalar_type() == at::kFloat) {
+      product.pack_float(static_cast<const float*>(data) + offset, count, depth, line_stride, depth_stride,
+                         width, out);
+    } else {
+      (matrix.scalar_type() == at::kHalf ? product.pack_fp16 : product.pack_bf16)(
+          static_cast<const uint16_t*>(data) + offset, count, depth, line_stride, depth_stride, width, out);
+    }
+  }
+
+  int64_t lines, width, panels;
+
+ private:
+  static Tensor readable(const Tensor& m) {
+    const auto single = [&](int dim) { return m.size(dim) == 1 || m.stride(dim) == 1; };
+    return single(0) || single(1) ? m : m.contiguous();
+  }
+
+  const kernels::GemmProduct& product;
+  Tensor matrix;
+  int64_t line_stride, depth_stride;
+};
+
+// `count` floats, in `kept` if they are few enough to stay there. BLAS libraries keep this memory, too: of a
+// small product the page faults of fresh memory take longer than the packing, and an allocator that reuses it
+// is left in pieces.
+Tensor scratch(Tensor& kept, int64_t count) {
+  const auto floats = at::TensorOptions(at::kFloat);
+  if (count * static_cast<int64_t>(sizeof(float)) > kSharedBytes)
+    return in_huge_pages(at::empty({count}, floats));
+  if (!kept.defined() || kept.numel() < count) {
+    kept = Tensor();
+    kept = in_huge_pages(at::empty({count}, floats));
+  }
+  return kept;
+}
+
+void multiply(const kernels::GemmProduct& product, float* c, int64_t stride, const Side& a, const Side& b,
+              int64_t depth, float alpha, float beta) {
+  const bool share_a = a.lines <= b.lines;
+  const Side &shared = share_a ? a : b, &own = share_a ? b : a;
+  const int64_t threads = at::get_num_threads();
+
+  const int64_t most = kDepth * product.steps, even = parts_of(depth, parts_of(depth, most));
+  const int64_t piece = parts_of(even, product.steps) * product.steps;
+  const int64_t fit =
+      kSharedBytes / static_cast<int64_t>(sizeof(float)) / (shared.panels * shared.packed(piece));
+  const int64_t round = piece * std::max<int64_t>(1, std::min(fit, parts_of(depth, piece)));
+  // Blocks of equal size, as many for each thread. Where there are fewer than threads, they share a block:
+  // each has a part of the other side.
+  const int64_t fit_packed = kBlockBytes / static_cast<int64_t>(sizeof(float)) / own.packed(piece);
+  const int64_t fit_result = kResultBytes / static_cast<int64_t>(sizeof(float)) / (own.width * shared.lines);
+  const int64_t block_fit = std::max<int64_t>(1, std::min(fit_packed, fit_result));
+  const int64_t block = parts_of(own.panels, parts_of(parts_of(own.panels, block_fit), threads) * threads);
+  const int64_t blocks = parts_of(own.panels, block), parts = parts_of(threads, blocks);
+  const int64_t part = parts_of(shared.panels, parts);
+
+  thread_local Tensor kept_for_all, kept_for_one;
+  const int64_t piece_size = shared.panels * shared.packed(piece), own_size = block * own.packed(piece);
+  const Tensor for_all = scratch(kept_for_all, round / piece * piece_size);
+  const Tensor for_one = scratch(kept_for_one, threads * own_size);
+  float *all = for_all.mutable_data_ptr<float>(), *one = for_one.mutable_data_ptr<float>();
+
+  for (int64_t begin = 0; begin < depth; begin += round) {
+    const int64_t end = std::min(depth, begin + round);
+    // Calls body(d, count, panels) for the pieces of this round; `panels` is where the shared ones of a piece
+    // are.
+    const auto for_each_piece = [&](auto body) {
+      for (int64_t d = begin; d < end; d += piece) {
+        body(d, std::min(piece, end - d), all + (d - begin) / piece * piece_size);
+      }
+    };
+    at::parallel_for(0, shared.panels, 1, [&](int64_t first, int64_t last) {
+      for_each_piece([&](int64_t d, int64_t count, float* panels) {
+        shared.pack(first, last, d, count, panels + first * shared.packed(count));
+      });
+    });
+    at::parallel_for(0, blocks * parts, 1, [&](int64_t first_task, int64_t last_task) {
+      float* mine = one + at::get_thread_num() * own_size;
+      for (int64_t task = first_task; task < last_task; ++task) {
+        const int64_t first = task / parts * block, last = std::min(first + block, own.panels);
+        const int64_t from = std::min(task % parts * part, shared.panels),
+                      to = std::min(from + part, shared.panels);
+        if (from == to) continue;
+        const int64_t own_line = first * own.width,
+                      own_lines = std::min(last * own.width, own.lines) - own_line;
+        const int64_t line = from * shared.width, lines = std::min(to * shared.width, shared.lines) - line;
+        for_each_piece([&](int64_t d, int64_t count, const float* panels) {
+          own.pack(first, last, d, count, mine);
+          const float *theirs = panels + from * shared.packed(count), now = d == 0 ? beta : 1;
+          if (share_a) {
+            product.multiply(theirs, mine, lines, own_lines, count, c + line * stride + own_line, stride,
+                             alpha, now, false);
+          } else {
+            product.multiply(mine, theirs, own_lines, lines, count, c + own_line * stride + line, stride,
+                             alpha, now, true);
+          }
+        });
+      }
+    });
+  }
+}
+
+// c (m, n) = beta c + alpha a b for few columns n, and rows of a that lie along the depth.
+bool is_skinny(const Tensor& a, const Tensor& b) {
+  return b.size(1) <= kSkinny && a.size(0) >= 4 * b.size(1) && (a.stride(1) == 1 || a.size(1) == 1);
+}
+
+void multiply_skinny(const Tensor& c, const Tensor& a, const Tensor& b, float alpha, float beta) {
+  const auto& kernels = cpu::skinny_gemm();
+  const Tensor vectors = b.t().to(at::kFloat).contiguous();
+  const int64_t n = b.size(1), k = a.size(1), stride = a.stride(0), stride_c = c.stride(0);
+  const float* from = vectors.const_data_ptr<float>();
+  float* to = c.mutable_data_ptr<float>();
+  at::parallel_for(0, a.size(0), std::max<int64_t>(4, (int64_t{1} << 16) / (k * n + 1)),
+                   [&](int64_t first, int64_t last) {
+                     const auto run = [&](auto multiply, const auto* rows) {
+                       multiply(rows + first * stride, stride, last - first, from, n, k,
+                                to + first * stride_c, stride_c, alpha, beta);
+                     };
+                     const void* rows = a.const_data_ptr();
+                     switch (a.scalar_type()) {
+                       case at::kFloat:
+                         return run(kernels.multiply_float, static_cast<const float*>(rows));
+                       case at::kBFloat16:
+                         return run(kernels.multiply_bf16, static_cast<const uint16_t*>(rows));
+                       default:
+                         return run(kernels.multiply_fp16, static_cast<const uint16_t*>(rows));
+                     }
+                   });
+}
+
+// Whether the CPU's units for bf16 may multiply them.
+bool by_bf16_units(const Tensor& a, const Tensor& b) {
+  return a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16 && multiplies_bf16();
+}
+
+bool has_amx() {
+#if defined(__x86_64__)
+  static const bool units = __builtin_cpu_supports("amx-bf16");
+  return units;
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+
+bool gemm_widens(at::ScalarType type) { return type == at::kFloat && cpu::gemm().beats_library; }
+
+void gemm_cpu(const Tensor& out, const Tensor& a, const Tensor& b, double beta, double alpha) {
+  if (out.numel() == 0) return;
+  const auto wide = compute_type(a);
+  const auto in_place = [&](int dim) {
+    return out.scalar_type() == wide && (out.stride(dim) == 1 || out.size(dim) == 1);
+  };
+  if (!in_place(1) && in_place(0)) return gemm_cpu(out.t(), b.t(), a.t(), beta, alpha);
+  Tensor c = in_place(1) ? out
+             : beta == 0 ? at::empty(out.sizes(), out.options().dtype(wide))
+                         : out.to(wide).contiguous();
+  const bool few = std::min({a.size(0), b.size(1), a.size(1)}) < kFewLines;
+  const bool widen = a.scalar_type() != wide || b.scalar_type() != wide;
+  if (!gemm_widens(wide) || (few && !widen) || a.size(1) == 0) {
+    at::addmm_out(c, c, a.to(wide), b.to(wide), beta, alpha);
+  } else if (is_skinny(a, b)) {
+    multiply_skinny(c, a, b, static_cast<float>(alpha), static_cast<float>(beta));
+  } else {
+    const auto& kernels = cpu::gemm();
+    const auto& product = by_bf16_units(a, b) ? kernels.bf16 : kernels.fp32;
+    multiply(product, c.mutable_data_ptr<float>(), c.stride(0), Side(product, a, 0, kernels.rows),
+             Side(product, b, 1, kernels.columns), a.size(1), static_cast<float>(alpha),
+             static_cast<float>(beta));
+  }
+  if (!c.is_same(out)) out.copy_(c);
+}
+
+void gemm_rounded(const Tensor& out, const Tensor& a, const Tensor& b, double beta, double alpha) {
+  if (!by_bf16_units(a, b) || !(has_amx() || a.size(0) < kFewLines)) return gemm_cpu(out, a, b, beta, alpha);
+  Tensor c = out;
+  if (out.scalar_type() == at::kBFloat16) {
+    at::addmm_out(c, out, a, b, beta, alpha);
+    return;
+  }
+  const int64_t step = std::max<int64_t>(64, kSharedBytes / 2 / std::max<int64_t>(1, b.size(1)));
+  for (int64_t i = 0; i < a.size(0); i += step) {  // a product that stays in cache until it is added
+    const int64_t rows = std::min(step, a.size(0) - i);
+    const Tensor product = at::mm(a.narrow(0, i, rows), b);
+    Tensor part = c.narrow(0, i, rows);
+    beta == 0 ? part.copy_(product).mul_(alpha) : part.mul_(beta).add_(product, alpha);
+  }
+}
+
+}  // namespace shoestring

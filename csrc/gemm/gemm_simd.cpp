@@ -1,0 +1,184 @@
+// Each step of the depth takes one load for every register of b and one broadcast for every row of a, and
+// multiplies each with each: the tile is as large as the registers for its sums allow, so that loads hide
+// behind products.
+
+#include "gemm/gemm_table.h"
+
+#include "gemm/panels_simd.h"
+
+namespace shoestring::cpu::SHOESTRING_CAPABILITY {
+extern const kernels::GemmTable gemm;
+
+namespace {
+
+SHOESTRING_INLINE F32 combine(const float* c, F32 sum, float beta) {
+  return beta == 0 ? sum : beta * load(c) + sum;
+}
+
+SHOESTRING_INLINE void prefetch_tile(const float* c, int64_t stride, int64_t m) {
+  for (int64_t i = 0; i < m; ++i) {
+    __builtin_prefetch(c + i * stride, 1);
+    __builtin_prefetch(c + i * stride + kColumns - 1, 1);
+  }
+}
+
+template <int kTile>
+SHOESTRING_INLINE void store_tile(const F32 (&sum)[kTile][kWide], float* __restrict c, int64_t stride,
+                                  int64_t m, int64_t n, float alpha, float beta) {
+  if (m == kTile && n == kColumns) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kTile; ++i) {
+      for (int j = 0; j < kWide; ++j) {
+        float* to = c + i * stride + j * kLanes;
+        store(to, combine(to, alpha * sum[i][j], beta));
+      }
+    }
+    return;
+  }
+  float whole[kTile][kColumns];
+#pragma GCC unroll 16
+  for (int i = 0; i < kTile; ++i) {
+    for (int j = 0; j < kWide; ++j) store(whole[i] + j * kLanes, alpha * sum[i][j]);
+  }
+  for (int64_t i = 0; i < m; ++i) {
+    for (int64_t j = 0; j < n; ++j) {
+      float* to = c + i * stride + j;
+      *to = beta == 0 ? whole[i][j] : beta * *to + whole[i][j];
+    }
+  }
+}
+
+// The first kTile lines of a panel of kWidth.
+template <int kTile, int kWidth = kTile>
+void tile_fp32(const float* __restrict a, const float* __restrict b, int64_t m, int64_t n, int64_t size,
+               float* __restrict c, int64_t stride, float alpha, float beta) {
+  prefetch_tile(c, stride, m);
+  F32 sum[kTile][kWide] = {};
+#pragma GCC unroll 2
+  for (int64_t d = 0; d < size; ++d, a += kWidth, b += kColumns) {
+    F32 column[kWide];
+    for (int j = 0; j < kWide; ++j) column[j] = load(b + j * kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < kTile; ++i) {
+      const F32 row = splat(a[i]);
+      for (int j = 0; j < kWide; ++j) sum[i][j] = fma(row, column[j], sum[i][j]);
+    }
+  }
+  store_tile(sum, c, stride, m, n, alpha, beta);
+}
+
+#if defined(__AVX512F__)
+#pragma GCC push_options
+#pragma GCC target("avx512bf16")
+template <int kTile>
+void tile_bf16(const float* __restrict a, const float* __restrict b, int64_t m, int64_t n, int64_t size,
+               float* __restrict c, int64_t stride, float alpha, float beta) {
+  prefetch_tile(c, stride, m);
+  F32 sum[kTile][kWide] = {};
+#pragma GCC unroll 2
+  for (int64_t d = 0; d < size; ++d, a += kTile, b += kColumns) {
+    __m512bh column[kWide];
+    for (int j = 0; j < kWide; ++j) column[j] = (__m512bh)load(b + j * kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < kTile; ++i) {
+      const __m512bh row = (__m512bh)_mm512_set1_ps(a[i]);
+      for (int j = 0; j < kWide; ++j) sum[i][j] = (F32)_mm512_dpbf16_ps((__m512)sum[i][j], row, column[j]);
+    }
+  }
+  store_tile(sum, c, stride, m, n, alpha, beta);
+}
+#pragma GCC pop_options
+#endif
+
+using Tile = void (*)(const float* a, const float* b, int64_t m, int64_t n, int64_t size, float* c,
+                      int64_t stride, float alpha, float beta);
+
+template <class Packed, Tile tile>
+void multiply(const float* a, const float* b, int64_t m, int64_t n, int64_t depth, float* c, int64_t stride,
+              float alpha, float beta, bool b_outside) {
+  const int64_t size = (depth + Packed::kSteps - 1) / Packed::kSteps;
+  const auto at = [&](int64_t i, int64_t j) {
+    tile(a + i / kRows * kernels::packed_size(depth, Packed::kSteps, kRows),
+         b + j / kColumns * kernels::packed_size(depth, Packed::kSteps, kColumns),
+         m - i < kRows ? m - i : kRows, n - j < kColumns ? n - j : kColumns, size, c + i * stride + j, stride,
+         alpha, beta);
+  };
+  if (b_outside) {
+    for (int64_t j = 0; j < n; j += kColumns) {
+      for (int64_t i = 0; i < m; i += kRows) at(i, j);
+    }
+  } else {
+    for (int64_t i = 0; i < m; i += kRows) {
+      for (int64_t j = 0; j < n; j += kColumns) at(i, j);
+    }
+  }
+}
+
+// What is left of lines is multiplied as a whole panel where `rest`, of so many lines, is null.
+template <Tile tile, int kTile>
+void strip_of(const float* a, int64_t a_stride, int64_t lines, const float* b, int64_t size, float* c,
+              float alpha, float beta, Tile rest = nullptr) {
+  for (; lines >= kTile || (lines > 0 && rest == nullptr);
+       lines -= kTile, a += a_stride, c += kTile * kColumns) {
+    tile(a, b, kTile, kColumns, size, c, kColumns, alpha, beta);
+  }
+  if (lines > 0) rest(a, b, lines, kColumns, size, c, kColumns, alpha, beta);
+}
+
+#if defined(__AVX512F__)
+#define SHOESTRING_STRIP(TILE)                                                                               \
+  [](const float* a, int64_t a_stride, int64_t width, int64_t lines, const float* b, int64_t size, float* c, \
+     float alpha, float beta) {                                                                              \
+    switch (width) {                                                                                         \
+      case 8:                                                                                                \
+        return strip_of<TILE<8>, 8>(a, a_stride, lines, b, size, c, alpha, beta);                            \
+      case 9:                                                                                                \
+        return strip_of<TILE<9>, 9>(a, a_stride, lines, b, size, c, alpha, beta);                            \
+      case 10:                                                                                               \
+        return strip_of<TILE<10>, 10>(a, a_stride, lines, b, size, c, alpha, beta);                          \
+      case 11:                                                                                               \
+        return strip_of<TILE<11>, 11>(a, a_stride, lines, b, size, c, alpha, beta);                          \
+      case 12:                                                                                               \
+        return strip_of<TILE<12>, 12>(a, a_stride, lines, b, size, c, alpha, beta);                          \
+      case 13:                                                                                               \
+        return strip_of<TILE<13>, 13>(a, a_stride, lines, b, size, c, alpha, beta);                          \
+      default:                                                                                               \
+        return strip_of<TILE<14>, 14>(a, a_stride, lines, b, size, c, alpha, beta);                          \
+    }                                                                                                        \
+  }
+#else
+// Panels have but one width, and what lines leave over a tile of its own.
+#define SHOESTRING_STRIP(TILE)                                                                         \
+  [](const float* a, int64_t a_stride, int64_t, int64_t lines, const float* b, int64_t size, float* c, \
+     float alpha, float beta) {                                                                        \
+    constexpr Tile kRest[] = {nullptr,        TILE<1, kRows>,         TILE<2, kRows>,                  \
+                              TILE<3, kRows>, TILE<kRows - 2, kRows>, TILE<kRows - 1, kRows>};         \
+    strip_of<TILE<kRows>, kRows>(a, a_stride, lines, b, size, c, alpha, beta, kRest[lines % kRows]);   \
+  }
+#endif
+
+template <class Packed, Tile tile>
+constexpr kernels::GemmProduct product(kernels::GemmProduct::Strip strip) {
+  return {pack<Packed, Float>, pack<Packed, BFloat16>, pack<Packed, Half>, multiply<Packed, tile>, strip,
+          Packed::kSteps};
+}
+
+}  // namespace
+
+#if defined(__AVX512F__)
+const kernels::GemmTable gemm{kRows,
+                              kLeastRows,
+                              kColumns,
+                              true,
+                              product<One, tile_fp32<kRows>>(SHOESTRING_STRIP(tile_fp32)),
+                              product<Two, tile_bf16<kRows>>(SHOESTRING_STRIP(tile_bf16))};
+#elif defined(__AVX2__)
+const kernels::GemmTable gemm{
+    kRows, kLeastRows, kColumns, true, product<One, tile_fp32<kRows>>(SHOESTRING_STRIP(tile_fp32)), {}};
+#else
+const kernels::GemmTable gemm{
+    kRows, kLeastRows, kColumns, false, product<One, tile_fp32<kRows>>(SHOESTRING_STRIP(tile_fp32)), {}};
+#endif
+#undef SHOESTRING_STRIP
+
+}  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

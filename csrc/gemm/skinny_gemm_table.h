@@ -1,0 +1,22 @@
+#pragma once
+
+#include <cstdint>
+
+#include "core/capability.h"
+
+namespace shoestring::kernels {
+
+/// c (m, n), rows stride_c apart, = beta c + alpha a b^T for few columns n: a (m, k), rows stride_a apart,
+/// and b (n, k), contiguous. c is not read where beta is 0.
+struct SkinnyGemmTable {
+  void (*multiply_float)(const float* a, int64_t stride_a, int64_t m, const float* b, int64_t n, int64_t k,
+                         float* c, int64_t stride_c, float alpha, float beta);
+  void (*multiply_bf16)(const uint16_t* a, int64_t stride_a, int64_t m, const float* b, int64_t n, int64_t k,
+                        float* c, int64_t stride_c, float alpha, float beta);
+  void (*multiply_fp16)(const uint16_t* a, int64_t stride_a, int64_t m, const float* b, int64_t n, int64_t k,
+                        float* c, int64_t stride_c, float alpha, float beta);
+};
+
+}  // namespace shoestring::kernels
+
+SHOESTRING_CPU_TABLE(kernels::SkinnyGemmTable, skinny_gemm)

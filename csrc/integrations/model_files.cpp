@@ -1,0 +1,272 @@
+#include <dirent.h>
+#include <fnmatch.h>
+
+#include <algorithm>
+#include <limits>
+#include <map>
+#include <memory>
+#include <set>
+
+#include <ATen/Functions.h>
+
+#include <shoestring/lora.h>
+#include <shoestring/model_files.h>
+#include <shoestring/nn.h>
+
+#include "adapters/names.h"
+#include "adapters/trained_copy.h"
+#include "files/atomic_file.h"
+#include "files/safetensors_files.h"
+#include "files/safetensors_format.h"
+#include "integrations/quantized_keys.h"
+
+namespace shoestring {
+namespace {
+
+using at::Tensor;
+using nn::LinearImpl;
+using nn::QuantizedLinearImpl;
+using safetensors::quote;
+
+// Something in a module that has a name in files.
+struct Slot {
+  std::string name;
+  Tensor tensor;                         // undefined where the weight is quantised
+  LinearImpl* linear = nullptr;          // whose weight it is
+  QuantizedLinearImpl* layer = nullptr;  // which holds the weight, quantised
+
+  std::string prefix() const { return name.substr(0, name.size() - std::string("weight").size()); }
+  std::string layer_name() const { return prefix().empty() ? "" : prefix().substr(0, prefix().size() - 1); }
+  // The same for two names of one thing.
+  const void* identity() const {
+    return layer != nullptr ? static_cast<const void*>(layer) : tensor.unsafeGetTensorImpl();
+  }
+  std::vector<int64_t> shape() const {
+    return layer != nullptr
+               ? std::vector<int64_t>{layer->options.out_features(), layer->options.in_features()}
+               : tensor.sizes().vec();
+  }
+};
+
+void collect(const torch::nn::Module& module, const std::string& prefix, std::vector<Slot>& slots) {
+  if (auto* linear = const_cast<LinearImpl*>(module.as<LinearImpl>())) {
+    slots.push_back(
+        {prefix + "weight", linear->weight, linear, linear->is_quantized() ? linear->base.get() : nullptr});
+    if (linear->bias.defined()) slots.push_back({prefix + "bias", linear->bias});
+  } else if (auto* layer = const_cast<QuantizedLinearImpl*>(module.as<QuantizedLinearImpl>())) {
+    slots.push_back({prefix + "weight", Tensor(), nullptr, layer});
+    if (layer->bias.defined()) slots.push_back({prefix + "bias", layer->bias});
+  } else if (auto* embedding = module.as<nn::EmbeddingImpl>()) {
+    slots.push_back({prefix + "weight", embedding->weight});
+  } else {
+    for (const auto& item : module.named_parameters(/*recurse=*/false))
+      slots.push_back({prefix + item.key(), item.value()});
+    for (const auto& item : module.named_buffers(/*recurse=*/false))
+      slots.push_back({prefix + item.key(), item.value()});
+    for (const auto& child : module.named_children()) {
+      if (child.value()->as<lora::TrainedCopyImpl>() == nullptr)
+        collect(*child.value(), prefix + child.key() + ".", slots);
+    }
+  }
+}
+
+// How one slot is filled.
+struct Step {
+  Slot slot;
+  std::optional<QuantizedKeys> keys;  // the file's weight is quantised
+  bool quantize = false;
+  at::ScalarType dtype = at::kFloat;  // of the tensor, or of the weight before it was quantised
+};
+
+class Plan {
+ public:
+  Plan(const torch::nn::Module& module, const SafetensorsFiles& files, const std::string& path,
+       const LoadOptions& options)
+      : files_(files), options_(options) {
+    std::vector<Slot> slots;
+    collect(module, "", slots);
+    std::map<const void*, std::vector<Slot>> same;
+    for (const auto& [name, layer] : lora::adapted_layers(module)) {
+      TORCH_CHECK_VALUE(false, "load_model: module: expected one without adapters, but ", name, " has one");
+    }
+    for (const Slot& slot : slots) same[slot.identity()].push_back(slot);
+    std::vector<Slot> missing;
+    for (const Slot& slot : slots) {
+      const auto& group = same[slot.identity()];
+      if (slot.name == group.front().name && !add(group)) missing.push_back(slot);
+    }
+    TORCH_CHECK_VALUE(missing.empty(), "load_model: ", path, ": ", quote(missing.front().name),
+                      ": expected a tensor of shape ", at::IntArrayRef(missing.front().shape()),
+                      ", received none",
+                      missing.size() > 1 ? c10::str("; ", missing.size() - 1, " more are missing") : "");
+    for (const auto& name : files.names()) {
+      TORCH_CHECK_VALUE(taken_.count(name) > 0 || lora::matches(name, options.ignore()),
+                        "load_model: ", files.file(name).path(), ": ", quote(name),
+                        ": expected a tensor that the module has, received one of shape ",
+                        at::IntArrayRef(files.entry(name).shape),
+                        " that it has not; LoadOptions::ignore passes over it");
+    }
+  }
+
+  // By the name in the files.
+  const std::map<std::string, Step>& steps() const { return steps_; }
+
+ private:
+  // False where the files have none of the names of one thing.
+  bool add(const std::vector<Slot>& names) {
+    bool found = false;
+    for (const Slot& slot : names) {
+      Step step{slot, {}, false, at::kFloat};
+      if (slot.linear != nullptr || slot.layer != nullptr) {
+        step.keys = find_quantized(files_, slot.prefix(), slot.shape()[0], slot.shape()[1]);
+      }
+      if (step.keys) {
+        TORCH_CHECK_VALUE(slot.linear != nullptr || step.keys->offset || !slot.layer->options.nested(),
+                          "load_model: ", files_.file(slot.name).path(), ": ", quote(slot.name),
+                          ": expected nested scales, as the QuantizedLinear has them, received plain ones");
+        step.dtype = step.keys->dtype.value_or(options_.dtype().value_or(at::kFloat));
+        taken_.insert(step.keys->names.begin(), step.keys->names.end());
+      } else if (files_.contains(slot.name)) {
+        check_dense(slot);
+        // A weight that something else uses too, such as the embedding, stays dense.
+        step.quantize = slot.layer != nullptr ||
+                        (slot.linear != nullptr && names.size() == 1 && options_.quantize() != "none" &&
+                         !lora::matches(slot.layer_name(), options_.skip()));
+        const auto own = files_.entry(slot.name).dtype;
+        step.dtype = at::isFloatingType(own) ? options_.dtype().value_or(own) : own;
+        taken_.insert(slot.name);
+      } else {
+        continue;
+      }
+      if (!found) steps_.emplace(slot.name, step);
+      found = true;
+    }
+    return found;
+  }
+
+  void check_dense(const Slot& slot) const {
+    const auto& entry = files_.entry(slot.name);
+    const auto shape = slot.shape();
+    const bool floating = slot.layer != nullptr || at::isFloatingType(slot.tensor.scalar_type());
+    const bool fits = floating ? entry.dtype == at::kFloat || entry.dtype == at::kBFloat16 ||
+                                     entry.dtype == at::kHalf || entry.dtype == at::kDouble
+                               : entry.dtype == slot.tensor.scalar_type();
+    TORCH_CHECK_VALUE(entry.shape == shape && fits, "load_model: ", files_.file(slot.name).path(), ": ",
+                      quote(slot.name), ": expected shape ", at::IntArrayRef(shape), " of ",
+                      floating ? "fp32, bf16, fp16 or fp64" : c10::toString(slot.tensor.scalar_type()),
+                      ", received ", at::IntArrayRef(entry.shape), " of ", entry.dtype);
+  }
+
+  const SafetensorsFiles& files_;
+  const LoadOptions& options_;
+  std::map<std::string, Step> steps_;
+  std::set<std::string> taken_;  // names in the files that the module has a use for
+};
+
+void load_quantized(const SafetensorsFiles& files, const Step& step) {
+  const auto parts = read_quantized(files, step.slot.prefix(), *step.keys);
+  if (step.slot.linear != nullptr) {
+    step.slot.linear->set_quantized(parts.bytes, parts.scales, parts.second, step.keys->options, step.dtype);
+  } else {
+    step.slot.layer->set_parts(parts.bytes, parts.scales, parts.second, step.keys->options);
+    step.slot.layer->dtype = step.dtype;
+  }
+}
+
+void quantize_dense(const SafetensorsFiles& files, const Step& step, const Tensor& scratch,
+                    const LoadOptions& options) {
+  const auto& entry = files.entry(step.slot.name);
+  Tensor dense = scratch.narrow(0, 0, entry.end - entry.begin).view(entry.dtype).view(entry.shape);
+  files.file(step.slot.name).load_into(step.slot.name, dense);
+  if (entry.dtype == at::kDouble) dense = dense.to(at::kFloat);
+  if (step.slot.layer != nullptr) {
+    step.slot.layer->set_weight(dense);
+    step.slot.layer->dtype = step.dtype;
+    return;
+  }
+  step.slot.linear->weight.set_data(dense);
+  step.slot.linear->quantize(
+      QuantizeOptions().quant_type(options.quantize()).block_size(options.block_size()), options.nested());
+  step.slot.linear->base->dtype = step.dtype;
+}
+
+void load_dense(const SafetensorsFiles& files, const Step& step) {
+  const auto& name = step.slot.name;
+  Tensor tensor = step.slot.tensor;
+  const bool in_place =
+      tensor.is_contiguous() && tensor.scalar_type() == step.dtype && files.entry(name).dtype == step.dtype;
+  if (in_place) return files.file(name).load_into(name, tensor);
+  tensor.set_data(files.file(name).load(name).to(tensor.options().dtype(step.dtype)));
+}
+
+constexpr const char* kShard = "model-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].safetensors";
+
+// Loaders that look for an index first would go on reading a former model: its index goes before its shards.
+void remove_shards(const std::string& directory) {
+  remove_file("save_model", directory + "/model.safetensors.index.json");
+  sync_folder("save_model", directory);
+  std::vector<std::string> shards;
+  const std::unique_ptr<DIR, int (*)(DIR*)> entries(::opendir(directory.c_str()), &::closedir);
+  while (const dirent* entry = entries ? ::readdir(entries.get()) : nullptr) {
+    if (::fnmatch(kShard, entry->d_name, 0) == 0) shards.push_back(directory + "/" + entry->d_name);
+  }
+  for (const auto& shard : shards) remove_file("save_model", shard);
+}
+
+}  // namespace
+
+Tensor placeholder(at::IntArrayRef shape, at::ScalarType dtype) {
+  const double value = at::isFloatingType(dtype) ? std::numeric_limits<double>::quiet_NaN() : 0;
+  return at::full({}, value, dtype).expand(shape);
+}
+
+void load_model(torch::nn::Module& module, const std::string& path, const LoadOptions& options) {
+  lora::check_quantize("load_model", options.quantize(), options.block_size(), options.nested());
+  TORCH_CHECK_VALUE(!options.dtype() || at::isFloatingType(*options.dtype()),
+                    "load_model: dtype: expected a floating-point type, received ", *options.dtype());
+  torch::NoGradGuard no_grad;
+  const SafetensorsFiles files(path);
+  const Plan plan(module, files, path, options);
+  // One buffer for every dense weight on its way into a quantised one: memory that is freed between tensors
+  // does not always go back to the system.
+  int64_t largest = 0;
+  for (const auto& [name, step] : plan.steps()) {
+    if (!step.keys && step.quantize)
+      largest = std::max(largest, files.entry(name).end - files.entry(name).begin);
+  }
+  const Tensor scratch = at::empty({largest}, at::kByte);
+  for (const auto& name : files.names()) {
+    const auto found = plan.steps().find(name);
+    if (found == plan.steps().end()) continue;
+    const Step& step = found->second;
+    if (step.keys) {
+      load_quantized(files, step);
+    } else if (step.quantize) {
+      quantize_dense(files, step, scratch, options);
+    } else {
+      load_dense(files, step);
+    }
+  }
+}
+
+void save_model(const torch::nn::Module& module, const std::string& directory) {
+  const lora::DisableAdapterGuard guard(
+      const_cast<torch::nn::Module&>(module));  // trained copies are adapters' too
+  std::vector<Slot> slots;
+  collect(module, "", slots);
+  TensorDict tensors;
+  std::set<const void*> saved;
+  for (const Slot& slot : slots) {
+    if (!saved.insert(slot.identity()).second) continue;
+    if (slot.layer != nullptr) {
+      add_quantized(tensors, slot.prefix(), *slot.layer);
+    } else {
+      tensors.insert(slot.name, slot.tensor);
+    }
+  }
+  make_folders("save_model", directory);
+  save_safetensors(directory + "/model.safetensors", tensors, {{"format", "pt"}});
+  remove_shards(directory);
+}
+
+}  // namespace shoestring

@@ -1,0 +1,103 @@
+#include "layers/gated.h"
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+
+#include "core/cuda.h"
+#include "core/huge_pages.h"
+
+namespace shoestring::gated {
+
+using at::Tensor;
+
+namespace {
+
+constexpr int64_t kGrain = int64_t{1} << 14;  // elements that a thread is worth starting for
+
+uint16_t* bits(const Tensor& t) { return static_cast<uint16_t*>(t.mutable_data_ptr()); }
+float* floats(const Tensor& t) { return t.data_ptr<float>(); }
+
+void forward_cpu(const kernels::GatedTable& k, const Tensor& gate, const Tensor& up, const Tensor& out) {
+  at::parallel_for(0, out.numel(), kGrain, [&](int64_t i, int64_t end) {
+    if (gate.scalar_type() == at::kFloat)
+      return k.forward_float(floats(gate) + i, floats(up) + i, end - i, floats(out) + i);
+    const auto run = gate.scalar_type() == at::kBFloat16 ? k.forward_bf16 : k.forward_fp16;
+    run(bits(gate) + i, bits(up) + i, end - i, bits(out) + i);
+  });
+}
+
+void backward_cpu(const kernels::GatedTable& k, const Tensor& grad, const Tensor& gate, const Tensor& up,
+                  const Tensor& grad_gate, const Tensor& grad_up, const Tensor& out) {
+  at::parallel_for(0, grad.numel(), kGrain, [&](int64_t i, int64_t end) {
+    if (gate.scalar_type() == at::kFloat) {
+      return k.backward_float(floats(grad) + i, floats(gate) + i, floats(up) + i, end - i,
+                              floats(grad_gate) + i, floats(grad_up) + i,
+                              out.defined() ? floats(out) + i : nullptr);
+    }
+    const auto run = gate.scalar_type() == at::kBFloat16 ? k.backward_bf16 : k.backward_fp16;
+    run(bits(grad) + i, bits(gate) + i, bits(up) + i, end - i, bits(grad_gate) + i, bits(grad_up) + i,
+        out.defined() ? bits(out) + i : nullptr);
+  });
+}
+
+void forward_cuda(const char* name, const Tensor& gate, const Tensor& up, const Tensor& out) {
+  if (out.numel() == 0) return;
+  const auto& k = cuda::table<kernels::GatedCuda>(name);
+  const auto dtype = gate.scalar_type();
+  const auto run = dtype == at::kFloat      ? k.forward_float
+                   : dtype == at::kBFloat16 ? k.forward_bf16
+                                            : k.forward_fp16;
+  check_launch(name, run(gate.const_data_ptr(), up.const_data_ptr(), out.numel(), out.mutable_data_ptr(),
+                         stream_of(out)));
+}
+
+void backward_cuda(const char* name, const Tensor& grad, const Tensor& gate, const Tensor& up,
+                   const Tensor& grad_gate, const Tensor& grad_up, const Tensor& out) {
+  if (grad.numel() == 0) return;
+  const auto& k = cuda::table<kernels::GatedCuda>(name);
+  const auto dtype = gate.scalar_type();
+  const auto run = dtype == at::kFloat      ? k.backward_float
+                   : dtype == at::kBFloat16 ? k.backward_bf16
+                                            : k.backward_fp16;
+  check_launch(name, run(grad.const_data_ptr(), gate.const_data_ptr(), up.const_data_ptr(), grad.numel(),
+                         grad_gate.mutable_data_ptr(), grad_up.mutable_data_ptr(),
+                         out.defined() ? out.mutable_data_ptr() : nullptr, stream_of(grad)));
+}
+
+Tensor like(const Tensor& t) { return in_huge_pages(at::empty(t.sizes(), t.options())); }
+
+}  // namespace
+
+void check(const char* op, const Tensor& gate, const Tensor& up) {
+  TORCH_CHECK(at::isFloatingType(up.scalar_type()), op, ": x: expected fp32, fp64, bf16 or fp16, received ",
+              up.scalar_type());
+  TORCH_CHECK(gate.sym_sizes() == up.sym_sizes() && gate.scalar_type() == up.scalar_type() &&
+                  gate.device() == up.device(),
+              op, ": gate: expected the shape, dtype and device of what it multiplies, ", up.sym_sizes(),
+              " of ", up.scalar_type(), " on ", up.device(), ", received ", gate.sym_sizes(), " of ",
+              gate.scalar_type(), " on ", gate.device());
+}
+
+Tensor forward(Backend backend, const Kernels& kernels, const Tensor& gate, const Tensor& up) {
+  Tensor out = like(up);
+  if (backend == Backend::kCuda) {
+    forward_cuda(kernels.name, gate.contiguous(), up.contiguous(), out);
+  } else {
+    forward_cpu(kernels.cpu, gate.contiguous(), up.contiguous(), out);
+  }
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward(Backend backend, const Kernels& kernels, const Tensor& grad,
+                                            const Tensor& gate, const Tensor& up, bool with_product) {
+  Tensor grad_gate = like(gate), grad_up = like(up), out = with_product ? like(up) : Tensor();
+  const Tensor upstream = grad.contiguous(), g = gate.contiguous(), u = up.contiguous();
+  if (backend == Backend::kCuda) {
+    backward_cuda(kernels.name, upstream, g, u, grad_gate, grad_up, out);
+  } else {
+    backward_cpu(kernels.cpu, upstream, g, u, grad_gate, grad_up, out);
+  }
+  return {grad_gate, grad_up, out};
+}
+
+}  // namespace shoestring::gated

@@ -1,0 +1,99 @@
+#pragma once
+
+// Loops over activation(gate) * up. An activation is a struct made of a register of numbers, with of(), its
+// value, and slope(), its derivative; for 16-bit numbers (kShort) it need not be exacter than 2^-15. One
+// pass: backward makes the product again where somebody needs it, from what it reads for the gradients
+// anyway.
+
+#include "core/element_simd.h"
+#include "core/exp_simd.h"
+#include "layers/gated_table.h"
+
+namespace shoestring::cpu::SHOESTRING_CAPABILITY {
+
+template <bool kShort>
+SHOESTRING_INLINE F32 decay(F32 x) {
+  return kShort ? short_exp_of_negative(x) : exp_of_negative(x);
+}
+
+// The logistic function of x and of -x, each without cancellation.
+template <bool kShort>
+struct Logistic {
+  F32 of, of_negative;
+  explicit SHOESTRING_METHOD Logistic(F32 x) {
+    const F32 small = decay<kShort>(-abs(x)), larger = reciprocal(1.f + small), smaller = small * larger;
+    of = x < 0.f ? smaller : larger;
+    of_negative = x < 0.f ? larger : smaller;
+  }
+};
+
+constexpr int64_t kGatedStep = 2 * kLanes;
+
+template <class A, class E, class T>
+SHOESTRING_INLINE void forward_step(const T* gate, const T* up, T* out) {
+  const Pair g = E::load_pair(gate), u = E::load_pair(up);
+  E::store_pair(out, {A(g.first).of() * u.first, A(g.second).of() * u.second});
+}
+
+// The elements behind the last whole step are copied to and from buffers.
+template <class A, class E, class T>
+void gated_forward(const T* gate, const T* up, int64_t count, T* out) {
+  int64_t i = 0;
+  for (; i + kGatedStep <= count; i += kGatedStep) forward_step<A, E>(gate + i, up + i, out + i);
+  if (i == count) return;
+  T g[kGatedStep] = {}, u[kGatedStep] = {}, o[kGatedStep];
+  __builtin_memcpy(g, gate + i, (count - i) * sizeof(T));
+  __builtin_memcpy(u, up + i, (count - i) * sizeof(T));
+  forward_step<A, E>(g, u, o);
+  __builtin_memcpy(out + i, o, (count - i) * sizeof(T));
+}
+
+struct GatedGradients {
+  F32 gate, up, out;
+};
+template <class A>
+SHOESTRING_INLINE GatedGradients gradients_of(F32 upstream, F32 gate, F32 up) {
+  const A activation(gate);
+  const F32 value = activation.of();
+  return {upstream * up * activation.slope(), upstream * value, value * up};
+}
+
+template <class A, class E, class T>
+SHOESTRING_INLINE void backward_step(const T* grad, const T* gate, const T* up, T* grad_gate, T* grad_up,
+                                     T* out) {
+  const Pair d = E::load_pair(grad), g = E::load_pair(gate), u = E::load_pair(up);
+  const GatedGradients a = gradients_of<A>(d.first, g.first, u.first),
+                       b = gradients_of<A>(d.second, g.second, u.second);
+  E::store_pair(grad_gate, {a.gate, b.gate});
+  E::store_pair(grad_up, {a.up, b.up});
+  if (out != nullptr) E::store_pair(out, {a.out, b.out});
+}
+
+template <class A, class E, class T>
+void gated_backward(const T* grad, const T* gate, const T* up, int64_t count, T* grad_gate, T* grad_up,
+                    T* out) {
+  int64_t i = 0;
+  for (; i + kGatedStep <= count; i += kGatedStep) {
+    backward_step<A, E>(grad + i, gate + i, up + i, grad_gate + i, grad_up + i,
+                        out == nullptr ? nullptr : out + i);
+  }
+  if (i == count) return;
+  T d[kGatedStep] = {}, g[kGatedStep] = {}, u[kGatedStep] = {}, o[kGatedStep];
+  const int64_t bytes = (count - i) * static_cast<int64_t>(sizeof(T));
+  __builtin_memcpy(d, grad + i, bytes);
+  __builtin_memcpy(g, gate + i, bytes);
+  __builtin_memcpy(u, up + i, bytes);
+  backward_step<A, E>(d, g, u, g, d, o);
+  __builtin_memcpy(grad_gate + i, g, bytes);
+  __builtin_memcpy(grad_up + i, d, bytes);
+  if (out != nullptr) __builtin_memcpy(out + i, o, bytes);
+}
+
+template <template <bool kShort> class A>
+constexpr kernels::GatedTable gated_table() {
+  return {gated_forward<A<false>, Float, float>,       gated_forward<A<true>, BFloat16, uint16_t>,
+          gated_forward<A<true>, Half, uint16_t>,      gated_backward<A<false>, Float, float>,
+          gated_backward<A<true>, BFloat16, uint16_t>, gated_backward<A<true>, Half, uint16_t>};
+}
+
+}  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

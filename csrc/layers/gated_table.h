@@ -1,0 +1,30 @@
+#pragma once
+
+#include <cstdint>
+
+namespace shoestring::kernels {
+
+// activation(gate) * up, and its gradients, over `count` elements. In backward grad_up may be `grad`,
+// grad_gate `gate`; out, the product itself once more, may be null.
+struct GatedTable {
+  void (*forward_float)(const float* gate, const float* up, int64_t count, float* out);
+  void (*forward_bf16)(const uint16_t* gate, const uint16_t* up, int64_t count, uint16_t* out);
+  void (*forward_fp16)(const uint16_t* gate, const uint16_t* up, int64_t count, uint16_t* out);
+  void (*backward_float)(const float* grad, const float* gate, const float* up, int64_t count,
+                         float* grad_gate, float* grad_up, float* out);
+  void (*backward_bf16)(const uint16_t* grad, const uint16_t* gate, const uint16_t* up, int64_t count,
+                        uint16_t* grad_gate, uint16_t* grad_up, uint16_t* out);
+  void (*backward_fp16)(const uint16_t* grad, const uint16_t* gate, const uint16_t* up, int64_t count,
+                        uint16_t* grad_gate, uint16_t* grad_up, uint16_t* out);
+};
+
+// Pointers are on the device; stream is a cudaStream_t. They return an error's text or null.
+struct GatedCuda {
+  using Forward = const char* (*)(const void* gate, const void* up, int64_t count, void* out, void* stream);
+  using Backward = const char* (*)(const void* grad, const void* gate, const void* up, int64_t count,
+                                   void* grad_gate, void* grad_up, void* out, void* stream);
+  Forward forward_float, forward_bf16, forward_fp16;
+  Backward backward_float, backward_bf16, backward_fp16;
+};
+
+}  // namespace shoestring::kernels

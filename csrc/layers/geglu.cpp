@@ -1,0 +1,77 @@
+#include <ATen/Functions.h>
+#include <torch/library.h>
+
+#include <shoestring/ops.h>
+
+#include "core/call.h"
+#include "core/cuda.h"
+#include "layers/gated.h"
+#include "layers/geglu_table.h"
+
+namespace shoestring {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kOp = "geglu";
+
+void check(const Tensor& gate, const Tensor& up, c10::string_view approximate) {
+  gated::check(kOp, gate, up);
+  TORCH_CHECK(approximate == "tanh" || approximate == "none", kOp,
+              ": approximate: expected 'tanh' or 'none', received '", approximate, "'");
+}
+
+gated::Kernels kernels_for(c10::string_view approximate) {
+  if (approximate == "tanh") return {"geglu_tanh", cpu::geglu_tanh()};
+  return {"geglu_erf", cpu::geglu_erf()};
+}
+
+template <Backend backend>
+Tensor forward(const Tensor& gate, const Tensor& up, c10::string_view approximate) {
+  check(gate, up, approximate);
+  const c10::OptionalDeviceGuard guard(up.device());
+  if (up.scalar_type() == at::kDouble) return at::gelu(gate, approximate).mul_(up);
+  return gated::forward(backend, kernels_for(approximate), gate, up);
+}
+
+template <Backend backend>
+std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& gate, const Tensor& up,
+                                    c10::string_view approximate) {
+  const c10::OptionalDeviceGuard guard(up.device());
+  if (up.scalar_type() == at::kDouble) {
+    return {at::gelu_backward(grad.mul(up), gate, approximate), at::gelu(gate, approximate).mul_(grad)};
+  }
+  const auto gradients = gated::backward(backend, kernels_for(approximate), grad, gate, up, false);
+  return {std::get<0>(gradients), std::get<1>(gradients)};
+}
+
+Tensor forward_meta(const Tensor& gate, const Tensor& up, c10::string_view approximate) {
+  check(gate, up, approximate);
+  return at::empty_symint(up.sym_sizes(), up.options());
+}
+std::tuple<Tensor, Tensor> backward_meta(const Tensor& grad, const Tensor& gate, const Tensor& up,
+                                         c10::string_view) {
+  return {at::empty_symint(gate.sym_sizes(), gate.options()), at::empty_symint(up.sym_sizes(), up.options())};
+}
+
+TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
+  m.impl("geglu", forward<Backend::kCpu>);
+  m.impl("geglu_backward", backward<Backend::kCpu>);
+}
+TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
+  m.impl("geglu", forward<Backend::kCuda>);
+  m.impl("geglu_backward", backward<Backend::kCuda>);
+}
+TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
+  m.impl("geglu", forward_meta);
+  m.impl("geglu_backward", backward_meta);
+}
+
+}  // namespace
+
+Tensor geglu(const Tensor& gate, const Tensor& up, const std::string& approximate) {
+  static auto op = find<decltype(forward_meta)>("shoestring::geglu");
+  return op.call(gate, up, approximate);
+}
+
+}  // namespace shoestring

@@ -1,0 +1,52 @@
+#include <tuple>
+
+#include <torch/library.h>
+
+#include "core/autograd.h"
+#include "core/call.h"
+
+namespace shoestring {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+Tensor call(const Tensor& gate, const Tensor& up, c10::string_view approximate) {
+  static auto op = find<Tensor(const Tensor&, const Tensor&, c10::string_view)>("shoestring::geglu");
+  return op.call(gate, up, approximate);
+}
+
+class Geglu : public torch::autograd::Function<Geglu> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& gate, const Tensor& up,
+                        c10::string_view approximate) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    ctx->save_for_backward({gate, up});
+    ctx->saved_data["approximate"] = std::string(approximate);
+    return call(gate, up, approximate);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
+    const variable_list saved = ctx->get_saved_variables();
+    std::tuple<Tensor, Tensor> gradients;
+    {
+      at::AutoDispatchBelowADInplaceOrView below;
+      static auto op =
+          find<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, c10::string_view)>(
+              "shoestring::geglu_backward");
+      gradients = op.call(grad_outputs[0], saved[0], saved[1], ctx->saved_data["approximate"].toStringView());
+    }
+    return once_differentiable("geglu", {std::get<0>(gradients), std::get<1>(gradients), Tensor()});
+  }
+};
+
+Tensor autograd(const Tensor& gate, const Tensor& up, c10::string_view approximate) {
+  if (needs_grad(gate, up)) return Geglu::apply(gate, up, approximate);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call(gate, up, approximate);
+}
+
+TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("geglu", autograd); }
+
+}  // namespace
+}  // namespace shoestring

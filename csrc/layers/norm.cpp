@@ -1,0 +1,269 @@
+#include "layers/norm.h"
+
+#include <algorithm>
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+
+#include "core/cuda.h"
+#include "core/huge_pages.h"
+
+namespace shoestring::norm {
+namespace {
+
+using kernels::Norm;
+
+constexpr const char* kKernels = "norm";
+constexpr int64_t kGrain = int64_t{1} << 14;  // elements that a thread is worth starting for
+// Sums over rows on the CPU: so many parts at most, whatever the number of threads, and within a part so many
+// rows before they join the others. The error is that of short sums.
+constexpr int64_t kParts = 64, kShort = 128, kLeastRows = 16;
+constexpr int64_t kSums = int64_t{1} << 18;  // of parts, in the time that it takes to wake a thread
+// On CUDA: a group of threads has at least so many rows, and there are at most so many groups.
+constexpr int64_t kRowsEach = 8, kGroups = 1024;
+
+int64_t features_of(const Tensor& x) { return x.size(-1); }
+int64_t rows_of(const Tensor& x) { return x.numel() / std::max<int64_t>(1, features_of(x)); }
+int64_t grain(int64_t features) { return std::max<int64_t>(1, kGrain / features); }
+
+// Weight and bias as the kernels take them: fp32, or x's type where they have it.
+struct Vectors {
+  Tensor weight, bias;
+  bool wide = true;
+};
+Vectors vectors_of(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias) {
+  const auto is_x = [&](const OptionalTensor& t) {
+    return !t.has_value() || t->scalar_type() == x.scalar_type();
+  };
+  const bool wide = !is_x(weight) || !is_x(bias) || x.scalar_type() == at::kFloat;
+  const auto type = wide ? at::kFloat : x.scalar_type();
+  const auto convert = [&](const OptionalTensor& t) {
+    return t.has_value() ? t->to(type).contiguous() : Tensor();
+  };
+  return {convert(weight), convert(bias), wide};
+}
+
+const void* address(const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
+void* room(const Tensor& t) { return t.defined() ? t.mutable_data_ptr() : nullptr; }
+float* floats(const Tensor& t) { return t.defined() ? t.mutable_data_ptr<float>() : nullptr; }
+
+Norm problem(const Tensor& x, const Options& options, bool wide) {
+  return {features_of(x),  static_cast<float>(options.eps),    options.centred,
+          options.casting, static_cast<float>(options.offset), wide};
+}
+
+const kernels::NormRows& cpu_rows(const Tensor& x) {
+  const auto& k = cpu::norm();
+  return x.scalar_type() == at::kFloat      ? k.of_float
+         : x.scalar_type() == at::kBFloat16 ? k.of_bf16
+                                            : k.of_fp16;
+}
+// A weight or bias as the CPU's rows take it; the number if there is none.
+Tensor arranged(const Norm& norm, const Tensor& x, const Tensor& vector, float offset, float none) {
+  Tensor out = at::empty({norm.features}, x.options().dtype(at::kFloat));
+  if (vector.defined()) {
+    cpu_rows(x).arrange(vector.const_data_ptr(), norm, offset, floats(out));
+  } else {
+    std::fill_n(floats(out), norm.features, none);
+  }
+  return out;
+}
+
+Tensor like(const Tensor& x) { return in_huge_pages(at::empty(x.sizes(), x.options())); }
+Tensor statistic(const Tensor& x) {
+  return at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(statistics_type(x)));
+}
+
+// In plain PyTorch, for checks of gradients.
+Forward forward_double(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                       const Options& o) {
+  Forward result;
+  result.mean = o.centred ? x.mean(-1, /*keepdim=*/true) : at::zeros({}, x.options());
+  const Tensor d = x - result.mean;
+  result.rstd = (d.square().mean(-1, /*keepdim=*/true) + o.eps).rsqrt();
+  result.y = d * result.rstd;
+  if (weight.has_value()) result.y = result.y * (weight->to(at::kDouble) + o.offset);
+  if (bias.has_value()) result.y = result.y + bias->to(at::kDouble);
+  result.mean = o.centred ? result.mean.squeeze(-1) : Tensor();
+  result.rstd = result.rstd.squeeze(-1);
+  return result;
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_double(const Tensor& grad, const OptionalTensor& grad_sum,
+                                                   const Tensor& x, const OptionalTensor& weight,
+                                                   const Tensor& mean, const Tensor& rstd, const Options& o,
+                                                   bool weight_grad, bool bias_grad) {
+  const Tensor scale = rstd.unsqueeze(-1), h = (o.centred ? x - mean.unsqueeze(-1) : x) * scale;
+  const Tensor g = weight.has_value() ? grad * (weight->to(at::kDouble) + o.offset) : grad;
+  Tensor grad_x = g - h * (g * h).mean(-1, true);
+  if (o.centred) grad_x = grad_x - g.mean(-1, true);
+  grad_x = grad_x * scale;
+  if (grad_sum.has_value()) grad_x = grad_x + *grad_sum;
+  const auto columns = [&](const Tensor& t) { return t.reshape({rows_of(x), features_of(x)}).sum(0); };
+  return {grad_x, weight_grad ? columns(grad * h) : Tensor(), bias_grad ? columns(grad) : Tensor()};
+}
+
+// grad_x by rows; with sums, parts of them on the threads, each over the same rows whatever the number of
+// threads.
+std::pair<Tensor, Tensor> backward_cpu(const Norm& problem, kernels::NormBackward io, const Tensor& x,
+                                       const Vectors& vectors, bool weight_grad, bool bias_grad) {
+  const auto& k = cpu_rows(x);
+  const int64_t rows = rows_of(x), features = problem.features;
+  const Tensor weight = arranged(problem, x, vectors.weight, problem.offset, 1);
+  io.weight = address(weight);
+  if (!weight_grad && !bias_grad) {
+    at::parallel_for(0, rows, grain(features),
+                     [&](int64_t begin, int64_t end) { k.backward(problem, io, begin, end); });
+    return {};
+  }
+  const int64_t each = std::max((rows + kParts - 1) / kParts, kLeastRows), parts = (rows + each - 1) / each;
+  // Of each part, the sums of all its rows and, if those are many, those of the last few: the weight's, and
+  // the bias's.
+  const int64_t width = problem.centred ? 2 * features : features, room = each <= kShort ? width : 2 * width;
+  const Tensor found = at::empty({parts, room}, x.options().dtype(at::kFloat));
+  at::parallel_for(0, parts, std::max<int64_t>(1, grain(features) / each), [&](int64_t first, int64_t last) {
+    for (int64_t part = first; part < last; ++part) {
+      const int64_t end = std::min(rows, (part + 1) * each);
+      float *sums = floats(found) + part * room, *few_sums = sums + room - width;
+      std::fill_n(sums, room, 0.f);
+      for (int64_t row = part * each; row < end; row += kShort) {
+        kernels::NormBackward few = io;
+        few.grad_weight = few_sums;
+        few.grad_bias = problem.centred ? few_sums + features : nullptr;
+        k.backward(problem, few, row, std::min(row + kShort, end));
+        if (few_sums == sums) continue;
+        cpu::norm().sum_rows(sums, 2, width, 0, width, sums);
+        std::fill_n(few_sums, width, 0.f);
+      }
+    }
+  });
+  at::parallel_for(0, width, std::max<int64_t>(64, kSums / parts), [&](int64_t begin, int64_t end) {
+    cpu::norm().sum_rows(floats(found), parts, room, begin, end, floats(found));
+  });
+  const auto total = [&](bool wanted, int64_t first) {
+    if (!wanted) return Tensor();
+    Tensor out = at::empty({features}, x.options().dtype(problem.wide_weight ? at::kFloat : x.scalar_type()));
+    k.restore(floats(found) + first, problem, out.mutable_data_ptr());
+    return out;
+  };
+  return {total(weight_grad, 0), total(bias_grad, features)};
+}
+
+std::pair<Tensor, Tensor> backward_cuda(const Norm& problem, kernels::NormBackward io, const Tensor& x,
+                                        const Vectors& vectors, bool weight_grad, bool bias_grad) {
+  const auto& k = cuda::table<kernels::NormCuda>(kKernels);
+  const auto type = x.scalar_type();
+  const int64_t rows = rows_of(x), features = problem.features;
+  const bool sums = weight_grad || bias_grad;
+  const int64_t parts = sums ? std::min((rows + kRowsEach - 1) / kRowsEach, kGroups) : rows;
+  const auto room_for = [&](bool wanted) {
+    return wanted ? at::empty({parts, features}, x.options().dtype(at::kFloat)) : Tensor();
+  };
+  const Tensor to_weight = room_for(weight_grad), to_bias = room_for(bias_grad);
+  io.weight = address(vectors.weight);
+  io.grad_weight = floats(to_weight);
+  io.grad_bias = floats(to_bias);
+  const auto run = type == at::kFloat      ? k.backward_float
+                   : type == at::kBFloat16 ? k.backward_bf16
+                                           : k.backward_fp16;
+  check_launch(kKernels, run(problem, io, rows, parts, stream_of(x)));
+  const auto add = problem.wide_weight     ? k.sum_rows_float
+                   : type == at::kBFloat16 ? k.sum_rows_bf16
+                                           : k.sum_rows_fp16;
+  const auto total = [&](const Tensor& t) {
+    if (!t.defined()) return Tensor();
+    Tensor out = at::empty({features}, x.options().dtype(problem.wide_weight ? at::kFloat : type));
+    check_launch(kKernels, add(floats(t), parts, features, out.mutable_data_ptr(), stream_of(x)));
+    return out;
+  };
+  return {total(to_weight), total(to_bias)};
+}
+
+}  // namespace
+
+void check_x(const char* op, const Tensor& x, double eps) {
+  TORCH_CHECK(at::isFloatingType(x.scalar_type()) && x.dim() > 0, op,
+              ": x: expected (..., features) of fp32, fp64, bf16 or fp16, received ", x.sym_sizes(), " of ",
+              x.scalar_type());
+  TORCH_CHECK(eps >= 0, op, ": eps: expected a number that is not negative, received ", eps);
+}
+
+void check_vector(const char* op, const char* name, const Tensor& x, const OptionalTensor& t) {
+  if (!t.has_value()) return;
+  TORCH_CHECK(t->dim() == 1 && t->sym_size(0) == x.sym_size(-1) && at::isFloatingType(t->scalar_type()) &&
+                  t->device() == x.device(),
+              op, ": ", name, ": expected (", x.sym_size(-1), ") of a floating-point type on ", x.device(),
+              ", received ", t->sym_sizes(), " of ", t->scalar_type(), " on ", t->device());
+}
+
+Forward forward(Backend backend, const char* op, const Tensor& x, const OptionalTensor& residual,
+                const OptionalTensor& weight, const OptionalTensor& bias, const Options& options) {
+  const c10::OptionalDeviceGuard guard(x.device());
+  const auto type = x.scalar_type();
+  if (type == at::kDouble) {
+    const Tensor sum = residual.has_value() ? x + *residual : Tensor();
+    Forward result = forward_double(sum.defined() ? sum : x, weight, bias, options);
+    result.sum = sum;
+    return result;
+  }
+  const Tensor source = x.contiguous(), other = residual.has_value() ? residual->contiguous() : Tensor();
+  const Vectors vectors = vectors_of(x, weight, bias);
+  Forward result{like(source), other.defined() ? like(source) : Tensor(),
+                 options.centred ? statistic(x) : Tensor(), statistic(x)};
+  if (x.numel() == 0) return result;
+  const Norm norm = problem(x, options, vectors.wide);
+  kernels::NormForward io{address(source),  address(other), address(vectors.weight), address(vectors.bias),
+                          room(result.sum), room(result.y), floats(result.mean),     floats(result.rstd)};
+  if (backend == Backend::kCuda) {
+    const auto& k = cuda::table<kernels::NormCuda>(kKernels);
+    const auto run = type == at::kFloat      ? k.forward_float
+                     : type == at::kBFloat16 ? k.forward_bf16
+                                             : k.forward_fp16;
+    check_launch(op, run(norm, io, rows_of(x), stream_of(x)));
+    return result;
+  }
+  const Tensor factors = arranged(norm, x, vectors.weight, norm.offset, 1);
+  const Tensor terms =
+      norm.centred ? arranged(norm, x, vectors.bias, -0.f, -0.f) : Tensor();  // x + -0 is x, if x is -0 too
+  io.weight = address(factors);
+  io.bias = address(terms);
+  const auto run = cpu_rows(x).forward;
+  at::parallel_for(0, rows_of(x), grain(norm.features),
+                   [&](int64_t begin, int64_t end) { run(norm, io, begin, end); });
+  return result;
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward(Backend backend, const char* op, const Tensor& grad,
+                                            const OptionalTensor& grad_sum, const Tensor& x,
+                                            const OptionalTensor& weight, const Tensor& mean,
+                                            const Tensor& rstd, const Options& options, bool weight_grad,
+                                            c10::optional<at::ScalarType> bias) {
+  const c10::OptionalDeviceGuard guard(x.device());
+  if (x.scalar_type() == at::kDouble) {
+    auto [to_x, to_weight, to_bias] =
+        backward_double(grad, grad_sum, x, weight, mean, rstd, options, weight_grad, bias.has_value());
+    return {to_x, weight_grad ? to_weight.to(weight->scalar_type()) : to_weight,
+            bias ? to_bias.to(*bias) : to_bias};
+  }
+  const Tensor source = x.contiguous(), upstream = grad.contiguous();
+  const Tensor more = grad_sum.has_value() ? grad_sum->contiguous() : Tensor();
+  const Vectors vectors = vectors_of(x, weight, std::nullopt);
+  const Tensor grad_x = like(source);
+  if (x.numel() == 0) {
+    const auto none = [&](bool wanted, auto type) {
+      return wanted ? at::zeros({features_of(x)}, x.options().dtype(type())) : Tensor();
+    };
+    return {grad_x, none(weight_grad, [&] { return weight->scalar_type(); }),
+            none(bias.has_value(), [&] { return *bias; })};
+  }
+  const kernels::NormBackward io{address(upstream), address(more), address(source), nullptr, floats(mean),
+                                 floats(rstd),      room(grad_x),  nullptr,         nullptr};
+  const auto run = backend == Backend::kCuda ? backward_cuda : backward_cpu;
+  auto [to_weight, to_bias] =
+      run(problem(x, options, vectors.wide), io, source, vectors, weight_grad, bias.has_value());
+  return {grad_x, weight_grad ? to_weight.to(weight->scalar_type()) : Tensor(),
+          bias ? to_bias.to(*bias) : Tensor()};
+}
+
+}  // namespace shoestring::norm

@@ -1,0 +1,65 @@
+#pragma once
+
+// What the passes over rows of a norm share.
+
+#include "core/row_simd.h"
+#include "core/some_simd.h"
+#include "layers/norm_table.h"
+
+namespace shoestring::cpu::SHOESTRING_CAPABILITY {
+
+constexpr int kWide = 4;  // registers of a step
+constexpr int64_t kStep = kWide * kLanes;
+constexpr int kChains = kLanes == 16 ? 4 : 2;  // additions of a sum that do not wait for each other
+constexpr int kRowsAtOnce = 2;  // with weights and sums over rows they still fit the nearest cache
+
+using Row = Some<kWide>;  // a step of one
+
+SHOESTRING_INLINE F32 rounded(Float, F32 x) { return x; }
+SHOESTRING_INLINE F32 rounded(BFloat16, F32 x) { return as_float(rounded_bf16(x) & 0xffff0000u); }
+SHOESTRING_INLINE F32 rounded(Half, F32 x) { return from_fp16(to_fp16(x)); }
+
+// Of what was made from elements: a NaN of bf16 has nothing in its lower half that rounding could carry over.
+// Nor has one of the weights, as `arrange` leaves them.
+template <class E>
+SHOESTRING_INLINE F32 rounded_of_elements(E, F32 x) {
+  return rounded(E{}, x);
+}
+SHOESTRING_INLINE F32 rounded_of_elements(BFloat16, F32 x) {
+  return as_float(round_upper_half(x) & 0xffff0000u);
+}
+
+// Asks for what the next rows have where these have p, to read or to write: while a pass works in cache,
+// memory would idle.
+template <bool kWrite = false, class T>
+SHOESTRING_INLINE void ask_for(const T* p, int64_t ahead, int64_t n) {
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T)))
+    __builtin_prefetch(p + ahead + i, kWrite, 2);
+}
+
+// kSums sums over a row, or over rows that lie one after the other, of body(offset, count, sums), which adds
+// register k of a step to sums[..][k % kChains].
+template <int kSums, class Body>
+SHOESTRING_INLINE void row_sums(int64_t features, double* totals, Body body) {
+  F32 sums[kSums][kChains] = {};
+  for (int s = 0; s < kSums; ++s) totals[s] = 0;
+  folded<kStep>(
+      features, [&](int64_t i, int64_t n) __attribute__((always_inline)) { body(i, n, sums); },
+      [&]() __attribute__((always_inline)) {
+#pragma GCC unroll 4
+        for (int s = 0; s < kSums; ++s) {
+          F32 all = sums[s][0];
+          for (int k = 1; k < kChains; ++k) all += sums[s][k];
+          totals[s] += horizontal_sum(all);
+          for (F32& sum : sums[s]) sum = F32{};
+        }
+      });
+}
+
+// What a row is normalised with.
+struct Statistics {
+  float mean, rstd;
+};
+
+}  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

@@ -1,0 +1,294 @@
+// A row comes from memory once: what follows its first pass finds it in the nearest cache. Backward adds a
+// row's share of the weight's gradient to a row of sums there, so x and the gradient are read once for all
+// three gradients.
+
+#include "layers/norm_table.h"
+
+#include "layers/norm_rows_simd.h"
+
+namespace shoestring::cpu::SHOESTRING_CAPABILITY {
+namespace {
+
+using kernels::Casting;
+using kernels::Norm;
+
+template <class E>
+SHOESTRING_INLINE Row elements(const typename E::Type* p, int64_t n) {
+  return get_any<E, kWide>(p, n);
+}
+// Of weights and sums over rows, which lie as steps of elements come.
+SHOESTRING_INLINE Row arranged(const float* p, int64_t n) { return get_some<Float, kWide>(p, n); }
+
+template <class E, Casting kCasting, bool kCentred, int kRows>
+SHOESTRING_INLINE void write_rows(const Norm& norm, const typename E::Type* x, const float* weight,
+                                  const float* bias, const Statistics* of, const typename E::Type* source,
+                                  const typename E::Type* residual, typename E::Type* y) {
+  F32 mean[kRows], scale[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    mean[r] = splat(of[r].mean);
+    scale[r] = kCasting == Casting::kNone ? rounded(E{}, splat(of[r].rstd)) : splat(of[r].rstd);
+  }
+  sweep<kStep>(0, norm.features, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    const Row w = arranged(weight + i, n), b = kCentred ? arranged(bias + i, n) : Row{};
+#pragma GCC unroll 2
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t at = r * norm.features + i;
+      if (kCentred) {  // whose reads the pass before this has asked for
+        ask_for<true>(y + at, kRows * norm.features, n);
+      } else {
+        ask_for(source + at, kRows * norm.features, n);
+      }
+      if (residual != nullptr) ask_for(residual + at, kRows * norm.features, n);
+      Row v = elements<E>(x + at, n);
+#pragma GCC unroll 4
+      for (int k = 0; k < kWide; ++k) {
+        F32 h = (kCentred ? v.value[k] - mean[r] : v.value[k]) * scale[r];
+        if (kCasting != Casting::kGemma) h = rounded_of_elements(E{}, h);
+        v.value[k] = kCentred ? fma(h, w.value[k], b.value[k]) : h * w.value[k];
+      }
+      put_any<E>(y + at, v, n);
+    }
+  });
+}
+
+// The squares' sum of each row of x, which are centred around means that are found here.
+template <class E, int kRows>
+SHOESTRING_INLINE void centred_squares(int64_t features, const typename E::Type* x, Statistics* of,
+                                       double* squares) {
+  const auto count = static_cast<double>(features);
+  double sums[2 * kRows];
+  row_sums<kRows>(features, sums, [&](int64_t i, int64_t n, auto& sums) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+    for (int r = 0; r < kRows; ++r) {
+      const Row v = elements<E>(x + r * features + i, n);
+#pragma GCC unroll 4
+      for (int k = 0; k < kWide; ++k) sums[r][k % kChains] += v.value[k];
+    }
+  });
+  F32 mean[kRows];
+  for (int r = 0; r < kRows; ++r)
+    of[r].mean = static_cast<float>(sums[r] / count), mean[r] = splat(of[r].mean);
+  // What rounding has left over, the mean of differences, is added to the mean. Elements that are missing at
+  // a row's end have none: they would count as the mean's square.
+  row_sums<2 * kRows>(features, sums, [&](int64_t i, int64_t n, auto& sums) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+    for (int r = 0; r < kRows; ++r) {
+      ask_for(x + r * features + i, kRows * features, n);
+      const Row v = elements<E>(x + r * features + i, n);
+#pragma GCC unroll 4
+      for (int k = 0; k < kWide; ++k) {
+        F32 d = v.value[k] - mean[r];
+        for (int64_t lane = n - k * kLanes; n < kStep && lane < kLanes; ++lane) d[lane < 0 ? 0 : lane] = 0;
+        sums[r][k % kChains] = fma(d, d, sums[r][k % kChains]);
+        sums[kRows + r][k % kChains] += d;
+      }
+    }
+  });
+  for (int r = 0; r < kRows; ++r) {
+    const double shift = sums[kRows + r] / count, apart = sums[r] - shift * shift * count;
+    of[r].mean = static_cast<float>(static_cast<double>(of[r].mean) + shift);
+    squares[r] = apart < 0 ? 0 : apart;  // of a row of one number, but for rounding
+  }
+}
+
+template <class E, int kRows>
+SHOESTRING_INLINE void forward_rows(const Norm& norm, const kernels::NormForward& io, int64_t row) {
+  using T = typename E::Type;
+  const int64_t features = norm.features, first = row * features;
+  const auto *weight = static_cast<const float*>(io.weight), *bias = static_cast<const float*>(io.bias);
+  const T *x = static_cast<const T*>(io.x) + first, *source = x;
+  const T* residual = io.residual == nullptr ? nullptr : static_cast<const T*>(io.residual) + first;
+  Statistics of[kRows];
+  double squares[kRows];
+  if (norm.centred) {
+    centred_squares<E, kRows>(features, x, of, squares);
+  } else {
+    T* sum = residual == nullptr ? nullptr : static_cast<T*>(io.sum) + first;
+    row_sums<kRows>(features, squares, [&](int64_t i, int64_t n, auto& sums) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+      for (int r = 0; r < kRows; ++r) {
+        const int64_t at = r * features + i;
+        Row v = elements<E>(source + at, n);
+        if (residual != nullptr) {
+          const Row more = elements<E>(residual + at, n);
+#pragma GCC unroll 4
+          for (int k = 0; k < kWide; ++k) v.value[k] = rounded_of_elements(E{}, v.value[k] + more.value[k]);
+          put_any<E>(sum + at, v, n);
+        }
+#pragma GCC unroll 4
+        for (int k = 0; k < kWide; ++k)
+          sums[r][k % kChains] = fma(v.value[k], v.value[k], sums[r][k % kChains]);
+      }
+    });
+    if (residual != nullptr) x = sum;
+  }
+  for (int r = 0; r < kRows; ++r) {
+    const double variance = squares[r] / static_cast<double>(features) + static_cast<double>(norm.eps);
+    of[r].rstd = static_cast<float>(1 / ::sqrt(variance));
+    if (norm.centred) io.mean[row + r] = of[r].mean;
+    io.rstd[row + r] = of[r].rstd;
+  }
+  const auto write = norm.centred                      ? write_rows<E, Casting::kGemma, true, kRows>
+                     : norm.casting == Casting::kGemma ? write_rows<E, Casting::kGemma, false, kRows>
+                     : norm.casting == Casting::kLlama ? write_rows<E, Casting::kLlama, false, kRows>
+                                                       : write_rows<E, Casting::kNone, false, kRows>;
+  write(norm, x, weight, bias, of, source, residual, static_cast<T*>(io.y) + first);
+}
+
+template <class E>
+void forward(const Norm& norm, const kernels::NormForward& io, int64_t begin, int64_t end) {
+  int64_t row = begin;
+  for (; row + kRowsAtOnce <= end; row += kRowsAtOnce) forward_rows<E, kRowsAtOnce>(norm, io, row);
+  for (; row < end; ++row) forward_rows<E, 1>(norm, io, row);
+}
+
+// What a row's gradient is made of besides its elements: with h the normalised row and g = grad * weight,
+// rstd (g - mean(g) - h mean(g h)), the first mean only if centred.
+struct Slopes {
+  float level, slope;  // -rstd mean(g), -rstd mean(g h)
+};
+
+template <class E, bool kCentred, int kRows>
+SHOESTRING_INLINE void slopes_of(int64_t features, const typename E::Type* x, const typename E::Type* grad,
+                                 const float* weight, const Statistics* of, Slopes* slopes) {
+  constexpr int kLevels = kCentred ? kRows : 0;  // sums of g, before those of g h
+  double sums[kLevels + kRows];
+  F32 mean[kRows];
+  for (int r = 0; r < kRows; ++r) mean[r] = splat(of[r].mean);
+  row_sums<kLevels + kRows>(
+      features, sums, [&](int64_t i, int64_t n, auto& sums) __attribute__((always_inline)) {
+        const Row w = arranged(weight + i, n);
+#pragma GCC unroll 2
+        for (int r = 0; r < kRows; ++r) {
+          ask_for(x + r * features + i, kRows * features, n);
+          ask_for(grad + r * features + i, kRows * features, n);
+          const Row v = elements<E>(x + r * features + i, n);
+          Row g = elements<E>(grad + r * features + i, n);
+#pragma GCC unroll 4
+          for (int k = 0; k < kWide; ++k) {
+            F32& along = sums[kLevels + r][k % kChains];
+            g.value[k] *= w.value[k];
+            if (kCentred) sums[r][k % kChains] += g.value[k];
+            along = fma(g.value[k], kCentred ? v.value[k] - mean[r] : v.value[k], along);
+          }
+        }
+      });
+  for (int r = 0; r < kRows; ++r) {
+    const auto rstd = static_cast<double>(of[r].rstd), scale = -rstd / static_cast<double>(features);
+    slopes[r] = {kCentred ? static_cast<float>(sums[r] * scale) : 0.f,
+                 static_cast<float>(sums[kLevels + r] * rstd * scale)};
+  }
+}
+
+// kRows rows, which share the way of the weight and of the sums to and from the cache.
+template <class E, bool kCentred, bool kVectors, int kRows>
+SHOESTRING_INLINE void backward_rows(const Norm& norm, const kernels::NormBackward& io, int64_t row) {
+  using T = typename E::Type;
+  const int64_t features = norm.features, first = row * features;
+  const T *x = static_cast<const T*>(io.x) + first, *grad = static_cast<const T*>(io.grad) + first;
+  const T* grad_sum = io.grad_sum == nullptr ? nullptr : static_cast<const T*>(io.grad_sum) + first;
+  T* grad_x = static_cast<T*>(io.grad_x) + first;
+  const auto* weight = static_cast<const float*>(io.weight);
+  Statistics of[kRows];
+  Slopes slopes[kRows];
+  for (int r = 0; r < kRows; ++r) of[r] = {kCentred ? io.mean[row + r] : 0.f, io.rstd[row + r]};
+  slopes_of<E, kCentred, kRows>(features, x, grad, weight, of, slopes);
+  F32 mean[kRows], rstd[kRows], level[kRows], slope[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    mean[r] = splat(of[r].mean), rstd[r] = splat(of[r].rstd);
+    level[r] = splat(slopes[r].level), slope[r] = splat(slopes[r].slope);
+  }
+  sweep<kStep>(0, features, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    const Row w = arranged(weight + i, n);
+    Row to_weight, to_bias;
+    if (kVectors) to_weight = arranged(io.grad_weight + i, n);
+    if (kVectors && kCentred) to_bias = arranged(io.grad_bias + i, n);
+#pragma GCC unroll 2
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t at = r * features + i;
+      ask_for<true>(grad_x + at, kRows * features, n);
+      const Row v = elements<E>(x + at, n), d = elements<E>(grad + at, n);
+      Row result;
+#pragma GCC unroll 4
+      for (int k = 0; k < kWide; ++k) {
+        const F32 h = (kCentred ? v.value[k] - mean[r] : v.value[k]) * rstd[r];
+        result.value[k] =
+            fma(d.value[k] * w.value[k], rstd[r], kCentred ? fma(h, slope[r], level[r]) : h * slope[r]);
+        if (kVectors) to_weight.value[k] = fma(d.value[k], h, to_weight.value[k]);
+        if (kVectors && kCentred) to_bias.value[k] += d.value[k];
+      }
+      if (!kCentred && grad_sum != nullptr) {
+        ask_for(grad_sum + at, kRows * features, n);
+        const Row more = elements<E>(grad_sum + at, n);
+#pragma GCC unroll 4
+        for (int k = 0; k < kWide; ++k) result.value[k] += more.value[k];
+      }
+      put_any<E>(grad_x + at, result, n);
+    }
+    if (kVectors) put_some<Float>(io.grad_weight + i, to_weight, n);
+    if (kVectors && kCentred) put_some<Float>(io.grad_bias + i, to_bias, n);
+  });
+}
+
+template <class E, bool kCentred, bool kVectors>
+void backward_all(const Norm& norm, const kernels::NormBackward& io, int64_t begin, int64_t end) {
+  int64_t row = begin;
+  for (; row + kRowsAtOnce <= end; row += kRowsAtOnce)
+    backward_rows<E, kCentred, kVectors, kRowsAtOnce>(norm, io, row);
+  for (; row < end; ++row) backward_rows<E, kCentred, kVectors, 1>(norm, io, row);
+}
+
+template <class E>
+void backward(const Norm& norm, const kernels::NormBackward& io, int64_t begin, int64_t end) {
+  const bool vectors = io.grad_weight != nullptr;
+  const auto run = norm.centred ? (vectors ? backward_all<E, true, true> : backward_all<E, true, false>)
+                                : (vectors ? backward_all<E, false, true> : backward_all<E, false, false>);
+  run(norm, io, begin, end);
+}
+
+void sum_rows(const float* parts, int64_t rows, int64_t stride, int64_t begin, int64_t end, float* out) {
+  sweep<kStep>(begin, end, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    Row sum = arranged(parts + i, n);
+    for (int64_t row = 1; row < rows; ++row) {
+      const Row part = arranged(parts + row * stride + i, n);
+#pragma GCC unroll 4
+      for (int k = 0; k < kWide; ++k) sum.value[k] += part.value[k];
+    }
+    put_some<Float>(out + i, sum, n);
+  });
+}
+
+template <class E>
+void arrange(const void* vector, const Norm& norm, float offset, float* out) {
+  sweep<kStep>(0, norm.features, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    Row row = norm.wide_weight ? as_any<E>(arranged(static_cast<const float*>(vector) + i, n), n)
+                               : elements<E>(static_cast<const typename E::Type*>(vector) + i, n);
+    for (F32& v : row.value) {
+      v = plain_nan(v + offset);
+      if (norm.casting == Casting::kNone) v = rounded(E{}, v);
+    }
+    put_some<Float>(out + i, row, n);
+  });
+}
+
+template <class E>
+void restore(const float* sums, const Norm& norm, void* out) {
+  sweep<kStep>(0, norm.features, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    const Row row = in_order<E>(arranged(sums + i, n), n);
+    if (norm.wide_weight) {
+      put_some<Float>(static_cast<float*>(out) + i, row, n);
+    } else {
+      put_some<E>(static_cast<typename E::Type*>(out) + i, row, n);
+    }
+  });
+}
+
+template <class E>
+constexpr kernels::NormRows kRows{forward<E>, backward<E>, arrange<E>, restore<E>};
+
+}  // namespace
+
+extern const kernels::NormTable norm;
+const kernels::NormTable norm{kRows<Float>, kRows<BFloat16>, kRows<Half>, sum_rows};
+
+}  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

@@ -1,0 +1,125 @@
+#include <torch/library.h>
+
+#include <ATen/Functions.h>
+#include <shoestring/ops.h>
+
+#include "core/call.h"
+#include "layers/norm.h"
+
+namespace shoestring {
+namespace {
+
+using at::Tensor;
+using norm::OptionalTensor;
+
+constexpr const char* kOp = "rms_norm";
+
+kernels::Casting casting_of(c10::string_view name) {
+  if (name == "llama") return kernels::Casting::kLlama;
+  if (name == "gemma") return kernels::Casting::kGemma;
+  TORCH_CHECK(name == "none", kOp, ": casting: expected 'llama', 'gemma' or 'none', received '", name, "'");
+  return kernels::Casting::kNone;
+}
+
+void check(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight, double eps,
+           c10::string_view casting) {
+  norm::check_x(kOp, x, eps);
+  norm::check_vector(kOp, "weight", x, weight);
+  casting_of(casting);
+  TORCH_CHECK(!residual.has_value() ||
+                  (residual->sym_sizes() == x.sym_sizes() && residual->scalar_type() == x.scalar_type() &&
+                   residual->device() == x.device()),
+              kOp, ": residual: expected x's shape, dtype and device, ", x.sym_sizes(), " of ",
+              x.scalar_type(), " on ", x.device(), ", received ", residual->sym_sizes(), " of ",
+              residual->scalar_type(), " on ", residual->device());
+}
+
+Tensor or_none(const Tensor& t, const Tensor& like) {
+  return t.defined() ? t : at::empty({0}, like.options());
+}
+
+template <Backend backend>
+std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const OptionalTensor& residual,
+                                           const OptionalTensor& weight, double eps, double offset,
+                                           c10::string_view casting) {
+  check(x, residual, weight, eps, casting);
+  const auto r =
+      norm::forward(backend, kOp, x, residual, weight, std::nullopt, {eps, offset, casting_of(casting)});
+  return {r.y, or_none(r.sum, x), r.rstd};
+}
+
+template <Backend backend>
+std::tuple<Tensor, Tensor> backward(const Tensor& grad, const OptionalTensor& grad_sum, const Tensor& x,
+                                    const OptionalTensor& weight, const Tensor& rstd, double offset,
+                                    bool weight_grad) {
+  const auto [to_x, to_weight, to_bias] = norm::backward(backend, kOp, grad, grad_sum, x, weight, Tensor(),
+                                                         rstd, {0, offset}, weight_grad, std::nullopt);
+  return {to_x, or_none(to_weight, x)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> forward_meta(const Tensor& x, const OptionalTensor& residual,
+                                                const OptionalTensor& weight, double eps, double offset,
+                                                c10::string_view casting) {
+  check(x, residual, weight, eps, casting);
+  const auto rows = x.sym_sizes().slice(0, x.dim() - 1);
+  return {at::empty_symint(x.sym_sizes(), x.options()),
+          residual.has_value() ? at::empty_symint(x.sym_sizes(), x.options()) : at::empty({0}, x.options()),
+          at::empty_symint(rows, x.options().dtype(norm::statistics_type(x)))};
+}
+
+std::tuple<Tensor, Tensor> backward_meta(const Tensor& grad, const OptionalTensor& grad_sum, const Tensor& x,
+                                         const OptionalTensor& weight, const Tensor& rstd, double offset,
+                                         bool weight_grad) {
+  return {
+      at::empty_symint(x.sym_sizes(), x.options()),
+      weight_grad ? at::empty_symint(weight->sym_sizes(), weight->options()) : at::empty({0}, x.options())};
+}
+
+// What those are called by: the same without what backward needs.
+auto call(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight, double eps,
+          double offset, c10::string_view casting) {
+  static auto op = find<decltype(forward_meta)>("shoestring::rms_norm_forward");
+  return op.call(x, residual, weight, eps, offset, casting);
+}
+Tensor plain(const Tensor& x, const OptionalTensor& weight, double eps, double offset,
+             c10::string_view casting) {
+  return std::get<0>(call(x, std::nullopt, weight, eps, offset, casting));
+}
+std::tuple<Tensor, Tensor> with_residual(const Tensor& x, const Tensor& residual,
+                                         const OptionalTensor& weight, double eps, double offset,
+                                         c10::string_view casting) {
+  const auto result = call(x, residual, weight, eps, offset, casting);
+  return {std::get<0>(result), std::get<1>(result)};
+}
+
+TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
+  m.impl("rms_norm_forward", forward<Backend::kCpu>);
+  m.impl("rms_norm_backward", backward<Backend::kCpu>);
+}
+TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
+  m.impl("rms_norm_forward", forward<Backend::kCuda>);
+  m.impl("rms_norm_backward", backward<Backend::kCuda>);
+}
+TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
+  m.impl("rms_norm_forward", forward_meta);
+  m.impl("rms_norm_backward", backward_meta);
+}
+TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
+  m.impl("rms_norm", plain);
+  m.impl("add_rms_norm", with_residual);
+}
+
+}  // namespace
+
+Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, const RmsNormOptions& options) {
+  static auto op = find<decltype(plain)>("shoestring::rms_norm");
+  return op.call(x, weight, options.eps(), options.offset(), options.casting());
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                                        const RmsNormOptions& options) {
+  static auto op = find<decltype(with_residual)>("shoestring::add_rms_norm");
+  return op.call(x, residual, weight, options.eps(), options.offset(), options.casting());
+}
+
+}  // namespace shoestring

@@ -1,0 +1,112 @@
+#include "layers/seeded_dropout.h"
+
+#include <cmath>
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <shoestring/ops.h>
+
+#include "core/call.h"
+#include "core/cuda.h"
+
+namespace shoestring {
+
+using at::Tensor;
+
+namespace {
+
+constexpr const char* kOp = "seeded_dropout";
+
+uint16_t* bits(const Tensor& t) { return static_cast<uint16_t*>(t.mutable_data_ptr()); }
+
+void drop_cpu(const Tensor& x, const Tensor& seed, kernels::Dropout rule, const Tensor& out) {
+  const auto number = static_cast<uint64_t>(*seed.const_data_ptr<int64_t>());
+  const auto& kernels = cpu::seeded_dropout();
+  const int64_t count = x.numel(), blocks = (count + kernels::kDropoutBlock - 1) / kernels::kDropoutBlock;
+  at::parallel_for(0, blocks, 64, [&](int64_t first, int64_t last) {
+    const int64_t begin = first * kernels::kDropoutBlock,
+                  n = std::min(last * kernels::kDropoutBlock, count) - begin;
+    switch (x.scalar_type()) {
+      case at::kFloat:
+        return kernels.drop_float(x.const_data_ptr<float>() + begin, begin, n, number, rule,
+                                  out.data_ptr<float>() + begin);
+      case at::kBFloat16:
+        return kernels.drop_bf16(bits(x) + begin, begin, n, number, rule, bits(out) + begin);
+      default:
+        return kernels.drop_fp16(bits(x) + begin, begin, n, number, rule, bits(out) + begin);
+    }
+  });
+}
+
+void drop_cuda(const Tensor& x, const Tensor& seed, kernels::Dropout rule, const Tensor& out) {
+  if (x.numel() == 0) return;
+  const auto& kernels = cuda::table<kernels::SeededDropoutCuda>(kOp);
+  const auto run = x.scalar_type() == at::kFloat      ? kernels.drop_float
+                   : x.scalar_type() == at::kBFloat16 ? kernels.drop_bf16
+                                                      : kernels.drop_fp16;
+  check_launch(kOp, run(x.const_data_ptr(), x.numel(), seed.const_data_ptr<int64_t>(), rule,
+                        out.mutable_data_ptr(), stream_of(x)));
+}
+
+void check(const Tensor& x, const Tensor& seed, double p) {
+  TORCH_CHECK(at::isFloatingType(x.scalar_type()), kOp, ": x: expected fp32, fp64, bf16 or fp16, received ",
+              x.scalar_type());
+  check_dropout(kOp, p, p == 0 ? std::optional<Tensor>() : seed, x.device());
+}
+
+template <Backend backend>
+Tensor forward(const Tensor& x, const Tensor& seed, double p) {
+  check(x, seed, p);
+  const c10::OptionalDeviceGuard guard(x.device());
+  return p == 0 ? x.clone() : drop(backend, x, seed, p);
+}
+
+Tensor forward_meta(const Tensor& x, const Tensor& seed, double p) {
+  check(x, seed, p);
+  return at::empty_symint(x.sym_sizes(), x.options());
+}
+
+TORCH_LIBRARY_IMPL(shoestring, CPU, m) { m.impl(kOp, forward<Backend::kCpu>); }
+TORCH_LIBRARY_IMPL(shoestring, CUDA, m) { m.impl(kOp, forward<Backend::kCuda>); }
+TORCH_LIBRARY_IMPL(shoestring, Meta, m) { m.impl(kOp, forward_meta); }
+
+}  // namespace
+
+void check_dropout(const char* op, double p, const std::optional<Tensor>& seed, c10::Device device) {
+  TORCH_CHECK(p >= 0 && p < 1, op, ": dropout: expected a probability in [0, 1), received ", p);
+  TORCH_CHECK(seed.has_value() == (p > 0), op,
+              ": seed: expected one with dropout, and none without it, received ",
+              seed.has_value() ? "one" : "none", " with dropout ", p);
+  if (!seed.has_value()) return;
+  TORCH_CHECK(seed->scalar_type() == at::kLong && seed->sym_numel() == 1 && seed->device() == device, op,
+              ": seed: expected one int64 on ", device, ", received ", seed->sym_numel(), " of ",
+              seed->scalar_type(), " on ", seed->device());
+}
+
+kernels::Dropout dropout_rule(double p) {
+  const double threshold = std::min(std::round(p * 65536), 65535.0);
+  return {static_cast<uint32_t>(threshold), static_cast<float>(65536 / (65536 - threshold))};
+}
+
+Tensor drop(Backend backend, const Tensor& x, const Tensor& seed, double p) {
+  const auto rule = dropout_rule(p);
+  const auto run = backend == Backend::kCuda ? drop_cuda : drop_cpu;
+  if (x.scalar_type() == at::kDouble) {  // for checks of gradients: the mask in fp32
+    Tensor mask = at::ones(x.sizes(), x.options().dtype(at::kFloat));
+    run(mask, seed, {rule.threshold, 1}, mask);
+    return x.mul(mask).mul_(65536.0 / (65536.0 - rule.threshold));
+  }
+  const Tensor source = x.contiguous();
+  Tensor out = at::empty(x.sizes(), x.options());
+  run(source, seed, rule, out);
+  return out;
+}
+
+Tensor seeded_dropout(const Tensor& x, const Tensor& seed, double p) {
+  static auto op = find<decltype(forward_meta)>("shoestring::seeded_dropout");
+  return op.call(x, seed, p);
+}
+
+}  // namespace shoestring

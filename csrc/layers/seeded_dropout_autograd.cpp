@@ -1,0 +1,42 @@
+#include <torch/library.h>
+
+#include "core/autograd.h"
+#include "core/call.h"
+
+namespace shoestring {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+Tensor call(const Tensor& x, const Tensor& seed, double p) {
+  static auto op = find<Tensor(const Tensor&, const Tensor&, double)>("shoestring::seeded_dropout");
+  return op.call(x, seed, p);
+}
+
+// Linear in x, and its own adjoint; so its backward can be differentiated too.
+class SeededDropout : public torch::autograd::Function<SeededDropout> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& seed, double p) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    ctx->save_for_backward({seed});
+    ctx->saved_data["p"] = p;
+    return call(x, seed, p);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
+    return {call(grad_outputs[0], ctx->get_saved_variables()[0], ctx->saved_data["p"].toDouble()), Tensor(),
+            Tensor()};
+  }
+};
+
+Tensor autograd(const Tensor& x, const Tensor& seed, double p) {
+  if (needs_grad(x)) return SeededDropout::apply(x, seed, p);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call(x, seed, p);
+}
+
+TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("seeded_dropout", autograd); }
+
+}  // namespace
+}  // namespace shoestring

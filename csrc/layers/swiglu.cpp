@@ -1,0 +1,81 @@
+#include "layers/swiglu.h"
+
+#include <ATen/Functions.h>
+#include <torch/library.h>
+
+#include <shoestring/ops.h>
+
+#include "core/call.h"
+#include "layers/gated.h"
+#include "layers/swiglu_table.h"
+
+namespace shoestring {
+
+using at::Tensor;
+
+namespace {
+
+constexpr const char* kOp = "swiglu";
+
+gated::Kernels kernels_in_use() { return {kOp, cpu::swiglu()}; }
+
+template <Backend backend>
+Tensor forward(const Tensor& gate, const Tensor& up) {
+  check_swiglu(kOp, gate, up);
+  const c10::OptionalDeviceGuard guard(up.device());
+  return swiglu_forward(backend, gate, up);
+}
+
+template <Backend backend>
+std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& gate, const Tensor& up) {
+  const c10::OptionalDeviceGuard guard(up.device());
+  auto [by_gate, by_up, product] = swiglu_backward(backend, grad, gate, up, false);
+  return {by_gate, by_up};
+}
+
+Tensor forward_meta(const Tensor& gate, const Tensor& up) {
+  check_swiglu(kOp, gate, up);
+  return at::empty_symint(up.sym_sizes(), up.options());
+}
+std::tuple<Tensor, Tensor> backward_meta(const Tensor& grad, const Tensor& gate, const Tensor& up) {
+  return {at::empty_symint(gate.sym_sizes(), gate.options()), at::empty_symint(up.sym_sizes(), up.options())};
+}
+
+TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
+  m.impl("swiglu", forward<Backend::kCpu>);
+  m.impl("swiglu_backward", backward<Backend::kCpu>);
+}
+TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
+  m.impl("swiglu", forward<Backend::kCuda>);
+  m.impl("swiglu_backward", backward<Backend::kCuda>);
+}
+TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
+  m.impl("swiglu", forward_meta);
+  m.impl("swiglu_backward", backward_meta);
+}
+
+}  // namespace
+
+void check_swiglu(const char* op, const Tensor& gate, const Tensor& up) { gated::check(op, gate, up); }
+
+Tensor swiglu_forward(Backend backend, const Tensor& gate, const Tensor& up) {
+  if (up.scalar_type() == at::kDouble) return at::silu(gate).mul_(up);
+  return gated::forward(backend, kernels_in_use(), gate, up);
+}
+
+std::tuple<Tensor, Tensor, Tensor> swiglu_backward(Backend backend, const Tensor& grad, const Tensor& gate,
+                                                   const Tensor& up, bool with_product) {
+  if (up.scalar_type() == at::kDouble) {
+    const Tensor s = at::sigmoid(gate), silu = gate.mul(s);
+    return {grad.mul(up).mul_(at::sigmoid(gate.neg()).mul_(silu).add_(s)), grad.mul(silu),
+            with_product ? silu.mul(up) : Tensor()};
+  }
+  return gated::backward(backend, kernels_in_use(), grad, gate, up, with_product);
+}
+
+Tensor swiglu(const Tensor& gate, const Tensor& up) {
+  static auto op = find<decltype(forward_meta)>("shoestring::swiglu");
+  return op.call(gate, up);
+}
+
+}  // namespace shoestring

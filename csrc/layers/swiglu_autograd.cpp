@@ -1,0 +1,49 @@
+#include <tuple>
+
+#include <torch/library.h>
+
+#include "core/autograd.h"
+#include "core/call.h"
+
+namespace shoestring {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+Tensor call(const Tensor& gate, const Tensor& up) {
+  static auto op = find<Tensor(const Tensor&, const Tensor&)>("shoestring::swiglu");
+  return op.call(gate, up);
+}
+
+class Swiglu : public torch::autograd::Function<Swiglu> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& gate, const Tensor& up) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    ctx->save_for_backward({gate, up});
+    return call(gate, up);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
+    const variable_list saved = ctx->get_saved_variables();
+    std::tuple<Tensor, Tensor> gradients;
+    {
+      at::AutoDispatchBelowADInplaceOrView below;
+      static auto op = find<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&)>(
+          "shoestring::swiglu_backward");
+      gradients = op.call(grad_outputs[0], saved[0], saved[1]);
+    }
+    return once_differentiable("swiglu", {std::get<0>(gradients), std::get<1>(gradients)});
+  }
+};
+
+Tensor autograd(const Tensor& gate, const Tensor& up) {
+  if (needs_grad(gate, up)) return Swiglu::apply(gate, up);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call(gate, up);
+}
+
+TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("swiglu", autograd); }
+
+}  // namespace
+}  // namespace shoestring

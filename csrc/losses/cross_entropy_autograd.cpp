@@ -1,0 +1,187 @@
+#include "losses/cross_entropy.h"
+
+#include <ATen/Functions.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "core/autograd.h"
+#include "quantization/base_weight.h"
+
+namespace shoestring {
+namespace {
+
+using at::Tensor;
+using logits::Call;
+using logits::Gradient;
+using token_losses::Reduction;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Whether autograd can see to it that nobody uses logits which their gradient has replaced: nodes that saved
+// them compare versions, and a new history refuses the others.
+bool replaceable(const Tensor& logits) {
+  using torch::autograd::can_mutate_inplace;
+  if (is_traced(logits) || !logits.requires_grad()) return false;  // a compiler plans memory itself
+  const bool allowed =
+      can_mutate_inplace(logits, true) == torch::autograd::can_mutate_inplace_result::success;
+  if (!allowed || !logits.has_storage() || logits.retains_grad()) return false;
+  return !(logits.is_view() && logits._base().retains_grad()) && logits::writable(logits);
+}
+
+// Whether a saved tensor that autograd is about to let go of is the last that has its memory.
+bool unshared(const Tensor& saved) {
+  constexpr size_t kHere = 2;  // the saved variable's, and the one at hand
+  return saved.has_storage() && saved.use_count() == kHere && saved.storage().use_count() == 1 &&
+         logits::writable(saved);
+}
+
+// x *= upstream, part by part where only parts are contiguous: a slice of tokens of each sequence.
+Tensor scaled(const Tensor& x, const Tensor& upstream) {
+  if (x.is_contiguous() || !used_once(upstream)) return scale_gradient(x, upstream);
+  if (x.dim() < 3 || !x.select(0, 0).is_contiguous()) return x.mul_(upstream);
+  for (const Tensor& part : x.unbind(0)) scale_gradient(part, upstream);
+  return x;
+}
+
+struct Alias {
+  Tensor logits;
+  bool replace;  // they need not stay as they are
+};
+
+// Only where logits may be overwritten is their gradient made in forward, at the cost of reading them once;
+// elsewhere it would be memory that nobody needs before backward, and there its factor is known. It then
+// takes their place if nobody else has them any more.
+class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
+ public:
+  // alias: the logits without their history and their Python object, whose references nobody could tell from
+  // a caller's.
+  static variable_list forward(AutogradContext* ctx, const Tensor& logits, Call call, const Alias& alias) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    const Reduction reduction(call);
+    reduction.balance(call);
+    const bool early = alias.replace && reduction.scalar;
+    Tensor factor = reduction.factor(compute_type(logits));
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["early"] = early;
+    ctx->saved_data["replace"] = alias.replace;
+    logits::Result r;
+    if (early) {
+      const double known = enlargement(call);
+      factor = factor.defined() ? factor * known
+                                : at::full({}, known, logits.options().dtype(compute_type(logits)));
+      r = logits::rows(call, {factor}, Gradient::kInPlace);
+      torch::autograd::impl::bump_version(logits);
+      ctx->saved_data["known"] = known;
+      ctx->save_for_backward({alias.logits});
+    } else {
+      r = logits::rows(call, {}, Gradient::kNone);
+      for (const auto& [name, value] : call.options) ctx->saved_data[name] = value;
+      const bool balanced = reduction.share.defined() && call.stats;
+      ctx->save_for_backward({alias.logits, call.target, factor, call.class_weights.value_or(Tensor()),
+                              balanced ? reduction.share : Tensor(), balanced ? r.lse : Tensor()});
+    }
+    const Tensor loss = reduction.apply(r.loss);
+    if (!call.stats) return {loss};
+    r.loss = reduction.original(r.loss, r.lse);
+    ctx->mark_non_differentiable(early ? variable_list{r.loss, r.lse, r.entropy, r.argmax}
+                                       : variable_list{r.argmax});
+    return {loss, r.loss, r.lse, r.entropy, r.argmax};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
+    variable_list gradients(3);
+    if (ctx->saved_data["early"].toBool()) {
+      at::NoGradGuard no_grad;
+      const double known = ctx->saved_data["known"].toDouble();
+      const Tensor gradient = ctx->get_saved_variables()[0];
+      if (upstream[0].defined())
+        gradients[0] = scaled(gradient, known == 1 ? upstream[0] : upstream[0] / known);
+    } else {
+      gradients[0] = late(ctx, upstream);
+    }
+    gradients[0] = once_differentiable(logits::kOp, {gradients[0]})[0];
+    return gradients;
+  }
+
+ private:
+  // fp16 holds no mean's gradients of most logits: they are multiplied by about the number of tokens until
+  // backward.
+  static double enlargement(const Call& call) {
+    double known = 1;
+    if (call.input.scalar_type() != at::kHalf || call.reduction != "mean") return known;
+    for (int64_t n = call.target.numel(); n > 1 && known < 0x1p15; n /= 2) known *= 2;
+    return known;
+  }
+
+  static Tensor late(AutogradContext* ctx, const variable_list& upstream) {
+    const variable_list saved = ctx->get_saved_variables();
+    const auto given =
+        std::find_if(upstream.begin(), upstream.end(), [](const Tensor& t) { return t.defined(); });
+    const bool replace = given != upstream.end() && used_once(*given) && !is_traced(saved[0]) &&
+                         (ctx->saved_data["replace"].toBool() || unshared(saved[0]));
+    at::AutoDispatchBelowADInplaceOrView below;
+    Call call;
+    call.input = saved[0], call.target = saved[1];
+    if (saved[3].defined()) call.class_weights = saved[3];
+    for (const char* name : logits::kOptions) call.options.emplace_back(name, ctx->saved_data[name]);
+    const auto balanced = token_losses::balanced_upstream(upstream, saved[4], saved[5], call.z_loss());
+    const auto gradient = token_losses::upstream_of_tokens(balanced, saved[2], compute_type(call.input));
+    const auto r = logits::rows(call, gradient, replace ? Gradient::kInPlace : Gradient::kNew);
+    if (replace) torch::autograd::impl::bump_version(saved[0]);
+    return replace ? saved[0] : r.gradient;
+  }
+};
+
+template <bool kStats>
+void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Call call(BoxedArguments(op, *stack), kStats);
+  const bool weighted = call.token_weights && needs_grad(*call.token_weights);
+  const bool in_place = op.schema().name().back() == '_';
+  if (!weighted && !needs_grad(call.input)) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.callBoxed(stack);
+    return;
+  }
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    logits::keep_hardest(call);
+  }
+  std::optional<Reduction> reduction;
+  if (weighted) {  // plain autograd has what they need: the losses of the tokens, and with a share their lse
+    reduction.emplace(call);
+    call.token_weights.reset();
+    call.reduction = "none";
+    call.stats |= reduction->share.defined();
+  }
+  const Tensor logits = call.input;
+  const Alias alias{logits.detach(), in_place && replaceable(logits)};
+  const auto history =
+      torch::autograd::impl::gradient_edge(logits);  // before the change: a view's is made anew after it
+  variable_list out = CrossEntropy::apply(logits, call, alias);
+  if (alias.replace && call.reduction != "none") {
+    auto refusal = make_node<torch::autograd::Error>(
+        "cross_entropy: logits: inplace=True has replaced them by their gradient; use them before, or leave "
+        "inplace out",
+        torch::autograd::edge_list{history});
+    refusal->add_input_metadata(logits);
+    torch::autograd::impl::rebase_history(logits, {std::move(refusal), 0});
+  }
+  if (reduction) out[0] = reduction->apply(call.stats ? reduction->balanced(out[0], out[2]) : out[0]);
+  if (!kStats) out.resize(1);
+  torch::jit::drop(*stack, op.schema().arguments().size());
+  for (Tensor& t : out) torch::jit::push(*stack, std::move(t));
+}
+
+TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
+  for (const char* name : {"cross_entropy", "cross_entropy_"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&autograd<false>>());
+  }
+  for (const char* name : {"cross_entropy_with_stats", "cross_entropy_with_stats_"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&autograd<true>>());
+  }
+}
+
+}  // namespace
+}  // namespace shoestring

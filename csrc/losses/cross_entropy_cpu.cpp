@@ -1,0 +1,91 @@
+#include "losses/cross_entropy_cpu.h"
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <type_traits>
+
+#include "losses/head.h"
+#include "quantization/base_weight.h"
+
+namespace shoestring {
+
+namespace {
+
+using at::Tensor;
+using logits::Problem;
+using token_losses::RowsResult;
+
+template <class X, class T>
+RowsResult run(const Problem& p, kernels::CrossEntropyLogits<X, T> row) {
+  const auto compute = p.logits.options().dtype(c10::CppTypeToScalarType<T>::value);
+  const auto rows = head::rows_that_count(logits::kOp, p.target.numel(), p.target, p.ignore_index,
+                                          p.classes.expect_int());  // before anything is written
+  const Tensor class_weights = p.class_weights ? p.class_weights->to(compute.dtype()).contiguous() : Tensor();
+  auto rule =
+      token_losses::rule_of<T>(p, Tensor(), class_weights,
+                               class_weights.defined() ? class_weights.sum(at::kDouble).item<double>() : 0);
+  rule.logit_scale = p.logit_scale;
+  const token_losses::Factor<T> u(p.grad_loss, compute.dtype().toScalarType()),
+      v(p.grad_lse, compute.dtype().toScalarType()), h(p.grad_entropy, compute.dtype().toScalarType());
+  // What is of tokens that do not count is zero, and nobody else writes it.
+  RowsResult out{at::zeros(p.target.sizes(), compute), at::zeros(p.target.sizes(), compute), {}, {}};
+  if (p.stats) {
+    out.entropy = at::zeros(p.target.sizes(), compute);
+    out.argmax = at::full(p.target.sizes(), -1, compute.dtype(at::kLong));
+  }
+  const Tensor target = p.target.contiguous();
+  const int64_t* classes = target.const_data_ptr<int64_t>();
+  const X* from = static_cast<const X*>(p.logits.const_data_ptr());
+  X* to = p.gradient.defined() ? static_cast<X*>(p.gradient.mutable_data_ptr()) : nullptr;
+  T *loss = out.loss.template mutable_data_ptr<T>(), *lse = out.lse.template mutable_data_ptr<T>();
+  T* entropy = p.stats ? out.entropy.template mutable_data_ptr<T>() : nullptr;
+  int64_t* argmax = p.stats ? out.argmax.template mutable_data_ptr<int64_t>() : nullptr;
+  const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, rule.vocab));  // a few microseconds
+  at::parallel_for(0, static_cast<int64_t>(rows.size()), grain, [&](int64_t first, int64_t last) {
+    std::vector<T> work(to != nullptr && std::is_same_v<X, T> ? 0 : rule.vocab);
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t r = rows[i];
+      X* gradient = to != nullptr ? to + p.gradient_layout(r) : nullptr;
+      const kernels::CrossEntropyUpstream upstream{u[r], v[r], h[r]};
+      const X* next = i + 1 < last ? from + p.layout(rows[i + 1]) : nullptr;
+      const auto result = row(from + p.layout(r), gradient, work.data(), classes[r], rule, upstream, next);
+      loss[r] = static_cast<T>(result.loss);
+      lse[r] = static_cast<T>(result.lse);
+      if (!p.stats) continue;
+      entropy[r] = static_cast<T>(result.entropy);
+      argmax[r] = result.argmax;
+    }
+  });
+  const int64_t count = target.numel();
+  if (to == nullptr || static_cast<int64_t>(rows.size()) == count) return out;
+  at::parallel_for(0, count, grain, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) {
+      if (classes[r] == p.ignore_index) std::fill_n(to + p.gradient_layout(r), rule.vocab, X{0});
+    }
+  });
+  return out;
+}
+
+RowsResult rows(const Problem& p) {
+  const auto& kernels = cpu::cross_entropy();
+  switch (p.logits.scalar_type()) {
+    case at::kDouble:
+      return run(p, kernels.row_double);
+    case at::kFloat:
+      return run(p, kernels.row_float);
+    case at::kBFloat16:
+      return run(p, kernels.row_bf16);
+    default:
+      return run(p, kernels.row_fp16);
+  }
+}
+
+TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
+  m.impl("cross_entropy_rows", torch::CppFunction::makeFromBoxedFunction<&logits::boxed<rows>>());
+  m.impl("cross_entropy_rows_", torch::CppFunction::makeFromBoxedFunction<&logits::boxed_in_place<rows>>());
+}
+
+}  // namespace
+}  // namespace shoestring

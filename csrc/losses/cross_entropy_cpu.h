@@ -1,0 +1,45 @@
+#pragma once
+
+// What the CPU's rows of cross_entropy and of linear_cross_entropy share.
+
+#include <ATen/core/Tensor.h>
+
+#include "losses/cross_entropy.h"
+#include "losses/cross_entropy_table.h"
+
+namespace shoestring::token_losses {
+
+/// A factor of the tokens' gradients: one for each, one for all, or none.
+template <class T>
+class Factor {
+ public:
+  Factor(const OptionalTensor& factor, at::ScalarType compute)
+      : values_(factor ? factor->to(compute).contiguous() : Tensor()), stride_(factor && factor->dim() != 0) {
+  }
+  double operator[](int64_t token) const {
+    return values_.defined() ? values_.template const_data_ptr<T>()[token * stride_] : 0;
+  }
+
+ private:
+  Tensor values_;
+  int64_t stride_;
+};
+
+/// bias and class_weights: contiguous and of T, or undefined; total_weight: of the latter.
+template <class T>
+kernels::CrossEntropyRule<T> rule_of(const RowsProblem& p, const Tensor& bias, const Tensor& class_weights,
+                                     double total_weight) {
+  const auto pointer = [](const Tensor& t) { return t.defined() ? t.template const_data_ptr<T>() : nullptr; };
+  kernels::CrossEntropyRule<T> rule{};
+  rule.vocab = p.classes.expect_int();
+  rule.bias = pointer(bias);
+  rule.class_weights = pointer(class_weights);
+  rule.total_weight = class_weights.defined() ? total_weight : static_cast<double>(rule.vocab);
+  rule.label_smoothing = p.label_smoothing;
+  rule.z_loss = p.z_loss;
+  rule.softcap = p.softcap;
+  rule.stats = p.stats;
+  return rule;
+}
+
+}  // namespace shoestring::token_losses

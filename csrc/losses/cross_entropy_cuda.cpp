@@ -1,0 +1,66 @@
+#include "losses/cross_entropy_cuda.h"
+
+#include <ATen/Functions.h>
+#include <torch/library.h>
+
+#include "core/cuda.h"
+#include "quantization/base_weight.h"
+
+namespace shoestring {
+namespace {
+
+using at::Tensor;
+using logits::kOp;
+using logits::Problem;
+using token_losses::RowsResult;
+
+RowsResult rows(const Problem& p) {
+  const c10::OptionalDeviceGuard guard(p.logits.device());
+  const auto compute = p.logits.options().dtype(compute_type(p.logits));
+  TORCH_CHECK(p.classes <= (int64_t{1} << 31) - 16, kOp,
+              ": logits: expected fewer than 2^31 - 16 classes on CUDA, received ", p.classes);
+  const auto factors = token_losses::factors_of(p, compute_type(p.logits));
+  const Tensor target = p.target.contiguous();
+  const Tensor weights =
+      p.class_weights ? p.class_weights->to(compute_type(p.logits)).contiguous() : Tensor();
+  const Tensor total = weights.defined() ? weights.sum(at::kDouble).to(weights.scalar_type()) : Tensor();
+  const auto each = [&](at::TensorOptions options) { return at::empty(p.target.sizes(), options); };
+  RowsResult out{each(compute), each(compute), {}, {}};
+  if (p.stats) {
+    out.entropy = each(compute);
+    out.argmax = each(compute.dtype(at::kLong));
+  }
+  const auto place = [](const logits::Layout& l) {
+    return kernels::CrossEntropyLayout{l.inner, l.outer_stride, l.inner_stride};
+  };
+  auto rows = token_losses::launch_of(p, factors, weights, total);
+  rows.tokens = target.numel();
+  rows.target = target.const_data_ptr<int64_t>();
+  rows.logits = p.logits.const_data_ptr();
+  rows.logits_at = place(p.layout);
+  rows.logit_scale = rows.factor = p.logit_scale;  // a gradient by raw logits is multiplied by it, too
+  if (p.gradient.defined()) rows.gradient = p.gradient.mutable_data_ptr();
+  rows.gradient_at = place(p.gradient_layout);
+  rows.loss = out.loss.mutable_data_ptr();
+  rows.lse = out.lse.mutable_data_ptr();
+  if (p.stats) {
+    rows.entropy = out.entropy.mutable_data_ptr();
+    rows.argmax = out.argmax.mutable_data_ptr<int64_t>();
+  }
+  const auto& kernels = cuda::table<kernels::CrossEntropyCuda>(kOp);
+  const auto dtype = p.logits.scalar_type();
+  const auto run = dtype == at::kDouble     ? kernels.rows_double
+                   : dtype == at::kFloat    ? kernels.rows_float
+                   : dtype == at::kBFloat16 ? kernels.rows_bf16
+                                            : kernels.rows_fp16;
+  check_launch(kOp, run(rows, stream_of(p.logits)));
+  return out;
+}
+
+TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
+  m.impl("cross_entropy_rows", torch::CppFunction::makeFromBoxedFunction<&logits::boxed<rows>>());
+  m.impl("cross_entropy_rows_", torch::CppFunction::makeFromBoxedFunction<&logits::boxed_in_place<rows>>());
+}
+
+}  // namespace
+}  // namespace shoestring

@@ -1,0 +1,49 @@
+#pragma once
+
+// What the GPU's rows of cross_entropy and of linear_cross_entropy share.
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+
+#include "losses/cross_entropy.h"
+#include "losses/cross_entropy_table.h"
+
+namespace shoestring::token_losses {
+
+/// The factors of loss, lse and entropy in the rows' gradients, of `compute`, or undefined.
+inline std::array<Tensor, 3> factors_of(const RowsProblem& p, at::ScalarType compute) {
+  std::array<Tensor, 3> found;
+  const OptionalTensor* given[] = {&p.grad_loss, &p.grad_lse, &p.grad_entropy};
+  for (int i = 0; i < 3; ++i) {
+    if (*given[i]) found[i] = (*given[i])->to(compute).contiguous();
+  }
+  return found;
+}
+
+/// A launch without the rows' places and results. The tensors are of compute type, or undefined, and outlive
+/// it.
+inline kernels::CrossEntropyRows launch_of(const RowsProblem& p, const std::array<Tensor, 3>& factors,
+                                           const Tensor& class_weights, const Tensor& total_weight) {
+  const auto pointer = [](const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; };
+  const auto stride = [](const Tensor& t) { return static_cast<int64_t>(t.defined() && t.dim() != 0); };
+  kernels::CrossEntropyRows rows{};
+  rows.vocab = p.classes.expect_int();
+  rows.logit_scale = 1;
+  rows.factor = 1;
+  rows.ignore_index = p.ignore_index;
+  rows.class_weights = pointer(class_weights);
+  rows.total_weight = pointer(total_weight);
+  rows.label_smoothing = p.label_smoothing;
+  rows.z_loss = p.z_loss;
+  rows.softcap = p.softcap;
+  rows.grad_loss = pointer(factors[0]);
+  rows.grad_lse = pointer(factors[1]);
+  rows.grad_entropy = pointer(factors[2]);
+  rows.grad_loss_stride = stride(factors[0]);
+  rows.grad_lse_stride = stride(factors[1]);
+  rows.grad_entropy_stride = stride(factors[2]);
+  return rows;
+}
+
+}  // namespace shoestring::token_losses

@@ -1,0 +1,190 @@
+// What cross-entropies may be called with, and how the losses of tokens become a result.
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "losses/cross_entropy.h"
+#include "quantization/base_weight.h"
+
+namespace shoestring::token_losses {
+namespace {
+
+// `to`, but without the call where it would return t itself, which an operator below autograd must not.
+Tensor as(const Tensor& t, at::ScalarType dtype) { return t.scalar_type() == dtype ? t : t.to(dtype); }
+
+void check_factor(const char* op, const char* name, const OptionalTensor& factor, const Tensor& target) {
+  TORCH_CHECK(!factor || factor->dim() == 0 || factor->sym_sizes() == target.sym_sizes(), op, ": ", name,
+              ": expected shape () or ", target.sym_sizes(), ", received ", factor->sym_sizes());
+}
+
+}  // namespace
+
+void check_tokens(const char* op, const char* name, const char* last, const Tensor& input,
+                  const Tensor& target) {
+  TORCH_CHECK(input.dim() >= 1, op, ": ", name, ": expected shape (..., ", last, "), received a scalar");
+  const auto tokens = input.sym_sizes().slice(0, input.dim() - 1);
+  TORCH_CHECK(target.sym_sizes() == tokens, op, ": target: expected ", name,
+              "'s shape without its last dimension, ", tokens, ", received ", target.sym_sizes());
+  TORCH_CHECK(target.scalar_type() == at::kLong, op, ": target: expected int64, received ",
+              target.scalar_type(), "; call target.long()");
+  TORCH_CHECK(at::isFloatingType(input.scalar_type()), op, ": ", name,
+              ": expected fp32, fp64, bf16 or fp16, received ", input.scalar_type());
+}
+
+void check_weights(const char* op, const char* name, const OptionalTensor& weights, c10::SymIntArrayRef shape,
+                   const Tensor& input) {
+  if (!weights) return;
+  TORCH_CHECK(weights->sym_sizes() == shape && at::isFloatingType(weights->scalar_type()) &&
+                  weights->device() == input.device(),
+              op, ": ", name, ": expected a floating tensor of shape ", shape, " on ", input.device(),
+              ", received ", weights->scalar_type(), " ", weights->sym_sizes(), " on ", weights->device());
+}
+
+double finite(const char* op, const BoxedArguments& arguments, const char* name, const char* expected,
+              bool (*holds)(double)) {
+  const double x = arguments.number(name);
+  TORCH_CHECK(std::isfinite(x) && holds(x), op, ": ", name, ": expected ", expected, ", received ", x);
+  return x;
+}
+
+RowsProblem::RowsProblem(const char* op, const BoxedArguments& a, const Tensor& input, c10::SymInt vocab)
+    : op(op), target(a.tensor("target")), class_weights(a.optional("class_weights")),
+      grad_loss(a.optional("grad_loss")), grad_lse(a.optional("grad_lse")),
+      grad_entropy(a.optional("grad_entropy")), ignore_index(a["ignore_index"].toInt()),
+      label_smoothing(
+          finite(op, a, "label_smoothing", "a number in [0, 1)", [](double x) { return x >= 0 && x < 1; })),
+      softcap(finite(op, a, "softcap", "0 (none) or a positive number", [](double x) { return x >= 0; })),
+      logit_scale(finite(op, a, "logit_scale", "a number that is not 0", [](double x) { return x != 0; })),
+      z_loss(finite(op, a, "z_loss", "a number of at least 0", [](double x) { return x >= 0; })),
+      stats(a["stats"].toBool()), classes(std::move(vocab)) {
+  check_weights(op, "class_weights", class_weights, {this->classes}, input);
+  check_factor(op, "grad_loss", grad_loss, target);
+  check_factor(op, "grad_lse", grad_lse, target);
+  check_factor(op, "grad_entropy", grad_entropy, target);
+}
+
+TokenCall::TokenCall(const char* op, const BoxedArguments& a, const Tensor& input, c10::SymInt vocab,
+                     bool stats)
+    : input(input), target(a.tensor("target")), classes(std::move(vocab)),
+      class_weights(a.optional("class_weights")), token_weights(a.optional("token_weights")),
+      reduction(a["reduction"].toStringRef()), hard_fraction(a.number("hard_fraction")), stats(stats) {
+  const bool of_logits = !a.has("hidden");
+  check_tokens(op, of_logits ? "logits" : "hidden", of_logits ? "vocab" : "features", input, target);
+  check_weights(op, "class_weights", class_weights, {this->classes}, input);
+  check_weights(op, "token_weights", token_weights, target.sym_sizes(), input);
+  TORCH_CHECK(hard_fraction > 0 && hard_fraction <= 1, op,
+              ": hard_fraction: expected a number in (0, 1], received ", hard_fraction);
+  TORCH_CHECK(reduction == "mean" || reduction == "sum" || reduction == "none", op,
+              ": reduction: expected 'mean', 'sum' or 'none', received '", reduction, "'");
+  if (!a["shift"].toBool()) return;
+  TORCH_CHECK(target.dim() >= 1, op, ": shift: expected tokens in a sequence, received a single one");
+  // The last token of a sequence has none to predict; the input stays as it lies.
+  Tensor next = at::full_like(target, a["ignore_index"].toInt(), at::MemoryFormat::Contiguous);
+  const auto count = target.sym_size(-1);
+  if (count > 1) next.slice_symint(-1, 0, count - 1).copy_(target.slice_symint(-1, 1));
+  target = next;
+}
+
+double TokenCall::z_loss() const {
+  const auto found =
+      std::find_if(options.begin(), options.end(), [](const auto& o) { return o.first == "z_loss"; });
+  return found == options.end() ? 0 : found->second.toDouble();
+}
+
+// How many count is known on the device only, so the smallest loss that is kept is looked up among all,
+// sorted; and so are its equals kept.
+void keep_largest(TokenCall& call, Tensor loss) {
+  const c10::Scalar ignore_index = call.ignore_index();
+  const Tensor ignored = call.target.eq(ignore_index);
+  if (call.token_weights) loss = loss * *call.token_weights;
+  loss = loss.masked_fill(ignored, -std::numeric_limits<double>::infinity());
+  const Tensor sorted =
+      std::get<0>(loss.reshape_symint({loss.sym_numel()}).sort(/*dim=*/0, /*descending=*/true));
+  const Tensor kept =
+      ignored.logical_not().sum(at::kDouble).mul(call.hard_fraction).ceil().sub(1).clamp_min(0);
+  const Tensor least = sorted.index_select(0, kept.to(at::kLong).reshape({1}));
+  call.target = call.target.masked_fill(loss.ge(least.squeeze(0)).logical_not(), ignore_index);
+}
+
+Reduction::Reduction(const TokenCall& call) : scalar(call.reduction != "none"), copies(call.stats) {
+  const Tensor counted = call.target.ne(call.ignore_index());
+  if (call.token_weights) {
+    weights = as(*call.token_weights, compute_type(call.input)).masked_fill(counted.logical_not(), 0);
+  }
+  if (call.reduction != "mean") return;
+  Tensor each = weights.defined() ? weights : counted;
+  if (call.class_weights) {  // a target out of range is not for here to find
+    const Tensor index = call.target.masked_fill(counted.logical_not(), 0).clamp_min(0);
+    const Tensor within = at::minimum(index, at::scalar_tensor(call.classes - 1, index.options()));
+    each = each * at::take(*call.class_weights, within);
+  }
+  total = each.sum(at::kDouble);
+  if (!call.class_weights || call.z_loss() == 0) return;
+  z_loss = call.z_loss();
+  const Tensor tokens = (weights.defined() ? weights : counted).sum(at::kDouble), nothing = total.eq(0);
+  share = (total / tokens).masked_fill(nothing, 1);
+  total = tokens.masked_fill(nothing, std::numeric_limits<double>::quiet_NaN());
+}
+
+void Reduction::balance(TokenCall& call) const {
+  if (!share.defined()) return;
+  const auto compute = compute_type(call.input);
+  call.class_weights = as(*call.class_weights, compute) / share;
+}
+
+Tensor Reduction::balanced(const Tensor& loss, const Tensor& lse) const {
+  if (!share.defined()) return loss;
+  const Tensor z = z_loss * lse.square();
+  return (loss - z) / share + z;
+}
+
+Tensor Reduction::original(const Tensor& loss, const Tensor& lse) const {
+  if (!share.defined()) return loss;
+  const Tensor z = z_loss * lse.square();
+  return (loss - z) * share + z;
+}
+
+Tensor Reduction::apply(const Tensor& loss) const {
+  Tensor weighted = weights.defined() ? loss * weights : copies && !scalar ? loss.clone() : loss;
+  if (!scalar) return weighted;
+  weighted = weighted.sum(at::kDouble);
+  return as(total.defined() ? weighted / total : weighted,
+            loss.scalar_type());  // NaN for a mean over nothing
+}
+
+Tensor Reduction::factor(at::ScalarType dtype) const {
+  if (!total.defined()) return weights.defined() ? weights : Tensor();
+  const Tensor share = total.reciprocal();
+  if (!weights.defined()) return as(share, dtype);
+  return as(weights * share, dtype).masked_fill(weights.eq(0), 0);  // 0 / 0
+}
+
+std::vector<Tensor> balanced_upstream(std::vector<Tensor> upstream, const Tensor& share, const Tensor& lse,
+                                      double z_loss) {
+  if (!share.defined() || upstream.size() < 3 || !upstream[1].defined()) return upstream;
+  const Tensor by_lse = upstream[1] * lse * (2 * z_loss * (1 - share));
+  upstream[2] = upstream[2].defined() ? upstream[2] + by_lse : by_lse;
+  upstream[1] = upstream[1] * share;
+  return upstream;
+}
+
+std::array<Tensor, 3> upstream_of_tokens(const std::vector<Tensor>& upstream, const Tensor& factor,
+                                         at::ScalarType compute) {
+  std::array<Tensor, 3> gradient;
+  if (upstream[0].defined()) {
+    const Tensor u = upstream[0].to(compute);
+    gradient[0] = factor.defined() ? factor * u : u;
+  }
+  for (size_t i = 1; i < upstream.size() && i <= 3; ++i) {
+    if (!upstream[i].defined()) continue;
+    const Tensor u = upstream[i].to(compute);
+    gradient[i - 1] = gradient[i - 1].defined() ? gradient[i - 1] + u : u;
+  }
+  return gradient;
+}
+
+}  // namespace shoestring::token_losses

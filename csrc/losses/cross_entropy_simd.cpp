@@ -1,0 +1,41 @@
+// Bound by memory: a row is read once and its gradient written once, and all between happens in cache, in
+// fp32: in the gradient's own memory where that is fp32, else in a row that the thread keeps.
+
+#include "losses/cross_entropy_row_simd.h"
+
+namespace shoestring::cpu::SHOESTRING_CAPABILITY {
+namespace {
+
+template <class Element>
+CrossEntropyResult row(const typename Element::Type* logits, typename Element::Type* gradient, float* work,
+                       int64_t target, const CrossEntropyRule<float>& rule,
+                       const CrossEntropyUpstream& upstream, const typename Element::Type* next) {
+  float* z = work;
+  if constexpr (sizeof(typename Element::Type) == sizeof(float)) {
+    if (gradient != nullptr) z = gradient;
+  }
+  const CrossEntropyResult result =
+      reduce_row<Element>(logits, z, target, rule, gradient != nullptr ? &upstream : nullptr, next);
+  if (gradient != nullptr) {
+    scale_row<Element>(z, static_cast<float>(result.scale * rule.logit_scale), rule.vocab, gradient);
+  }
+  return result;
+}
+
+CrossEntropyResult row_double(const double* logits, double* gradient, double* work, int64_t target,
+                              const CrossEntropyRule<double>& rule, const CrossEntropyUpstream& upstream,
+                              const double*) {
+  double* z = gradient != nullptr ? gradient : work;
+  for (int64_t i = 0; i < rule.vocab; ++i) z[i] = logits[i];
+  const CrossEntropyResult result = reduce_row(z, target, rule, gradient != nullptr ? &upstream : nullptr);
+  for (int64_t i = 0; gradient != nullptr && i < rule.vocab; ++i)
+    gradient[i] *= result.scale * rule.logit_scale;
+  return result;
+}
+
+}  // namespace
+
+extern const kernels::CrossEntropyTable cross_entropy;
+const kernels::CrossEntropyTable cross_entropy{row<Float>, row<BFloat16>, row<Half>, row_double};
+
+}  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

@@ -1,0 +1,174 @@
+#include "losses/head.h"
+
+#include <utility>
+
+#include <ATen/Functions.h>
+
+namespace shoestring::head {
+namespace {
+
+c10::SymInt count(c10::SymIntArrayRef sizes) {
+  c10::SymInt product = 1;
+  for (const auto& size : sizes) product *= size;
+  return product;
+}
+
+}  // namespace
+
+// 4 bits: two codes a byte, and the last byte may have one; int8: one.
+c10::SymInt vocab_of(const Tensor& hidden, const Tensor& weight, bool packed) {
+  if (!packed) return weight.dim() == 0 ? 0 : weight.sym_size(0);
+  if (hidden.dim() == 0 || hidden.sym_size(-1) == 0) return 0;
+  return weight.sym_numel() * (weight.scalar_type() == at::kChar ? 1 : 2) / hidden.sym_size(-1);
+}
+
+Mask mask_of(const c10::IValue& value) {
+  const auto list = value.toBoolList();
+  Mask mask;
+  for (int i = 0; i < kInputs; ++i) mask[i] = list.get(i);
+  return mask;
+}
+
+c10::List<bool> list_of(const Mask& mask) {
+  c10::List<bool> list;
+  for (bool m : mask) list.push_back(m);
+  return list;
+}
+
+Head::Head(const BoxedArguments& a, const std::string& prefix, const std::optional<c10::SymInt>& given)
+    : prefix(prefix) {
+  const auto name = [&](const char* of) { return prefix + of; };
+  hidden = a.tensor(name("hidden").c_str());
+  weight = a.tensor(name("weight").c_str());
+  bias = a.optional(name("bias").c_str());
+  absmax = a.optional(name("absmax").c_str());
+  nested = a.optional(name("nested").c_str());
+  quant_type = a[name("quant_type").c_str()].toStringRef();
+  block_size = a[name("block_size").c_str()].toInt();
+  if (a.has(name("low").c_str())) low = a.optional(name("low").c_str()), up = a.optional(name("up").c_str());
+  vocab = given ? *given : vocab_of(hidden, weight, absmax.has_value());
+}
+
+void Head::check(const char* op) const {
+  const auto argument = [&](const char* name) { return std::string(op) + ": " + prefix + name; };
+  const std::string of = prefix + "hidden";
+  TORCH_CHECK(hidden.dim() >= 1, argument("hidden"), ": expected shape (..., features), received a scalar");
+  TORCH_CHECK(at::isFloatingType(hidden.scalar_type()), argument("hidden"),
+              ": expected fp32, fp64, bf16 or fp16, received ", hidden.scalar_type());
+  const auto features = hidden.sym_size(-1);
+  const auto check_type = [&](const char* name, const Tensor& t) {
+    TORCH_CHECK(t.scalar_type() == hidden.scalar_type() && t.device() == hidden.device(), argument(name),
+                ": expected ", of, "'s dtype and device, ", hidden.scalar_type(), " on ", hidden.device(),
+                ", received ", t.scalar_type(), " on ", t.device());
+  };
+  if (absmax) {
+    check_packed(op, weight, *absmax, nested, vocab * features, quant_type, block_size, hidden.device());
+  } else {
+    if (weight.dim() != 2 || weight.sym_size(0) != vocab || weight.sym_size(1) != features) {
+      const std::string classes = prefix.empty() ? "vocab" : c10::str(vocab);
+      TORCH_CHECK(false, argument("weight"), ": expected shape (", classes, ", ", features, "), ",
+                  prefix.empty() ? "" : "vocab as in weight and ", "features as in ", of, ", received ",
+                  weight.sym_sizes());
+    }
+    check_type("weight", weight);
+  }
+  if (bias) {
+    TORCH_CHECK(bias->dim() == 1 && bias->sym_size(0) == vocab, argument("bias"), ": expected shape (", vocab,
+                "), received ", bias->sym_sizes());
+    check_type("bias", *bias);
+  }
+  TORCH_CHECK(low.has_value() == up.has_value(), op, ": low and up: expected both or neither");
+  if (!low) return;
+  TORCH_CHECK(low->dim() == hidden.dim() && low->sym_sizes().slice(0, low->dim() - 1) == tokens(),
+              argument("low"), ": expected shape (..., rank), tokens as in hidden, received ",
+              low->sym_sizes());
+  TORCH_CHECK(up->dim() == 2 && up->sym_size(0) == vocab && up->sym_size(1) == low->sym_size(-1),
+              argument("up"), ": expected shape (", vocab, ", ", low->sym_size(-1),
+              "), rank as in low, received ", up->sym_sizes());
+  for (const auto& [name, t] : {std::pair{"low", *low}, std::pair{"up", *up}}) {
+    TORCH_CHECK(at::isFloatingType(t.scalar_type()) && t.device() == hidden.device(), argument(name),
+                ": expected fp32, fp64, bf16 or fp16 on ", hidden.device(), ", received ", t.scalar_type(),
+                " on ", t.device());
+  }
+}
+
+void Head::check_mask(const char* op, const Mask& mask) const {
+  TORCH_CHECK(!mask[kWeight] || !absmax, op, ": weight: expected no gradient of a quantised weight");
+}
+
+void Head::append_to(NamedArguments& arguments) const {
+  const auto size = count(tokens());
+  const auto matrix = [&](const OptionalTensor& t) -> c10::IValue {
+    if (!t) return {};
+    return t->reshape_symint({size, t->sym_size(-1)});
+  };
+  arguments.insert(arguments.end(), {{prefix + "hidden", matrix(hidden)},
+                                     {prefix + "weight", weight},
+                                     {prefix + "bias", bias},
+                                     {prefix + "absmax", absmax},
+                                     {prefix + "nested", nested},
+                                     {prefix + "quant_type", quant_type},
+                                     {prefix + "block_size", block_size}});
+  if (low) arguments.insert(arguments.end(), {{prefix + "low", matrix(low)}, {prefix + "up", up}});
+}
+
+BaseWeight Head::base(Backend backend, const char* op, at::ScalarType product) const {
+  if (!absmax) return BaseWeight::dense(weight, product);
+  return BaseWeight::quantized(PackedReader(backend, op, weight, *absmax, nested, quant_type, block_size),
+                               vocab.expect_int(), hidden.size(-1), hidden.options().dtype(product));
+}
+
+const c10::IValue& value_of(const NamedArguments& arguments, std::string_view name) {
+  const auto found =
+      std::find_if(arguments.begin(), arguments.end(), [&](const auto& pair) { return pair.first == name; });
+  TORCH_INTERNAL_ASSERT(found != arguments.end(), "no argument ", name);
+  return found->second;
+}
+
+void check_target(const char* op, const Head& head, const Tensor& target) {
+  TORCH_CHECK(target.sym_sizes() == head.tokens(), op,
+              ": target: expected hidden's shape without its last dimension, ", head.tokens(), ", received ",
+              target.sym_sizes());
+  TORCH_CHECK(target.scalar_type() == at::kLong, op, ": target: expected int64, received ",
+              target.scalar_type(), "; call target.long()");
+  TORCH_CHECK(target.device() == head.hidden.device(), op, ": target: expected hidden's device, ",
+              head.hidden.device(), ", received ", target.device());
+}
+
+void check_factor(const char* op, const char* name, const Head& head, const OptionalTensor& factor) {
+  TORCH_CHECK(!factor || factor->dim() == 0 || factor->sym_sizes() == head.tokens(), op, ": ", name,
+              ": expected shape () or ", head.tokens(), ", received ", factor->sym_sizes());
+}
+
+void check_reduction(const char* op, const std::string& reduction) {
+  TORCH_CHECK(reduction == "mean" || reduction == "sum" || reduction == "none", op,
+              ": reduction: expected 'mean', 'sum' or 'none', received '", reduction, "'");
+}
+
+void check_workspace(const char* op, int64_t workspace_mb) {
+  TORCH_CHECK(workspace_mb >= 0, op, ": workspace_mb: expected MiB, or 0 for the device's default, received ",
+              workspace_mb);
+}
+
+Tensor flat(const Head& head, const Tensor& t) {
+  if (!t.defined()) return t;
+  return t.dim() == 0 && !head.tokens().empty() ? t : t.reshape_symint({count(head.tokens())});
+}
+
+std::vector<int64_t> rows_that_count(const char* op, int64_t tokens, const OptionalTensor& target,
+                                     int64_t ignore_index, std::optional<int64_t> vocab) {
+  std::vector<int64_t> rows;
+  rows.reserve(tokens);
+  const Tensor classes = target ? target->contiguous() : Tensor();
+  const int64_t* t = target ? classes.const_data_ptr<int64_t>() : nullptr;
+  for (int64_t i = 0; i < tokens; ++i) {
+    if (t != nullptr && t[i] == ignore_index) continue;
+    TORCH_CHECK_INDEX(t == nullptr || !vocab || (t[i] >= 0 && t[i] < *vocab), op,
+                      ": target: expected classes in [0, ", *vocab, ") or ignore_index, ", ignore_index,
+                      ", received ", t[i], " at position ", i);
+    rows.push_back(i);
+  }
+  return rows;
+}
+
+}  // namespace shoestring::head

@@ -1,0 +1,71 @@
+#pragma once
+
+// What a loss of a linear layer over the vocabulary keeps for backward.
+
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "losses/head.h"
+
+namespace shoestring {
+
+/// Takes tensors from a list one by one.
+class SavedTensors {
+ public:
+  explicit SavedTensors(torch::autograd::variable_list tensors) : tensors_(std::move(tensors)) {}
+  at::Tensor next() { return tensors_[next_++]; }
+  std::optional<at::Tensor> next_optional() {
+    const at::Tensor t = next();
+    return t.defined() ? std::optional<at::Tensor>(t) : std::nullopt;
+  }
+
+ private:
+  torch::autograd::variable_list tensors_;
+  size_t next_ = 0;
+};
+
+/// Which of its inputs do.
+inline head::Mask require_grad(const head::Head& head) {
+  const auto inputs = head.inputs();
+  head::Mask mask;
+  for (int i = 0; i < head::kInputs; ++i) mask[i] = inputs[i] && inputs[i]->requires_grad();
+  return mask;
+}
+
+inline void save_mask(torch::autograd::AutogradContext* ctx, const head::Mask& mask) {
+  ctx->saved_data["mask"] = head::list_of(mask);
+}
+inline head::Mask saved_mask(torch::autograd::AutogradContext* ctx) {
+  return head::mask_of(ctx->saved_data["mask"]);
+}
+
+inline void save_options(torch::autograd::AutogradContext* ctx, const NamedArguments& options) {
+  for (const auto& [name, value] : options) ctx->saved_data[name] = value;
+}
+template <size_t size>
+NamedArguments saved_options(torch::autograd::AutogradContext* ctx, const char* const (&names)[size]) {
+  NamedArguments options;
+  for (const char* name : names) options.emplace_back(name, ctx->saved_data[name]);
+  return options;
+}
+
+/// Its tensors are added to those that are going to be saved, in the order in which saved_head takes them.
+inline void save_head(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list& saved,
+                      const head::Head& head) {
+  saved.insert(saved.end(), {head.hidden, head.weight});
+  for (const auto& t : {head.bias, head.absmax, head.nested, head.low, head.up})
+    saved.push_back(t.value_or(at::Tensor()));
+  ctx->saved_data[head.prefix + "quant_type"] = head.quant_type;
+  ctx->saved_data[head.prefix + "block_size"] = head.block_size;
+  ctx->saved_data[head.prefix + "vocab"] = head.vocab;
+}
+inline void saved_head(torch::autograd::AutogradContext* ctx, SavedTensors& saved, head::Head& head,
+                       const std::string& prefix = "") {
+  head.prefix = prefix;
+  head.hidden = saved.next(), head.weight = saved.next();
+  for (auto* t : {&head.bias, &head.absmax, &head.nested, &head.low, &head.up}) *t = saved.next_optional();
+  head.quant_type = ctx->saved_data[prefix + "quant_type"].toStringRef();
+  head.block_size = ctx->saved_data[prefix + "block_size"].toInt();
+  head.vocab = ctx->saved_data[prefix + "vocab"].toSymInt();
+}
+
+}  // namespace shoestring

@@ -1,0 +1,155 @@
+#include "losses/linear_cross_entropy.h"
+
+#include <cmath>
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <torch/library.h>
+
+#include <shoestring/ops.h>
+
+#include "quantization/base_weight.h"
+
+namespace shoestring {
+namespace linear_loss {
+void push(torch::jit::Stack* stack, const c10::OperatorHandle& op, const Result& r, const Tensor& hidden) {
+  const auto compute = hidden.options().dtype(compute_type(hidden));
+  const auto or_empty = [](const Tensor& t, at::TensorOptions options) {
+    return t.defined() ? t : at::empty({0}, options);
+  };
+  torch::jit::drop(*stack, op.schema().arguments().size());
+  torch::jit::push(*stack, r.loss, r.lse, or_empty(r.entropy, compute),
+                   or_empty(r.argmax, compute.dtype(at::kLong)));
+  for (const Tensor& gradient : r.gradients) torch::jit::push(*stack, or_empty(gradient, hidden.options()));
+}
+
+Call::Call(const BoxedArguments& a, bool stats)
+    : Head(a), TokenCall(kOp, a, hidden, vocab, stats), weight_grad(a.optional("weight_grad")),
+      grad_scale(a["grad_scale"].toOptional<double>()) {
+  check(kOp);
+  TORCH_CHECK(!grad_scale || (weight_grad && std::isfinite(*grad_scale) && *grad_scale != 0), kOp,
+              ": grad_scale: expected None, or with weight_grad a number that is not 0, received ",
+              *grad_scale);
+  TORCH_CHECK(
+      !grad_scale || reduction != "none", kOp,
+      ": grad_scale: expected None with reduction='none', whose upstream gradients are not one number");
+  for (const char* name : kOptions) options.emplace_back(name, a[name]);
+}
+
+Result rows(const Call& call, const std::array<Tensor, 3>& upstream, const Mask& mask) {
+  NamedArguments arguments = call.options;
+  call.append_to(arguments);
+  arguments.insert(arguments.end(), {{"target", flat(call, call.target)},
+                                     {"class_weights", call.class_weights},
+                                     {"weight_grad", call.weight_grad},
+                                     {"averaged", call.reduction == "mean"},
+                                     {"stats", call.stats},
+                                     {"output_mask", head::list_of(mask)}});
+  const char* factors[] = {"grad_loss", "grad_lse", "grad_entropy"};
+  for (int i = 0; i < 3; ++i) {
+    if (upstream[i].defined()) arguments.emplace_back(factors[i], flat(call, upstream[i]));
+  }
+  const auto out = call_by_name("shoestring::linear_cross_entropy_rows", arguments);
+  const auto shaped = [&](int i) { return out[i].toTensor().view_symint(call.target.sym_sizes()); };
+  Result r{{shaped(0), shaped(1), call.stats ? shaped(2) : Tensor(), call.stats ? shaped(3) : Tensor()}, {}};
+  for (int i = 0; i < kInputs; ++i) {
+    if (mask[i] && !(i == kWeight && call.weight_grad)) r.gradients[i] = out[4 + i].toTensor();
+  }
+  if (mask[kHidden]) r.gradients[kHidden] = r.gradients[kHidden].view_symint(call.hidden.sym_sizes());
+  if (mask[kLow]) r.gradients[kLow] = r.gradients[kLow].view_symint(call.low->sym_sizes());
+  return r;
+}
+
+}  // namespace linear_loss
+
+namespace {
+
+using at::Tensor;
+using linear_loss::Call;
+using linear_loss::Reduction;
+using linear_loss::Result;
+
+Result on_meta(const linear_loss::Problem& p) {
+  const auto compute = p.hidden.options().dtype(compute_type(p.hidden));
+  const auto each = [&](at::TensorOptions options) {
+    return at::empty_symint(p.target.sym_sizes(), options);
+  };
+  Result r{{each(compute), each(compute), p.stats ? each(compute) : Tensor(),
+            p.stats ? each(compute.dtype(at::kLong)) : Tensor()},
+           {}};
+  const auto inputs = p.inputs();
+  for (int i = 0; i < linear_loss::kInputs; ++i) {
+    if (!p.mask[i] || (i == linear_loss::kWeight && p.weight_grad)) continue;
+    r.gradients[i] = at::empty_symint(inputs[i]->sym_sizes(), inputs[i]->options());
+  }
+  return r;
+}
+
+// Without gradients the operators are the same on every device.
+template <bool kStats>
+void without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Call call(BoxedArguments(op, *stack), kStats);
+  linear_loss::keep_hardest(call);
+  const Reduction reduction(call);
+  reduction.balance(call);
+  const Result r = linear_loss::rows(call, {}, {});
+  torch::jit::drop(*stack, op.schema().arguments().size());
+  torch::jit::push(*stack, reduction.apply(r.loss));
+  if constexpr (kStats)
+    torch::jit::push(*stack, reduction.original(r.loss, r.lse), r.lse, r.entropy, r.argmax);
+}
+
+TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
+  m.impl("linear_cross_entropy_rows",
+         torch::CppFunction::makeFromBoxedFunction<&linear_loss::boxed<on_meta>>());
+}
+TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
+  m.impl("linear_cross_entropy", torch::CppFunction::makeFromBoxedFunction<&without_gradients<false>>());
+  m.impl("linear_cross_entropy_with_stats",
+         torch::CppFunction::makeFromBoxedFunction<&without_gradients<true>>());
+}
+
+torch::jit::Stack call(const char* op, const Tensor& hidden, const Tensor& weight, const Tensor& target,
+                       const std::optional<Tensor>& bias, const LinearCrossEntropyOptions& o) {
+  return call_by_name(op, {{"hidden", hidden},
+                           {"weight", weight},
+                           {"target", target},
+                           {"bias", bias},
+                           {"ignore_index", o.ignore_index()},
+                           {"reduction", o.reduction()},
+                           {"label_smoothing", o.label_smoothing()},
+                           {"softcap", o.softcap()},
+                           {"logit_scale", o.logit_scale()},
+                           {"z_loss", o.z_loss()},
+                           {"filter_eps", o.filter_eps()},
+                           {"class_weights", o.class_weights()},
+                           {"token_weights", o.token_weights()},
+                           {"shift", o.shift()},
+                           {"hard_fraction", o.hard_fraction()},
+                           {"low", o.low()},
+                           {"up", o.up()},
+                           {"absmax", o.absmax()},
+                           {"nested", o.nested()},
+                           {"quant_type", o.quant_type()},
+                           {"block_size", o.block_size()},
+                           {"weight_grad", o.weight_grad()},
+                           {"grad_scale", o.grad_scale()},
+                           {"workspace_mb", o.workspace_mb()}});
+}
+
+}  // namespace
+
+Tensor linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Tensor& target,
+                            const std::optional<Tensor>& bias, const LinearCrossEntropyOptions& options) {
+  return call("shoestring::linear_cross_entropy", hidden, weight, target, bias, options)[0].toTensor();
+}
+
+LinearCrossEntropyStats linear_cross_entropy_with_stats(const Tensor& hidden, const Tensor& weight,
+                                                        const Tensor& target,
+                                                        const std::optional<Tensor>& bias,
+                                                        const LinearCrossEntropyOptions& options) {
+  const auto out = call("shoestring::linear_cross_entropy_with_stats", hidden, weight, target, bias, options);
+  return {out[0].toTensor(), out[1].toTensor(), out[2].toTensor(), out[3].toTensor(), out[4].toTensor()};
+}
+
+}  // namespace shoestring

@@ -1,0 +1,66 @@
+#pragma once
+
+// What the CPU and the CUDA side of linear_cross_entropy share, and what autograd needs of it.
+
+#include <array>
+#include <optional>
+#include <string>
+
+#include <ATen/core/Tensor.h>
+
+#include "losses/cross_entropy.h"
+#include "losses/head.h"
+
+namespace shoestring::linear_loss {
+
+constexpr const char* kOp = "linear_cross_entropy";
+
+using namespace head;
+using token_losses::Reduction;
+
+/// The arguments of linear_cross_entropy_rows, checked but for what the targets hold.
+struct Problem : Head, token_losses::RowsProblem {
+  explicit Problem(const BoxedArguments& arguments);
+
+  OptionalTensor weight_grad;  // what the weight's gradient is added to
+  double filter_eps;
+  bool averaged;
+  int64_t workspace_mb;
+  Mask mask;
+};
+
+struct Result : token_losses::RowsResult {
+  Gradients gradients;
+};
+
+/// Registers a device's linear_cross_entropy_rows.
+using Run = Result (*)(const Problem&);
+void push(torch::jit::Stack* stack, const c10::OperatorHandle& op, const Result& result,
+          const Tensor& hidden);
+template <Run run>
+void boxed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const Problem problem(BoxedArguments(op, *stack));
+  push(stack, op, run(problem), problem.hidden);
+}
+
+/// Those that linear_cross_entropy_rows has as well.
+constexpr const char* kOptions[] = {"ignore_index", "label_smoothing", "softcap",     "logit_scale",
+                                    "z_loss",       "filter_eps",      "workspace_mb"};
+
+/// A call of linear_cross_entropy: input is hidden.
+struct Call : Head, token_losses::TokenCall {
+  Call() = default;
+  Call(const BoxedArguments& arguments, bool stats);
+
+  OptionalTensor weight_grad;
+  std::optional<double> grad_scale;
+};
+
+/// linear_cross_entropy_rows through the dispatcher, with the results in the shapes of the call. `upstream`,
+/// of loss, lse and entropy, in target's shape or (); undefined tensors for those that there are none of.
+Result rows(const Call& call, const std::array<Tensor, 3>& upstream, const Mask& mask);
+inline void keep_hardest(Call& call) {
+  token_losses::keep_hardest(call, [&] { return rows(call, {}, {}).loss; });
+}
+
+}  // namespace shoestring::linear_loss

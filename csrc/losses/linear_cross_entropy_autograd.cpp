@@ -1,0 +1,174 @@
+#include <ATen/Functions.h>
+#include <torch/library.h>
+
+#include "core/autograd.h"
+#include "losses/head_autograd.h"
+#include "losses/linear_cross_entropy.h"
+
+namespace shoestring {
+namespace {
+
+using at::Tensor;
+using linear_loss::Call;
+using linear_loss::kInputs;
+using linear_loss::Mask;
+using linear_loss::OptionalTensor;
+using linear_loss::Reduction;
+using linear_loss::Result;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// A scalar loss has a scalar upstream gradient, so the gradients are made in forward, while the logits are
+// there, and only multiplied in backward: three matrix products in all. reduction='none', and gradients of
+// the statistics, have one upstream gradient per token, known only in backward, and compute the logits a
+// second time. Where the weight's gradient is added to a buffer, that happens once: in backward, with the
+// logits computed again, or in forward if the upstream gradient is known.
+class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight,
+                               const OptionalTensor& bias, const OptionalTensor& low,
+                               const OptionalTensor& up, Call call) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    Mask mask = require_grad(call);
+    mask[head::kWeight] |= call.weight_grad.has_value();
+    const Reduction reduction(call);
+    reduction.balance(call);
+    const auto compute = compute_type(hidden);
+    const bool early = reduction.scalar && (!call.weight_grad || call.grad_scale);
+    Tensor factor = reduction.factor(compute);
+    if (reduction.scalar && !factor.defined()) factor = at::ones({}, hidden.options().dtype(compute));
+    const double known = call.grad_scale.value_or(1);
+    Result r = linear_loss::rows(call, {early ? factor * known : Tensor()}, early ? mask : Mask{});
+
+    ctx->set_materialize_grads(false);
+    save_mask(ctx, mask);
+    ctx->saved_data["early"] = early;
+    ctx->saved_data["known"] = known;
+    variable_list saved(r.gradients.begin(), r.gradients.end());
+    if (!early || call.stats) {
+      save_options(ctx, call.options);
+      ctx->saved_data["reduction"] = call.reduction;
+      ctx->saved_data["weight_grad"] = call.weight_grad;  // which others may add to before backward
+      save_head(ctx, saved, call);
+      const bool balanced = reduction.share.defined() && call.stats;
+      saved.insert(saved.end(), {call.target, factor, call.class_weights.value_or(Tensor()),
+                                 balanced ? reduction.share : Tensor(), balanced ? r.lse : Tensor()});
+    }
+    ctx->save_for_backward(saved);
+    const Tensor loss = reduction.apply(r.loss);
+    if (!call.stats) return {loss};
+    r.loss = reduction.original(r.loss, r.lse);
+    ctx->mark_non_differentiable({r.argmax});
+    return {loss, r.loss, r.lse, r.entropy, r.argmax};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
+    variable_list saved = ctx->get_saved_variables(), gradients(kInputs);
+    bool stats = false;
+    for (size_t i = 1; i < upstream.size(); ++i) stats |= upstream[i].defined();
+    const bool early = ctx->saved_data["early"].toBool();
+    const double known = ctx->saved_data["known"].toDouble();
+    if (early && !stats) {
+      at::NoGradGuard no_grad;
+      // The saved tensor, and one of these two names for it, are all that hold the gradient from here on.
+      for (int i = 0; i < kInputs; ++i) {
+        if (!saved[i].defined() || !upstream[0].defined()) continue;
+        gradients[i] = scale_gradient(saved[i], known == 1 ? upstream[0] : upstream[0] / known);
+      }
+    } else {
+      at::AutoDispatchBelowADInplaceOrView below;
+      TORCH_CHECK(!early || ctx->saved_data["weight_grad"].isNone(), linear_loss::kOp,
+                  ": grad_scale: expected an upstream gradient of the loss alone, received one of its "
+                  "statistics; leave "
+                  "grad_scale out");
+      gradients = again(ctx, std::move(saved), upstream);
+    }
+    gradients = once_differentiable("linear_cross_entropy", std::move(gradients));
+    gradients.push_back(Tensor());
+    return gradients;
+  }
+
+ private:
+  static variable_list again(AutogradContext* ctx, variable_list tensors, const variable_list& upstream) {
+    tensors.erase(tensors.begin(), tensors.begin() + kInputs);  // the gradients that forward has made
+    SavedTensors saved(std::move(tensors));
+    Call call;
+    saved_head(ctx, saved, call);
+    call.target = saved.next();
+    const Tensor factor = saved.next();
+    call.class_weights = saved.next_optional();
+    const Tensor share = saved.next(), lse = saved.next();
+    call.weight_grad = ctx->saved_data["weight_grad"].toOptional<Tensor>();
+    call.reduction = ctx->saved_data["reduction"].toStringRef();
+    call.options = saved_options(ctx, linear_loss::kOptions);
+
+    call.input = call.hidden;
+    const auto balanced = token_losses::balanced_upstream(upstream, share, lse, call.z_loss());
+    const auto gradient = token_losses::upstream_of_tokens(balanced, factor, compute_type(call.hidden));
+    const Result r = linear_loss::rows(call, gradient, saved_mask(ctx));
+    return {r.gradients.begin(), r.gradients.end()};
+  }
+};
+
+template <bool kStats>
+void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Call call(BoxedArguments(op, *stack), kStats);
+  const bool adds = call.weight_grad && at::GradMode::is_enabled();
+  const bool weighted = call.token_weights && needs_grad(*call.token_weights);
+  const bool recorded = at::GradMode::is_enabled() && head::any(require_grad(call));
+  if (!weighted && !recorded && !adds) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.callBoxed(stack);
+    return;
+  }
+  TORCH_CHECK(!adds || recorded || call.grad_scale, linear_loss::kOp,
+              ": weight_grad: expected something that requires a gradient, so that there is a backward pass, "
+              "received none; "
+              "give grad_scale, and it is added to at once");
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    linear_loss::keep_hardest(call);
+  }
+  std::optional<Reduction> reduction;
+  if (weighted) {  // plain autograd has what they need: the losses of the tokens, and with a share their lse
+    TORCH_CHECK(!call.grad_scale, linear_loss::kOp,
+                ": grad_scale: expected None with token_weights that require a gradient");
+    reduction.emplace(call);
+    call.token_weights.reset();
+    call.reduction = "none";
+    call.stats |= reduction->share.defined();
+  }
+  variable_list out = LinearCrossEntropy::apply(call.hidden, call.weight, call.bias, call.low, call.up, call);
+  if (reduction) out[0] = reduction->apply(call.stats ? reduction->balanced(out[0], out[2]) : out[0]);
+  if (!kStats) out.resize(1);
+  torch::jit::drop(*stack, op.schema().arguments().size());
+  for (Tensor& t : out) torch::jit::push(*stack, std::move(t));
+}
+
+// Under autocast the operands take the autocast dtype, as for a linear layer; the loss is fp32 whatever they
+// are.
+template <c10::DeviceType device>
+void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  call_autocast(op, stack, device, {"hidden", "weight", "bias"});
+}
+
+void both(torch::Library& m, torch::CppFunction&& plain, torch::CppFunction&& with_stats) {
+  m.impl("linear_cross_entropy", std::move(plain));
+  m.impl("linear_cross_entropy_with_stats", std::move(with_stats));
+}
+
+TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
+  both(m, torch::CppFunction::makeFromBoxedFunction<&autograd<false>>(),
+       torch::CppFunction::makeFromBoxedFunction<&autograd<true>>());
+}
+TORCH_LIBRARY_IMPL(shoestring, AutocastCPU, m) {
+  both(m, torch::CppFunction::makeFromBoxedFunction<&autocast<at::kCPU>>(),
+       torch::CppFunction::makeFromBoxedFunction<&autocast<at::kCPU>>());
+}
+TORCH_LIBRARY_IMPL(shoestring, AutocastCUDA, m) {
+  both(m, torch::CppFunction::makeFromBoxedFunction<&autocast<at::kCUDA>>(),
+       torch::CppFunction::makeFromBoxedFunction<&autocast<at::kCUDA>>());
+}
+
+}  // namespace
+}  // namespace shoestring

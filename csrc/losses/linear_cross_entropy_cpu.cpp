@@ -1,0 +1,287 @@
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <torch/library.h>
+
+#include "core/huge_pages.h"
+#include "gemm/gemm.h"
+#include "losses/cross_entropy_cpu.h"
+#include "losses/linear_cross_entropy.h"
+#include "losses/linear_cross_entropy_table.h"
+#include "quantization/base_weight.h"
+
+namespace shoestring {
+namespace {
+
+using at::Tensor;
+using linear_loss::kBias;
+using linear_loss::kHidden;
+using linear_loss::kLow;
+using linear_loss::kOp;
+using linear_loss::kUp;
+using linear_loss::kWeight;
+using linear_loss::OptionalTensor;
+using linear_loss::Problem;
+using linear_loss::Result;
+using token_losses::Factor;
+
+constexpr int64_t kDefaultWorkspaceMb = 64;
+
+// One call of the operator, a chunk of the tokens that count at a time.
+template <class T>
+class Run {
+ public:
+  explicit Run(const Problem& problem);
+
+  Result operator()() {
+    for (int64_t begin = 0; begin < count_; begin += chunk_) add_chunk(begin);
+    const auto narrow = [&](int i, const Tensor& like) {
+      if (!p_.mask[i] || gradient(i).scalar_type() == like.scalar_type()) return;
+      gradient(i) = in_huge_pages(at::empty(like.sizes(), like.options())).copy_(gradient(i));
+    };
+    if (!p_.weight_grad) narrow(kWeight, p_.weight);
+    if (p_.bias) narrow(kBias, *p_.bias);
+    if (p_.up) narrow(kUp, *p_.up);
+    return out_;
+  }
+
+ private:
+  void add_chunk(int64_t begin);
+  // z (tokens, vocab) = logit_scale (x (tokens, features) weight^T + low up^T).
+  void make_logits(const Tensor& x, const Tensor& low, Tensor& z) const;
+  // What the kernel makes of rows of logits; their results go to out_, and their scales are returned:
+  // (tokens, 1). For narrow_ z becomes the gradient itself, in bf16.
+  Tensor reduce_rows(Tensor& z, int64_t begin);
+  static void mark(const T* z, int64_t vocab, double least, uint8_t* live) {
+    if constexpr (std::is_same_v<T, float>) {
+      cpu::linear_cross_entropy().mark_float(z, vocab, static_cast<float>(least), live);
+    } else {
+      cpu::linear_cross_entropy().mark_double(z, vocab, least, live);
+    }
+  }
+  void add_live_gradients(const Tensor& z, const Tensor& live, const Tensor& scale, Tensor& x, Tensor& low,
+                          const Tensor& index);
+  void add_gradients(const Tensor& z, const Tensor& scale, const Tensor& x, const Tensor& low,
+                     const Tensor& index);
+
+  static at::ScalarType type() { return c10::CppTypeToScalarType<T>::value; }
+  static Tensor computed(const OptionalTensor& t, double scale) {
+    if (!t) return {};
+    return scale == 1 ? t->to(type()).contiguous() : t->to(type()).mul(scale);
+  }
+  // Classes whose rows stay in cache.
+  static int64_t panel_of(int64_t features) {
+    return std::max<int64_t>(64, (int64_t{8} << 20) / std::max<int64_t>(1, features * sizeof(T)));
+  }
+  Tensor& gradient(int i) { return out_.gradients[i]; }
+
+  const Problem& p_;
+  const at::TensorOptions compute_;
+  const std::vector<int64_t> rows_;
+  const Tensor target_, bias_, class_weights_;  // contiguous, the latter of compute type
+  const Factor<T> grad_loss_, grad_lse_, grad_entropy_;
+  const int64_t features_, vocab_, count_;
+  const bool gradient_;
+  double total_weight_ = 0;  // of classes
+  const Tensor low_, up_;    // compute type, or undefined
+  const BaseWeight weight_;  // in panels that stay in cache, where it cannot be read as it lies
+  bool narrow_;         // the logits' gradient is rounded to bf16 once, as eager PyTorch's of fp32 logits is
+  int64_t chunk_;       // tokens
+  Tensor logits_;       // (chunk, vocab)
+  Tensor live_;         // (threads, vocab), for filter_eps: which classes a chunk's gradient needs
+  Tensor grad_weight_;  // what is added to
+  bool fresh_ = false;  // unless nothing is there yet
+  Result out_;
+};
+
+template <class T>
+Run<T>::Run(const Problem& problem)
+    : p_(problem), compute_(p_.hidden.options().dtype(c10::CppTypeToScalarType<T>::value)),
+      rows_(head::rows_that_count(kOp, p_.hidden.size(0), p_.target, p_.ignore_index, p_.vocab.expect_int())),
+      target_(p_.target.contiguous()), bias_(computed(p_.bias, p_.logit_scale)),
+      class_weights_(computed(p_.class_weights, 1)), grad_loss_(p_.grad_loss, type()),
+      grad_lse_(p_.grad_lse, type()), grad_entropy_(p_.grad_entropy, type()), features_(p_.hidden.size(1)),
+      vocab_(p_.vocab.expect_int()), count_(rows_.size()), gradient_(linear_loss::any(p_.mask)),
+      low_(computed(p_.low, 1)), up_(computed(p_.up, 1)), weight_(p_.base(Backend::kCpu, kOp, type())) {
+  // Where the CPU has bf16 units the products of the gradients use them. The logits stay fp32 everywhere.
+  narrow_ = gradient_ && p_.weight.scalar_type() == at::kBFloat16 &&
+            product_type(p_.hidden) == at::kBFloat16 && p_.filter_eps == 0;
+  const int64_t given = (p_.workspace_mb == 0 ? kDefaultWorkspaceMb : p_.workspace_mb) << 20;
+  const int64_t workspace = given - std::min(kGemmWorkspace, given / 2);
+  const int64_t bytes_per_token = std::max<int64_t>(1, vocab_ * static_cast<int64_t>(sizeof(T)));
+  const int64_t fit = std::max<int64_t>(1, workspace / bytes_per_token);
+  chunk_ = std::min<int64_t>(fit > 16 ? fit / 16 * 16 : fit, std::min<int64_t>(count_, 1024));
+  logits_ = in_huge_pages(at::empty({chunk_, vocab_}, compute_));
+  if (gradient_ && p_.filter_eps > 0)
+    live_ = at::empty({at::get_num_threads(), vocab_}, compute_.dtype(at::kByte));
+
+  // What is of tokens that do not count is zero, and nobody else writes it.
+  const auto each = [&](at::TensorOptions options) { return at::zeros({p_.target.size(0)}, options); };
+  if (class_weights_.defined()) total_weight_ = class_weights_.sum(at::kDouble).template item<double>();
+  out_.loss = each(compute_);
+  out_.lse = each(compute_);
+  if (p_.stats) {
+    out_.entropy = each(compute_);
+    out_.argmax = each(compute_.dtype(at::kLong)).fill_(-1);
+  }
+  const auto like = [&](const Tensor& t) {
+    return count_ == p_.hidden.size(0) ? at::empty_like(t, at::MemoryFormat::Contiguous)
+                                       : at::zeros_like(t, at::MemoryFormat::Contiguous);
+  };
+  if (p_.mask[kHidden]) gradient(kHidden) = like(p_.hidden);
+  if (p_.mask[kWeight]) {
+    grad_weight_ = p_.weight_grad ? *p_.weight_grad : in_huge_pages(at::empty({vocab_, features_}, compute_));
+    if (!p_.weight_grad) gradient(kWeight) = grad_weight_;
+    fresh_ = !p_.weight_grad && count_ > 0 && !live_.defined();
+    if (!p_.weight_grad && !fresh_) grad_weight_.zero_();
+  }
+  if (p_.mask[kBias]) gradient(kBias) = at::zeros({vocab_}, compute_.dtype(at::kDouble));
+  if (p_.mask[kLow]) gradient(kLow) = like(*p_.low);
+  if (p_.mask[kUp]) gradient(kUp) = at::zeros({vocab_, up_.size(1)}, compute_);
+}
+
+template <class T>
+void Run<T>::add_chunk(int64_t begin) {
+  const int64_t tokens = std::min(chunk_, count_ - begin);
+  Tensor index = at::from_blob(const_cast<int64_t*>(rows_.data() + begin), {tokens}, at::kLong);
+  Tensor gathered = p_.hidden.index_select(0, index);  // (tokens, features)
+  Tensor z = logits_.narrow(0, 0, tokens);
+  Tensor low = low_.defined() ? low_.index_select(0, index) : Tensor();
+  make_logits(gathered, low, z);
+  Tensor scale = reduce_rows(z, begin);
+  if (!gradient_) return;
+  Tensor x = narrow_ ? gathered : gathered.to(compute_);
+  const Tensor live = live_.defined() ? live_.amax(0).nonzero().squeeze(1) : Tensor();
+  if (live.defined() && live.size(0) < vocab_ / 2) {
+    add_live_gradients(z, live, scale, x, low, index);
+    return;
+  }
+  const auto scaled = [&](const Tensor& t) { return t.defined() && !narrow_ ? t * scale : t; };
+  add_gradients(z, scale, scaled(x), scaled(low), index);
+}
+
+template <class T>
+void Run<T>::make_logits(const Tensor& x, const Tensor& low, Tensor& z) const {
+  weight_.for_each_panel([&](int64_t v, const Tensor& panel) {
+    gemm(z.narrow(1, v, panel.size(0)), x, panel.t(), /*beta=*/0, /*alpha=*/p_.logit_scale);
+  });
+  if (low.defined()) gemm(z, low, up_.t(), /*beta=*/1, /*alpha=*/p_.logit_scale);
+}
+
+template <class T>
+Tensor Run<T>::reduce_rows(Tensor& z, int64_t begin) {
+  const auto& kernels = cpu::linear_cross_entropy();
+  const int64_t tokens = z.size(0);
+  Tensor scale = at::empty({tokens, 1}, compute_);
+  const auto rule = token_losses::rule_of<T>(p_, bias_, class_weights_, total_weight_);
+  T *losses = out_.loss.template data_ptr<T>(), *lses = out_.lse.template data_ptr<T>();
+  T *scales = scale.template data_ptr<T>(), *rows = z.template data_ptr<T>();
+  T* entropies = p_.stats ? out_.entropy.template data_ptr<T>() : nullptr;
+  int64_t* classes = p_.stats ? out_.argmax.template data_ptr<int64_t>() : nullptr;
+  const int64_t* target = target_.template const_data_ptr<int64_t>();
+  uint8_t* live = live_.defined() ? live_.zero_().template data_ptr<uint8_t>() : nullptr;
+  at::parallel_for(0, tokens, 1, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t token = rows_[begin + i];
+      const kernels::CrossEntropyUpstream factors{grad_loss_[token], grad_lse_[token], grad_entropy_[token]};
+      const auto* upstream = gradient_ ? &factors : nullptr;
+      kernels::CrossEntropyResult r;
+      if constexpr (std::is_same_v<T, float>) {
+        r = kernels.row_float(rows + i * vocab_, target[token], rule, upstream);
+      } else {
+        r = kernels.row_double(rows + i * vocab_, target[token], rule, upstream);
+      }
+      losses[token] = static_cast<T>(r.loss);
+      lses[token] = static_cast<T>(r.lse);
+      if (p_.stats) {
+        entropies[token] = static_cast<T>(r.entropy);
+        classes[token] = r.argmax;
+      }
+      scales[i] = static_cast<T>(r.scale * p_.logit_scale);
+      if (live_.defined() && r.scale != 0) {
+        const double size = std::abs(factors.loss) + std::abs(factors.lse) + std::abs(factors.entropy);
+        mark(rows + i * vocab_, vocab_, p_.filter_eps * size / std::abs(r.scale),
+             live + at::get_thread_num() * vocab_);
+      }
+      if constexpr (std::is_same_v<T, float>) {
+        if (narrow_) kernels.round_row(rows + i * vocab_, scales[i], vocab_);
+      }
+    }
+  });
+  if (narrow_) z = z.view(at::kBFloat16).narrow(1, 0, vocab_);
+  return narrow_ ? scale.fill_(1) : scale;
+}
+
+// The gradient of the logits is diag(scale) z, so with x and low already multiplied by scale
+//   grad_hidden = diag(scale) (z W),  grad_weight += z^T x,  grad_bias += z^T scale.
+template <class T>
+void Run<T>::add_gradients(const Tensor& z, const Tensor& scale, const Tensor& x, const Tensor& low,
+                           const Tensor& index) {
+  const auto put = [&](int i, Tensor& sum) {
+    gradient(i).index_copy_(0, index, sum.mul_(scale).to(gradient(i).scalar_type()));
+  };
+  if (p_.mask[kHidden]) {
+    Tensor sum = at::empty({z.size(0), features_}, compute_);
+    weight_.for_each_panel([&](int64_t v, const Tensor& panel) {
+      gemm_rounded(sum, z.narrow(1, v, panel.size(0)), panel, /*beta=*/v == 0 ? 0 : 1);
+    });
+    put(kHidden, sum);
+  }
+  if (p_.mask[kLow]) {
+    Tensor sum = at::empty({z.size(0), up_.size(1)}, compute_);
+    gemm(sum, z, up_);
+    put(kLow, sum);
+  }
+  if (p_.mask[kWeight]) gemm_rounded(grad_weight_, z.t(), x, /*beta=*/std::exchange(fresh_, false) ? 0 : 1);
+  if (p_.mask[kUp]) gemm(gradient(kUp), z.t(), low, /*beta=*/1);
+  for (int64_t i = 0; p_.mask[kBias] && i < z.size(0);
+       i += 16) {  // short sums in fp32, those of them in fp64
+    const int64_t n = std::min<int64_t>(16, z.size(0) - i);
+    gradient(kBias).add_(at::mv(z.narrow(0, i, n).t().to(type()), scale.narrow(0, i, n).squeeze(1)));
+  }
+}
+
+// The same for the classes `live` alone, some megabytes of their weights at a time.
+template <class T>
+void Run<T>::add_live_gradients(const Tensor& z, const Tensor& live, const Tensor& scale, Tensor& x,
+                                Tensor& low, const Tensor& index) {
+  const auto sum = [&](int i, int64_t columns) {
+    return p_.mask[i] ? at::zeros({z.size(0), columns}, compute_) : Tensor();
+  };
+  Tensor grad = sum(kHidden, features_), grad_low = sum(kLow, low.defined() ? low.size(1) : 0);
+  x.mul_(scale);
+  if (low.defined()) low.mul_(scale);
+  const int64_t step = panel_of(features_);
+  for (int64_t begin = 0; begin < live.size(0); begin += step) {
+    const Tensor classes = live.narrow(0, begin, std::min(step, live.size(0) - begin));
+    const Tensor some = z.index_select(1, classes);  // (tokens, classes)
+    if (p_.mask[kHidden]) grad.addmm_(some, p_.weight.index_select(0, classes).to(type()));
+    if (p_.mask[kLow]) grad_low.addmm_(some, up_.index_select(0, classes));
+    if (p_.mask[kWeight]) grad_weight_.index_add_(0, classes, at::mm(some.t(), x));
+    if (p_.mask[kBias])
+      gradient(kBias).index_add_(0, classes, at::mv(some.t(), scale.squeeze(1)).to(at::kDouble));
+    if (p_.mask[kUp]) gradient(kUp).index_add_(0, classes, at::mm(some.t(), low));
+  }
+  const auto put = [&](int i, const Tensor& t) {
+    if (t.defined()) gradient(i).index_copy_(0, index, (t * scale).to(gradient(i).scalar_type()));
+  };
+  put(kHidden, grad);
+  put(kLow, grad_low);
+}
+
+Result rows(const Problem& p) {
+  return compute_type(p.hidden) == at::kDouble ? Run<double>(p)() : Run<float>(p)();
+}
+
+TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
+  m.impl("linear_cross_entropy_rows", torch::CppFunction::makeFromBoxedFunction<&linear_loss::boxed<rows>>());
+}
+
+}  // namespace
+}  // namespace shoestring

@@ -1,0 +1,93 @@
+#include <ATen/Functions.h>
+#include <torch/library.h>
+
+#include "core/cuda.h"
+#include "losses/cross_entropy_cuda.h"
+#include "losses/linear_cross_entropy.h"
+#include "losses/linear_cross_entropy_table.h"
+#include "losses/logit_waves.h"
+
+namespace shoestring {
+namespace {
+
+using at::Tensor;
+using linear_loss::kOp;
+using linear_loss::OptionalTensor;
+using linear_loss::Problem;
+using linear_loss::Result;
+
+// A call as the device has it.
+struct Work : Problem {
+  explicit Work(const Problem& problem);
+
+  LogitWaves waves;
+  Tensor padded_bias, padded_weights, total_weight;  // (stride), (stride), (): compute type, or undefined
+  std::array<Tensor, 3> factors;  // grad_loss, grad_lse, grad_entropy: compute type, or undefined
+};
+
+Work::Work(const Problem& problem)
+    : Problem(problem), waves(kOp, *this, target.eq(ignore_index).unsqueeze(1), mask,
+                              {.logit_scale = logit_scale,
+                               .averaged = averaged,
+                               .workspace_mb = workspace_mb,
+                               .weight_grad = weight_grad,
+                               .filter = filter_eps > 0}) {
+  target = target.contiguous();
+  padded_bias = waves.padded(bias);
+  if (padded_bias.defined() && logit_scale != 1) padded_bias.mul_(logit_scale);
+  padded_weights = waves.padded(class_weights);
+  if (padded_weights.defined())
+    total_weight = padded_weights.sum(at::kDouble).to(padded_weights.scalar_type());
+  factors = token_losses::factors_of(*this, compute_type(hidden));
+}
+
+// Rows from `begin` on, as many as `logits` has.
+void start_rows(const Work& p, const Tensor& logits, const Tensor& gradient, int64_t begin,
+                const Result& out) {
+  const auto output = [&](const Tensor& t) {
+    return t.defined() ? t.narrow(0, begin, logits.size(0)).mutable_data_ptr() : nullptr;
+  };
+  auto rows = token_losses::launch_of(p, {}, p.padded_weights, p.total_weight);
+  rows.logits = logits.const_data_ptr();
+  rows.tokens = logits.size(0);
+  rows.logits_at = rows.gradient_at = {rows.tokens, 0, p.waves.stride()};
+  rows.target = p.target.const_data_ptr<int64_t>() + begin;
+  rows.bias = pointer_to(p.padded_bias);
+  rows.grad_loss = factor_from(p.factors[0], begin, rows.grad_loss_stride);
+  rows.grad_lse = factor_from(p.factors[1], begin, rows.grad_lse_stride);
+  rows.grad_entropy = factor_from(p.factors[2], begin, rows.grad_entropy_stride);
+  rows.factor = p.waves.factor();
+  rows.gradient = gradient.defined() ? gradient.mutable_data_ptr() : nullptr;
+  rows.live = static_cast<unsigned*>(p.waves.live().defined() ? p.waves.live().mutable_data_ptr() : nullptr);
+  rows.filter_eps = p.filter_eps;
+  rows.loss = output(out.loss);
+  rows.lse = output(out.lse);
+  rows.entropy = output(out.entropy);
+  rows.argmax = static_cast<int64_t*>(output(out.argmax));
+  const auto run = rows_of(cuda::table<kernels::LinearCrossEntropyCuda>(kOp), p.hidden.scalar_type());
+  check_launch(kOp, run(rows, stream_of(p.hidden)));
+}
+
+Result rows(const Problem& problem) {
+  const c10::OptionalDeviceGuard guard(problem.hidden.device());
+  const Work p(problem);
+  const auto each = [&](at::TensorOptions options) { return at::empty({p.waves.tokens()}, options); };
+  Result out;
+  out.loss = each(p.waves.compute());
+  out.lse = each(p.waves.compute());
+  if (p.stats) {
+    out.entropy = each(p.waves.compute());
+    out.argmax = each(p.waves.compute().dtype(at::kLong));
+  }
+  out.gradients = p.waves.run([&](const Tensor& logits, const Tensor& gradient, int64_t begin) {
+    start_rows(p, logits, gradient, begin, out);
+  });
+  return out;
+}
+
+TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
+  m.impl("linear_cross_entropy_rows", torch::CppFunction::makeFromBoxedFunction<&linear_loss::boxed<rows>>());
+}
+
+}  // namespace
+}  // namespace shoestring

@@ -1,0 +1,38 @@
+// A row of logits is read from memory once: it fits the second-level cache, where the maximum, the
+// exponentials and the gradient are then taken. The exponentials are left in place unnormalised; 1/sum goes
+// into the (tokens, hidden) sized operands of the matrix products, so no pass over the vocabulary is spent on
+// it.
+
+#include "losses/linear_cross_entropy_table.h"
+
+#include "losses/cross_entropy_row_simd.h"
+
+namespace shoestring::cpu::SHOESTRING_CAPABILITY {
+namespace {
+
+CrossEntropyResult row_float(float* z, int64_t target, const CrossEntropyRule<float>& rule,
+                             const CrossEntropyUpstream* upstream) {
+  return reduce_row<Float>(z, z, target, rule, upstream);
+}
+
+CrossEntropyResult row_double(double* z, int64_t target, const CrossEntropyRule<double>& rule,
+                              const CrossEntropyUpstream* upstream) {
+  return reduce_row(z, target, rule, upstream);
+}
+
+void round_row(float* z, float factor, int64_t vocab) {
+  scale_row<BFloat16>(z, factor, vocab, reinterpret_cast<uint16_t*>(z));
+}
+
+template <class T>
+void mark(const T* __restrict z, int64_t vocab, T least, uint8_t* __restrict live) {
+  for (int64_t i = 0; i < vocab; ++i) live[i] |= !((z[i] < 0 ? -z[i] : z[i]) < least);
+}
+
+}  // namespace
+
+extern const kernels::LinearCrossEntropyTable linear_cross_entropy;
+const kernels::LinearCrossEntropyTable linear_cross_entropy{row_float, row_double, round_row, mark<float>,
+                                                            mark<double>};
+
+}  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

@@ -1,0 +1,118 @@
+#include "losses/linear_distillation.h"
+
+#include <ATen/Functions.h>
+#include <torch/library.h>
+
+#include "core/autograd.h"
+#include "losses/head_autograd.h"
+
+namespace shoestring {
+namespace {
+
+using at::Tensor;
+using distillation::Call;
+using distillation::kInputs;
+using distillation::Mask;
+using distillation::OptionalTensor;
+using distillation::Result;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// A scalar loss has a scalar upstream gradient, so the gradients are made in forward, while the logits are
+// there, and only multiplied in backward. reduction='none' has one per token, known only in backward, where
+// the logits of both are computed a second time.
+class LinearDistillation : public torch::autograd::Function<LinearDistillation> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight,
+                               const OptionalTensor& bias, const OptionalTensor& low,
+                               const OptionalTensor& up, const Call& call) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    const Mask mask = require_grad(call);
+    const auto compute = compute_type(hidden);
+    Tensor factor;
+    if (call.reduction == "mean") factor = call.count().reciprocal();
+    if (call.reduction == "sum") factor = at::ones({}, hidden.options().dtype(compute));
+    if (factor.defined() && factor.scalar_type() != compute) factor = factor.to(compute);
+    const Result r = distillation::rows(call, factor, call.scalar() ? mask : Mask{});
+
+    ctx->set_materialize_grads(false);
+    save_mask(ctx, mask);
+    ctx->saved_data["scalar"] = call.scalar();
+    variable_list saved(r.gradients.begin(), r.gradients.end());
+    if (!call.scalar()) {
+      save_options(ctx, call.options);
+      saved.clear();
+      save_head(ctx, saved, call);
+      save_head(ctx, saved, call.teacher);
+      saved.push_back(call.target.value_or(Tensor()));
+    }
+    ctx->save_for_backward(saved);
+    return {call.reduce(r.loss)};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
+    variable_list gradients(kInputs);
+    if (upstream[0].defined()) {
+      const variable_list saved = ctx->get_saved_variables();
+      gradients =
+          ctx->saved_data["scalar"].toBool() ? scaled(saved, upstream[0]) : again(ctx, saved, upstream[0]);
+      gradients = once_differentiable(distillation::kOp, std::move(gradients));
+    }
+    gradients.push_back(Tensor());
+    return gradients;
+  }
+
+ private:
+  static variable_list scaled(const variable_list& saved, const Tensor& upstream) {
+    at::NoGradGuard no_grad;
+    variable_list gradients;
+    for (const Tensor& t : saved) gradients.push_back(t.defined() ? scale_gradient(t, upstream) : t);
+    return gradients;
+  }
+
+  static variable_list again(AutogradContext* ctx, const variable_list& tensors, const Tensor& upstream) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    SavedTensors saved(tensors);
+    Call call;
+    saved_head(ctx, saved, call);
+    saved_head(ctx, saved, call.teacher, "teacher_");
+    call.target = saved.next_optional();
+    call.reduction = "none";
+    call.options = saved_options(ctx, distillation::kOptions);
+    const Result r = distillation::rows(call, upstream.to(compute_type(call.hidden)), saved_mask(ctx));
+    return {r.gradients.begin(), r.gradients.end()};
+  }
+};
+
+void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const Call call(BoxedArguments(op, *stack));
+  if (!at::GradMode::is_enabled() || !head::any(require_grad(call))) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.callBoxed(stack);
+    return;
+  }
+  variable_list out = LinearDistillation::apply(call.hidden, call.weight, call.bias, call.low, call.up, call);
+  torch::jit::drop(*stack, op.schema().arguments().size());
+  torch::jit::push(*stack, std::move(out[0]));
+}
+
+// Under autocast the operands take the autocast dtype, as for a linear layer; the loss is fp32 whatever they
+// are.
+template <c10::DeviceType device>
+void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  call_autocast(op, stack, device,
+                {"hidden", "weight", "teacher_hidden", "teacher_weight", "bias", "teacher_bias"});
+}
+
+TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
+  m.impl("linear_distillation", torch::CppFunction::makeFromBoxedFunction<&autograd>());
+}
+TORCH_LIBRARY_IMPL(shoestring, AutocastCPU, m) {
+  m.impl("linear_distillation", torch::CppFunction::makeFromBoxedFunction<&autocast<at::kCPU>>());
+}
+TORCH_LIBRARY_IMPL(shoestring, AutocastCUDA, m) {
+  m.impl("linear_distillation", torch::CppFunction::makeFromBoxedFunction<&autocast<at::kCUDA>>());
+}
+
+}  // namespace
+}  // namespace shoestring

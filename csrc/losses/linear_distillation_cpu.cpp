@@ -1,0 +1,168 @@
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+#include "core/huge_pages.h"
+#include "gemm/gemm.h"
+#include "losses/linear_distillation.h"
+
+namespace shoestring {
+namespace {
+
+using at::Tensor;
+using distillation::kBias;
+using distillation::kHidden;
+using distillation::kLow;
+using distillation::kOp;
+using distillation::kUp;
+using distillation::kWeight;
+using distillation::OptionalTensor;
+using distillation::Problem;
+using distillation::Result;
+
+constexpr int64_t kDefaultWorkspaceMb = 64;
+
+// One call of the operator, a chunk of the tokens that count at a time.
+template <class T>
+class Run {
+ public:
+  explicit Run(const Problem& problem);
+  Result operator()();
+
+ private:
+  void add_chunk(int64_t begin);
+  // z (tokens, vocab) = x (tokens, features) weight^T / temperature.
+  void make_logits(const Tensor& x, const BaseWeight& weight, const Tensor& z) const {
+    weight.for_each_panel([&](int64_t v, const Tensor& panel) {
+      gemm(z.narrow(1, v, panel.size(0)), x, panel.t(), /*beta=*/0, /*alpha=*/1 / p_.temperature);
+    });
+  }
+  // What the kernel makes of rows of logits: losses go to out_, and where gradients are wanted, z becomes its
+  // own.
+  void reduce_rows(const Tensor& z, const Tensor& teacher, int64_t begin);
+  void add_gradients(const Tensor& z, const Tensor& x, const Tensor& low, const Tensor& index);
+
+  static at::ScalarType type() { return c10::CppTypeToScalarType<T>::value; }
+  // Of the tokens `index`.
+  static Tensor rows_of(const Tensor& t, const Tensor& index) { return t.index_select(0, index).to(type()); }
+  Tensor divided(const OptionalTensor& bias) const {
+    return bias ? bias->to(type()).div(p_.temperature).contiguous() : Tensor();
+  }
+
+  const Problem& p_;
+  const at::TensorOptions compute_;
+  const std::vector<int64_t> rows_;
+  const Tensor bias_, teacher_bias_;  // compute type, divided by the temperature, or undefined
+  const Tensor up_;                   // compute type, or undefined
+  const BaseWeight weight_,
+      teacher_weight_;  // in panels that stay in cache, where it cannot be read as it lies
+  const int64_t vocab_, count_;
+  int64_t chunk_;            // tokens
+  Tensor logits_, teacher_;  // (chunk, vocab)
+  Tensor factor_;            // (tokens), or undefined
+  Result out_;
+};
+
+template <class T>
+Run<T>::Run(const Problem& problem)
+    : p_(problem), compute_(p_.hidden.options().dtype(type())),
+      rows_(head::rows_that_count(kOp, p_.hidden.size(0), p_.target, p_.ignore_index)),
+      bias_(divided(p_.bias)), teacher_bias_(divided(p_.teacher.bias)),
+      up_(p_.up ? p_.up->to(type()) : Tensor()), weight_(p_.base(Backend::kCpu, kOp, type())),
+      teacher_weight_(p_.teacher.base(Backend::kCpu, kOp, type())), vocab_(p_.vocab.expect_int()),
+      count_(rows_.size()) {
+  const int64_t workspace = p_.workspace_mb == 0 ? kDefaultWorkspaceMb : p_.workspace_mb;
+  const int64_t bytes_per_token = std::max<int64_t>(1, 2 * vocab_ * static_cast<int64_t>(sizeof(T)));
+  const int64_t fit = std::max<int64_t>(1, (workspace << 20) / bytes_per_token);
+  chunk_ = std::min<int64_t>(fit > 16 ? fit / 16 * 16 : fit, std::min<int64_t>(count_, 1024));
+  logits_ = in_huge_pages(at::empty({chunk_, vocab_}, compute_));
+  teacher_ = in_huge_pages(at::empty({chunk_, vocab_}, compute_));
+  if (p_.grad_loss) factor_ = p_.grad_loss->to(type()).expand({p_.hidden.size(0)}).contiguous();
+
+  // What is of tokens that do not count is zero, and nobody else writes it.
+  out_.loss = at::zeros({p_.hidden.size(0)}, compute_);
+  if (p_.mask[kHidden]) out_.gradients[kHidden] = at::zeros(p_.hidden.sizes(), p_.hidden.options());
+  if (p_.mask[kWeight]) out_.gradients[kWeight] = at::zeros(p_.weight.sizes(), compute_);
+  if (p_.mask[kBias]) out_.gradients[kBias] = at::zeros({vocab_}, compute_);
+  if (p_.mask[kLow]) out_.gradients[kLow] = at::zeros(p_.low->sizes(), p_.low->options());
+  if (p_.mask[kUp]) out_.gradients[kUp] = at::zeros(up_.sizes(), compute_);
+}
+
+template <class T>
+Result Run<T>::operator()() {
+  for (int64_t begin = 0; begin < count_; begin += chunk_) add_chunk(begin);
+  const auto inputs = p_.inputs();
+  for (int i : {kWeight, kBias, kUp}) {
+    if (p_.mask[i]) out_.gradients[i] = out_.gradients[i].to(inputs[i]->scalar_type());
+  }
+  return out_;
+}
+
+template <class T>
+void Run<T>::add_chunk(int64_t begin) {
+  const int64_t tokens = std::min(chunk_, count_ - begin);
+  const Tensor index = at::from_blob(const_cast<int64_t*>(rows_.data() + begin), {tokens}, at::kLong);
+  const Tensor z = logits_.narrow(0, 0, tokens), teacher = teacher_.narrow(0, 0, tokens);
+  const Tensor x = rows_of(p_.hidden, index), low = p_.low ? rows_of(*p_.low, index) : Tensor();
+  make_logits(x, weight_, z);
+  if (low.defined()) gemm(z, low, up_.t(), /*beta=*/1, /*alpha=*/1 / p_.temperature);
+  make_logits(rows_of(p_.teacher.hidden, index), teacher_weight_, teacher);
+  reduce_rows(z, teacher, begin);
+  if (p_.wants_gradient()) add_gradients(z, x, low, index);
+}
+
+template <class T>
+void Run<T>::reduce_rows(const Tensor& z, const Tensor& teacher, int64_t begin) {
+  const auto& kernels = cpu::linear_distillation();
+  const auto pointer = [](const Tensor& t) { return t.defined() ? t.template const_data_ptr<T>() : nullptr; };
+  const kernels::DistillationRule<T> rule{vocab_, pointer(bias_), pointer(teacher_bias_), p_.divergence,
+                                          p_.beta};
+  T *losses = out_.loss.template data_ptr<T>(), *students = z.template data_ptr<T>();
+  T* teachers = teacher.template data_ptr<T>();
+  const T* factors = pointer(factor_);
+  at::parallel_for(0, z.size(0), 1, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t token = rows_[begin + i];
+      const double factor = factors != nullptr ? factors[token] / p_.temperature : 0;
+      const double* upstream = p_.wants_gradient() ? &factor : nullptr;
+      double loss;
+      if constexpr (std::is_same_v<T, float>) {
+        loss = kernels.row_float(students + i * vocab_, teachers + i * vocab_, rule, upstream);
+      } else {
+        loss = kernels.row_double(students + i * vocab_, teachers + i * vocab_, rule, upstream);
+      }
+      losses[token] = static_cast<T>(loss);
+    }
+  });
+}
+
+template <class T>
+void Run<T>::add_gradients(const Tensor& z, const Tensor& x, const Tensor& low, const Tensor& index) {
+  if (p_.mask[kHidden]) {
+    Tensor grad = at::empty({z.size(0), p_.hidden.size(1)}, compute_);
+    weight_.for_each_panel([&](int64_t v, const Tensor& panel) {
+      gemm(grad, z.narrow(1, v, panel.size(0)), panel, /*beta=*/v == 0 ? 0 : 1);
+    });
+    out_.gradients[kHidden].index_copy_(0, index, grad.to(p_.hidden.scalar_type()));
+  }
+  if (p_.mask[kWeight]) gemm(out_.gradients[kWeight], z.t(), x, /*beta=*/1);
+  if (p_.mask[kBias]) out_.gradients[kBias].add_(z.sum(0));
+  if (p_.mask[kLow]) out_.gradients[kLow].index_copy_(0, index, at::mm(z, up_).to(p_.low->scalar_type()));
+  if (p_.mask[kUp]) gemm(out_.gradients[kUp], z.t(), low, /*beta=*/1);
+}
+
+Result rows(const Problem& p) {
+  return compute_type(p.hidden) == at::kDouble ? Run<double>(p)() : Run<float>(p)();
+}
+
+TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
+  m.impl("linear_distillation_rows", torch::CppFunction::makeFromBoxedFunction<&distillation::boxed<rows>>());
+}
+
+}  // namespace
+}  // namespace shoestring

@@ -1,0 +1,202 @@
+#include "losses/logit_waves.h"
+
+#include <algorithm>
+
+#include <ATen/Functions.h>
+
+#include "gemm/gemm.h"
+
+namespace shoestring {
+
+using at::Tensor;
+using head::kBias;
+using head::kHidden;
+using head::kLow;
+using head::kUp;
+using head::kWeight;
+
+namespace {
+
+// `total` in equal parts of at most `most`; in multiples of a GEMM's tile, where that is no less.
+int64_t even_part(int64_t total, int64_t most) {
+  constexpr int64_t kTile = 128;
+  most = std::max<int64_t>(1, most >= kTile ? most / kTile * kTile : most);
+  const int64_t parts = (total + most - 1) / most;
+  if (parts <= 1) return std::max<int64_t>(1, total);
+  const int64_t even = (total + parts - 1) / parts;
+  return most >= kTile ? (even + kTile - 1) / kTile * kTile : even;
+}
+
+}  // namespace
+
+LogitWaves::LogitWaves(const char* op, const head::Head& head, const Tensor& ignored, const head::Mask& mask,
+                       Options options)
+    : op_(op), head_(head), ignored_(ignored), mask_(mask), options_(std::move(options)),
+      vocab_(head.vocab.expect_int()) {
+  TORCH_CHECK(vocab_ <= (int64_t{1} << 31) - 16, op_,
+              ": weight: expected fewer than 2^31 - 16 classes on CUDA, received ", vocab_);
+  // A power of two near a mean's 1 / count: in fp16 most of the logits' gradients would otherwise be rounded
+  // to zero. Not below 2^-15, which keeps the largest, 1 / scale, finite in fp16.
+  for (int64_t n = tokens(); options_.averaged && n > 1 && scale_ > 0x1p-15; n /= 2) scale_ /= 2;
+  plan();
+  if (options_.filter && head::any(mask))
+    live_ = at::empty({stride()}, head.hidden.options().dtype(at::kByte));
+}
+
+int64_t LogitWaves::stride() const { return std::max<int64_t>(8, (vocab_ + 7) / 8 * 8); }
+
+at::TensorOptions LogitWaves::compute() const {
+  return head_.hidden.options().dtype(compute_type(head_.hidden));
+}
+
+bool LogitWaves::narrow() const {
+  return head::any(mask_) && head_.hidden.scalar_type() != compute_type(head_.hidden);
+}
+
+// Every chunk but an only one is a pass over the fp32 accumulator of the weight's gradient, 8 * vocab *
+// features bytes against 6 * chunk * features * vocab flops: on an H200 about 230 / chunk of a 16-bit
+// problem's time. By default one chunk takes all tokens where their 16-bit gradient is no larger than that
+// accumulator, which is then not needed. fp32 accumulates in the result itself, and its flops are slow enough
+// for small chunks.
+void LogitWaves::plan() {
+  const int64_t row = stride() * static_cast<int64_t>(compute().dtype().itemsize()),
+                logits = options_.buffers * row;
+  const int64_t features = head_.hidden.size(1);
+  if (const int64_t bytes = options_.workspace_mb << 20; bytes > 0) {
+    wave_ = narrow() ? std::max<int64_t>(1, bytes / 4 / row) : bytes / logits;
+    chunk_ = (bytes - wave_ * logits) / (row / 2);
+  } else {
+    wave_ = std::max<int64_t>(narrow() ? 128 : 1024, (int64_t{256} << 20) / logits);
+    chunk_ = !mask_[kWeight] ? 1024 : tokens() <= 2 * features ? tokens() : std::max<int64_t>(2048, features);
+  }
+  if (!narrow()) chunk_ = wave_;
+  chunk_ = even_part(tokens(), std::max(wave_, chunk_));
+  wave_ = even_part(chunk_, wave_);
+}
+
+Tensor LogitWaves::padded(const std::optional<Tensor>& t) const {
+  if (!t) return {};
+  return at::constant_pad_nd(t->to(compute_type(head_.hidden)), {0, stride() - vocab_}).contiguous();
+}
+
+Tensor LogitWaves::counted(const Tensor& t, int64_t begin, int64_t count) const {
+  const Tensor part = t.narrow(0, begin, count);
+  return ignored_.defined() ? part.masked_fill(ignored_.narrow(0, begin, count), 0) : part;
+}
+
+Tensor LogitWaves::buffer() const { return at::empty({std::min(wave_, tokens()), stride()}, compute()); }
+
+void LogitWaves::write_logits(const Tensor& z, const Tensor& x, const BaseWeight& weight) const {
+  weight.for_each_panel([&](int64_t v, const Tensor& panel) {
+    gemm(z.narrow(1, v, panel.size(0)), x, panel.t(), /*beta=*/0, options_.logit_scale);
+  });
+}
+
+void LogitWaves::add_gradients(const Chunk& chunk, const BaseWeight& weight, const Tensor& up,
+                               head::Gradients& sums) const {
+  const Tensor &grad = chunk.grad, &x = chunk.x;
+  const int64_t begin = chunk.begin;
+  const double scale = scale_ * options_.logit_scale;
+  if (mask_[kHidden]) {  // of several panels, a sum in fp32 that is rounded once
+    const Tensor result = sums[kHidden].narrow(0, begin, grad.size(0));
+    const Tensor sum = weight.one_panel() ? result : at::empty(result.sizes(), compute());
+    weight.for_each_panel([&](int64_t v, const Tensor& panel) {
+      gemm(sum, grad.narrow(1, v, panel.size(0)), panel, /*beta=*/v == 0 ? 0 : 1, scale);
+    });
+    if (!weight.one_panel()) result.copy_(sum);
+  }
+  const double beta = begin == 0 && !options_.weight_grad && !live_.defined() ? 0 : 1;
+  if (mask_[kWeight]) gemm(sums[kWeight], grad.t(), x, beta, scale);
+  if (mask_[kBias]) sums[kBias].add_(grad.sum(0, /*keepdim=*/false, compute_type(x)), scale);
+  if (mask_[kLow]) gemm(sums[kLow].narrow(0, begin, grad.size(0)), grad, up, /*beta=*/0, scale);
+  if (mask_[kUp]) gemm(sums[kUp], grad.t(), chunk.low, /*beta=*/1, scale);
+}
+
+// The same for some classes, of which there may still be many: 64 MiB of their weights at a time.
+void LogitWaves::add_live_gradients(const Chunk& chunk, const Tensor& classes, const Tensor& up,
+                                    head::Gradients& sums) const {
+  const Tensor &x = chunk.x, &low = chunk.low;
+  const double scale = scale_ * options_.logit_scale;
+  const auto sum = [&](int i, int64_t columns) {
+    return mask_[i] ? at::zeros({x.size(0), columns}, compute()) : Tensor();
+  };
+  const Tensor hidden = sum(kHidden, x.size(1)), of_low = sum(kLow, low.defined() ? low.size(1) : 0);
+  const int64_t row = std::max<int64_t>(1, x.size(1) * static_cast<int64_t>(x.itemsize()));
+  const int64_t step = std::max<int64_t>(128, (int64_t{64} << 20) / row);
+  for (int64_t first = 0; first < classes.size(0); first += step) {
+    const Tensor these = classes.narrow(0, first, std::min(step, classes.size(0) - first));
+    const Tensor grad = chunk.grad.index_select(1, these);  // (count, classes)
+    const auto add = [&](int i, const Tensor& other) {
+      const Tensor product = at::empty({these.size(0), other.size(1)}, compute());
+      gemm(product, grad.t(), other, /*beta=*/0, scale);
+      sums[i].index_add_(0, these, product.to(sums[i].scalar_type()));
+    };
+    if (mask_[kHidden]) gemm(hidden, grad, head_.weight.index_select(0, these), /*beta=*/1, scale);
+    if (mask_[kLow]) gemm(of_low, grad, up.index_select(0, these), /*beta=*/1, scale);
+    if (mask_[kWeight]) add(kWeight, x);
+    if (mask_[kBias])
+      sums[kBias].index_add_(0, these, grad.sum(0, /*keepdim=*/false, compute_type(x)), scale);
+    if (mask_[kUp]) add(kUp, low);
+  }
+  if (mask_[kHidden]) sums[kHidden].narrow(0, chunk.begin, x.size(0)).copy_(hidden);
+  if (mask_[kLow]) sums[kLow].narrow(0, chunk.begin, x.size(0)).copy_(of_low);
+}
+
+head::Gradients LogitWaves::run(const StartRows& start_rows) const {
+  const Tensor& hidden = head_.hidden;
+  const auto dtype = hidden.scalar_type();
+  const BaseWeight weight = head_.base(Backend::kCuda, op_, dtype);
+  const Tensor low_rows = head_.low ? head_.low->to(dtype) : Tensor(),
+               up = head_.up ? head_.up->to(dtype) : Tensor();
+  const bool gradient = head::any(mask_);
+  const Tensor logits = buffer();
+  Tensor grad_logits = gradient ? logits : Tensor();
+  if (narrow()) grad_logits = at::empty({std::min(chunk_, tokens()), stride()}, hidden.options());
+
+  const auto start = [&](at::IntArrayRef shape, at::TensorOptions options) {
+    return tokens() == 0 || live_.defined() ? at::zeros(shape, options) : at::empty(shape, options);
+  };
+  head::Gradients gradients;
+  if (mask_[kHidden]) gradients[kHidden] = at::empty_like(hidden, at::MemoryFormat::Contiguous);
+  // Several chunks are summed in fp32 and rounded once; a single one writes the result.
+  if (mask_[kWeight]) {
+    const auto type = chunk_ < tokens() ? compute() : hidden.options();
+    gradients[kWeight] = options_.weight_grad ? *options_.weight_grad : start(head_.weight.sizes(), type);
+  }
+  if (mask_[kBias]) gradients[kBias] = at::zeros({vocab_}, compute());
+  if (mask_[kLow]) gradients[kLow] = at::empty({tokens(), low_rows.size(1)}, hidden.options());
+  if (mask_[kUp]) gradients[kUp] = at::zeros(up.sizes(), compute());
+
+  for (int64_t begin = 0; begin < tokens(); begin += chunk_) {
+    const int64_t count = std::min(chunk_, tokens() - begin);
+    const Tensor x = counted(hidden, begin, count),
+                 low = low_rows.defined() ? counted(low_rows, begin, count) : Tensor();
+    if (live_.defined()) live_.zero_();
+    for (int64_t first = 0; first < count; first += wave_) {
+      const int64_t some = std::min(wave_, count - first);
+      const Tensor z = logits.narrow(0, 0, some);
+      write_logits(z, x.narrow(0, first, some), weight);
+      if (low.defined()) {
+        gemm(z.narrow(1, 0, vocab_), low.narrow(0, first, some), up.t(), /*beta=*/1, options_.logit_scale);
+      }
+      start_rows(z, gradient ? grad_logits.narrow(0, first, some) : Tensor(), begin + first);
+    }
+    if (!gradient) continue;
+    const Chunk chunk{grad_logits.narrow(0, 0, count).narrow(1, 0, vocab_), x, low, begin};
+    // The one thing here that waits for the GPU: how many classes are left shapes the products.
+    const Tensor classes = live_.defined() ? live_.narrow(0, 0, vocab_).nonzero().squeeze(1) : Tensor();
+    if (classes.defined() && classes.size(0) < vocab_ / 2) {
+      add_live_gradients(chunk, classes, up, gradients);
+    } else {
+      add_gradients(chunk, weight, up, gradients);
+    }
+  }
+  const auto inputs = head_.inputs();
+  for (int i : {kWeight, kBias, kLow, kUp}) {
+    if (mask_[i] && !(i == kWeight && options_.weight_grad))
+      gradients[i] = gradients[i].to(inputs[i]->scalar_type());
+  }
+  return gradients;
+}
+
+}  // namespace shoestring

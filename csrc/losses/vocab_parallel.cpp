@@ -1,0 +1,150 @@
+// Linear cross-entropy over shards of the classes: a shard's part is linear_cross_entropy_with_stats with
+// targets of its own, and what several make of theirs is ordinary arithmetic over tokens.
+
+#include <shoestring/vocab_parallel.h>
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "losses/head.h"
+
+namespace shoestring {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kIgnored = -100;
+constexpr const char* kWhole = "vocab_parallel_linear_cross_entropy";
+
+Tensor owned(const Tensor& target, int64_t first, const c10::SymInt& classes) {
+  return target.ge(first).logical_and(target.lt(at::scalar_tensor(first + classes, target.options())));
+}
+
+// A token whose target is elsewhere takes any class: its loss is not used, and its lse does not depend on it.
+void shard(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const BoxedArguments a(op, *stack);
+  const Tensor target = a.tensor("target");
+  const int64_t first = a["first_class"].toInt();
+  const Tensor counted = target.ne(a["ignore_index"].toInt());
+  const Tensor here = owned(target, first, head::Head(a).vocab).logical_and(counted);
+  const Tensor local =
+      target.sub(first).masked_fill(here.logical_not(), 0).masked_fill(counted.logical_not(), kIgnored);
+  NamedArguments arguments{{"target", local}, {"ignore_index", kIgnored}, {"reduction", "none"}};
+  for (const c10::Argument& argument : op.schema().arguments()) {
+    const std::string& name = argument.name();
+    if (name != "target" && name != "ignore_index" && name != "first_class")
+      arguments.emplace_back(name, a[name.c_str()]);
+  }
+  const auto stats = call_by_name("shoestring::linear_cross_entropy_with_stats", arguments);
+  const Tensor token_loss = stats[1].toTensor(), lse = stats[2].toTensor();
+  torch::jit::drop(*stack, op.schema().arguments().size());
+  torch::jit::push(*stack, lse, (lse - token_loss).masked_fill(here.logical_not(), 0));
+}
+
+TORCH_LIBRARY_IMPL(shoestring, CompositeImplicitAutograd, m) {
+  m.impl("linear_cross_entropy_shard", torch::CppFunction::makeFromBoxedFunction<&shard>());
+}
+
+// What every process has alike: its gradient is the sum of theirs, in fp32.
+Tensor replicated(const Tensor& x, const AllReduce& all_reduce) {
+  if (!at::GradMode::is_enabled() || !x.requires_grad()) return x;
+  Tensor alias = x.view_as(x);
+  alias.register_hook([all_reduce](const Tensor& grad) {
+    const auto wide = grad.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    const Tensor copy = grad.to(wide, /*non_blocking=*/false, /*copy=*/true, at::MemoryFormat::Contiguous);
+    return all_reduce(copy, Reduce::kSum).to(grad.scalar_type());
+  });
+  return alias;
+}
+
+// The sum over processes, which all go on alike: each has the gradient of the sum already.
+class Summed : public torch::autograd::Function<Summed> {
+ public:
+  static Tensor forward(torch::autograd::AutogradContext*, const Tensor& /*x*/, const Tensor& sum) {
+    return sum.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 const torch::autograd::variable_list& grad) {
+    return {grad[0], Tensor()};
+  }
+};
+
+// Each target belongs to one process: else it is out of range, or shards overlap.
+void check_owners(const Tensor& owners, const Tensor& counted) {
+  const Tensor right = owners.eq(counted).all();
+  const std::string message = std::string(kWhole) +
+                              ": target: expected each class to be one process's, received one that "
+                              "is none's, or several's; check first_class";
+  if (right.is_cuda()) {
+    at::_assert_async(right, message);
+  } else {
+    TORCH_CHECK_INDEX(right.item<bool>(), message);
+  }
+}
+
+}  // namespace
+
+LinearCrossEntropyShard linear_cross_entropy_shard(const Tensor& hidden, const Tensor& weight,
+                                                   const Tensor& target, int64_t first_class,
+                                                   const std::optional<Tensor>& bias,
+                                                   const LinearCrossEntropyShardOptions& o) {
+  const auto out =
+      call_by_name("shoestring::linear_cross_entropy_shard", {{"hidden", hidden},
+                                                              {"weight", weight},
+                                                              {"target", target},
+                                                              {"bias", bias},
+                                                              {"first_class", first_class},
+                                                              {"ignore_index", o.ignore_index()},
+                                                              {"softcap", o.softcap()},
+                                                              {"logit_scale", o.logit_scale()},
+                                                              {"low", o.low()},
+                                                              {"up", o.up()},
+                                                              {"absmax", o.absmax()},
+                                                              {"nested", o.nested()},
+                                                              {"quant_type", o.quant_type()},
+                                                              {"block_size", o.block_size()},
+                                                              {"weight_grad", o.weight_grad()},
+                                                              {"workspace_mb", o.workspace_mb()}});
+  return {out[0].toTensor(), out[1].toTensor()};
+}
+
+Tensor vocab_parallel_linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Tensor& given,
+                                           int64_t first_class, const AllReduce& all_reduce,
+                                           const std::optional<Tensor>& bias,
+                                           const LinearCrossEntropyShardOptions& shard,
+                                           const VocabParallelOptions& o) {
+  head::check_reduction(kWhole, o.reduction());
+  TORCH_CHECK(!o.token_weights() || o.token_weights()->sizes() == given.sizes(), kWhole,
+              ": token_weights: expected shape ", given.sizes(), ", received ", o.token_weights()->sizes());
+  Tensor target = given;
+  if (o.shift()) {
+    TORCH_CHECK(given.dim() >= 1, kWhole, ": shift: expected tokens in a sequence, received a single one");
+    target = at::full_like(given, shard.ignore_index(), at::MemoryFormat::Contiguous);
+    const int64_t count = given.size(-1);
+    if (count > 1) target.narrow(-1, 0, count - 1).copy_(given.narrow(-1, 1, count - 1));
+  }
+  auto local = shard;
+  if (shard.low()) local.low(replicated(*shard.low(), all_reduce));
+  const auto part =
+      linear_cross_entropy_shard(replicated(hidden, all_reduce), weight, target, first_class, bias, local);
+
+  const Tensor counted = target.ne(shard.ignore_index());
+  const Tensor largest = all_reduce(part.lse.detach().clone(at::MemoryFormat::Contiguous), Reduce::kMax);
+  const auto classes = head::vocab_of(hidden, weight, shard.absmax().has_value());
+  const Tensor owners = owned(target, first_class, classes).logical_and(counted).to(largest.scalar_type());
+  const Tensor mine = at::stack({(part.lse - largest).exp(), part.target_logit, owners});
+  const Tensor sums = Summed::apply(mine, all_reduce(mine.detach().clone(), Reduce::kSum));
+  check_owners(sums[2].detach(), counted);
+  const Tensor lse = largest + sums[0].log();
+  const Tensor token_loss = (lse - sums[1] + o.z_loss() * lse.square()).masked_fill(counted.logical_not(), 0);
+
+  const auto type = lse.scalar_type();
+  const Tensor each = o.token_weights() ? o.token_weights()->to(type).mul(counted) : counted.to(type);
+  const Tensor loss = token_loss * each;
+  if (o.reduction() == "none") return loss;
+  return o.reduction() == "mean" ? loss.sum() / each.sum() : loss.sum();
+}
+
+}  // namespace shoestring

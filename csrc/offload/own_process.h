@@ -1,0 +1,48 @@
+#pragma once
+
+#include <unistd.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include <c10/util/Exception.h>
+
+namespace shoestring {
+
+/// The process that made an object. A forked child inherits the object but none of its threads: a lock may
+/// stay locked for ever, and nobody ends a wait. In a child, destructors only close what the child has
+/// inherited, and uses raise.
+class OwnProcess {
+ public:
+  bool is_here() const { return ::getpid() == id_; }
+  void check(const std::string& caller) const {
+    TORCH_CHECK(is_here(), caller, ": expected the process ", id_,
+                " that made it, received its forked child ", ::getpid(),
+                ". Make a new one in the child, or use it in process ", id_, " alone.");
+  }
+
+ private:
+  pid_t id_ = ::getpid();
+};
+
+/// Deletes an object in the process that made it. A child leaves it in memory: destroying a joinable thread,
+/// or a condition variable that a thread waits at, ends or blocks the process.
+struct DeleteInOwnProcess {
+  OwnProcess process;
+
+  template <class T>
+  void operator()(T* object) const {
+    if (process.is_here()) delete object;
+  }
+};
+
+template <class T>
+using ProcessOwned = std::unique_ptr<T, DeleteInOwnProcess>;
+
+template <class T, class... Args>
+ProcessOwned<T> make_process_owned(Args&&... args) {
+  return ProcessOwned<T>(new T(std::forward<Args>(args)...));
+}
+
+}  // namespace shoestring

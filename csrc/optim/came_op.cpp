@@ -1,0 +1,75 @@
+// CAME (Luo et al., arXiv 2307.02047): Adafactor's second moment, a mean of the clipped updates, and of how
+// far updates are from that mean a second moment again, by which the mean is divided.
+
+#include <cmath>
+#include <limits>
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+
+#include "optim/composite.h"
+#include "optim/factored.h"
+
+namespace shoestring {
+namespace {
+
+using at::Tensor;
+using optimizer::Call;
+using optimizer::Share;
+
+struct Options {
+  double beta1, beta2, beta3, eps1, eps2, clip_threshold;
+
+  explicit Options(const Call& call)
+      : beta1(call.fraction("beta1")), beta2(call.fraction("beta2")), beta3(call.fraction("beta3")),
+        eps1(call.at_least_zero("eps1")), eps2(call.at_least_zero("eps2")),
+        clip_threshold(call.number("clip_threshold")) {
+    TORCH_CHECK(beta1 > 0, call.op,
+                ": beta1: expected a number above 0, without which there is no instability, ", "received ",
+                beta1);
+    for (const char* name : {"eps1", "eps2", "clip_threshold"}) {
+      TORCH_CHECK(call.number(name) > 0, call.op, ": ", name, ": expected a number above 0, received ",
+                  call.number(name));
+    }
+  }
+};
+
+// Products of a row and a column that have no gradients underflow; updates there are zero, and must not
+// become NaN.
+constexpr float kLeast = std::numeric_limits<float>::min();
+
+Tensor inverse_root(const Tensor& square) { return square.clamp_min_(kLeast).rsqrt_(); }
+
+void came(const Call& call) {
+  const Options o(call);
+  call.options();
+  const optimizer::Moment mean{"exp_avg", true, call.tensor("exp_avg"), call.optional("exp_avg_scale")};
+  const optimizer::Factored square(call, "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq");
+  const optimizer::Factored instability(call, "exp_avg_res_row", "exp_avg_res_col", nullptr);
+  const Tensor share2 = at::full({}, 1 - o.beta2, call.step.options());
+  const Tensor share3 = at::full({}, 1 - o.beta3, call.step.options());
+  for (const Share& s : optimizer::shares(call, {mean})) {
+    if (s.param.numel() == 0) {
+      s.apply(s.empty());
+      continue;
+    }
+    Tensor g = s.gradient();
+    Tensor u = inverse_root(square.advance(s, g.square().add_(o.eps1), share2, kLeast)).mul_(g);
+    g.reset();
+    u.div_((at::linalg_vector_norm(u) / (std::sqrt(s.param.numel()) * o.clip_threshold)).clamp_min_(1));
+
+    const bool factored = s.param.dim() > 1;
+    const Tensor m = factored ? s.empty() : u;
+    s.run("ema_", m, u, s.before, {s.moment("exp_avg", mean), {{"beta", o.beta1}}});
+    if (factored) {
+      u = instability.advance(s, u.sub_(m).square_().add_(o.eps2), share3, kLeast);
+      m.mul_(inverse_root(u));
+    }
+    s.apply(m);
+  }
+}
+
+const optimizer::Registered<came, came> kRegistered("came_");
+
+}  // namespace
+}  // namespace shoestring

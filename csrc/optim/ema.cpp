@@ -1,0 +1,21 @@
+#include "optim/ema_rule.h"
+
+#include "optim/optimizer.h"
+
+namespace shoestring {
+namespace {
+
+struct Ema {
+  using Rule = kernels::EmaRule;
+  static constexpr const char* kNames[] = {"exp_avg"};
+  static const auto& table() { return cpu::ema(); }
+
+  static kernels::EmaOptions options(const optimizer::Call& call) {
+    return {call.options(), call.fraction("beta"), call["nesterov"].toBool()};
+  }
+};
+
+const optimizer::RegisteredRule<Ema> kRegistered("ema_");
+
+}  // namespace
+}  // namespace shoestring

@@ -1,0 +1,21 @@
+#pragma once
+
+#include <cstdint>
+
+#include "core/capability.h"
+
+namespace shoestring::kernels {
+
+/// The sum of the squares of `count` elements, in fp32 where they are few: call it for kNormChunk of them at
+/// most.
+struct ForeachNormTable {
+  double (*squares_float)(const void* x, int64_t count);
+  double (*squares_bf16)(const void* x, int64_t count);
+  double (*squares_fp16)(const void* x, int64_t count);
+};
+
+constexpr int64_t kNormChunk = int64_t{1} << 13;
+
+}  // namespace shoestring::kernels
+
+SHOESTRING_CPU_TABLE(kernels::ForeachNormTable, foreach_norm)

@@ -1,0 +1,21 @@
+#include "optim/lion_rule.h"
+
+#include "optim/optimizer.h"
+
+namespace shoestring {
+namespace {
+
+struct Lion {
+  using Rule = kernels::LionRule;
+  static constexpr const char* kNames[] = {"exp_avg"};
+  static const auto& table() { return cpu::lion(); }
+
+  static kernels::LionOptions options(const optimizer::Call& call) {
+    return {call.options(), call.fraction("beta1"), call.fraction("beta2")};
+  }
+};
+
+const optimizer::RegisteredRule<Lion> kRegistered("lion_");
+
+}  // namespace
+}  // namespace shoestring

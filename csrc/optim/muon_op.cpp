@@ -1,0 +1,84 @@
+// Muon (Jordan, 2024): the momentum of a matrix, made orthogonal.
+
+#include <array>
+#include <cmath>
+
+#include <ATen/Functions.h>
+
+#include "optim/composite.h"
+#include "quantization/base_weight.h"
+
+namespace shoestring {
+namespace {
+
+using at::Tensor;
+using optimizer::Call;
+using optimizer::Share;
+
+struct Options {
+  double momentum, eps;
+  bool nesterov;
+  std::array<double, 3> coefficients;
+  int64_t steps;
+  std::string adjust_lr_fn;
+
+  explicit Options(const Call& call)
+      : momentum(call.fraction("momentum")), eps(call.at_least_zero("eps")),
+        nesterov(call["nesterov"].toBool()), steps(call["ns_steps"].toInt()),
+        adjust_lr_fn(call["adjust_lr_fn"].toOptional<std::string>().value_or("original")) {
+    const auto given = call["ns_coefficients"].toDoubleVector();
+    TORCH_CHECK(given.size() == 3, call.op, ": ns_coefficients: expected 3 numbers, received ", given.size());
+    std::copy(given.begin(), given.end(), coefficients.begin());
+    TORCH_CHECK(steps > 0 && steps < 100, call.op, ": ns_steps: expected a number from 1 to 99, received ",
+                steps);
+    TORCH_CHECK(adjust_lr_fn == "original" || adjust_lr_fn == "match_rms_adamw", call.op,
+                ": adjust_lr_fn: expected original or match_rms_adamw, received '", adjust_lr_fn, "'");
+  }
+
+  double scale(const Tensor& x) const {
+    const double rows = x.size(0), columns = x.size(1);
+    return adjust_lr_fn == "original" ? std::sqrt(std::max(1.0, columns == 0 ? 1.0 : rows / columns))
+                                      : 0.2 * std::sqrt(std::max(rows, columns));
+  }
+};
+
+// x = U S V^T becomes about scale * U V^T: singular values in [0.7, 1.2] after five steps of the usual
+// polynomial, an odd one, so that it needs products only. Overwrites x.
+Tensor orthogonal(Tensor x, const Options& o, double scale) {
+  x.div_(at::linalg_vector_norm(x).clamp_min_(o.eps));
+  const bool tall = x.size(0) > x.size(1);
+  Tensor y = tall ? x.t() : x;
+  y = y.to(y.is_cuda() || multiplies_bf16() ? at::kBFloat16 : at::kFloat);
+  x.reset();
+  const auto [a, b, c] = o.coefficients;
+  for (int64_t i = 1; i <= o.steps; ++i) {
+    const double s = i == o.steps ? scale : 1;
+    const Tensor gram = at::mm(y, y.t());  // of the smaller side
+    y = at::addmm(y, at::addmm(gram, gram, gram, b, c), y, a * s, s);
+  }
+  return tall ? y.t() : y;
+}
+
+void muon(const Call& call) {
+  const Options options(call);
+  call.options();
+  const optimizer::Moment momentum{"momentum_buffer", true, call.tensor("momentum_buffer"),
+                                   call.optional("momentum_buffer_scale")};
+  for (size_t i = 0; i < call.params.size(); ++i) {
+    TORCH_CHECK(call.params[i].dim() == 2, call.op, ": params[", i, "]: expected a matrix, received shape ",
+                call.params[i].sizes(), "; use adamw_ for parameters of other shapes");
+  }
+  for (const Share& s : optimizer::shares(call, {momentum})) {
+    Tensor x = s.empty();
+    s.run("ema_", x, s.grad, s.before,
+          {s.of_gradient(),
+           s.moment("exp_avg", momentum),
+           {{"beta", options.momentum}, {"nesterov", options.nesterov}}});
+    s.apply(orthogonal(std::move(x), options, options.scale(s.param)));
+  }
+}
+
+const optimizer::Registered<muon, muon> kRegistered("muon_");
+
+}  // namespace
+}  // namespace shoestring

@@ -1,0 +1,172 @@
+#include "quantization/base_weight.h"
+
+#include <ATen/Context.h>
+#include <ATen/Functions.h>
+
+#include "core/huge_pages.h"
+#include "gemm/gemm.h"
+
+namespace shoestring {
+
+using at::Tensor;
+
+namespace {
+
+// On the CPU a panel that is still in the last cache when its product reads it, and few enough of them: each
+// is two rounds of all threads, which waits where other programs run. On CUDA 64 MiB in the product's type:
+// products that fill the GPU, and equal panels, so that none is a rest. A multiple of 16 rows begins at a
+// whole word of codes.
+int64_t panel_rows(Backend backend, int64_t rows, int64_t columns, int64_t element_bytes) {
+  const bool cuda = backend == Backend::kCuda;
+  const int64_t panel_bytes = int64_t{cuda ? 64 : 4} << 20;
+  const int64_t row_bytes = std::max<int64_t>(columns, 1) * (cuda ? element_bytes : sizeof(float));
+  const int64_t fit = std::max<int64_t>(cuda ? 16 : 64, panel_bytes / row_bytes / 16 * 16);
+  if (!cuda) return std::max<int64_t>(1, std::min(rows, fit));
+  const int64_t panels = std::max<int64_t>(1, (rows + fit - 1) / fit);
+  return std::max<int64_t>(1, std::min(rows, ((rows + panels - 1) / panels + 15) / 16 * 16));
+}
+
+// out = beta * out + alpha * a b, or bias + alpha * a b where there is a bias. Any out keeps its strides.
+void multiply_into(const Tensor& out, const Products& products, const Tensor& bias, const Tensor& a,
+                   const Tensor& b, double beta, double alpha = 1) {
+  if (bias.defined()) {
+    gemm_bias(out, bias, a, b, alpha);
+  } else {
+    (products.backend == Backend::kCuda ? gemm : gemm_rounded)(out, a, b, beta, alpha);
+  }
+}
+
+}  // namespace
+
+bool multiplies_bf16() {
+  if (cpu::capability() != cpu::Capability::kAvx512) return false;
+#if defined(__x86_64__)
+  static const bool units = __builtin_cpu_supports("avx512bf16");
+#else
+  constexpr bool units = false;
+#endif
+  return units && at::globalContext().userEnabledMkldnn();
+}
+
+at::ScalarType product_type(const Tensor& x) {
+  return x.scalar_type() == at::kBFloat16 && multiplies_bf16() ? at::kBFloat16 : compute_type(x);
+}
+
+Products::Products(Backend backend, const Tensor& x)
+    : backend(backend), weight(backend == Backend::kCuda ? x.scalar_type() : product_type(x)),
+      other(backend == Backend::kCuda ? x.scalar_type() : compute_type(x)) {}
+
+Tensor multiply(const Products& products, const Tensor& a, const Tensor& b, at::ScalarType dtype,
+                double alpha) {
+  const auto type = dtype == a.scalar_type() ? dtype : compute_type(a);
+  Tensor out = at::empty({a.size(0), b.size(1)}, a.options().dtype(type));
+  multiply_into(out, products, Tensor(), a, b, 0, alpha);
+  return out.to(dtype);
+}
+
+BaseWeight BaseWeight::dense(const Tensor& weight, at::ScalarType product) {
+  BaseWeight base;
+  base.rows_ = weight.size(0);
+  base.columns_ = weight.size(1);
+  base.dense_ = weight;
+  const bool widen = weight.scalar_type() != product && !gemm_widens(product);
+  base.step_ = widen ? panel_rows(Backend::kCpu, base.rows_, base.columns_, sizeof(float))
+                     : std::max<int64_t>(base.rows_, 1);
+  if (widen) base.buffer_ = at::empty({base.step_, base.columns_}, weight.options().dtype(product));
+  return base;
+}
+
+BaseWeight BaseWeight::quantized(PackedReader reader, int64_t rows, int64_t columns,
+                                 at::TensorOptions product) {
+  BaseWeight base;
+  base.rows_ = rows;
+  base.columns_ = columns;
+  base.step_ = panel_rows(reader.backend(), rows, columns, static_cast<int64_t>(product.dtype().itemsize()));
+  base.reader_.emplace(std::move(reader));
+  const bool wide = product.dtype().toScalarType() == at::kDouble;
+  base.narrow_ = at::empty({base.step_, columns}, wide ? product.dtype(at::kFloat) : product);
+  if (wide) base.buffer_ = at::empty({base.step_, columns}, product);
+  return base;
+}
+
+Tensor BaseWeight::panel(int64_t begin, int64_t size) const {
+  Tensor part;
+  if (reader_.has_value()) {
+    part = narrow_.narrow(0, 0, size);
+    reader_->read(begin * columns_, part);
+  } else {
+    part = dense_.narrow(0, begin, size);
+  }
+  return buffer_.defined() ? buffer_.narrow(0, 0, size).copy_(part) : part;
+}
+
+Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Adaptation& adaptation,
+                    at::ScalarType dtype, const Products& products) {
+  const auto& [low, up, scaling, gain, bias] = adaptation;
+  const int64_t tokens = x.size(0);
+  const auto offset_and_scale = [](Tensor to, const Tensor& factor, const Tensor& offset) {
+    if (factor.defined() && offset.defined()) {
+      at::addcmul_out(to, offset, to, factor);
+    } else if (factor.defined()) {
+      to.mul_(factor);
+    }
+  };
+  if (const PackedReader* packed = products.other == at::kFloat ? weight.for_few(tokens) : nullptr) {
+    Tensor sum = packed->multiply(x.to(at::kFloat), weight.rows());
+    if (low.defined()) gemm(sum, low, up.t(), /*beta=*/1, scaling);
+    if (!gain.defined() && bias.defined()) sum.add_(bias);
+    offset_and_scale(sum, gain, bias);
+    return sum.to(dtype);
+  }
+  Tensor out = in_huge_pages(at::empty({tokens, weight.rows()}, x.options().dtype(dtype)));
+  // On a CPU with bf16 units the sum of both products is in fp32.
+  const bool separate = low.defined() && products.weight != products.other;
+  const auto type = separate ? products.other : products.weight;
+  Tensor room;  // of the first panel's result, which no other exceeds
+  weight.for_each_panel([&](int64_t begin, const Tensor& panel) {
+    const int64_t size = panel.size(0);
+    if (type != dtype && !room.defined()) room = at::empty({tokens * size}, x.options().dtype(type));
+    const auto part = [&](const Tensor& t) { return t.defined() ? t.narrow(0, begin, size) : t; };
+    Tensor columns = out.narrow(1, begin, size);
+    Tensor to = type == dtype ? columns : room.narrow(0, 0, tokens * size).view({tokens, size});
+    const Tensor offset = gain.defined() ? Tensor() : part(bias);
+    if (separate) {
+      gemm_rounded(to, x, panel.t());
+      if (offset.defined()) to.add_(offset);
+      gemm(to, low, part(up).t(), /*beta=*/1, scaling);
+    } else if (low.defined()) {  // first: where `to` has 16 bits, that rounds the smaller part, and then the
+                                 // sum once
+      multiply_into(to, products, offset, low, part(up).t(), 0, scaling);
+      multiply_into(to, products, Tensor(), x, panel.t(), 1);
+    } else {
+      multiply_into(to, products, offset.defined() ? offset.to(type) : offset, x, panel.t(), 0);
+    }
+    offset_and_scale(to, part(gain), part(bias));
+    if (!to.is_same(columns)) columns.copy_(to);
+  });
+  return out;
+}
+
+Tensor times_weight(const std::vector<GradAndWeight>& terms, int64_t tokens, int64_t columns,
+                    at::TensorOptions like, const Tensor& low, const Tensor& down, const Products& products) {
+  // On CUDA the sum over several panels is in fp32; one panel's product rounds its own fp32 sum.
+  const bool narrow = products.backend == Backend::kCuda && terms.size() == 1 && terms[0].weight.one_panel();
+  const auto wide = products.other == at::kDouble ? at::kDouble : at::kFloat;
+  Tensor out = at::empty({tokens, columns}, like.dtype(narrow ? products.other : wide));
+  bool first = true;
+  const auto add = [&](const Tensor& a, const Tensor& b) {
+    multiply_into(out, products, Tensor(), a, b, first ? 0 : 1);
+    first = false;
+  };
+  if (low.defined()) add(low, down);
+  for (const auto& [grad, gain, weight] : terms) {
+    weight.for_each_panel([&, &grad = grad, &gain = gain](int64_t begin, const Tensor& panel) {
+      Tensor part = grad.narrow(1, begin, panel.size(0));
+      if (gain.defined()) part = part.mul(gain.narrow(0, begin, panel.size(0)));
+      add(part.to(products.weight), panel);
+    });
+  }
+  return first ? out.zero_() : out;
+}
+
+}  // namespace shoestring

@@ -1,0 +1,96 @@
+#pragma once
+
+// The dynamic 8-bit map of block-wise optimizers (Dettmers et al., arXiv 2110.02861): per decade 10^e [0.1,
+// 1], e = -6..0, equally spaced means, twice as many in each decade as in the one below. Counting magnitudes
+// from the smallest, the position of the leading bit of the count is the decade, and the value is affine in
+// the count inside it: no table is needed. Values are those that bitsandbytes stores in its maps, but for the
+// last bits of an fp32.
+//
+//   signed:   code 127 + k is count k = -127..128; k = 2^b + j has 2^b means; 128 is 1.0, and there is no
+//   -1.0 unsigned: code u - 1 is count u = 1..256;      u = 2^b + j has 2^b means; 1 is zero, 256 is 1.0
+
+#include <cstdint>
+
+namespace shoestring::kernels {
+
+constexpr int64_t kStateBlock = 256;  // elements that share a scale
+
+struct DynamicMap {
+  // value(count) = offset[i] + count * slope[i], rounded once, with i the low three bits of the biased
+  // exponent of count + bias as an fp32. The eighth entry serves zero and 1.0 together.
+  float bias;
+  float offset[8], slope[8];
+
+  int lowest, highest;  // counts of zero and of 1.0
+  float value[257];     // by count
+  float middle[257];    // [count]: larger magnitudes round to count + 1 or above
+
+  // Encoding by segment, the decades in order after what rounds to zero: next[i] is the largest value in
+  // segment i, and a value x in it has the count lowest + floor(min(inverse_offset[i] + x * inverse_slope[i],
+  // limit[i]) / 65536), unless that is within kNear / 65536 of an integer, where only `middle` can tell.
+  // Exact for counts below `highest`.
+  float next[8], inverse_offset[8], inverse_slope[8], limit[8];
+};
+
+// Bound on the rounding error of the inverse, in 65536ths of a count; inverse_offset includes it.
+constexpr int kNear = 4;
+
+namespace detail {
+
+constexpr double power_of_ten(int e) {
+  double p = 1;
+  for (int i = 0; i < e; ++i) p *= 10;
+  return p;
+}
+
+constexpr DynamicMap make_dynamic_map(bool is_signed) {
+  DynamicMap map{};
+  const int first = is_signed ? 0 : 1;  // the leading bit of the lowest decade's counts
+  map.bias = is_signed ? 0.5f : 0.f;
+  map.lowest = is_signed ? 0 : 1;
+  map.highest = is_signed ? 128 : 256;
+  for (int b = first; b < first + 7; ++b) {
+    const double scale = 1 / power_of_ten(6 - (b - first)), bins = 1 << b;
+    const float slope = static_cast<float>(scale * 0.9 / bins);
+    map.slope[(127 + b) & 7] = slope;  // the offset takes in its rounding, for the decade's small end
+    map.offset[(127 + b) & 7] = static_cast<float>(scale * (0.1 + 0.45 / bins) - slope * bins);
+  }
+  const int ends = is_signed ? 6 : 7;
+  map.slope[ends] = static_cast<float>(is_signed ? 1 / 128. : 1 / 255.);
+  map.offset[ends] = is_signed ? 0.f : -map.slope[ends];
+
+  for (int k = map.lowest; k <= map.highest; ++k) {
+    int b = -1;
+    while ((k >> (b + 1)) > 0) ++b;
+    const int i = k == map.lowest ? ends : (127 + b) & 7;
+    map.value[k] =
+        static_cast<float>(static_cast<double>(map.offset[i]) + static_cast<double>(map.slope[i]) * k);
+  }
+  for (int k = map.lowest; k < map.highest; ++k) map.middle[k] = (map.value[k] + map.value[k + 1]) * 0.5f;
+
+  for (int i = 0; i < 8; ++i) {
+    const int b = first + i - 1;
+    if (i == 0) {  // a second moment never becomes zero by rounding: the smallest positive code instead
+      map.next[0] = is_signed ? map.middle[0] : 0.f;
+      map.inverse_offset[0] = is_signed ? 0.5f * 65536 : 1.5f * 65536;
+      map.limit[0] = map.inverse_offset[0];
+      continue;
+    }
+    const double scale = 1 / power_of_ten(7 - i), bins = 1 << b;
+    map.next[i] = i < 7 ? map.middle[(1 << (b + 1)) - 1] : 2.f;
+    map.inverse_slope[i] = static_cast<float>(65536 * bins / (0.9 * scale));
+    map.inverse_offset[i] = static_cast<float>(65536 * (bins * (1 - 0.1 / 0.9) - map.lowest) + kNear);
+    map.limit[i] = 65536.f * ((1 << (b + 1)) - 0.5f - map.lowest);
+  }
+  return map;
+}
+
+}  // namespace detail
+
+inline constexpr DynamicMap kSignedMap = detail::make_dynamic_map(true);
+inline constexpr DynamicMap kUnsignedMap = detail::make_dynamic_map(false);
+
+static_assert(kSignedMap.value[0] == 0 && kSignedMap.value[128] == 1);
+static_assert(kUnsignedMap.value[1] == 0 && kUnsignedMap.value[256] == 1);
+
+}  // namespace shoestring::kernels

@@ -1,0 +1,190 @@
+// Blocks stay in the first cache while they are fitted. Every capability adds in 16 lanes, in one register or
+// in four, so that all find the same codes; the file is compiled without fused multiply-adds for the same
+// reason.
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's own AVX-512 headers
+#endif
+
+#include "quantization/fit_int4.h"
+
+#include "core/vec_simd.h"
+#include "quantization/packed_simd.h"
+
+namespace shoestring::cpu::SHOESTRING_CAPABILITY {
+namespace {
+
+using kernels::Int4Fit;
+using kernels::kInt4Lanes;
+using kernels::kInt4Shift;
+
+constexpr int64_t kLargestBlock = 4096;
+constexpr int kBatch = 4;
+constexpr int kParts = kInt4Lanes / kLanes;
+typedef float F4 __attribute__((vector_size(16)));
+
+// 16 lanes of a sum.
+struct Lanes {
+  F32 part[kParts] = {};
+
+  SHOESTRING_METHOD float folded() const {
+    F4 quarter[4];
+    __builtin_memcpy(quarter, part, sizeof quarter);
+    const F4 four = (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
+    return (four[0] + four[2]) + (four[1] + four[3]);
+  }
+};
+
+// What a code is found with.
+struct Grid {
+  F32 scale, offset, inverse;
+  explicit SHOESTRING_METHOD Grid(const Int4Fit& fit)
+      : scale(splat(fit.scale)), offset(splat(fit.offset)), inverse(splat(fit.inverse())) {}
+  // A code, -8 to 7, is in the lowest bits of what this returns, which is itself the code after kInt4Shift is
+  // taken away.
+  SHOESTRING_METHOD F32 shifted(F32 away) const {
+    return min(max(away * inverse, splat(-8)), splat(7)) + kInt4Shift;
+  }
+};
+
+struct Sums {
+  Lanes error, codes, squares, pulls, products;
+
+  template <bool kWhole>
+  SHOESTRING_METHOD void add(const float* x, const Grid& grid, F32 limit, int64_t left) {
+#pragma GCC unroll 4
+    for (int k = 0; k < kParts; ++k) {
+      const F32 away = load(x + k * kLanes) - grid.offset;
+      F32 code = grid.shifted(away) - kInt4Shift;
+      F32 rest = away - code * grid.scale;
+      if (!kWhole) {
+        I32 lane;
+        for (int l = 0; l < kLanes; ++l) lane[l] = k * kLanes + l;
+        const I32 there = lane < static_cast<int32_t>(left);
+        code = there ? code : F32{};
+        rest = there ? rest : F32{};
+      }
+      const F32 pull = max(min(rest, limit), -limit);
+      error.part[k] += abs(rest);
+      codes.part[k] += code;
+      squares.part[k] += code * code;
+      pulls.part[k] += pull;
+      products.part[k] += code * pull;
+    }
+  }
+};
+
+// Where the fit of x (n, and copies of one element up to a multiple of 16) begins. Without a scale it stays
+// there.
+SHOESTRING_INLINE Int4Fit first_fit(const float* x, int64_t n) {
+  const int64_t padded = (n + kInt4Lanes - 1) / kInt4Lanes * kInt4Lanes;
+  const float top = largest_magnitude(x, padded);
+  if (top == 0) return {0, 0};
+  if (!(top < __builtin_inff())) return kernels::nan_int4();
+  F32 low = load(x), high = low;
+  for (int64_t i = kLanes; i < padded; i += kLanes) {
+    low = min(low, load(x + i));
+    high = max(high, load(x + i));
+  }
+  return kernels::first_int4(-horizontal_max(-low), horizontal_max(high));
+}
+
+// Of `count` blocks, n elements each: a step of one is a chain of dependent sums and divisions, and those of
+// several overlap.
+SHOESTRING_INLINE void fit_blocks(const float* x, int64_t n, int count, Int4Fit (&best)[kBatch]) {
+  Int4Fit fit[kBatch];
+  float smallest[kBatch], limit[kBatch], error[kBatch];
+  kernels::Int4Sums folded[kBatch];
+  for (int b = 0; b < count; ++b) {
+    best[b] = fit[b] = first_fit(x + b * n, n);
+    smallest[b] = __builtin_inff();
+    limit[b] = fit[b].scale * 0.5f;
+  }
+  for (int step = 0; step <= kernels::kInt4Steps; ++step) {
+    for (int b = 0; b < count; ++b) {
+      const Grid grid(fit[b]);
+      const F32 most = splat(limit[b]);
+      const float* block = x + b * n;
+      Sums sums;
+      int64_t i = 0;
+      for (; i + kInt4Lanes <= n; i += kInt4Lanes) sums.add<true>(block + i, grid, most, 0);
+      if (i < n) sums.add<false>(block + i, grid, most, n - i);
+      error[b] = sums.error.folded();
+      folded[b] = {sums.codes.folded(), sums.squares.folded(), sums.pulls.folded(), sums.products.folded()};
+    }
+    for (int b = 0; b < count; ++b) {
+      if (error[b] < smallest[b]) {
+        smallest[b] = error[b];
+        best[b] = fit[b];
+      }
+      fit[b] = kernels::next_int4(fit[b], folded[b], n);
+      limit[b] *= kernels::kInt4Decay;
+    }
+  }
+}
+
+// The codes of x (n, and copies up to a multiple of 32) to (n + 1) / 2 bytes.
+SHOESTRING_INLINE void encode(const float* x, int64_t n, const Int4Fit& fit, uint8_t* packed) {
+  const Grid grid(fit);
+  for (int64_t i = 0; i < n; i += 32) {
+    const auto code = [&](int k) __attribute__((always_inline)) {
+      const F32 away = load(x + i + k) - grid.offset;
+      return ((I32)as_bits(grid.shifted(away)) + 8) & 15;
+    };
+    uint8_t bytes[16];
+    pack32(code, bytes);
+    const int64_t left = (n - i + 1) / 2;
+    __builtin_memcpy(packed + i / 2, bytes, left < 16 ? left : 16);
+  }
+  if (n % 2 != 0) packed[n / 2] &= 0xf0;
+}
+
+template <class T, class Widen>
+SHOESTRING_INLINE void quantize(const T* x, int64_t count, int64_t block_size, uint8_t* packed,
+                                kernels::Int4Scale* scales, Widen to_float) {
+  alignas(64) float buffer[kLargestBlock];
+  const int64_t most = kLargestBlock / block_size;
+  for (int64_t left = count; left > 0;) {
+    const int64_t n = left < block_size ? left : block_size;  // the last block may be short
+    int64_t batch = left / n < most ? left / n : most;
+    if (batch > kBatch) batch = kBatch;
+    const float* blocks = buffer;
+    if constexpr (sizeof(T) == sizeof(float)) {
+      if (n == block_size) blocks = x;
+    }
+    if (blocks == buffer) {
+      to_float(x, batch * n, buffer);
+      for (int64_t i = n; n < block_size && i % 32 != 0; ++i) buffer[i] = buffer[0];
+    }
+    Int4Fit best[kBatch];
+    fit_blocks(blocks, n, static_cast<int>(batch), best);
+    for (int64_t b = 0; b < batch; ++b) {
+      scales[b] = best[b].packed();
+      encode(blocks + b * n, n, best[b], packed + b * n / 2);
+    }
+    scales += batch;
+    packed += batch * n / 2;
+    x += batch * n;
+    left -= batch * n;
+  }
+}
+
+void quantize_float(const float* x, int64_t count, int64_t block_size, uint8_t* packed,
+                    kernels::Int4Scale* scales) {
+  quantize(x, count, block_size, packed, scales, [](auto... a) { widen(a...); });
+}
+void quantize_bf16(const uint16_t* x, int64_t count, int64_t block_size, uint8_t* packed,
+                   kernels::Int4Scale* scales) {
+  quantize(x, count, block_size, packed, scales, [](auto... a) { widen16<convert_bf16>(a...); });
+}
+void quantize_fp16(const uint16_t* x, int64_t count, int64_t block_size, uint8_t* packed,
+                   kernels::Int4Scale* scales) {
+  quantize(x, count, block_size, packed, scales, [](auto... a) { widen16<convert_fp16>(a...); });
+}
+
+}  // namespace
+
+extern const kernels::QuantizeInt4Table quantize_int4;
+const kernels::QuantizeInt4Table quantize_int4{quantize_float, quantize_bf16, quantize_fp16};
+
+}  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cstdint>
+
+#include "core/capability.h"
+#include "quantization/quantize_4bit_table.h"
+#include "quantization/quantize_int8_table.h"
+
+namespace shoestring::kernels {
+
+/// Tokens that a call takes at most.
+constexpr int64_t kMatvecTokens = 4;
+
+/// y[t * stride + row] = x[t] . w[row] for rows [first, last) of a weight (rows, columns) that is not written
+/// out anywhere.
+struct QuantizedMatvecTable {
+  // columns is a multiple of the block size. x: of each token first the even elements, then the odd ones.
+  void (*multiply_4bit)(const Packed&, int64_t first, int64_t last, int64_t columns, const float* x,
+                        int64_t tokens, float* y, int64_t stride);
+  void (*multiply_int8)(const PackedInt8&, int64_t first, int64_t last, int64_t columns, const float* x,
+                        int64_t tokens, float* y, int64_t stride);
+};
+
+}  // namespace shoestring::kernels
+
+SHOESTRING_CPU_TABLE(kernels::QuantizedMatvecTable, quantized_matvec)

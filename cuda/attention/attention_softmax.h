@@ -1,0 +1,68 @@
+#pragma once
+
+#include "cuda/core/math.h"
+#include "cuda/core/warp.h"
+
+namespace shoestring::cuda {
+
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+/// Of two rows, which four lanes share: the maximum in powers of 2, and the sum, of which each lane has a
+/// part.
+struct Softmax {
+  float top[2], sum[2];
+
+  __device__ explicit Softmax(float sink) {  // -inf: none
+    top[0] = top[1] = sink * kLog2e;
+    sum[0] = sum[1] = lane() % 4 == 0 && sink != -INFINITY ? 1.f : 0.f;
+  }
+
+  /// From scores to probabilities times 2^top. shrink: what is multiplied with what was summed before, for
+  /// the new top.
+  template <int kTiles>
+  __device__ void update(float (&s)[kTiles][4], float factor, float (&shrink)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float high = -INFINITY;
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) high = fmaxf(high, fmaxf(s[j][2 * r], s[j][2 * r + 1]));
+      high = fmaxf(high, __shfl_xor_sync(kAllLanes, high, 1));
+      high = fmaxf(high, __shfl_xor_sync(kAllLanes, high, 2));
+      const float next = fmaxf(top[r], high * factor), base = next == -INFINITY ? 0.f : next;
+      shrink[r] = fast_exp2(top[r] - base);
+      top[r] = next;
+      sum[r] *= shrink[r];
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        s[j][2 * r] =
+            fast_exp2(__fmul_rn(s[j][2 * r], factor) - base);  // 1 for the highest, however high: not fused
+        s[j][2 * r + 1] = fast_exp2(__fmul_rn(s[j][2 * r + 1], factor) - base);
+        sum[r] += s[j][2 * r] + s[j][2 * r + 1];
+      }
+    }
+  }
+
+  /// by: what makes the rows of sums of values their mean, 0 where there are none. lse: -inf there.
+  __device__ void finish(float (&by)[2], float (&lse)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float all = sum[r];
+      all += __shfl_xor_sync(kAllLanes, all, 1);
+      all += __shfl_xor_sync(kAllLanes, all, 2);
+      by[r] = all == 0 ? 0.f : fast_reciprocal(all);
+      lse[r] = all == 0 ? -INFINITY : top[r] * kLn2 + logf(all);
+    }
+  }
+};
+
+/// The two rows of tiles, times `by`.
+template <int kTiles>
+__device__ void scale_rows(float (&out)[kTiles][4], const float (&by)[2]) {
+#pragma unroll
+  for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out[j][i] *= by[i / 2];
+  }
+}
+
+}  // namespace shoestring::cuda

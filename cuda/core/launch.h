@@ -1,0 +1,41 @@
+#pragma once
+
+#include <cstdint>
+
+#include <cuda_runtime.h>
+
+namespace shoestring::cuda {
+
+/// Starts a kernel; returns the error's text, or null. The one place from which kernels are started.
+/// shared_bytes: what dynamic_shared() gives out; above 48 KiB the kernel is told first.
+template <class... Parameters, class... Arguments>
+const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes, void* stream,
+                   Arguments... arguments) {
+  if (blocks == 0) return nullptr;
+  if (blocks > INT32_MAX) return "more than 2^31 - 1 blocks";
+#if defined(__CUDACC__)
+  cudaError_t error = cudaSuccess;
+  if (shared_bytes > 48 << 10) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error != cudaSuccess) return cudaGetErrorString(error);
+  }
+  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(
+      arguments...);
+  error = cudaGetLastError();
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+#else
+  return simt::run(blocks, threads, shared_bytes, [&]() SIMT_UNCHECKED { kernel(arguments...); });
+#endif
+}
+
+/// The launch's dynamic shared memory, aligned to 16 bytes.
+__device__ inline unsigned char* dynamic_shared() {
+#if defined(__CUDACC__)
+  extern __shared__ __align__(16) unsigned char shoestring_dynamic_shared[];
+  return shoestring_dynamic_shared;
+#else
+  return simt::dynamic_shared();
+#endif
+}
+
+}  // namespace shoestring::cuda

@@ -1,0 +1,168 @@
+#pragma once
+
+// Instructions that CUDA C++ has no name for; the only file with inline PTX. The emulator's twins have the
+// same names. All but the barriers and ldmatrix need sm_80. Kernels that use the others compile for sm_75 and
+// trap there: the host code of such an operator refuses the GPU first.
+//
+// Fragments of a warp's matrices, by lane, with g = lane / 4 and t = lane % 4; each row of a table is a
+// register:
+//   16 bit, A (16, 16)                 B (16, 8)                    TF32, A (16, 8)    B (8, 8)
+//   a[0]  row g      k 2t, 2t + 1      b[0]  k 2t, 2t + 1  col g    row g      k t     k t      col g
+//   a[1]  row g + 8  k 2t, 2t + 1      b[1]  k 2t + 8, +9  col g    row g + 8  k t     k t + 4  col g
+//   a[2]  row g      k 2t + 8, +9                                   row g      k t + 4
+//   a[3]  row g + 8  k 2t + 8, +9      the lower k in the low half  row g + 8  k t + 4
+//   C (16, 8), always:  c[0], c[1]  row g, col 2t, 2t + 1;  c[2], c[3]  row g + 8, the same columns
+
+#include <cstdint>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#if !defined(__CUDACC__)
+#include "ptx_emulation.h"
+#else
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#define SHOESTRING_SM80(...) __trap()
+#else
+#define SHOESTRING_SM80(...) asm volatile(__VA_ARGS__)
+#endif
+
+namespace shoestring::cuda {
+
+__device__ inline unsigned shared_address(const void* p) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
+
+// ---- asynchronous copies
+// -------------------------------------------------------------------------------------------
+
+/// Starts a copy of 4, 8 or 16 bytes to shared memory; both addresses are multiples of that. Only the first
+/// `from_bytes` are read, the rest becomes zero. 16 bytes go past the L1 cache.
+template <int bytes>
+__device__ void cp_async(void* shared, const void* global, int from_bytes = bytes) {
+  static_assert(bytes == 4 || bytes == 8 || bytes == 16, "cp.async copies 4, 8 or 16 bytes");
+  if constexpr (bytes == 16) {
+    SHOESTRING_SM80("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+                    "l"(__cvta_generic_to_global(global)), "r"(from_bytes) : "memory");
+  } else {
+    SHOESTRING_SM80("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)),
+                    "l"(__cvta_generic_to_global(global)), "n"(bytes), "r"(from_bytes) : "memory");
+  }
+}
+
+/// Closes the group of the copies that this thread has started since the last one; it may be empty.
+__device__ inline void cp_async_commit() { SHOESTRING_SM80("cp.async.commit_group;" :: : "memory"); }
+
+/// Waits until at most `pending` of this thread's last groups are under way. The other threads' copies have
+/// arrived only after a barrier behind everybody's wait.
+template <int pending>
+__device__ void cp_async_wait() {
+  SHOESTRING_SM80("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+// ---- named barriers
+// ------------------------------------------------------------------------------------------------
+
+/// Waits until `threads` (a multiple of 32, those that only arrive included) are at barrier `id`, 1 to 15: 0
+/// is that of
+/// __syncthreads. Whole warps.
+__device__ inline void barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/// The same without waiting: what this thread did before is seen by those that wait.
+__device__ inline void barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- matrices: all 32 lanes, in one place of the code
+// ------------------------------------------------------------
+
+/// Loads `count` = 1, 2 or 4 matrices of 8 by 8 16-bit values from shared memory. Lane 8 i + r gives the
+/// address of row r of matrix i, 16 bytes; the other lanes' addresses are ignored. A lane gets row g, columns
+/// 2t and 2t + 1 of each.
+template <int count>
+__device__ void ldmatrix(uint32_t (&out)[count], const void* row) {
+  static_assert(count == 1 || count == 2 || count == 4, "ldmatrix loads 1, 2 or 4 matrices");
+  const unsigned from = shared_address(row);
+  if constexpr (count == 1) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];"
+                 : "=r"(out[0])
+                 : "r"(from)
+                 : "memory");
+  } else if constexpr (count == 2) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(out[0]), "=r"(out[1])
+                 : "r"(from)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(from)
+                 : "memory");
+  }
+}
+
+/// As ldmatrix, transposed: a lane gets rows 2t and 2t + 1, column g.
+template <int count>
+__device__ void ldmatrix_trans(uint32_t (&out)[count], const void* row) {
+  static_assert(count == 1 || count == 2 || count == 4, "ldmatrix loads 1, 2 or 4 matrices");
+  const unsigned from = shared_address(row);
+  if constexpr (count == 1) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];"
+                 : "=r"(out[0])
+                 : "r"(from)
+                 : "memory");
+  } else if constexpr (count == 2) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(out[0]), "=r"(out[1])
+                 : "r"(from)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(from)
+                 : "memory");
+  }
+}
+
+/// c += a b, fp32 accumulators; T is __nv_bfloat16 or __half.
+template <class T>
+__device__ void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
+
+#define SHOESTRING_MMA(TYPES)                                                                      \
+  SHOESTRING_SM80("mma.sync.aligned." TYPES                                                        \
+                  " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" : "+f"(c[0]), \
+                  "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), \
+                  "r"(b[0]), "r"(b[1]))
+
+template <>
+__device__ inline void mma_16x8x16<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4],
+                                                  const uint32_t (&b)[2]) {
+  SHOESTRING_MMA("m16n8k16.row.col.f32.bf16.bf16.f32");
+}
+template <>
+__device__ inline void mma_16x8x16<__half>(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  SHOESTRING_MMA("m16n8k16.row.col.f32.f16.f16.f32");
+}
+
+/// c += a b in TF32. Of each operand 10 bits of the mantissa count; to_tf32 rounds to them, without it they
+/// are cut off.
+__device__ inline void mma_16x8x8_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  SHOESTRING_MMA("m16n8k8.row.col.f32.tf32.tf32.f32");
+}
+#undef SHOESTRING_MMA
+
+/// To the nearest, ties away from zero.
+__device__ inline uint32_t to_tf32(float x) {
+  uint32_t bits = 0;
+  SHOESTRING_SM80("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+  return bits;
+}
+
+}  // namespace shoestring::cuda
+
+#undef SHOESTRING_SM80
+#endif

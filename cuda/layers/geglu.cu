@@ -1,0 +1,37 @@
+// gelu(gate) * up: gated.h, with x times the normal distribution's function, or what is close to it. Both are
+// made without cancellation, so that far below zero the result is small and not nothing.
+
+#include "cuda/layers/gated.h"
+
+namespace shoestring::cuda {
+namespace {
+
+// (1 + tanh(u)) / 2 is the logistic function of 2 u.
+struct GeluTanh {
+  static constexpr float kTwice = 1.5957691216f, kCube = 0.044715f;  // 2 sqrt(2 / pi)
+  float x;
+  Logistic s;
+  explicit __device__ GeluTanh(float x) : x(x), s(kTwice * (x + kCube * x * x * x)) {}
+  __device__ float of() const { return x * s.of; }
+  __device__ float slope() const {
+    // Where x is so large that its square is infinite, the rest is zero.
+    const float rest = s.of * s.of_negative;
+    return s.of + (rest > 0 ? x * rest * (kTwice * (1 + 3 * kCube * x * x)) : 0);
+  }
+};
+
+struct GeluErf {
+  float x, below;  // the share of the distribution below x
+  explicit __device__ GeluErf(float x) : x(x), below(0.5f * erfcf(-0.7071067812f * x)) {}
+  __device__ float of() const { return x * below; }
+  __device__ float slope() const {
+    const float density = 0.3989422804f * expf(-0.5f * x * x);
+    return below + (density > 0 ? x * density : 0);
+  }
+};
+
+const kernels::GatedCuda kTanh = gated_table<GeluTanh>(), kErf = gated_table<GeluErf>();
+const bool kProvided = (provide("geglu_tanh", &kTanh), provide("geglu_erf", &kErf), true);
+
+}  // namespace
+}  // namespace shoestring::cuda

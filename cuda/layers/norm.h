@@ -1,0 +1,72 @@
+#pragma once
+
+// The threads that have a row, and what they have of it.
+
+#include "cuda/core/convert.h"
+#include "cuda/core/vector.h"
+#include "cuda/core/warp.h"
+
+namespace shoestring::cuda {
+namespace {
+
+constexpr int kEach = 16;       // elements of a row that a thread holds
+constexpr int kWarps = 4;       // of a block whose warps have a row each
+constexpr int kMostWarps = 16;  // of a block that has a row: 128 registers a thread
+constexpr int kThreads = 256;   // of a block whose row is longer, and read again
+
+// Who has a row: a warp, a block, or a block that does not hold it.
+enum class Group { kWarp, kBlock, kLong };
+
+// x and y of all threads of the group; every thread has the sums. `slots` is this call's alone until two
+// calls later.
+template <Group kGroup>
+__device__ float2 group_sum(float2 x, float2* slots) {
+  const auto add = [](float a, float b) { return a + b; };
+  x = {warp_reduce(x.x, add), warp_reduce(x.y, add)};
+  if (kGroup == Group::kWarp) return x;
+  if (lane() == 0) slots[warp()] = x;
+  __syncthreads();
+  float2 total = {0, 0};
+  for (int i = 0; i < static_cast<int>(blockDim.x) / kWarp; ++i)
+    total = {total.x + slots[i].x, total.y + slots[i].y};
+  return total;
+}
+
+template <Group kGroup>
+struct Member {
+  static constexpr bool kHeld = kGroup != Group::kLong;
+  __device__ static int index() { return kGroup == Group::kWarp ? lane() : static_cast<int>(threadIdx.x); }
+  __device__ static int size() { return kGroup == Group::kWarp ? kWarp : static_cast<int>(blockDim.x); }
+  __device__ static int64_t group() {
+    return kGroup == Group::kWarp ? int64_t{blockIdx.x} * kWarps + warp() : int64_t{blockIdx.x};
+  }
+
+  // body(j, i) for each vector of N elements that this thread has, j its place in registers and i its first
+  // element.
+  template <int N, class Body>
+  __device__ static void sweep(int64_t features, Body body) {
+    if constexpr (kHeld) {
+#pragma unroll
+      for (int j = 0; j < kEach / N; ++j) {
+        const int64_t i = (int64_t{j} * size() + index()) * N;
+        if (i < features) body(j, i);
+      }
+    } else {
+      for (int64_t i = int64_t{index()} * N; i < features; i += int64_t{size()} * N) body(0, i);
+    }
+  }
+};
+
+// Of weight or bias, which are of type T or fp32.
+template <int N, class T>
+__device__ Vector<float, N> parameters(const void* from, bool wide, int64_t i) {
+  if (wide) return load<N>(static_cast<const float*>(from) + i);
+  const auto raw = load<N>(static_cast<const T*>(from) + i);
+  Vector<float, N> values;
+#pragma unroll
+  for (int k = 0; k < N; ++k) values[k] = to_float(raw[k]);
+  return values;
+}
+
+}  // namespace
+}  // namespace shoestring::cuda

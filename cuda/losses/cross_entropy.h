@@ -1,0 +1,132 @@
+#pragma once
+
+// The cross-entropies of rows of logits and their gradient (losses/cross_entropy_table.h), in one kernel.
+
+#include "cuda/core/check.h"
+#include "cuda/core/launch.h"
+#include "cuda/losses/cross_entropy_row.h"
+#include "losses/cross_entropy_table.h"
+
+namespace shoestring::cuda {
+namespace {
+
+// As many as have the registers that they need: with kAll and ragged rows 90 and more.
+template <class In, bool kAll, bool kRagged>
+constexpr int kMaxThreads = sizeof(In) == 8   ? 256
+                            : kAll && kRagged ? 512
+                                              : 1024;
+
+// One block per row. kAll: class weights, entropy, argmax or a gradient by the entropy or live classes are
+// wanted.
+// Budget: 104 registers, 640 bytes shared, no spills.
+template <class In, class Out, bool kAll, bool kRagged>
+__global__ void __launch_bounds__(kMaxThreads<In, kAll, kRagged>, 1)
+    cross_entropy(kernels::CrossEntropyRows p) {
+  using T = Compute<In>;
+  __shared__ Summary<T> warps[kMaxThreads<In, kAll, kRagged> / kWarp];
+  const int64_t r = blockIdx.x;
+  const auto offset = [&](const kernels::CrossEntropyLayout& at) {
+    if (!kRagged) return r * at.inner_stride;
+    const unsigned inner = static_cast<unsigned>(at.inner);  // of 64 bits a division is a call
+    return blockIdx.x / inner * at.outer_stride + blockIdx.x % inner * at.inner_stride;
+  };
+  const auto beyond = [](const void* at) {  // elements past a multiple of 16 bytes
+    return kRagged ? static_cast<int>(reinterpret_cast<uintptr_t>(at) % 16 / sizeof(In)) : 0;
+  };
+  const In* logits = static_cast<const In*>(p.logits) + offset(p.logits_at);
+  const int lead = beyond(logits);
+  const Row<In, kRagged> row{logits - lead,
+                             static_cast<const T*>(p.bias),
+                             kAll ? static_cast<const T*>(p.class_weights) : nullptr,
+                             static_cast<T>(p.softcap),
+                             static_cast<T>(p.logit_scale),
+                             lead,
+                             static_cast<int>(p.vocab)};
+  const bool wanted = p.gradient != nullptr;
+  const auto place = [&] {  // not made before it is needed, for the registers' sake
+    Out* gradient = static_cast<Out*>(p.gradient) + offset(p.gradient_at);
+    return Place<Out, Row<In, kRagged>, kRagged>{gradient - lead, beyond(gradient) == lead};
+  };
+  const auto write = [&](T loss, T lse, T entropy, int64_t argmax) {
+    static_cast<T*>(p.loss)[r] = loss;
+    static_cast<T*>(p.lse)[r] = lse;
+    if (kAll && p.entropy != nullptr) static_cast<T*>(p.entropy)[r] = entropy;
+    if (kAll && p.argmax != nullptr) p.argmax[r] = argmax;
+  };
+
+  const int64_t target = p.target[r];
+  if (target == p.ignore_index) {
+    if (threadIdx.x == 0) write(0, 0, 0, -1);
+    Vector<Out, kVector<In>> zero;
+    for (int i = 0; i < kVector<In>; ++i) zero[i] = narrow<Out>(T{0});
+    if (!wanted) return;
+    const auto to = place();
+    for (int v = threadIdx.x; v < row.vectors(); v += blockDim.x) to.put(row, v, zero);
+    return;
+  }
+  if (threadIdx.x == 0 && (target < 0 || target >= p.vocab)) {
+    if (kRagged)
+      fail("cross_entropy: target: expected classes in [0, vocab) or ignore_index, received another");
+    fail("linear_cross_entropy: target: expected classes in [0, vocab) or ignore_index, received another");
+  }
+  const T at_target = threadIdx.x == 0 ? row.capped(static_cast<int>(target)) : 0;
+  const T smooth = static_cast<T>(p.label_smoothing);
+  Summary<T> all = warp_merge<kAll>(summarise<kAll>(row, smooth != 0));
+  if (lane() == 0) warps[warp()] = all;
+  __syncthreads();
+  all = warp_merge<kAll>(lane() < static_cast<int>(blockDim.x) / kWarp ? warps[lane()] : Summary<T>{});
+
+  const bool weighted = row.class_weights != nullptr;
+  const T total_weight = weighted ? *static_cast<const T*>(p.total_weight) : static_cast<T>(p.vocab);
+  const T sure = weighted ? row.class_weights[target] * (1 - smooth) : 1 - smooth;
+  const T share = static_cast<T>(p.label_smoothing / p.vocab), z_loss = static_cast<T>(p.z_loss);
+  const T log_sum = logarithm(all.sum), lse = all.max + log_sum, inverse = 1 / all.sum;
+  const T mean = kAll ? all.moment * inverse : 0;  // of z - max
+  if (threadIdx.x == 0) {
+    // Differences to the maximum first: a confident row's loss is small beside its logits.
+    T loss = sure * (log_sum + (all.max - at_target));
+    if (smooth != 0) loss += share * (total_weight * log_sum + (total_weight * all.max - all.total));
+    if (z_loss != 0) loss += z_loss * lse * lse;
+    write(loss, lse, log_sum - mean, all.at == INT_MAX ? 0 : all.at);
+  }
+  if (!wanted) return;
+  const auto upstream = [&](const void* factors, int64_t stride) {
+    return factors == nullptr ? 0 : static_cast<const T*>(factors)[r * stride] * static_cast<T>(p.factor);
+  };
+  const T u = upstream(p.grad_loss, p.grad_loss_stride), v = upstream(p.grad_lse, p.grad_lse_stride);
+  const T h = kAll ? upstream(p.grad_entropy, p.grad_entropy_stride) : 0;
+  T multiply = u * (sure + share * total_weight) + v;
+  if (z_loss != 0) multiply += u * 2 * z_loss * lse;
+  if (kAll && h != 0) multiply += h * mean;  // lse - entropy - z = mean - (z - max)
+  const T size = magnitude(u) + magnitude(v) + magnitude(h);
+  const Gradient<T> g{all.max,
+                      multiply * inverse,
+                      h * inverse,
+                      u * share,
+                      u * sure,
+                      static_cast<int>(target),
+                      static_cast<T>(p.filter_eps) * size,
+                      !kRagged && size != 0 ? p.live : nullptr};
+  write_gradient<kAll>(row, g, place());
+}
+
+inline bool wants_all(const kernels::CrossEntropyRows& rows) {
+  return rows.class_weights != nullptr || rows.entropy != nullptr || rows.argmax != nullptr ||
+         rows.grad_entropy != nullptr || rows.live != nullptr;
+}
+
+template <class In, class Out, bool kRagged>
+const char* run(const kernels::CrossEntropyRows& rows, void* stream) {
+  auto* kernel = cross_entropy<In, Out, true, kRagged>;
+  int most = kMaxThreads<In, true, kRagged>;
+  if constexpr (sizeof(In) != 8) {
+    if (!wants_all(rows)) {
+      kernel = cross_entropy<In, Out, false, kRagged>;
+      most = kMaxThreads<In, false, kRagged>;
+    }
+  }
+  return launch(kernel, rows.tokens, threads_for(rows.vocab, most), 0, stream, rows);
+}
+
+}  // namespace
+}  // namespace shoestring::cuda

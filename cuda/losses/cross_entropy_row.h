@@ -1,0 +1,283 @@
+#pragma once
+
+// A row of logits, summarised and turned into its gradient by a block of threads.
+
+#include <climits>
+#include <cmath>
+#include <type_traits>
+
+#include "cuda/core/convert.h"
+#include "cuda/core/vector.h"
+#include "cuda/core/warp.h"
+#include "cuda/losses/logits.h"
+
+namespace shoestring::cuda {
+namespace {
+
+template <class In>
+constexpr int kVector = sizeof(In) == 2 ? 8 : 4;  // logits that move together
+// What logits of a type are computed in.
+template <class In>
+using Compute = std::conditional_t<sizeof(In) == 8, double, float>;
+__device__ inline double widened(double x) { return x; }
+template <class In>
+__device__ float widened(In x) {
+  return to_float(x);
+}
+
+__device__ inline float magnitude(float x) { return fabsf(x); }
+__device__ inline double magnitude(double x) { return fabs(x); }
+__device__ inline float tangent(float x) { return tanhf(x); }
+__device__ inline double tangent(double x) { return tanh(x); }
+
+// Of some of a row's logits. A NaN is in the sum, never in the maximum. Without kAll, moment and at are not
+// used.
+template <class T>
+struct Summary {
+  T max = low<T>();
+  T sum = 0;     // of e = exp(z - max)
+  T total = 0;   // of class weight * z, where labels are smoothed
+  T moment = 0;  // of e (z - max)
+  std::conditional_t<sizeof(T) == 4, int, int64_t> at =
+      INT_MAX;  // the first of the largest, if that is not -inf
+};
+
+// The same bits whichever comes first: one of the two is multiplied by exactly 1.
+template <bool kAll, class T>
+__device__ Summary<T> merge(const Summary<T>& a, const Summary<T>& b) {
+  const bool first = a.max > b.max;
+  const T max = first ? a.max : b.max, less = first ? b.max : a.max, sum = first ? b.sum : a.sum;
+  const T scale = less > low<T>() ? exponential(less - max) : 0;
+  Summary<T> result{max, (first ? a.sum : b.sum) + sum * scale, a.total + b.total};
+  if constexpr (kAll) {
+    // Where scale is zero, less - max may be -inf.
+    const T moved = scale != 0 ? ((first ? b.moment : a.moment) + sum * (less - max)) * scale : 0;
+    result.moment = (first ? a.moment : b.moment) + moved;
+    result.at = a.max == b.max ? (a.at < b.at ? a.at : b.at) : first ? a.at : b.at;
+  }
+  return result;
+}
+
+template <bool kAll, class T>
+__device__ Summary<T> warp_merge(Summary<T> x) {
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    Summary<T> other{__shfl_xor_sync(kAllLanes, x.max, offset), __shfl_xor_sync(kAllLanes, x.sum, offset),
+                     __shfl_xor_sync(kAllLanes, x.total, offset)};
+    if constexpr (kAll) {
+      other.moment = __shfl_xor_sync(kAllLanes, x.moment, offset);
+      other.at = __shfl_xor_sync(kAllLanes, x.at, offset);
+    }
+    x = merge<kAll>(x, other);
+  }
+  return x;
+}
+
+// A row of raw logits. kRagged: it may begin anywhere, and what is around it is others': `logits` then is
+// `lead` elements before it, at a multiple of 16 bytes. Else it begins there, and has room for whole vectors.
+template <class In, bool kRagged>
+struct Row {
+  using T = Compute<In>;
+  using Raw = Vector<In, kVector<In>>;
+  using Final = Vector<T, kVector<In>>;
+  static constexpr int kSize = kVector<In>;
+
+  const In* logits;
+  const T* bias;           // or null; never if ragged
+  const T* class_weights;  // or null
+  T softcap, scale;        // the latter is 1, unless ragged
+  int lead, vocab;
+
+  __device__ int before() const { return kRagged ? lead : 0; }
+  __device__ int vectors() const { return (before() + vocab + kSize - 1) / kSize; }
+  __device__ int index(int v, int i) const { return v * kSize + i - before(); }
+  __device__ bool has(int i) const { return (!kRagged || i >= 0) && i < vocab; }
+  __device__ bool whole(int v) const { return (!kRagged || index(v, 0) >= 0) && index(v, kSize) <= vocab; }
+
+  __device__ T capped(int i) const {
+    T z = widened(logits[i + before()]);
+    if (kRagged) z *= scale;
+    if (!kRagged && bias != nullptr) z += bias[i];
+    return softcap != 0 ? softcap * tangent(z / softcap) : z;
+  }
+
+  __device__ Raw raw(int v) const {
+    if constexpr (kRagged) {
+      if (!whole(v)) {
+        Raw z;
+        for (int i = 0; i < kSize; ++i) z[i] = has(index(v, i)) ? logits[v * kSize + i] : narrow<In>(T{0});
+        return z;
+      }
+    }
+    return load<kSize>(logits + v * kSize);
+  }
+
+  // A vector of raw logits made final; -inf where it is not of the row.
+  __device__ Final finish(const Raw& raw, int v) const {
+    Final z;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) z[i] = kRagged ? widened(raw[i]) * scale : widened(raw[i]);
+    if (!kRagged && bias != nullptr) {
+      const auto b = load<kSize>(bias + v * kSize);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) z[i] += b[i];
+    }
+    if (softcap != 0) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) z[i] = softcap * tangent(z[i] / softcap);
+    }
+    if (!whole(v)) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) z[i] = has(index(v, i)) ? z[i] : low<T>();
+    }
+    return z;
+  }
+
+  __device__ Final weights(int v) const {
+    Final w;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) w[i] = 1;
+    if (class_weights == nullptr) return w;
+    if constexpr (kRagged) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) w[i] = has(index(v, i)) ? class_weights[index(v, i)] : 0;
+      return w;
+    } else {
+      return load<kSize>(class_weights + v * kSize);
+    }
+  }
+};
+
+// Where a row's gradient goes; if ragged, as the logits: `to` is `lead` elements before it.
+template <class Out, class Row, bool kRagged>
+struct Place {
+  Out* to;
+  bool aligned;
+
+  __device__ void put(const Row& row, int v, const Vector<Out, Row::kSize>& x) const {
+    if constexpr (kRagged) {
+      if (!aligned || !row.whole(v)) {
+        for (int i = 0; i < Row::kSize; ++i) {
+          if (row.has(row.index(v, i))) to[v * Row::kSize + i] = x[i];
+        }
+        return;
+      }
+    }
+    store(to + v * Row::kSize, x);
+  }
+};
+
+// A tile is what a block has in registers at a time: 16 logits a thread, loaded together (fp64: 4).
+template <class In>
+constexpr int kUnroll = sizeof(In) == 8 ? 1 : 16 / kVector<In>;
+
+template <bool kAll, class In, bool kRagged>
+__device__ Summary<Compute<In>> summarise(const Row<In, kRagged>& row, bool want_total) {
+  using T = Compute<In>;
+  const int vectors = row.vectors();
+  Summary<T> part;
+  for (int first = threadIdx.x; first < vectors; first += blockDim.x * kUnroll<In>) {
+    typename Row<In, kRagged>::Raw raw[kUnroll<In>];
+    typename Row<In, kRagged>::Final z[kUnroll<In>];
+#pragma unroll
+    for (int j = 0; j < kUnroll<In>; ++j) {
+      const int v = first + j * blockDim.x;
+      if (v < vectors) raw[j] = row.raw(v);
+    }
+    T max = part.max;
+#pragma unroll
+    for (int j = 0; j < kUnroll<In>; ++j) {
+      const int v = first + j * blockDim.x;
+      if (v < vectors) {
+        z[j] = row.finish(raw[j], v);
+        if (want_total) {
+          const auto w = row.weights(v);
+#pragma unroll
+          for (int i = 0; i < kVector<In>; ++i) {
+            if (row.has(row.index(v, i))) part.total += w[i] * z[j][i];
+          }
+        }
+      } else {
+        for (int i = 0; i < kVector<In>; ++i) z[j][i] = low<T>();
+      }
+#pragma unroll
+      for (int i = 0; i < kVector<In>; ++i) {
+        if (kAll && z[j][i] > max) part.at = row.index(v, i);
+        max = larger(z[j][i], max);
+      }
+    }
+    // Where all so far are -inf, their exponentials are 0, not those of -inf + inf.
+    const T base = max > low<T>() ? max : 0, change = part.max - base;
+    if (kAll && part.sum != 0) part.moment = (part.moment + part.sum * change) * exponential(change);
+    part.sum *= exponential(change);
+    part.max = max;
+#pragma unroll
+    for (int j = 0; j < kUnroll<In>; ++j) {
+#pragma unroll
+      for (int i = 0; i < kVector<In>; ++i) {
+        const T x = z[j][i] - base, e = exponential(x);
+        part.sum += e;
+        if (kAll && e != 0) part.moment += e * x;  // where e is zero, x may be -inf
+      }
+    }
+  }
+  return part;
+}
+
+// The gradient of one row by its raw logits: with x = z - max,
+//   (exp(x) * (multiply - slope * x) - floor * class weight - onehot) * softcap's derivative.
+template <class T>
+struct Gradient {
+  T max, multiply, slope, floor, onehot;
+  int target;
+  T least;         // of a class that is marked in
+  unsigned* live;  // a byte for each, or null; never if ragged
+};
+
+template <bool kAll, class In, class Out, bool kRagged>
+__device__ void write_gradient(const Row<In, kRagged>& row, const Gradient<Compute<In>>& g,
+                               const Place<Out, Row<In, kRagged>, kRagged>& place) {
+  using T = Compute<In>;
+  constexpr int kTogether = kAll && kUnroll < In >> 2 ? 2 : kUnroll<In>;  // longer code, so fewer copies
+  const int vectors = row.vectors(), tile = blockDim.x * kTogether;
+  for (int n = 0; n * tile < vectors; ++n) {
+    typename Row<In, kRagged>::Raw raw[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int v =
+          vectors - 1 - (n * tile + j * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x));
+      if (v >= 0) raw[j] = row.raw(v);
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int v =
+          vectors - 1 - (n * tile + j * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x));
+      if (v < 0) break;
+      const auto z = row.finish(raw[j], v);
+      const auto w = row.weights(v);
+      const int at =
+          v == (g.target + row.before()) / kVector<In> ? (g.target + row.before()) % kVector<In> : -1;
+      Vector<Out, kVector<In>> result;
+      unsigned marks = 0;
+#pragma unroll
+      for (int i = 0; i < kVector<In>; ++i) {
+        const T x = z[i] - g.max, e = exponential(x);
+        T multiply = g.multiply;
+        if (kAll && e != 0) multiply -= g.slope * x;
+        T y = e * multiply - g.floor * w[i];
+        if (i == at) y -= g.onehot;
+        if (row.softcap != 0) {
+          const T ratio = z[i] / row.softcap;
+          y *= 1 - ratio * ratio;
+        }
+        result[i] = narrow<Out>(y);
+        if (kAll && !kRagged && !(y < g.least && -y < g.least)) marks |= 1u << (8 * i);
+      }
+      if (kAll && !kRagged && g.live != nullptr && marks != 0) atomicOr(g.live + v, marks);
+      place.put(row, v, result);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace shoestring::cuda

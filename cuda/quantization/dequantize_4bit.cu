@@ -1,0 +1,139 @@
+// Bandwidth-bound: half a byte in, two or four out. A lane decodes what fills one 16-byte store, so that a
+// warp's stores are 512 contiguous bytes, and has four such vectors in flight. The table of 16 values lies in
+// 16 banks of shared memory, so a warp's look-ups never conflict.
+
+#include <type_traits>
+
+#include "core/cuda_tables.h"
+#include "cuda/core/convert.h"
+#include "cuda/core/launch.h"
+#include "cuda/core/vector.h"
+#include "quantization/quantize_4bit_table.h"
+
+namespace shoestring::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kVectors = 4;  // of a thread, all loaded before the first is decoded
+
+// kernels::Packed as the kernel wants it: a shift in place of a division, and the values.
+struct Source {
+  const uint8_t* packed;
+  const float* absmax;
+  const uint8_t* codes;
+  const float* nested;
+  const uint32_t* offset;
+  int log_block;
+  float value[16];
+};
+
+enum class Scales { kPlain, kNested, kOffset };
+
+// A block's: what a code's value is multiplied with, and, of int4, what is added, both in one word.
+template <Scales kScales>
+struct Scale {
+  float scale;
+
+  __device__ static Scale of(const Source& s, int64_t block) {
+    if (kScales == Scales::kOffset) return {__uint_as_float(s.offset[block])};
+    if (kScales == Scales::kPlain) return {s.absmax[block]};
+    // Two roundings, as on the CPU: not an fma.
+    return {__fadd_rn(__fmul_rn(s.nested[1 + s.codes[block]], s.nested[257 + (block >> 8)]), s.nested[0])};
+  }
+  __device__ float operator()(float value) const {
+    if (kScales != Scales::kOffset) return value * scale;
+    const unsigned bits = __float_as_uint(scale);
+    return __fmaf_rn(value, __uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
+  }
+};
+
+// The value of the code in bits [shift, shift + 4) of a word; the bits serve as an offset in bytes.
+__device__ float value_at(const float* table, unsigned word, int shift) {
+  const unsigned offset = (shift < 2 ? word << 2 : word >> (shift - 2)) & 60;
+  return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(table) + offset);
+}
+
+// N vectors of a thread, kThreads vectors apart. Their codes are whole words, each under one scale.
+template <class T, Scales kScales, int N>
+struct Vectors {
+  static constexpr int kWidth = 16 / sizeof(T);
+  unsigned word[N];
+  Scale<kScales> scale[N];
+
+  __device__ void load(const Source& s, int64_t from) {
+    using Word = std::conditional_t<kWidth == 8, uint32_t, uint16_t>;
+    const int64_t block = from >> s.log_block;
+    const int inside = static_cast<int>(from - (block << s.log_block));
+    const auto* words = reinterpret_cast<const Word*>(s.packed + from / 2);
+#pragma unroll
+    for (int v = 0; v < N; ++v) word[v] = words[v * kThreads];
+#pragma unroll
+    for (int v = 0; v < N; ++v) {
+      scale[v] = Scale<kScales>::of(s, block + ((inside + v * kThreads * kWidth) >> s.log_block));
+    }
+  }
+  __device__ void decode(const float* table, T* out) const {
+#pragma unroll
+    for (int v = 0; v < N; ++v) {
+      Vector<T, kWidth> values;
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {  // the even element in a byte's upper half
+        values[k] = rounded<T>(scale[v](value_at(table, word[v], 4 * (k ^ 1))));
+      }
+      store(out + v * kThreads * kWidth, values);
+    }
+  }
+};
+
+// Elements [begin, begin + count) to out; the first `whole` of them in vectors. begin is a multiple of a
+// vector's width.
+// Budget: 48 registers, 64 bytes shared, no spills.
+template <class T, Scales kScales>
+__global__ void __launch_bounds__(kThreads)
+    dequantize(Source s, int64_t begin, int64_t whole, int64_t count, T* out) {
+  constexpr int kWidth = 16 / sizeof(T), kTile = kThreads * kVectors * kWidth;
+  __shared__ float table[16];
+  const int64_t tile = int64_t{blockIdx.x} * kTile, first = tile + threadIdx.x * kWidth;
+  const bool full = tile + kTile <= whole;
+  Vectors<T, kScales, kVectors> vectors;
+  if (full) vectors.load(s, begin + first);  // before the table is there: the loads take longest
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int k = 0; k < 16; ++k) table[k] = s.value[k];
+  }
+  __syncthreads();
+  if (full) return vectors.decode(table, out + first);
+
+  int64_t i = first;
+  for (; i < tile + kTile && i < whole; i += kThreads * kWidth) {
+    Vectors<T, kScales, 1> one;
+    one.load(s, begin + i);
+    one.decode(table, out + i);
+  }
+  for (i = (whole > tile ? whole : tile) + threadIdx.x; i < tile + kTile && i < count; i += kThreads) {
+    const int64_t from = begin + i;
+    const float value = value_at(table, s.packed[from / 2], i % 2 == 0 ? 4 : 0);
+    out[i] = rounded<T>(Scale<kScales>::of(s, from >> s.log_block)(value));
+  }
+}
+
+template <class T>
+const char* run(const kernels::Packed& p, int64_t begin, int64_t count, void* out, void* stream) {
+  constexpr int kWidth = 16 / sizeof(T), kTile = kThreads * kVectors * kWidth;
+  Source s{p.packed, p.absmax, p.codes, p.nested, p.offset, 0, {}};
+  while ((int64_t{1} << s.log_block) < p.block_size) ++s.log_block;
+  for (int i = 0; i < 16; ++i) s.value[i] = p.codebook->value[i];
+  const bool vectors = aligned(p.packed, kWidth / 2) && aligned(out);
+  const int64_t whole = vectors ? count - count % kWidth : 0;
+  const auto kernel = p.offset != nullptr  ? dequantize<T, Scales::kOffset>
+                      : p.codes != nullptr ? dequantize<T, Scales::kNested>
+                                           : dequantize<T, Scales::kPlain>;
+  return launch(kernel, (count + kTile - 1) / kTile, kThreads, 0, stream, s, begin, whole, count,
+                static_cast<T*>(out));
+}
+
+const kernels::Dequantize4bitCuda kTable{run<float>, run<__nv_bfloat16>, run<__half>};
+const bool kProvided = (provide("dequantize_4bit", &kTable), true);
+
+}  // namespace
+}  // namespace shoestring::cuda

@@ -1,0 +1,223 @@
+#pragma once
+
+// Block-wise 8-bit codes (quantization/dynamic_map.h) by warps: a block is 32 lanes of eight elements.
+//
+// Decoding looks a code up in shared memory. Encoding is arithmetic: inside a decade the count is affine in
+// the magnitude, but that a decade's first bin begins 0.2 of a bin late, half way from the last mean of the
+// decade below. The smaller of two lines says all of that: L, and X = 1.25 L - B / 4 - 1 / 4, which crosses B
+// (the count at which the decade begins) where L is B + 0.2, meets L one count later, and lets the line of
+// the upper decade be used from below where it begins. So the decade comes straight from a hardware
+// logarithm. A number within kNear of a boundary, which is one in ten thousand, is compared with the exact
+// boundary.
+
+#include "cuda/core/math.h"
+#include "cuda/core/vector.h"
+#include "cuda/core/warp.h"
+#include "quantization/dynamic_map.h"
+
+namespace shoestring::cuda {
+
+constexpr int kPerLane = 8;
+static_assert(kPerLane * kWarp == kernels::kStateBlock);
+
+// Half the width, in units of a position's last bit, in which the lines may be wrong. The largest error
+// beside any boundary of either map is one.
+constexpr int kNear = 2;
+
+// What a kernel is given of a map.
+struct MapConstants {
+  float bias, decode_offset[8], decode_slope[8];
+  float slope[8], offset[8];  // L by decade; the eighth is for what may round to 1.0
+  float bend;                 // X = 1.25 L - 0.28125 offset + bend
+};
+
+inline MapConstants make_constants(bool is_signed) {
+  const kernels::DynamicMap& map = is_signed ? kernels::kSignedMap : kernels::kUnsignedMap;
+  MapConstants c{};
+  c.bias = map.bias;
+  for (int i = 0; i < 8; ++i) {
+    c.decode_offset[i] = map.offset[i];
+    c.decode_slope[i] = map.slope[i];
+  }
+  // Positions lie in [128, 256] (counts, signed) or [256, 512) (codes: a count less one), so that the bits of
+  // the float are fixed-point numbers.
+  const double origin = is_signed ? 128 + kNear / 65536. : 255 + kNear / 32768.;
+  double scale = 1e6;
+  for (int i = 1; i < 7; ++i) {
+    scale /= 10;
+    const double bins = 1 << (is_signed ? i : i + 1);
+    c.slope[i] = static_cast<float>(bins * scale / 0.9);
+    c.offset[i] = static_cast<float>(bins * 8 / 9 + origin);
+  }
+  // The lowest decade has one boundary: signed, half way to zero; unsigned, between its two means, and
+  // nothing becomes zero by rounding. X is what crosses it, and an unsigned X is near a boundary at zero, so
+  // that zero is noticed.
+  const double start = is_signed ? 1 : 2.25 / 0.96875;
+  const int below = is_signed ? 0 : 2;
+  const double crossing = (below + 1 + 0.25 + 0.28125 * start) / 1.25;
+  c.slope[0] = static_cast<float>((crossing - start) / map.middle[below]);
+  c.offset[0] = static_cast<float>(start + origin);
+  const double steep = is_signed ? 256 : 128;
+  c.slope[7] = static_cast<float>(steep);
+  c.offset[7] = static_cast<float>(map.highest - steep * map.middle[map.highest - 1] + origin);
+  c.bend = static_cast<float>(0.03125 * origin - 0.25);
+  return c;
+}
+
+// A map in shared memory.
+struct SharedMap {
+  float value[256];  // by code
+  float2 line[8];    // slope, offset
+};
+
+/// By all threads of a block, of which there are at least 8; a barrier must follow.
+template <bool kSigned>
+__device__ void fill(SharedMap& map, const MapConstants& c) {
+  for (int code = threadIdx.x; code < 256; code += blockDim.x) {
+    const float count = static_cast<float>(kSigned ? abs(code - 127) : code + 1);
+    const unsigned segment = (__float_as_uint(count + c.bias) >> 23) & 7;
+    const float value = __fmaf_rn(count, c.decode_slope[segment], c.decode_offset[segment]);
+    map.value[code] = kSigned && code < 127 ? -value : value;
+  }
+  if (threadIdx.x < 8) map.line[threadIdx.x] = make_float2(c.slope[threadIdx.x], c.offset[threadIdx.x]);
+}
+
+/// The values of a lane's codes, for a scale of one.
+__device__ inline void decode(uint2 codes, const SharedMap& map, float (&x)[kPerLane]) {
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) x[i] = map.value[(i < 4 ? codes.x : codes.y) >> (i % 4 * 8) & 0xff];
+}
+
+// Where a magnitude lies, as a fixed-point number: the count (the code, unsigned) in bits 16 to 23, its
+// fraction below.
+template <bool kSigned>
+__device__ unsigned position(float magnitude, const SharedMap& map, float bend) {
+  // log10(x) + 7, rounded down, from 0 to 7. The upper decade's line serves from 0.9945 of where the decade
+  // begins: both lines' codes are the same there, in either map.
+  constexpr float kLog = 0.301029996f / 8, kStart = (6.5f + 0.0023952f) / 8;
+  // In [2, 4) a float's last bit is 2^-22: its low bits are the decade, and the high ones leave when that
+  // becomes an offset into the table.
+  const float decade = __fmaf_rn(__saturatef(__fmaf_rn(fast_log2(magnitude), kLog, kStart)), 0x1p-19f, 2.f);
+  const unsigned offset = __float_as_uint(decade) * static_cast<unsigned>(sizeof(float2));
+  const float2 line = *reinterpret_cast<const float2*>(reinterpret_cast<const char*>(map.line) + offset);
+  const float straight = __fmaf_rn(magnitude, line.x, line.y);
+  const float bent = __fmaf_rn(straight, 1.25f, __fmaf_rn(line.y, -0.28125f, bend));
+  const unsigned bits = __float_as_uint(fminf(straight, bent));
+  return kSigned ? bits : bits << 1;
+}
+
+// The exact boundary decides which side of it a position near it is on.
+template <bool kSigned>
+__device__ unsigned settled(unsigned position, float x, float magnitude, const SharedMap& map) {
+  if ((position & 0xffff) >= (kSigned ? 2 : 4) * kNear) return position;
+  if (!kSigned && x == 0) return 0;  // zero alone has code zero
+  const int upper = (position >> 16 & 0xff) + (kSigned ? 127 : 0);
+  if (!kSigned && upper < 2) return position;
+  return magnitude > (map.value[upper - 1] + map.value[upper]) * 0.5f ? position : position - 0x10000;
+}
+
+/// The codes of a lane's x, nearest in the map to x / scale; scale is the block's largest magnitude.
+template <bool kSigned>
+__device__ uint2 encode(float (&x)[kPerLane], float scale, const SharedMap& map, float bend) {
+  float inverse;
+  if (scale >= 0x1p-100f && scale <= 0x1p100f) {
+    inverse =
+        fast_reciprocal(scale);  // within a unit in the last place: one step of Newton's rounds it correctly
+    inverse = __fmaf_rn(inverse, -__fmaf_rn(inverse, scale, -1.f), inverse);
+  } else if (scale > 0x1p100f && scale < __uint_as_float(0x7f800000)) {
+    inverse = __frcp_rn(scale);
+  } else if (scale > 0 &&
+             scale < 0x1p-100f) {  // the reciprocal would overflow; a power of two changes no code
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) x[i] *= 0x1p100f;
+    inverse = __frcp_rn(scale * 0x1p100f);
+  } else {  // a block of zeros; or one with NaN or infinity, whose values are NaN whatever the codes
+    return kSigned ? make_uint2(0x7f7f7f7f, 0x7f7f7f7f) : make_uint2(0, 0);
+  }
+  const auto magnitude = [&](int i) {
+    return kSigned ? fabsf(__fmul_rn(x[i], inverse)) : __fmul_rn(x[i], inverse);
+  };
+  unsigned at[kPerLane], near = 0;
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) at[i] = position<kSigned>(magnitude(i), map, bend);
+#pragma unroll
+  for (int i = 0; i < kPerLane; i += 2) {  // a borrow from either half, where a fraction is small
+    const unsigned fractions = __byte_perm(at[i], at[i + 1], 0x5410);
+    near |= (fractions - (kSigned ? 0x20002u : 0x40004u) * kNear) & ~fractions;
+  }
+  if ((near & 0x80008000u) != 0) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) at[i] = settled<kSigned>(at[i], x[i], magnitude(i), map);
+  }
+  unsigned codes[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const unsigned* p = at + 4 * i;
+    codes[i] = __byte_perm(__byte_perm(p[0], p[1], 0x62), __byte_perm(p[2], p[3], 0x62), 0x5410);
+    if (kSigned) {
+      const float* f = x + 4 * i;
+      const unsigned low = __byte_perm(__float_as_uint(f[0]), __float_as_uint(f[1]), 0x73);
+      const unsigned high = __byte_perm(__float_as_uint(f[2]), __float_as_uint(f[3]), 0x73);
+      const unsigned sign = __byte_perm(low, high, 0x5410) & 0x80808080u;
+      unsigned count = codes[i];
+      count -= (count & sign) >> 7;                                         // there is no -1.0
+      codes[i] = 0x7f7f7f7fu + count - 2 * (count & (sign - (sign >> 7)));  // 127 + count, or 127 - count
+    }
+  }
+  return make_uint2(codes[0], codes[1]);
+}
+
+/// A block's largest magnitude, the same in every lane: NaN where there is one, else infinity where there is
+/// one. kSigned: whether x may be negative.
+template <bool kSigned>
+__device__ float largest_magnitude(const float (&x)[kPerLane]) {
+  unsigned most = 0;
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i)
+    most = max(most, __float_as_uint(x[i]) & (kSigned ? 0x7fffffffu : 0xffffffffu));
+  return __uint_as_float(warp_max(most) & 0x7fffffffu);
+}
+
+/// A lane's elements of a row as they lie in memory: nothing is done with them before all loads are on their
+/// way.
+template <class T>
+struct Raw {
+  static constexpr int kWords = kPerLane * sizeof(T) / 4;
+  Vector<unsigned, kWords> words;
+
+  __device__ Vector<T, kPerLane> values() const {
+    Vector<T, kPerLane> v;
+    memcpy(&v, &words, sizeof v);
+    return v;
+  }
+};
+
+/// In vectors where the whole warp may, else one by one, zeros from `left` on.
+template <class T>
+__device__ Raw<T> load_part(const T* from, int left, bool vectors) {
+  Raw<T> raw;
+  if (vectors) {
+    raw.words = load<Raw<T>::kWords>(reinterpret_cast<const unsigned*>(from));
+  } else {
+    Vector<T, kPerLane> v;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) v[i] = i < left ? from[i] : T{};
+    memcpy(&raw, &v, sizeof raw);
+  }
+  return raw;
+}
+template <class T>
+__device__ void store_part(T* to, int left, bool vectors, const Vector<T, kPerLane>& part) {
+  if (vectors) return store(to, part);
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    if (i < left) to[i] = part[i];
+  }
+}
+
+/// How many of this lane's elements lie before the end, `count` elements behind the block's first.
+__device__ inline int left_of(int64_t count) {
+  return static_cast<int>(count < kernels::kStateBlock ? count : kernels::kStateBlock) - lane() * kPerLane;
+}
+
+}  // namespace shoestring::cuda

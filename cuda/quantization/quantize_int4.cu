@@ -1,0 +1,113 @@
+// Half a warp has a block, whose sums take four shuffles and no barrier. The block is read a dozen times, but
+// from the first cache: arithmetic is what the fit costs.
+
+#include <cmath>
+
+#include "core/cuda_tables.h"
+#include "cuda/core/convert.h"
+#include "cuda/core/launch.h"
+#include "cuda/core/warp.h"
+#include "quantization/fit_int4.h"
+
+namespace shoestring::cuda {
+namespace {
+
+using kernels::Int4Fit;
+using kernels::kInt4Lanes;
+
+constexpr int kThreads = 256, kBlocks = kThreads / kInt4Lanes;
+
+/// Combines the values of a block's lanes; every lane has the result, the same bits in each.
+template <class T, class Combine>
+__device__ T fold(T x, Combine combine) {
+#pragma unroll
+  for (int offset = kInt4Lanes / 2; offset > 0; offset /= 2)
+    x = combine(x, __shfl_xor_sync(kAllLanes, x, offset));
+  return x;
+}
+__device__ float sum(float x) {
+  return fold(x, [](float a, float b) { return a + b; });
+}
+
+/// A code, -8 to 7, as its sum with kInt4Shift: in the lowest bits. NaN has the code -8.
+__device__ float shifted(float away, float inverse) {
+  return __fadd_rn(fminf(fmaxf(__fmul_rn(away, inverse), -8.f), 7.f), kernels::kInt4Shift);
+}
+
+// Budget: 48 registers, 0 bytes shared, no spills.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    quantize(const T* x, int64_t count, int block_size, uint8_t* packed, kernels::Int4Scale* scales) {
+  const int64_t block = int64_t{blockIdx.x} * kBlocks + threadIdx.x / kInt4Lanes, begin = block * block_size;
+  const int first = threadIdx.x % kInt4Lanes;
+  // No elements where blocks have run out: their lanes take part in the shuffles.
+  const int n = begin >= count               ? 0
+                : count - begin < block_size ? static_cast<int>(count - begin)
+                                             : block_size;
+  x += begin;
+
+  float low = INFINITY, high = -INFINITY;
+  bool finite = true;
+  for (int i = first; i < n; i += kInt4Lanes) {
+    const float value = to_float(x[i]);
+    low = fminf(low, value);
+    high = fmaxf(high, value);
+    finite = finite && fabsf(value) < INFINITY;
+  }
+  low = fold(low, [](float a, float b) { return fminf(a, b); });
+  high = fold(high, [](float a, float b) { return fmaxf(a, b); });
+  finite = fold(static_cast<int>(finite), [](int a, int b) { return a & b; }) != 0;
+
+  Int4Fit fit = kernels::first_int4(low, high), best = fit;
+  float smallest = INFINITY, limit = fit.scale * 0.5f;
+  for (int step = 0; step <= kernels::kInt4Steps; ++step) {
+    const float inverse = fit.inverse();
+    float error = 0;
+    kernels::Int4Sums sums{};
+    for (int i = first; i < n; i += kInt4Lanes) {
+      const float away = to_float(x[i]) - fit.offset;
+      const float code = shifted(away, inverse) - kernels::kInt4Shift;
+      const float rest = away - code * fit.scale;  // the product is exact
+      const float pull = fmaxf(fminf(rest, limit), -limit);
+      error += fabsf(rest);
+      sums.codes += code;
+      sums.squares += code * code;  // small integers
+      sums.pulls += pull;
+      sums.products += __fmul_rn(code, pull);
+    }
+    error = sum(error);
+    if (error < smallest) {
+      smallest = error;
+      best = fit;
+    }
+    fit =
+        kernels::next_int4(fit, {sum(sums.codes), sum(sums.squares), sum(sums.pulls), sum(sums.products)}, n);
+    limit *= kernels::kInt4Decay;
+  }
+  if (!finite) best = kernels::nan_int4();
+  if (low == 0 && high == 0) best = {0, 0};
+  if (n > 0 && first == 0) scales[block] = best.packed();
+
+  const float inverse = best.inverse();
+  packed += begin / 2;
+  for (int i = first; i - first < block_size; i += kInt4Lanes) {
+    const unsigned code =
+        i < n ? (__float_as_uint(shifted(to_float(x[i]) - best.offset, inverse)) + 8) & 15 : 0;
+    const unsigned next = __shfl_xor_sync(kAllLanes, code, 1);
+    if (first % 2 == 0 && i < n) packed[i / 2] = static_cast<uint8_t>(code << 4 | next);
+  }
+}
+
+template <class T>
+const char* run(const void* x, int64_t count, int64_t block_size, uint8_t* packed, kernels::Int4Scale* scales,
+                void* stream) {
+  const int64_t blocks = (count + block_size - 1) / block_size;
+  return launch(quantize<T>, (blocks + kBlocks - 1) / kBlocks, kThreads, 0, stream, static_cast<const T*>(x),
+                count, static_cast<int>(block_size), packed, scales);
+}
+
+const kernels::QuantizeInt4Cuda kTable{run<float>, run<__nv_bfloat16>, run<__half>};
+const bool kProvided = (provide("quantize_int4", &kTable), true);
+
+}  // namespace
+}  // namespace shoestring::cuda

@@ -1,0 +1,1 @@
+"""LoRA and its relatives, on layers and in files; ``shoestring.lora`` has the public names."""

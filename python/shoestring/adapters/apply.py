@@ -1,0 +1,282 @@
+"""Adapters onto a model."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoestring.adapters.adapted import DEFAULT, AdaptedLayer, attach
+from shoestring.adapters.experts import LoraExperts
+from shoestring.adapters.initialize import take_out
+from shoestring.adapters.kinds import expert_classes, layer_class, refusal
+from shoestring.adapters.options import (
+    IA3Options,
+    LoraOptions,
+    Options,
+    VeraOptions,
+    VirtualOptions,
+    check_name,
+)
+from shoestring.adapters.peft_config import from_peft
+from shoestring.adapters.switch import adapter_names, members, set_adapter
+from shoestring.adapters.targets import (
+    all_linear,
+    by_pattern,
+    find_targets,
+    former_class,
+    matches,
+    output_head,
+    own_modules,
+    refuse_unmatched,
+)
+from shoestring.adapters.trained_copy import TrainedCopy, wrap
+from shoestring.adapters.vera import share
+from shoestring.adapters.virtual_tokens import attach_tokens, start
+from shoestring.quantization.quantize_4bit import BLOCK_SIZES, TYPES
+from shoestring.quantization.quantized_linear_module import QuantizedLinear, quantize_weight
+from shoestring.quantization.quantized_tensor import QuantizedTensor, quantize_parts
+
+
+def apply(
+    model: nn.Module,
+    config: Any = None,
+    *,
+    adapter_name: str = DEFAULT,
+    quantize: str | None = None,
+    nested: bool = False,
+    block_size: int | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Freezes a model and gives its layers trainable adapters, in place; a second call adds another adapter.
+
+    Args:
+        model: any module.
+        config: :class:`LoraOptions`, :class:`VeraOptions`, :class:`IA3Options`, :class:`PrefixOptions` or
+            :class:`PromptOptions`; or a PEFT configuration object for one of these methods: what is not supported is
+            refused by name. None: LoRA with ``options``.
+        adapter_name: the new adapter is the one in use, alone; :func:`set_adapter` changes that.
+        quantize: None, or "nf4", "fp4", "int4" or "int8": every linear layer but the output head and modules_to_save, with an
+            adapter or without, gets a weight of 4 bits (QLoRA, arXiv 2305.14314) or int8, one layer after the other.
+        nested: 8-bit scales for the 4-bit weights (double quantisation). Not with "int4" and "int8".
+        block_size: 4-bit weights that share a scale: a power of two from 32 to 4096; None is 64. Not with "int8", whose
+            rows have a scale each.
+        options: those of :class:`LoraOptions`, in place of ``config``: rank, alpha, target_modules, dora, ...
+
+    Returns:
+        The model. Adapters are fp32 (fp64 where the weight is), whatever the base. Random numbers, and their order, are
+        PEFT's: one torch seed gives both the same start.
+
+    Raises:
+        ValueError: an option outside its range, a name or pattern that matches nothing, targets that cannot have such an
+            adapter, or an adapter of that name.
+    """
+    if config is not None and options:
+        raise ValueError(
+            f"lora.apply: {next(iter(options))}: expected it in config, which is given; received it beside"
+        )
+    if config is None:
+        config = LoraOptions(**options)
+    chosen = config if isinstance(config, Options) else from_peft(config)
+    check_name(adapter_name)
+    if adapter_name in adapter_names(model):
+        raise ValueError(
+            f"lora.apply: adapter_name: expected a new one, but the model has an adapter {adapter_name!r}; merge or delete "
+            "it first"
+        )
+    plan = _plan(model, chosen)
+    saved = saved_modules(model, chosen)
+    tokens = start(model, chosen) if isinstance(chosen, VirtualOptions) else None
+    _check_quantize(model, quantize, block_size, nested)
+
+    model.requires_grad_(False)
+
+    def quantized(layer: nn.Module) -> None:
+        if quantize is not None and type(layer) is nn.Linear and layer is not output_head(model):
+            quantize_weight(layer, quantize, block_size, nested)
+            layer.__class__ = QuantizedLinear
+            layer.compute_dtype = None  # type: ignore[assignment]
+
+    taken = {}
+    for name, (layer, _, own) in plan.items():
+        if (
+            isinstance(own, LoraOptions) and own.changes_base
+        ):  # before the weight is quantised: what is left is
+            taken[name] = take_out(layer, own, _quantizer(layer, quantize, block_size, nested))  # type: ignore[arg-type]
+            quantized(layer)
+    for name, layer in all_linear(model).items():
+        if not any(name == whole or name.startswith(whole + ".") for whole in saved):  # these are trained
+            quantized(layer)
+    for name, (layer, kind, own) in plan.items():
+        adapted = attach(layer, kind)
+        adapted.add(adapter_name, own, adapted.start(own) | taken.get(name, {}))
+        if name in taken:
+            adapted.keep_initial(adapter_name)  # type: ignore[operator]
+    if isinstance(chosen, VeraOptions):
+        share([layer for layer, _, _ in plan.values()], adapter_name, chosen, None)  # type: ignore[misc]
+    if tokens is not None:
+        attach_tokens(model, adapter_name, chosen, *tokens)  # type: ignore[arg-type]
+    for name in saved:
+        wrap(model, name).add(adapter_name, chosen)
+    set_adapter(model, adapter_name)
+    return model
+
+
+def own_options(options: Options, name: str, kind: type[AdaptedLayer]) -> Options:
+    """The options of one layer: rank and alpha by the patterns, which for experts match the parameters' names.
+
+    Raises:
+        ValueError: different ranks or alphas for the parameters of one module.
+    """
+    if isinstance(options, IA3Options):
+        return replace(options, feedforward=matches(name, options.feedforward_modules))
+    if not isinstance(options, LoraOptions):
+        return options
+    names = _own_names(name, kind)
+    ranks = {by_pattern(options.rank_pattern, n, options.rank) for n in names}
+    alphas = {by_pattern(options.alpha_pattern, n, options.alpha) for n in names}
+    if len(ranks) > 1 or len(alphas) > 1:
+        raise ValueError(
+            f"lora.apply: rank_pattern and alpha_pattern: expected one rank and alpha for all parameters of {name}, "
+            f"received {sorted(ranks)} and {sorted(alphas)}"
+        )
+    return replace(options, rank=ranks.pop(), alpha=alphas.pop())
+
+
+def saved_modules(model: nn.Module, options: Options) -> list[str]:
+    """The modules that ``modules_to_save`` names.
+
+    Raises:
+        ValueError: a name that no module has, or a module with adapters or quantised weights in it.
+    """
+    modules = own_modules(model)
+    found = {
+        name: module for name, module in modules.items() if name and matches(name, options.modules_to_save)
+    }
+    refuse_unmatched("modules_to_save", options.modules_to_save, [name for name in modules if name])
+    for name, module in found.items():
+        inside = [m for m in module.modules() if isinstance(m, (AdaptedLayer, QuantizedLinear))]
+        if inside and not isinstance(module, TrainedCopy):
+            raise ValueError(
+                "lora.apply: modules_to_save: expected modules without adapters and quantised weights, received "
+                f"{name}, which has a {type(inside[0]).__name__}"
+            )
+    return list(found)
+
+
+def _plan(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module, type[AdaptedLayer], Options]]:
+    """Which layers take on which class, with which options of their own; refuses what does not go together."""
+    plan = {}
+    kinds: dict[str, type[AdaptedLayer]] = {
+        name: layer_class(module, options)  # type: ignore[misc]
+        for name, module in find_targets(model, options, lambda m: layer_class(m, options)).items()
+    }
+    kinds |= expert_classes(model, options)
+    _refuse_unmatched_patterns(options, kinds)
+    for name, kind in kinds.items():
+        module, own = model.get_submodule(name), own_options(options, name, kind)
+        check_fits(name, module, kind, own)
+        _check_together(module, own, name)
+        plan[name] = (module, kind, own)
+    biases = next(
+        (m.adapters for m in members(model).values() if any(o.bias != "none" for o in m.adapters.values())),
+        None,
+    )
+    if biases and options.bias != "none":
+        raise ValueError(
+            f"lora.apply: bias: expected 'none', since the adapter {next(iter(biases))!r} trains the base's biases, "
+            f"received {options.bias!r}"
+        )
+    return plan
+
+
+def _refuse_unmatched_patterns(options: Options, kinds: dict[str, type[AdaptedLayer]]) -> None:
+    """Refuse patterns for layers' own options that no layer with an adapter matches."""
+    if isinstance(options, IA3Options):
+        refuse_unmatched(
+            "feedforward_modules", options.feedforward_modules, kinds, what="names among target_modules"
+        )
+    if isinstance(options, LoraOptions):
+        names = [own for name, kind in kinds.items() for own in _own_names(name, kind)]
+        for argument in ("rank_pattern", "alpha_pattern"):
+            refuse_unmatched(
+                argument, getattr(options, argument), names, lambda name, key: by_pattern({key: True}, name, False),
+                "patterns for names of layers with an adapter",
+            )  # fmt: skip
+
+
+def _own_names(name: str, kind: type[AdaptedLayer]) -> list[str]:
+    """The names that rank_pattern and alpha_pattern are for: of experts those of the parameters."""
+    return [f"{name}.{target}" for target in kind.TARGETS] if issubclass(kind, LoraExperts) else [name]
+
+
+def check_fits(name: str, module: nn.Module, kind: type[AdaptedLayer], own: Options) -> None:
+    """Refuses a layer that cannot have an adapter of these options."""
+    if isinstance(module, AdaptedLayer) and type(module) is not kind:
+        raise ValueError(
+            f"lora.apply: config: expected adapters of the kind that {name} has, {type(module).__name__}; received "
+            f"{type(own).__name__} for {kind.__name__}"
+        )
+    expected = refusal(module, kind, own)
+    if expected is not None:
+        raise ValueError(
+            f"lora.apply: config: expected {expected}, received {name}, a {former_class(module).__name__}"
+        )
+
+
+def _check_together(module: nn.Module, own: Options, name: str) -> None:
+    """DoRA's norms are those of the base: it cannot share a layer with what changes that."""
+    if not isinstance(own, LoraOptions):
+        return
+    others = [o for o in getattr(module, "adapters", {}).values() if isinstance(o, LoraOptions)]
+    if (own.dora and any(o.changes_base for o in others)) or (
+        own.changes_base and any(o.dora for o in others)
+    ):
+        raise ValueError(
+            f"lora.apply: dora: expected layers whose base no adapter changes, received {name} for both DoRA and "
+            "'pissa', 'olora' or 'loftq'"
+        )
+    if own.changes_base and own.rank > min(module.weight.shape):
+        raise ValueError(
+            f"lora.apply: rank: expected at most {min(module.weight.shape)} for {own.init!r}, the smaller side of {name}; "
+            f"received {own.rank}"
+        )
+
+
+def _quantizer(
+    layer: nn.Module, quantize: str | None, block_size: int | None, nested: bool
+) -> Callable[[Tensor], QuantizedTensor] | None:
+    """What a layer's weight will be quantised by; one that is quantised already keeps its form."""
+    own = layer.weight
+    if isinstance(own, QuantizedTensor):
+        return lambda x: quantize_parts(x, own.quant_type, own.block_size, own.nested is not None)
+    if quantize is None:
+        return None
+    size = own.shape[1] if quantize == "int8" else block_size or 64
+    return lambda x: quantize_parts(x, quantize, size, nested)
+
+
+def _check_quantize(model: nn.Module, quantize: str | None, block_size: int | None, nested: bool) -> None:
+    if quantize is None:
+        return
+    if quantize not in (*TYPES, "int8"):
+        raise ValueError(
+            f"lora.apply: quantize: expected None, 'nf4', 'fp4', 'int4' or 'int8', received {quantize!r}"
+        )
+    if quantize == "int4" and nested:
+        raise ValueError(
+            "lora.apply: nested: expected False with quantize 'int4', whose scales are bf16, received True"
+        )
+    if quantize == "int8" and (block_size is not None or nested):
+        raise ValueError(
+            "lora.apply: block_size and nested: expected None and False with quantize 'int8', whose rows have one fp32 "
+            f"scale each, received {block_size!r} and {nested!r}"
+        )
+    if block_size is not None and block_size not in BLOCK_SIZES:
+        raise ValueError(f"lora.apply: block_size: expected one of {BLOCK_SIZES}, received {block_size!r}")
+    for name, layer in all_linear(model).items():
+        if layer.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"lora.apply: quantize: expected fp32, bf16 or fp16 weights, received {layer.weight.dtype} in {name}"
+            )

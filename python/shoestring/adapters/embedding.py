@@ -1,0 +1,70 @@
+"""Embeddings with low-rank adapters."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoestring.adapters.adapted import wide
+from shoestring.adapters.low_rank import LowRankLayer
+from shoestring.adapters.options import LoraOptions
+
+
+class LoraEmbedding(LowRankLayer, nn.Embedding):
+    """``nn.Embedding`` with LoRA or DoRA adapters; their dropout does not apply.
+
+    ``lora_embedding_A.<name>`` is (rank, num_embeddings), zero at the start, and ``lora_embedding_B.<name>``
+    (embedding_dim, rank). DoRA's magnitude is one for each of the embedding_dim outputs, over all tokens.
+    """
+
+    PARAMETERS = {
+        "lora_embedding_A": "lora_embedding_A",
+        "lora_embedding_B": "lora_embedding_B",
+        "lora_magnitude_vector": "lora_magnitude_vector",
+    }
+
+    @classmethod
+    def shapes(cls, layer: nn.Embedding, options: LoraOptions) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {
+            "lora_embedding_A": (options.rank, layer.num_embeddings),
+            "lora_embedding_B": (layer.embedding_dim, options.rank),
+        }
+        return shapes | ({"lora_magnitude_vector": (layer.embedding_dim,)} if options.dora else {})
+
+    def start(self, options: LoraOptions) -> dict[str, Tensor]:
+        shapes = self.shapes(self, options)
+        torch.randn(shapes["lora_embedding_A"], device="cpu")  # PEFT draws before it initialises
+        torch.randn(shapes["lora_embedding_B"], device="cpu")
+        up = torch.randn(shapes["lora_embedding_B"], device="cpu").to(self.weight.dtype)
+        tensors = {"lora_embedding_A": torch.zeros(shapes["lora_embedding_A"]), "lora_embedding_B": up}
+        return tensors | ({"lora_magnitude_vector": self.dense_weight().norm(dim=1)} if options.dora else {})
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        return self.weight, self.lora_embedding_A[name], self.lora_embedding_B[name]
+
+    def matrices(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return weight.T, lora_A, lora_B
+
+    def dense_weight(self) -> Tensor:
+        return self.weight.detach().T.to(wide(self.weight.dtype))
+
+    def folded(self, matrix: Tensor) -> Tensor:
+        return matrix.T.contiguous()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        def product(name: str) -> Tensor:
+            low = F.embedding(ids, self.lora_embedding_A[name].T, self.padding_idx)
+            return F.linear(low, self.lora_embedding_B[name])
+
+        return self.composed(super().forward(ids), self.current(), product, (-1,))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, adapters: {', '.join(self.adapters)}"
+
+
+def embedding_refusal(layer: nn.Embedding, options: Any) -> str | None:
+    """What of an embedding or of the options does not go together."""
+    if layer.max_norm is not None or layer.sparse:
+        return "an embedding without max_norm and sparse"
+    return "lora_bias=False for an embedding" if options.lora_bias else None

@@ -1,0 +1,176 @@
+"""Stacked weights of a mixture of experts with low-rank adapters (PEFT's target_parameters)."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoestring.adapters.adapted import AdaptedLayer, wide
+from shoestring.adapters.low_rank import draw
+from shoestring.adapters.options import LoraOptions
+
+PRODUCTS = ("matmul", "__matmul__", "mm", "bmm")
+GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+
+
+class LowRankSum:
+    """The matrices ``base + left @ right``, (..., p, q), which nobody adds up: products with them are three products.
+
+    It stands where a module reads its stacked weights, and takes part in ``F.linear``, ``@``, ``matmul``, ``mm``, ``bmm``
+    and ``grouped_mm``, of the whole stack or of what indexing and transposing leave of it. Any other function gets the sum.
+    """
+
+    def __init__(self, base: Tensor, left: Tensor, right: Tensor) -> None:
+        self.base, self.left, self.right = base, left, right
+
+    def dense(self) -> Tensor:
+        """The sum."""
+        return self.base + self.left @ self.right
+
+    def __getitem__(self, index: Any) -> "LowRankSum | Tensor":
+        if isinstance(index, (int, slice)) or (isinstance(index, Tensor) and index.dim() < 2):
+            return LowRankSum(self.base[index], self.left[index], self.right[index])
+        return self.dense()[index]
+
+    def transpose(self, a: int, b: int) -> "LowRankSum | Tensor":
+        if sorted(d % self.base.dim() for d in (a, b)) == [self.base.dim() - 2, self.base.dim() - 1]:
+            return LowRankSum(
+                self.base.transpose(a, b), self.right.transpose(a, b), self.left.transpose(a, b)
+            )
+        return self.dense().transpose(a, b)
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        return torch.matmul(self, x)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("shape", "dtype", "device", "ndim", "dim", "size", "data_ptr", "is_cuda", "layout"):
+            return getattr(self.base, name)
+        if name in ("mT", "T"):
+            return self.transpose(-2, -1)
+        return getattr(self.dense(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        at = [index for index, value in enumerate(args) if isinstance(value, cls)]
+        name = getattr(func, "__name__", "")
+        if at == [1]:
+            x, own, rest = args[0], args[1], args[2:]
+            if func is F.linear:
+                return func(x, own.base, *rest, **kwargs) + F.linear(F.linear(x, own.right), own.left)
+            if name in PRODUCTS or name in GROUPED:
+                left, right = own._padded() if name in GROUPED else (own.left, own.right)
+                low = func(x, left, *rest, **kwargs)
+                return func(x, own.base, *rest, **kwargs) + func(low, right, *rest, **kwargs)
+        if at == [0] and name in PRODUCTS:
+            own, x = args[0], args[1]
+            return func(own.base, x) + func(own.left, func(own.right, x))
+
+        def plain(value: Any) -> Any:
+            return value.dense() if isinstance(value, cls) else value
+
+        return func(*map(plain, args), **{key: plain(value) for key, value in kwargs.items()})
+
+    def _padded(self) -> tuple[Tensor, Tensor]:
+        """left and right with a rank that is a multiple of 8, since grouped products want rows of whole 16 bytes."""
+        more = -self.left.shape[-1] % 8
+        return F.pad(self.left, (0, more)), F.pad(self.right, (0, 0, 0, more))
+
+
+class LoraExperts(AdaptedLayer):
+    """A module with adapters on parameters of its own, (experts, out, in), or (experts, in, out) where it has
+    ``is_transposed``, or (out, in).
+
+    For a parameter ``up`` ``lora_A_up.<name>`` is (experts * rank, in), by expert, and ``lora_B_up.<name>`` (out, rank *
+    experts), by rank: PEFT's layout. The module's own forward runs, and reads a :class:`LowRankSum`.
+    """
+
+    TARGETS: tuple[str, ...]  # in the module's order
+
+    @classmethod
+    def shapes(cls, layer: nn.Module, options: LoraOptions) -> dict[str, tuple[int, ...]]:
+        shapes = {}
+        for target in cls.TARGETS:
+            experts, rows, columns = _sizes(layer, layer._parameters[target])  # type: ignore[arg-type]
+            shapes[f"lora_A_{target}"] = (experts * options.rank, columns)
+            shapes[f"lora_B_{target}"] = (rows, options.rank * experts)
+        return shapes
+
+    def start(self, options: LoraOptions) -> dict[str, Tensor]:
+        shapes, tensors = self.shapes(self, options), {}
+        for target in self.TARGETS:
+            keys = f"lora_A_{target}", f"lora_B_{target}"
+            drawn = draw(shapes[keys[0]], shapes[keys[1]], options, self.base_weight().dtype)
+            tensors |= dict(zip(keys, (drawn["lora_A"], drawn["lora_B"]), strict=True))
+        return tensors
+
+    def base_weight(self) -> Tensor:
+        return self._parameters[self.TARGETS[0]]  # type: ignore[return-value]
+
+    def factors(self, target: str, names: Sequence[str], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """left and right of what the adapters add to a parameter, as it is stored."""
+        parameter = self._parameters[target]
+        assert parameter is not None
+        lefts, rights = [], []
+        for name in names:
+            own = self.adapters[name]
+            lora_A, lora_B = getattr(self, f"lora_A_{target}")[name], getattr(self, f"lora_B_{target}")[name]
+            experts = lora_A.shape[0] // own.rank
+            rights.append(lora_A.view(experts, own.rank, -1).to(dtype))
+            lefts.append((own.scaling * lora_B).view(-1, own.rank, experts).permute(2, 0, 1).to(dtype))
+        left, right = torch.cat(lefts, 2), torch.cat(rights, 1)
+        if parameter.dim() == 2:
+            return left[0], right[0]
+        if getattr(self, "is_transposed", False):
+            return right.transpose(1, 2), left.transpose(1, 2)
+        return left, right
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if name not in type(self).TARGETS or not (names := self.current()):
+            return value
+        return LowRankSum(value, *self.factors(name, names, value.dtype))
+
+    def merged(self, names: Sequence[str]) -> dict[str, Tensor]:
+        result = {}
+        for target in self.TARGETS:
+            dense = self._parameters[target].detach()  # type: ignore[union-attr]
+            exact = wide(dense.dtype)
+            result[target] = dense.to(exact)
+            if names:
+                left, right = self.factors(target, names, exact)
+                result[target] = result[target] + left.detach() @ right.detach()
+        return result
+
+
+def _sizes(layer: nn.Module, parameter: Tensor) -> tuple[int, int, int]:
+    """Experts, outputs and inputs of a parameter."""
+    if parameter.dim() == 2:
+        return 1, *parameter.shape  # type: ignore[return-value]
+    experts, rows, columns = parameter.shape
+    return (experts, columns, rows) if getattr(layer, "is_transposed", False) else (experts, rows, columns)
+
+
+@functools.cache
+def experts_class(base_class: type[nn.Module], targets: tuple[str, ...]) -> type[LoraExperts]:
+    """The class that a module takes on. PEFT's keys do not name the parameter: the module's last is the outermost."""
+    parameters = {}
+    for depth, target in enumerate(reversed(targets)):
+        for letter in "AB":
+            parameters[f"lora_{letter}_{target}"] = "base_layer." * depth + f"lora_{letter}.weight"
+    body = {
+        "TARGETS": targets,
+        "PARAMETERS": parameters,
+        "__doc__": LoraExperts.__doc__,
+        "__module__": __name__,
+    }
+    return type(f"Lora{base_class.__name__}", (LoraExperts, base_class), body)

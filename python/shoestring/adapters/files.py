@@ -1,0 +1,189 @@
+"""Adapters on disk, in PEFT's format: adapter_config.json and adapter_model.safetensors."""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as parse_safetensors
+from safetensors.torch import save as to_safetensors
+from torch import Tensor, nn
+
+from shoestring.adapters.adapted import DEFAULT, AdaptedLayer
+from shoestring.adapters.config_digest import KEY, check_pair, config_digest
+from shoestring.adapters.experts import LoraExperts
+from shoestring.adapters.linear import LoraLinear
+from shoestring.adapters.options import (
+    IA3Options,
+    LoraOptions,
+    Options,
+    PrefixOptions,
+    VeraOptions,
+    VirtualOptions,
+)
+from shoestring.adapters.peft_config import to_file
+from shoestring.adapters.switch import adapter_names as names_of
+from shoestring.adapters.switch import base_biases, check_known, members
+from shoestring.adapters.targets import shortest_names
+from shoestring.adapters.trained_copy import TrainedCopy
+from shoestring.adapters.virtual_tokens import VirtualTokens, cache_sizes
+from shoestring.files.atomic import atomic_file
+from shoestring.files.read_file import is_name, read_json, read_regular, shown
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+
+def save_adapter(
+    model: nn.Module, directory: str | os.PathLike[str], adapter_names: Sequence[str] | None = None
+) -> None:
+    """Writes the model's adapters as PEFT does: "default" into ``directory``, others into a folder of their name in it.
+
+    Each of an adapter's two files replaces a former one only once it is complete and on disk. The weights hold a digest
+    of their configuration: where a crash leaves files of two saves, :func:`load_adapter` refuses them.
+
+    An adapter that changed the base ("pissa", "olora", "loftq") is written as what it adds to the base as it was, with
+    twice the rank, so that it loads onto the original; over a quantised base that leaves out what quantising the rest
+    rounded away.
+
+    Args:
+        adapter_names: which to write; None is all.
+
+    Raises:
+        ValueError: no layer has an adapter, or a name that no adapter has.
+        OSError: the directory cannot be written.
+    """
+    names = names_of(model) if adapter_names is None else check_known("save_adapter", model, adapter_names)
+    if not names:
+        raise ValueError("lora.save_adapter: model: expected one with adapters, received one without")
+    for name in names:
+        folder = Path(directory) if name == DEFAULT else Path(directory, name)
+        tensors, config = _describe(model, name)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {key: value.detach().contiguous().cpu() for key, value in tensors.items()}
+        text = json.dumps(config, indent=2, sort_keys=True)
+        metadata = {"format": "pt", KEY: config_digest(json.loads(text))}
+        _replace(folder / WEIGHTS, to_safetensors(tensors, metadata=metadata))
+        _replace(folder / CONFIG, (text + "\n").encode())
+
+
+def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """An adapter's tensors and its configuration."""
+    holders = {n: m for n, m in members(model).items() if adapter_name in m.adapters}
+    layers = {n: m for n, m in holders.items() if isinstance(m, AdaptedLayer)}
+    tokens = [m for m in holders.values() if isinstance(m, VirtualTokens)]
+    if tokens:
+        values = {"prompt_embeddings": tokens[0].values(adapter_name)}
+        return values, _describe_tokens(model, tokens[0].adapters[adapter_name])
+    options: dict[str, Options] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, layer in layers.items():
+        held, options[name] = _plain(layer, adapter_name)
+        tensors |= {
+            f"{PREFIX}{name}.{layer.PARAMETERS[attribute]}": value for attribute, value in held.items()
+        }
+    for name, member in holders.items():
+        if isinstance(member, TrainedCopy):
+            state = member.modules_to_save[adapter_name].state_dict()
+            tensors |= {f"{PREFIX}{name}.{key}": value for key, value in state.items()}
+    first = next(iter(options.values()))
+    if isinstance(first, VeraOptions) and first.save_projection:
+        shared = next(iter(layers.values())).vera[adapter_name]
+        tensors |= {f"base_model.{key}": value for key, value in shared.state_dict().items()}
+    for name, bias in base_biases(model, first.bias).items():
+        parent = name.removesuffix("bias").rstrip(".")
+        tensors[f"{PREFIX}{parent}.base_layer.bias" if parent in layers else PREFIX + name] = bias
+    experts = {name: layer for name, layer in layers.items() if isinstance(layer, LoraExperts)}
+    targets = shortest_names(model, layers.keys() - experts.keys())
+    saved = [name for name, member in holders.items() if isinstance(member, TrainedCopy)]
+    first = replace(
+        first, target_modules=targets, exclude_modules=None, layers_to_transform=None, layers_pattern=None,
+        modules_to_save=saved,
+    )  # fmt: skip
+    if isinstance(first, LoraOptions):
+        # Layers that differ from the first are named one by one, each by a pattern that matches nothing else.
+        keys = {n: [f"{n}.{t}" for t in experts[n].TARGETS] if n in experts else [n] for n in options}
+        ranks = {f"^{key}": o.rank for n, o in options.items() if o.rank != first.rank for key in keys[n]}
+        alphas = {f"^{key}": o.alpha for n, o in options.items() if o.alpha != first.alpha for key in keys[n]}
+        parameters = [key for name in experts for key in keys[name]]
+        first = replace(first, rank_pattern=ranks, alpha_pattern=alphas, target_parameters=parameters)
+    if isinstance(first, IA3Options):
+        chosen = [name for name, own in options.items() if own.feedforward]
+        feedforward = shortest_names(model, chosen)
+        if not set(feedforward) <= set(targets):  # PEFT wants the same names in both
+            first, feedforward = replace(first, target_modules=sorted(layers)), sorted(chosen)
+        first = replace(first, feedforward_modules=feedforward)
+    return tensors, to_file(first) | _describe_model(model)
+
+
+def _describe_model(model: nn.Module) -> dict[str, Any]:
+    base = getattr(getattr(model, "config", None), "_name_or_path", None)
+    task = "CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None
+    return {"base_model_name_or_path": base or None, "task_type": task}
+
+
+def _describe_tokens(model: nn.Module, options: VirtualOptions) -> dict[str, Any]:
+    layers, heads, features = cache_sizes(model)
+    prefix = isinstance(options, PrefixOptions)
+    sizes = {
+        "num_layers": layers,
+        "num_attention_heads": heads,
+        "token_dim": heads * features if prefix else model.config.hidden_size,
+        "num_transformer_submodules": 1,
+    }
+    return to_file(options) | sizes | _describe_model(model) | {"task_type": "CAUSAL_LM"}
+
+
+def _plain(layer: AdaptedLayer, name: str) -> tuple[dict[str, Tensor], Any]:
+    """An adapter's tensors and options; of one that changed the base those of what it adds to the base as it was."""
+    held, own = dict(layer.tensors(name)), layer.adapters[name]
+    if not isinstance(layer, LoraLinear) or name not in getattr(layer, "initial_A", {}):
+        return held, own
+    changed = {
+        "lora_A": torch.cat([held["lora_A"], layer.initial_A[name]]),
+        "lora_B": torch.cat([held["lora_B"], -layer.initial_B[name]], 1),
+    }
+    rank = 2 * own.rank
+    alpha = own.scaling * (math.sqrt(rank) if own.rslora else rank)
+    return held | changed, replace(own, rank=rank, alpha=alpha, init="default")
+
+
+def _replace(path: Path, data: bytes) -> None:
+    with atomic_file(path) as file:
+        file.write(data)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What adapter_config.json holds."""
+    where = f"lora.load_adapter: {path}"
+    config = read_json(path, where)
+    if not isinstance(config, dict):
+        raise ValueError(f"{where}: expected a JSON object, received {shown(config)}")
+    return config
+
+
+def read_weights(path: Path, config: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+    """Return the tensors of adapter_model.safetensors, by keys without PEFT's prefix.
+
+    Raises:
+        ValueError: a damaged file, or one that was not saved with ``config``, the content of adapter_config.json.
+    """
+    where = f"lora.load_adapter: {path}"
+    data = read_regular(path, where)
+    try:
+        tensors = parse_safetensors(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    except Exception as error:  # the parser's own class is not exported
+        raise ValueError(
+            f"{where}: expected a safetensors file, received a damaged one: {shown(str(error))}"
+        ) from None
+    if config is not None:
+        check_pair(path, header.get("__metadata__") or {}, path.with_name(CONFIG), config)
+    for key in tensors:
+        if not is_name(key):
+            raise ValueError(f"{where}: expected names of tensors, received {shown(key)}")
+    return {key.removeprefix(PREFIX): value for key, value in tensors.items()}

@@ -1,0 +1,54 @@
+"""Linear layers whose outputs, or inputs, are multiplied by a trained vector (IA3)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shoestring.adapters.linear import AdaptedLinear
+from shoestring.adapters.lora_linear import lora_linear
+from shoestring.adapters.options import IA3Options
+
+
+class IA3Linear(AdaptedLinear):
+    """``l * (x W^T + bias)``, or ``(l * x) W^T + bias`` in a feed-forward layer's second product (arXiv 2205.05638).
+
+    ``ia3_l.<name>`` is (out_features, 1), or (1, in_features); it starts as ones. Several active ones are multiplied.
+    """
+
+    PARAMETERS = {"ia3_l": "ia3_l"}
+
+    @classmethod
+    def shapes(cls, layer: nn.Linear, options: IA3Options) -> dict[str, tuple[int, ...]]:
+        return {"ia3_l": (1, layer.in_features) if options.feedforward else (layer.out_features, 1)}
+
+    def start(self, options: IA3Options) -> dict[str, Tensor]:
+        return {"ia3_l": torch.ones(self.shapes(self, options)["ia3_l"])}
+
+    def _gains(self, names: Sequence[str]) -> tuple[Tensor | None, Tensor | None]:
+        """What the input and what the output is multiplied by."""
+        gains: list[Tensor | None] = [None, None]
+        for name in names:
+            own = self.ia3_l[name].flatten()
+            side = 0 if self.adapters[name].feedforward else 1
+            former = gains[side]
+            gains[side] = own if former is None else former * own
+        return gains[0], gains[1]
+
+    def product(self, x: Tensor) -> Tensor:
+        before, after = self._gains(self.current())
+        if before is not None:
+            x = (x * before).to(x.dtype)
+        bias = self.bias if self.bias is None or after is None else self.bias * after
+        return lora_linear(x, self.weight, None, None, bias, gain=after)
+
+    def merged(self, names: Sequence[str]) -> dict[str, Tensor]:
+        before, after = self._gains(names)
+        weight = self.dense_weight()
+        bias = None if self.bias is None else self.bias.detach().to(weight.dtype)
+        if before is not None:
+            weight = weight * before.detach()
+        if after is not None:
+            weight = weight * after.detach()[:, None]
+            bias = bias if bias is None else bias * after.detach()
+        return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}

@@ -1,0 +1,203 @@
+"""First values of adapters that come from the base weight or from what the layers read."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoestring.adapters.adapted import DEFAULT, AdaptedLayer, wide
+from shoestring.adapters.linear import LoraLinear
+from shoestring.adapters.options import LoraOptions
+from shoestring.quantization.quantized_tensor import QuantizedTensor
+
+Quantize = Callable[[Tensor], QuantizedTensor]
+
+
+@torch.no_grad()
+def take_out(layer: nn.Linear, options: LoraOptions, quantize: Quantize | None) -> dict[str, Tensor]:
+    """Takes the adapter's first values out of the layer's weight: ``weight`` becomes weight - scaling lora_B lora_A.
+
+    A quantised weight is dequantised for it, and the rest quantised again in its own form.
+
+    Args:
+        quantize: what the rest will be quantised by; "loftq" needs it.
+
+    Raises:
+        ValueError: "loftq" without it.
+    """
+    w = layer.weight
+    dense = w.dequantize(torch.float32) if isinstance(w, QuantizedTensor) else w.detach().to(wide(w.dtype))
+    if options.init == "olora":
+        q, r = torch.linalg.qr(dense)
+        lora_A, lora_B = r[: options.rank], q[:, : options.rank]
+    elif options.init == "loftq":
+        if quantize is None:
+            raise ValueError(
+                "lora.apply: init: expected 'loftq' with quantize, since it divides between the two what quantising loses; "
+                "received quantize=None"
+            )
+        rest = dense
+        for _ in range(options.loftq_iterations):
+            error = dense - quantize(rest).dequantize(dense.dtype)
+            lora_A, lora_B = halves(error, options, None)
+            rest = torch.addmm(dense, lora_B, lora_A, alpha=-options.scaling)
+    else:
+        iterations = options.init.partition("_niter_")[2]
+        lora_A, lora_B = halves(dense, options, int(iterations) if iterations else None)
+    rest = torch.addmm(dense, lora_B, lora_A, alpha=-options.scaling)
+    w.copy_(rest.to(w.dtype))
+    return {"lora_A": lora_A.contiguous(), "lora_B": lora_B.contiguous()}
+
+
+def halves(matrix: Tensor, options: LoraOptions, iterations: int | None) -> tuple[Tensor, Tensor]:
+    """lora_A and lora_B of the best approximation of the rank, divided by the scaling, each with the roots of the values."""
+    if iterations is None:
+        u, values, v = torch.linalg.svd(matrix, full_matrices=False)
+        u, values, v = u[:, : options.rank], values[: options.rank], v[: options.rank]
+    else:
+        u, values, v = torch.svd_lowrank(matrix, options.rank, niter=iterations)
+        v = v.T
+    roots = (values / options.scaling).sqrt()
+    return roots[:, None] * v, u * roots
+
+
+class Directions:
+    """The principal directions of a stream of rows, by incremental PCA (Ross et al., 2008)."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.seen = count, 0
+        self.mean = self.values = self.vectors = self.variance = torch.empty(0)
+
+    @torch.no_grad()
+    def update(self, rows: Tensor) -> None:
+        """Takes in rows, (n, features)."""
+        rows = rows.detach().flatten(0, -2).to(wide(rows.dtype))
+        n, mean = rows.shape[0], rows.mean(0)
+        spread = (rows - mean).square().sum(0)
+        if self.seen == 0:
+            stack, self.mean, self.variance = rows - mean, mean, spread
+        else:
+            shift, weight = mean - self.mean, self.seen * n / (self.seen + n)
+            stack = torch.cat([self.values[:, None] * self.vectors, rows - mean, (weight**0.5 * shift)[None]])
+            self.variance = self.variance + spread + weight * shift.square()
+            self.mean = self.mean + shift * (n / (self.seen + n))
+        self.seen += n
+        _, values, vectors = torch.linalg.svd(stack, full_matrices=False)
+        # Of a vector and its opposite the one whose largest element is positive, as PEFT chooses.
+        signs = vectors.gather(1, vectors.abs().argmax(1, keepdim=True)).sign()
+        self.values, self.vectors = values[: self.count], (vectors * signs)[: self.count]
+
+    def explained(self) -> Tensor:
+        """The share of the variance along each direction."""
+        return self.values.square() / self.variance.sum().clamp_min(torch.finfo(self.values.dtype).tiny)
+
+
+def initialize_eva(
+    model: nn.Module, batches: Iterable[Any], adapter_name: str = DEFAULT, *, rho: float = 2.0
+) -> dict[str, int]:
+    """Starts an adapter's lora_A with the principal directions of what the layers read (EVA, arXiv 2410.07170).
+
+    Ranks go where the directions explain most of the variance; their sum stays, and every layer keeps its scaling. A layer
+    that gets none loses the adapter. Layers whose ranks change get new parameters: make the optimizer afterwards.
+
+    Args:
+        model: with a LoRA adapter of that name, in use, not trained yet: lora_B is zero.
+        batches: each a dict of keyword arguments for the model, or what is given to it as one argument. All of them are
+            run; of a dict with ``attention_mask`` the masked tokens do not count, nor, with ``labels``, those of -100.
+        rho: a layer gets at most rho times its rank; 1 leaves all ranks as they are.
+
+    Returns:
+        The rank of each layer, by name; 0 where the adapter was taken off.
+
+    Raises:
+        ValueError: no linear layer with an untrained plain LoRA adapter of that name, or too few tokens.
+    """
+    layers = {
+        n: m for n, m in model.named_modules() if isinstance(m, LoraLinear) and adapter_name in m.adapters
+    }
+    for name, layer in layers.items():
+        if layer.adapters[adapter_name].changes_base or layer.lora_B[adapter_name].any():
+            raise ValueError(
+                f"lora.initialize_eva: model: expected lora_B of zeros, received others in {name}"
+            )
+    if not layers:
+        raise ValueError(
+            f"lora.initialize_eva: model: expected linear layers with an adapter {adapter_name!r}, received none"
+        )
+    found = {n: Directions(round(rho * m.adapters[adapter_name].rank)) for n, m in layers.items()}
+    _observe(model, layers, batches, found)
+    ranks = _distribute({n: m.adapters[adapter_name].rank for n, m in layers.items()}, found)
+    for name, layer in layers.items():
+        _begin(layer, adapter_name, ranks[name], found[name].vectors)
+    return ranks
+
+
+@torch.no_grad()
+def _observe(
+    model: nn.Module,
+    layers: Mapping[str, AdaptedLayer],
+    batches: Iterable[Any],
+    found: Mapping[str, Directions],
+) -> None:
+    chosen: Tensor | None = None
+
+    def reader(directions: Directions) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def read(_: nn.Module, args: tuple[Any, ...]) -> None:
+            directions.update(args[0][chosen] if chosen is not None else args[0])
+
+        return read
+
+    handles = [layer.register_forward_pre_hook(reader(found[name])) for name, layer in layers.items()]
+    training = model.training
+    model.eval()
+    try:
+        for batch in batches:
+            if not isinstance(batch, Mapping):
+                model(batch)
+                continue
+            mask = batch.get("attention_mask")
+            chosen = None if mask is None else mask.bool()
+            if batch.get("labels") is not None:
+                labelled = batch["labels"] != -100
+                chosen = labelled if chosen is None else chosen & labelled
+            model(**batch)
+    finally:
+        model.train(training)
+        for handle in handles:
+            handle.remove()
+    few = [name for name, directions in found.items() if len(directions.values) < directions.count]
+    if few:
+        raise ValueError(
+            f"lora.initialize_eva: batches: expected at least {found[few[0]].count} directions in what {few[0]} reads, "
+            f"received {len(found[few[0]].values)}; give more tokens or a smaller rank"
+        )
+
+
+def _distribute(ranks: Mapping[str, int], found: Mapping[str, Directions]) -> dict[str, int]:
+    """As many of all directions as the ranks are together, those that explain most first."""
+    every = sorted(
+        ((share, name) for name, d in found.items() for share in d.explained().tolist()), reverse=True
+    )
+    taken = [name for _, name in every[: sum(ranks.values())]]
+    return {name: taken.count(name) for name in ranks}
+
+
+def _begin(layer: LoraLinear, name: str, rank: int, vectors: Tensor) -> None:
+    own = layer.adapters[name]
+    if rank == 0:
+        layer.remove(name)
+        return
+    alpha = own.scaling * (rank**0.5 if own.rslora else rank)
+    bias = {"lora_bias": layer.lora_bias[name]} if own.lora_bias else {}
+    trainable = layer.lora_A[name].requires_grad
+    lora_B = vectors.new_zeros(layer.out_features, rank)
+    magnitude = {"lora_magnitude_vector": layer.lora_magnitude_vector[name]} if own.dora else {}
+    layer.add(
+        name,
+        replace(own, rank=rank, alpha=alpha),
+        {"lora_A": vectors[:rank], "lora_B": lora_B} | bias | magnitude,
+    )
+    for parameter in layer.tensors(name).values():
+        parameter.requires_grad_(trainable)

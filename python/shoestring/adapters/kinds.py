@@ -1,0 +1,78 @@
+"""Which class a module takes on for which options."""
+
+from torch import nn
+
+from shoestring.adapters.adapted import AdaptedLayer
+from shoestring.adapters.conv import LoraConv1d, LoraConv2d, LoraConv3d, conv_refusal
+from shoestring.adapters.embedding import LoraEmbedding, embedding_refusal
+from shoestring.adapters.experts import LoraExperts, experts_class
+from shoestring.adapters.ia3 import IA3Linear
+from shoestring.adapters.linear import LoraLinear
+from shoestring.adapters.options import IA3Options, LoraOptions, Options, VeraOptions
+from shoestring.adapters.targets import former_class, is_linear, matches, refuse_unmatched
+from shoestring.adapters.vera import VeraLinear
+
+LINEAR: dict[type[Options], type[AdaptedLayer]] = {
+    LoraOptions: LoraLinear,
+    VeraOptions: VeraLinear,
+    IA3Options: IA3Linear,
+}
+OTHERS: dict[type[nn.Module], type[AdaptedLayer]] = {
+    nn.Embedding: LoraEmbedding,
+    nn.Conv1d: LoraConv1d,
+    nn.Conv2d: LoraConv2d,
+    nn.Conv3d: LoraConv3d,
+}
+
+
+def layer_class(module: nn.Module, options: Options) -> type[AdaptedLayer] | None:
+    """The class that a module takes on with an adapter of these options; None where it cannot."""
+    if is_linear(module):
+        return LINEAR[type(options)]
+    return OTHERS.get(former_class(module)) if isinstance(options, LoraOptions) else None
+
+
+def expert_classes(model: nn.Module, options: Options) -> dict[str, type[LoraExperts]]:
+    """The classes of the modules that have parameters which ``target_parameters`` names.
+
+    Raises:
+        ValueError: a name that no parameter has, or a parameter of another form.
+    """
+    wanted = options.target_parameters if isinstance(options, LoraOptions) else ()
+    found, parameters = {}, {}
+    for name, module in model.named_modules() if wanted else ():
+        own = tuple(
+            key for key, p in module._parameters.items() if p is not None and matches(f"{name}.{key}", wanted)
+        )
+        if own and name:
+            found[name] = experts_class(former_class(module), own)
+            parameters |= {f"{name}.{key}": module._parameters[key] for key in own}
+    missing = [target for target in wanted if not any(matches(name, [target]) for name in parameters)]
+    if missing:
+        known = [name for name, _ in model.named_parameters() if "." in name]
+        refuse_unmatched("target_parameters", missing, known, what="names of parameters")
+    for name, parameter in parameters.items():
+        if (
+            parameter.dim() not in (2, 3)
+            or not parameter.is_floating_point()
+            or type(parameter) is not nn.Parameter
+        ):
+            raise ValueError(
+                "lora.apply: target_parameters: expected dense weights of 2 or 3 dimensions, received "
+                f"{name}, {tuple(parameter.shape)}"
+            )
+    return found
+
+
+def refusal(module: nn.Module, kind: type[AdaptedLayer], own: Options) -> str | None:
+    """What a layer and its options would have to be to go together; None where they do."""
+    if issubclass(kind, (LoraLinear, IA3Linear)) or not isinstance(own, LoraOptions):
+        return None
+    if own.changes_base:
+        return f"linear layers for {own.init!r}"
+    if issubclass(kind, LoraExperts):
+        plain = own.dropout == 0 and not own.dora and not own.lora_bias
+        return None if plain else "no dropout, dora and lora_bias with target_parameters"
+    if issubclass(kind, LoraEmbedding):
+        return embedding_refusal(module, own)  # type: ignore[arg-type]
+    return conv_refusal(module)

@@ -1,0 +1,174 @@
+"""Linear layers that have taken on low-rank adapters."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoestring.adapters.adapted import AdaptedLayer, wide
+from shoestring.adapters.lora_linear import LoraWeight, lora_linear, lora_weight_norm
+from shoestring.adapters.low_rank import LowRankLayer, Part, add, concatenated, draw, low_rank_sum, row_scale
+from shoestring.adapters.options import LoraOptions
+from shoestring.layers.seeded_dropout import seeded_dropout
+from shoestring.quantization.quantized_linear_module import KeyedLinear
+from shoestring.quantization.quantized_tensor import QuantizedTensor
+
+
+class AdaptedLinear(AdaptedLayer, KeyedLinear):
+    """``nn.Linear`` or ``QuantizedLinear`` with adapters over a frozen weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Converts the input as ``QuantizedLinear`` does, and the result back."""
+        return self.product(x.to(getattr(self, "compute_dtype", None) or x.dtype)).to(x.dtype)
+
+    def product(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def dense_weight(self) -> Tensor:
+        """The base weight in fp32, of an fp64 one in fp64."""
+        exact = wide(self.weight.dtype)
+        w = self.weight
+        return w.dequantize(exact) if isinstance(w, QuantizedTensor) else w.detach().to(exact)
+
+    def extra_repr(self) -> str:
+        kind = f", {self.weight.quant_type}" if isinstance(self.weight, QuantizedTensor) else ""
+        return f"{super().extra_repr()}{kind}, adapters: {', '.join(self.adapters)}"
+
+
+class LoraLinear(AdaptedLinear, LowRankLayer):
+    """A linear layer with LoRA or DoRA adapters.
+
+    ``lora_A.<name>`` is (rank, in_features), ``lora_B.<name>`` (out_features, rank), with lora_bias ``lora_bias.<name>``
+    and with DoRA ``lora_magnitude_vector.<name>`` (out_features). An adapter that changed the base keeps its first values
+    in ``initial_A`` and ``initial_B``, of its own size, so that the base as it was is there whenever it is not in use.
+
+    Several active adapters are one product: concatenated along the rank, their scaling in lora_B. Several of DoRA add
+    what each of them alone adds to the base.
+    """
+
+    PARAMETERS = {
+        "lora_A": "lora_A.weight",
+        "lora_B": "lora_B.weight",
+        "lora_bias": "lora_B.bias",
+        "lora_magnitude_vector": "lora_magnitude_vector",
+    }
+    MODULES = ("initial_A", "initial_B")
+
+    @classmethod
+    def shapes(cls, layer: nn.Linear, options: LoraOptions) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {
+            "lora_A": (options.rank, layer.in_features),
+            "lora_B": (layer.out_features, options.rank),
+        }
+        for attribute, there in (("lora_bias", options.lora_bias), ("lora_magnitude_vector", options.dora)):
+            if there:
+                shapes[attribute] = (layer.out_features,)
+        return shapes
+
+    def start(self, options: LoraOptions) -> dict[str, Tensor]:
+        shapes = self.shapes(self, options)
+        through = None if isinstance(self.weight, QuantizedTensor) else self.weight.dtype
+        tensors = draw(shapes["lora_A"], shapes["lora_B"], options, through)
+        if options.dora:
+            # As forward finds it, so that the first gain is exactly 1; the weight is not written out.
+            empty = [
+                torch.zeros(shape, device=self.weight.device)
+                for shape in ((0, self.in_features), (self.out_features, 0))
+            ]
+            tensors["lora_magnitude_vector"] = lora_weight_norm(self.weight, *empty)
+        return tensors
+
+    def keep_initial(self, name: str) -> None:
+        """Remembers the values that an adapter has now as what was taken out of the base."""
+        for attribute, held in (("initial_A", self.lora_A), ("initial_B", self.lora_B)):
+            if not hasattr(self, attribute):
+                setattr(self, attribute, nn.ParameterDict())
+            getattr(self, attribute)[name] = nn.Parameter(held[name].detach().clone(), requires_grad=False)
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        return self.weight, self.lora_A[name], self.lora_B[name]
+
+    def parts(self, names: Sequence[str], x: Tensor | None = None) -> list[Part]:
+        """What is added to the base weight: the named adapters, and what the others took out of it."""
+        found = [self.part(name)._replace(uses=self._uses(name, x)) for name in names]
+        for name, first in getattr(self, "initial_A", {}).items():
+            took = Part(first, self.initial_B[name], self.adapters[name].scaling, None)
+            if name not in names:
+                found.append(took)
+            elif self.rows is not None and self.enabled:
+                assert x is not None
+                found.append(took._replace(uses=1 - self.uses(name, x)))
+        return found
+
+    def lora_weight(self) -> tuple[LoraWeight, float] | None:
+        """The layer, as it is now, as one weight with one adapter, and its dropout; None where it is more than that."""
+        names = self.current()
+        gained = [name for name in names if self.adapters[name].dora]
+        if (self.rows is not None and self.enabled) or (gained and len(names) > 1):
+            return None
+        lora_A, lora_B, scaling = concatenated(self.parts(names))
+        gain = self.gain(gained[0]) if gained else None
+        bias = add(
+            self.bias,
+            *(self.adapters[n].scaling * self.lora_bias[n] for n in names if self.adapters[n].lora_bias),
+        )
+        return LoraWeight(self.weight, lora_A, lora_B, bias, scaling, gain), self.dropout_of(names)
+
+    def product(self, x: Tensor) -> Tensor:
+        one = self.lora_weight()
+        if one is not None:
+            w, dropout = one
+            return lora_linear(
+                x, w.weight, w.lora_A, w.lora_B, w.bias, scaling=w.scaling, gain=w.gain, dropout=dropout
+            )
+        names = self.current()
+        parts = self.parts(names, x)
+        lora_A, lora_B, scaling = concatenated(parts)
+        options = {"scaling": scaling, "dropout": self.dropout_of(names)}
+        gains = {name: self.gain(name) for name in names if self.adapters[name].dora}
+        biases = {
+            n: self.adapters[n].scaling * self.lora_bias[n] for n in names if self.adapters[n].lora_bias
+        }
+        if self.rows is not None and self.enabled:
+            y = lora_linear(x, self.weight, lora_A, lora_B, low_scale=row_scale(parts, x), **options)
+            return self._row_by_row(y, x, gains, biases)
+        bias = add(self.bias, *biases.values())
+        # Each adapter's own gain on its own product; on the base's, all of what they change.
+        change = 1 + torch.stack([gain - 1 for gain in gains.values()]).sum(0)
+        y = lora_linear(x, self.weight, None, None, bias, gain=change)
+        scaled = [part._replace(lora_B=part.lora_B * gains[n][:, None]) if n in gains else part
+                  for n, part in zip(names, parts, strict=True)]  # fmt: skip
+        lora_A, lora_B, scaling = concatenated(scaled)
+        dropped = seeded_dropout(x, options["dropout"]).to(lora_A.dtype)
+        return y + (scaling * F.linear(F.linear(dropped, lora_A), lora_B)).to(y.dtype)
+
+    def _row_by_row(
+        self, y: Tensor, x: Tensor, gains: dict[str, Tensor], biases: dict[str, Tensor]
+    ) -> Tensor:
+        shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (-1,)
+        if gains:
+            change = torch.stack([self.uses(name, x) * (gain - 1) for name, gain in gains.items()]).sum(0)
+            y = y * (1 + change).view(shape).to(y.dtype)
+        if self.bias is not None:
+            y = y + self.bias.to(y.dtype)
+        for name, bias in biases.items():
+            y = y + (self.uses(name, x) * bias).view(shape).to(y.dtype)
+        return y
+
+    def _uses(self, name: str, x: Tensor | None) -> Tensor | None:
+        return None if self.rows is None or not self.enabled or x is None else self.uses(name, x)
+
+    def remove(self, name: str) -> None:
+        initial = getattr(self, "initial_A", {})
+        if name in initial:
+            took = Part(initial[name], self.initial_B[name], self.adapters[name].scaling, None)
+            self.set_weight(low_rank_sum(self.dense_weight(), [took]))
+            del initial[name], self.initial_B[name]
+            if not len(initial):
+                del self.initial_A, self.initial_B
+        super().remove(name)
+
+    def set_weight(self, dense: Tensor) -> None:
+        """Replaces the base's values, in the base's own form."""
+        self.weight.detach().copy_(dense)

@@ -1,0 +1,234 @@
+"""Adapters from disk onto a model."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoestring.adapters.adapted import DEFAULT, AdaptedLayer, attach
+from shoestring.adapters.apply import check_fits, own_options, saved_modules
+from shoestring.adapters.files import CONFIG, WEIGHTS, read_config, read_weights
+from shoestring.adapters.kinds import expert_classes, layer_class
+from shoestring.adapters.linear import LoraLinear
+from shoestring.adapters.options import Options, PrefixOptions, VeraOptions, VirtualOptions, check_name
+from shoestring.adapters.peft_config import from_file
+from shoestring.adapters.switch import base_biases, members, set_adapter
+from shoestring.adapters.trained_copy import TrainedCopy, wrap
+from shoestring.adapters.vera import Projection, share
+from shoestring.adapters.virtual_tokens import VirtualTokens, attach_tokens, width
+from shoestring.files.read_file import shown
+from shoestring.quantization.quantized_tensor import QuantizedTensor
+
+VERA = ("base_model.vera_A", "base_model.vera_B")
+
+
+@dataclass
+class Content:
+    """A file's tensors, sorted by what they are for."""
+
+    layers: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by module and what the key ends with
+    copies: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by module and key
+    biases: dict[str, Tensor] = field(default_factory=dict)
+    projection: dict[str, Tensor] = field(default_factory=dict)  # VeRA's two shared matrices
+
+
+def load_adapter(
+    model: nn.Module, directory: str | os.PathLike[str], adapter_name: str = DEFAULT
+) -> nn.Module:
+    """Puts an adapter that PEFT or :func:`save_adapter` wrote onto a model, in place, and uses it.
+
+    Layers without an adapter of that name take one on; layers that have one get the file's values, rank and scaling, in
+    the tensors that they have where the shape is the same. As after :func:`shoestring.lora.apply`, the adapter is
+    trainable and everything else is frozen. Nothing is changed unless all of the file fits.
+
+    Args:
+        directory: with the two files; or with a folder named as the adapter, which has them.
+
+    Raises:
+        FileNotFoundError: one of the two files is missing.
+        ValueError: a file that is damaged, that needs what is not supported here, or that does not fit the model; two
+            files that were not saved together.
+    """
+    check_name(adapter_name)
+    folder = Path(directory)
+    if adapter_name != DEFAULT and os.path.lexists(folder / adapter_name / CONFIG):
+        folder = folder / adapter_name
+    config = read_config(folder / CONFIG)
+    options = from_file(config, f"lora.load_adapter: {folder / CONFIG}")
+    place = f"lora.load_adapter: {folder / WEIGHTS}"
+    if isinstance(options, VirtualOptions):
+        _load_tokens(model, read_weights(folder / WEIGHTS, config), options, adapter_name, place)
+        return model
+    content = _sort(model, read_weights(folder / WEIGHTS, config), options, place)
+    plan = _plan(model, content, options, place)
+    absent = [
+        n
+        for n, m in members(model).items()
+        if adapter_name in m.adapters and n not in (*plan, *content.copies)
+    ]
+    if absent:
+        raise ValueError(
+            f"lora.load_adapter: {folder}: expected values for {absent[0]}, which has an adapter {adapter_name!r}; found "
+            "none"
+        )
+
+    model.requires_grad_(False)
+    for name, (kind, own) in plan.items():
+        layer = model.get_submodule(name)
+        if isinstance(layer, LoraLinear) and adapter_name in getattr(layer, "initial_A", {}):
+            layer.remove(adapter_name)  # what it took out of the base goes back: the file is for that
+        attach(layer, kind).add(adapter_name, own, content.layers[name])
+    if isinstance(options, VeraOptions):
+        shared = Projection(**content.projection) if content.projection else None
+        share([model.get_submodule(name) for name in plan], adapter_name, options, shared)  # type: ignore[misc]
+    for name, state in content.copies.items():
+        wrapper = wrap(model, name)
+        if adapter_name not in wrapper.adapters:
+            wrapper.add(adapter_name, options)
+        wrapper.modules_to_save[adapter_name].load_state_dict(state)
+    biases = base_biases(model, "all")
+    for name, bias in content.biases.items():
+        biases[name].detach().copy_(bias)
+    set_adapter(model, adapter_name)
+    return model
+
+
+def _load_tokens(
+    model: nn.Module, tensors: dict[str, Tensor], options: VirtualOptions, adapter_name: str, place: str
+) -> None:
+    expected = {"prompt_embeddings": (options.tokens, width(model, options))}
+    received = {key: tuple(value.shape) for key, value in tensors.items()}
+    if received != expected or not tensors["prompt_embeddings"].is_floating_point():
+        raise ValueError(f"{place}: expected {expected} of floating point, received {shown(received)}")
+    if any(adapter_name in m.adapters for m in members(model).values() if not isinstance(m, VirtualTokens)):
+        raise ValueError(
+            f"{place}: expected virtual tokens under a new name, but layers have an adapter {adapter_name!r}"
+        )
+    if isinstance(options, PrefixOptions):
+        options = replace(options, projection=False)  # the file has its result
+    model.requires_grad_(False)
+    attach_tokens(model, adapter_name, options, tensors["prompt_embeddings"], None)
+    set_adapter(model, adapter_name)
+
+
+def _sort(model: nn.Module, tensors: dict[str, Tensor], options: Options, place: str) -> Content:
+    """What each key is for."""
+    content = Content()
+    modules, kinds = dict(model.named_modules()), _kinds(model, options)
+    saved = saved_modules(model, options)
+    biases = base_biases(model, "all") if options.bias != "none" else {}
+    for key, value in tensors.items():
+        holder = next((name for name in saved if key.startswith(name + ".")), None)
+        plain = key.replace(".base_layer.", ".")
+        if isinstance(options, VeraOptions) and key in VERA:
+            content.projection[key.removeprefix("base_model.")] = value
+        elif holder is not None:
+            content.copies.setdefault(holder, {})[key.removeprefix(holder + ".")] = value
+        elif plain in biases:
+            if value.shape != biases[plain].shape:
+                raise ValueError(
+                    f"{place}: {key}: expected shape {tuple(biases[plain].shape)}, received {tuple(value.shape)}"
+                )
+            content.biases[plain] = value
+        elif key.endswith(".base_layer.weight"):
+            _check_base(modules.get(key.removesuffix(".base_layer.weight")), key, value, place)
+        else:
+            _sort_layer(content, kinds, key, value, options, place)
+    return content
+
+
+def _check_base(module: nn.Module | None, key: str, value: Tensor, place: str) -> None:
+    """PEFT writes the base weight of embeddings and output layers that have an adapter: nothing to load where it is ours."""
+    own = getattr(module, "weight", None)
+    if isinstance(own, Tensor) and own.shape == value.shape:
+        if isinstance(own, QuantizedTensor) or torch.equal(own.detach().cpu(), value.to(own.dtype)):
+            return
+    raise ValueError(
+        f"{place}: {key}: expected the model's own weight, received another; was its vocabulary resized?"
+    )
+
+
+def _kinds(model: nn.Module, options: Options) -> dict[str, type[AdaptedLayer]]:
+    """The class that each module would take on, by name."""
+    kinds = {name: layer_class(module, options) for name, module in model.named_modules()}
+    return {name: kind for name, kind in kinds.items() if kind is not None} | expert_classes(model, options)
+
+
+def _sort_layer(
+    content: Content,
+    kinds: dict[str, type[AdaptedLayer]],
+    key: str,
+    value: Tensor,
+    options: Options,
+    place: str,
+) -> None:
+    if not value.is_floating_point():
+        raise ValueError(f"{place}: {key}: expected a floating-point tensor, received {value.dtype}")
+    endings = sorted({suffix for kind in kinds.values() for suffix in kind.PARAMETERS.values()}, key=len)
+    fitting = [ending for ending in endings if key.endswith("." + ending)]
+    if not fitting:
+        raise ValueError(f"{place}: expected keys {_expected(options)}, received {key}")
+    named = [ending for ending in fitting if key.removesuffix("." + ending) in kinds]
+    ending = (named or fitting)[0]
+    content.layers.setdefault(key.removesuffix("." + ending), {})[ending] = value
+
+
+def _expected(options: Options) -> str:
+    return f"of {type(options).__name__.removesuffix('Options')} adapters, of modules_to_save and of biases"
+
+
+def _plan(
+    model: nn.Module, content: Content, options: Options, place: str
+) -> dict[str, tuple[type[AdaptedLayer], Any]]:
+    """The class and the options of each layer that the file has values for; refuses what does not fit."""
+    modules, kinds = dict(model.named_modules()), _kinds(model, options)
+    plan = {}
+    for name, tensors in content.layers.items():
+        module = modules.get(name)
+        kind = kinds.get(name)
+        if module is None or kind is None:
+            found = "none of that name" if module is None else f"a {type(module).__name__}"
+            raise ValueError(
+                f"{place}: {name}: expected a layer of the model that can have the adapter, found {found}"
+            )
+        own = own_options(options, name, kind)
+        check_fits(name, module, kind, own)
+        attributes = {suffix: attribute for attribute, suffix in kind.PARAMETERS.items()}
+        content.layers[name] = tensors = {attributes[suffix]: tensor for suffix, tensor in tensors.items()}
+        expected = kind.shapes(module, own)
+        received = {attribute: tuple(tensor.shape) for attribute, tensor in tensors.items()}
+        if expected != received:
+            texts = (
+                ", ".join(f"{a} {s}" for a, s in sorted(shapes.items())) for shapes in (expected, received)
+            )
+            raise ValueError("{}: {}: expected {}, received {}".format(place, name, *texts))
+        plan[name] = (kind, own)
+    if isinstance(options, VeraOptions) and plan:
+        _check_projection(content.projection, options, [modules[name] for name in plan], place)
+    for name, state in content.copies.items():
+        module = modules[name].original_module if isinstance(modules[name], TrainedCopy) else modules[name]
+        expected_state = {key: tuple(value.shape) for key, value in module.state_dict().items()}
+        if expected_state != {key: tuple(value.shape) for key, value in state.items()}:
+            raise ValueError(
+                f"{place}: {name}: expected the keys and shapes of its state_dict, received others"
+            )
+    return plan
+
+
+def _check_projection(
+    matrices: dict[str, Tensor], options: VeraOptions, layers: Sequence[nn.Module], place: str
+) -> None:
+    if not matrices and not options.save_projection:
+        return
+    shapes = {name: tuple(tensor.shape) for name, tensor in matrices.items()}
+    width, height = max(m.in_features for m in layers), max(m.out_features for m in layers)  # type: ignore[type-var]
+    vera_A, vera_B = shapes.get("vera_A", (0, 0)), shapes.get("vera_B", (0, 0))
+    if vera_A[0] != options.rank or vera_A[1] < width or vera_B[0] < height or vera_B[1] != options.rank:
+        raise ValueError(
+            f"{place}: expected base_model.vera_A ({options.rank}, {width}) and base_model.vera_B ({height}, "
+            f"{options.rank}), or larger, received {shapes}"
+        )

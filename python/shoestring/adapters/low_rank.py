@@ -1,0 +1,209 @@
+"""What layers with low-rank adapters of any kind share."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shoestring.adapters.adapted import AdaptedLayer
+from shoestring.adapters.lora_linear import lora_weight_norm
+from shoestring.adapters.options import LoraOptions
+
+
+class Part(NamedTuple):
+    """One adapter's low-rank product."""
+
+    lora_A: Tensor
+    lora_B: Tensor
+    scaling: float
+    uses: Tensor | None  # (rows, 1): which rows of the batch have it; None is all
+
+
+class LowRankLayer(AdaptedLayer):
+    """LoRA and DoRA in terms of the weight as a matrix (out_features, in_features)."""
+
+    CAN_MIX_ROWS = True
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """The base weight and an adapter's two parameters."""
+        raise NotImplementedError
+
+    def matrices(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """These as matrices (out_features, in_features), (rank, in_features) and (out_features, rank)."""
+        return weight, lora_A, lora_B
+
+    def dense_weight(self) -> Tensor:
+        """The base weight as such a matrix, in fp32 or fp64."""
+        raise NotImplementedError
+
+    def folded(self, matrix: Tensor) -> Tensor:
+        """A matrix as a weight of the layer's shape."""
+        return matrix
+
+    def part(self, name: str) -> Part:
+        """An adapter's two matrices."""
+        _, lora_A, lora_B = self.matrices(*self.factors(name))
+        return Part(lora_A, lora_B, self.adapters[name].scaling, None)
+
+    def parts(self, names: Sequence[str], x: Tensor | None = None) -> list[Part]:
+        """What is added to the base weight."""
+        return [self.part(name) for name in names]
+
+    def composed(
+        self, base: Tensor, names: Sequence[str], product: Callable[[str], Tensor], shape: Sequence[int]
+    ) -> Tensor:
+        """The layer's output, from the base's without bias and a product for each adapter, in plain PyTorch.
+
+        Args:
+            product: lora_B's product with lora_A's, by adapter, of base's shape.
+            shape: of a vector over the outputs, to broadcast with base.
+        """
+        total = base
+        for name in names:
+            own = self.adapters[name]
+            change = own.scaling * product(name)
+            if own.dora:
+                gain = self.gain(name).view(shape)
+                change = (gain - 1) * base + gain * change
+            if own.lora_bias:
+                change = change + own.scaling * self.lora_bias[name].view(shape)
+            if self.rows is not None:
+                change = change * self.uses(name, base).view(-1, *[1] * (base.dim() - 1))
+            total = total + change
+        return total.to(base.dtype)
+
+    def dropout_of(self, names: Sequence[str]) -> float:
+        chosen = {self.adapters[name].dropout for name in names} if self.training else set()
+        if len(chosen) > 1:
+            raise ValueError(
+                f"lora: dropout: expected the same of all active adapters in training, received {sorted(chosen)}"
+            )
+        return chosen.pop() if chosen else 0.0
+
+    def gain(self, name: str) -> Tensor:
+        """DoRA's magnitude over the norm of the adapted weight's rows, the norm being no part of the gradient."""
+        return self.lora_magnitude_vector[name] / self.norm(name).to(self.lora_magnitude_vector[name].dtype)
+
+    def norm(self, name: str) -> Tensor:
+        """The norms of the rows of the adapted weight, (out_features); kept in evaluation until one of its parts changes."""
+        tensors = self.factors(name)
+        scaling = self.adapters[name].scaling
+        # Not in a compiled graph, nor where processes share the weights (FSDP), whose tensors are filled anew behind their
+        # version.
+        keep = not (
+            torch.compiler.is_compiling()
+            or (torch.distributed.is_available() and torch.distributed.is_initialized())
+            or any(t.is_inference() for t in tensors)
+        )
+        if keep:
+            state = (
+                scaling,
+                [(t._version, t.device, t.dtype, t.data_ptr() if i else None) for i, t in enumerate(tensors)],
+            )
+            former = self.__dict__.setdefault("_norms", {}).get(name)
+            # In training an optimizer may have written through .data or a pointer, which no version counts, but for where
+            # backward computes a checkpoint again.
+            trusted = not self.training or torch._C._current_graph_task_id() != -1
+            if (
+                trusted
+                and former
+                and former[1] == state
+                and all(a is b for a, b in zip(former[0], tensors, strict=True))
+            ):
+                return former[2]
+        with torch.no_grad():
+            norm = lora_weight_norm(*self.matrices(*tensors), scaling=scaling)
+        if keep:
+            self.__dict__["_norms"][name] = (tensors, state, norm)
+        return norm
+
+    def train(self, mode: bool = True) -> "LowRankLayer":
+        self.__dict__.pop("_norms", None)
+        return super().train(mode)
+
+    def remove(self, name: str) -> None:
+        self.__dict__.get("_norms", {}).pop(name, None)
+        super().remove(name)
+
+    def detach(self) -> dict[str, Any]:
+        self.__dict__.pop("_norms", None)
+        return super().detach()
+
+    def merged(self, names: Sequence[str]) -> dict[str, Tensor]:
+        dense = self.dense_weight()
+        weight = low_rank_sum(dense, self.parts([n for n in names if not self.adapters[n].dora]))
+        own_bias = getattr(self, "bias", None)
+        bias = None if own_bias is None else own_bias.detach().to(dense.dtype)
+        for name in names:
+            if self.adapters[name].dora:
+                gained = low_rank_sum(dense, [self.part(name)]) * self.gain(name).detach()[:, None].to(
+                    dense.dtype
+                )
+                weight += gained - dense
+            if self.adapters[name].lora_bias:
+                bias = add(bias, self.adapters[name].scaling * self.lora_bias[name].detach().to(dense.dtype))
+        result = {"weight": self.folded(weight)}
+        return result if bias is None else result | {"bias": bias}
+
+
+def draw(
+    shape_A: Sequence[int], shape_B: Sequence[int], options: LoraOptions, through: torch.dtype | None
+) -> dict[str, Tensor]:
+    """First values on the CPU, rounded to a dense base's dtype as PEFT's are.
+
+    PEFT builds two layers, which draw for themselves, before it initialises: ours draw along.
+    """
+    lora_A = torch.empty(shape_A, device="cpu")
+    nn.init.kaiming_uniform_(lora_A, a=math.sqrt(5))
+    nn.init.kaiming_uniform_(torch.empty(shape_B, device="cpu"), a=math.sqrt(5))
+    if options.lora_bias:
+        torch.empty(shape_B[0], device="cpu").uniform_()
+    if options.init == "gaussian":
+        nn.init.normal_(lora_A, std=1 / options.rank)
+    else:
+        nn.init.kaiming_uniform_(lora_A, a=math.sqrt(5))
+    tensors = {"lora_A": lora_A.to(through or lora_A.dtype), "lora_B": torch.zeros(shape_B)}
+    return tensors | ({"lora_bias": torch.zeros(shape_B[0])} if options.lora_bias else {})
+
+
+def concatenated(parts: Sequence[Part]) -> tuple[Tensor | None, Tensor | None, float]:
+    """All parts as one: lora_A, lora_B and scaling, which is in lora_B where there are several."""
+    if not parts:
+        return None, None, 1.0
+    if len(parts) == 1:
+        return parts[0].lora_A, parts[0].lora_B, parts[0].scaling
+    lora_B = torch.cat([part.lora_B * part.scaling for part in parts], 1)
+    return torch.cat([part.lora_A for part in parts]), lora_B, 1.0
+
+
+def row_scale(parts: Sequence[Part], x: Tensor) -> Tensor | None:
+    """(tokens, rank): 1 where a token's row uses the adapter that the rank belongs to."""
+    columns = [
+        x.new_ones(x.shape[0], part.lora_A.shape[0], dtype=part.lora_A.dtype)
+        * (1 if part.uses is None else part.uses)
+        for part in parts
+    ]
+    if not columns:
+        return None
+    scale = torch.cat(columns, 1)
+    shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (scale.shape[1],)
+    return scale.view(shape).expand(*x.shape[:-1], scale.shape[1]).reshape(-1, scale.shape[1])
+
+
+def low_rank_sum(dense: Tensor, parts: Sequence[Part]) -> Tensor:
+    """dense + scaling lora_B lora_A of every part, in dense's dtype; a new tensor."""
+    total = dense.clone()
+    for part in parts:
+        total.addmm_(
+            part.lora_B.detach().to(dense.dtype), part.lora_A.detach().to(dense.dtype), alpha=part.scaling
+        )
+    return total
+
+
+def add(first: Tensor | None, *others: Tensor) -> Tensor | None:
+    """The sum of what is there."""
+    for other in others:
+        first = other if first is None else first + other
+    return first

@@ -1,0 +1,261 @@
+"""PEFT's configurations, objects and adapter_config.json alike, as our options, and the reverse."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from shoestring.adapters.options import (
+    IA3Options,
+    LoraOptions,
+    Options,
+    PrefixOptions,
+    PromptOptions,
+    VeraOptions,
+    VirtualOptions,
+)
+from shoestring.files.read_file import is_integer, is_name, is_number, shown
+
+# What says nothing about the computation.
+DESCRIPTIONS = {
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "megatron_core", "qalora_group_size",
+}  # fmt: skip
+# What says only how training begins: of no account in a file, whose values are there.
+BEGINNING = {
+    "init_lora_weights", "init_weights", "init_ia3_weights", "prompt_tuning_init", "loftq_config", "eva_config",
+    "corda_config", "lora_ga_config",
+}  # fmt: skip
+SHARED = {
+    "target_modules": "target_modules",
+    "exclude_modules": "exclude_modules",
+    "layers_to_transform": "layers_to_transform",
+    "layers_pattern": "layers_pattern",
+    "modules_to_save": "modules_to_save",
+}
+FIELDS: dict[str, tuple[type[Options], dict[str, str]]] = {
+    "LORA": (
+        LoraOptions,
+        SHARED
+        | {
+            "r": "rank",
+            "lora_alpha": "alpha",
+            "rank_pattern": "rank_pattern",
+            "alpha_pattern": "alpha_pattern",
+            "use_rslora": "rslora",
+            "use_dora": "dora",
+            "lora_dropout": "dropout",
+            "lora_bias": "lora_bias",
+            "bias": "bias",
+            "target_parameters": "target_parameters",
+        },
+    ),
+    "VERA": (
+        VeraOptions,
+        {k: v for k, v in SHARED.items() if k != "exclude_modules"}
+        | {
+            "r": "rank",
+            "vera_dropout": "dropout",
+            "d_initial": "d_initial",
+            "projection_prng_key": "seed",
+            "save_projection": "save_projection",
+            "bias": "bias",
+        },
+    ),
+    "IA3": (
+        IA3Options,
+        {k: v for k, v in SHARED.items() if not k.startswith("layers_")}
+        | {"feedforward_modules": "feedforward_modules"},
+    ),
+    "PREFIX_TUNING": (
+        PrefixOptions,
+        {
+            "num_virtual_tokens": "tokens",
+            "prefix_projection": "projection",
+            "encoder_hidden_size": "hidden_size",
+        },
+    ),
+    "PROMPT_TUNING": (PromptOptions, {"num_virtual_tokens": "tokens"}),
+}
+# PEFT's defaults, where a file or an object says nothing and ours are others.
+DEFAULTS: dict[str, dict[str, Any]] = {"LORA": {"rank": 8, "alpha": 8}}
+# Options that change what is computed and that there is nothing for here.
+REFUSED = (
+    "fan_in_fan_out", "layer_replication", "trainable_token_indices", "use_qalora", "use_bdlora", "alora_invocation_tokens",
+    "arrow_config", "kasa_config", "megatron_config", "monteclora_config", "velora_config", "ensure_weight_tying",
+)  # fmt: skip
+
+MOST_NAMES = 100_000  # in a list or an object; each is compared with every module
+MOST_MODULES = 10_000  # in modules_to_save and target_parameters, which are compared several times
+VERA_RANK = 65_536  # of matrices that the file need not hold: 1 GiB each for 4096 features
+
+Check = tuple[Callable[[Any], bool], str]
+
+
+def _names(most: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and len(value) <= most and all(map(is_name, value))
+
+
+def _mapping(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: (
+        isinstance(value, dict) and len(value) <= MOST_NAMES and all(map(fits, value.values()))
+    )
+
+
+def _integer(least: int, most: int = 2**31 - 1) -> Check:
+    return lambda value: is_integer(value) and least <= value <= most, f"an integer from {least} to {most}"
+
+
+NUMBER: Check = (is_number, "a finite number")
+FLAG: Check = (lambda value: isinstance(value, bool), "true or false")
+TEXT: Check = (is_name, "a name")
+NAMES: Check = (
+    lambda value: isinstance(value, str) or _names(MOST_NAMES)(value),
+    "a pattern or a list of names",
+)
+MODULES: Check = (_names(MOST_MODULES), f"a list of at most {MOST_MODULES} names")
+RANKS: Check = (_mapping(_integer(1)[0]), "an object of integers of at least 1")
+ALPHAS: Check = (_mapping(is_number), "an object of finite numbers")
+LAYERS: Check = (
+    lambda value: is_integer(value) or (isinstance(value, list) and all(map(is_integer, value))),
+    "an integer or a list of integers",
+)
+# JSON's types and ranges, by the names of our options.
+CHECKS: dict[str, Check] = {
+    "target_modules": NAMES, "exclude_modules": NAMES, "layers_pattern": NAMES, "feedforward_modules": NAMES,
+    "modules_to_save": MODULES, "target_parameters": MODULES, "layers_to_transform": LAYERS, "rank": _integer(1),
+    "alpha": NUMBER, "rank_pattern": RANKS, "alpha_pattern": ALPHAS, "rslora": FLAG, "dora": FLAG, "dropout": NUMBER,
+    "lora_bias": FLAG, "bias": TEXT, "d_initial": NUMBER, "seed": _integer(-(2**63), 2**63 - 1), "save_projection": FLAG,
+    "tokens": _integer(1), "projection": FLAG, "hidden_size": _integer(1),
+}  # fmt: skip
+
+
+def from_peft(config: Any) -> Options:
+    """Our options of a PEFT configuration object, recognised by its ``peft_type``.
+
+    Raises:
+        ValueError: a method or an option that is not supported, by name.
+    """
+    method = _method(getattr(config, "peft_type", None), "lora.apply: config: peft_type")
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    defaults = {
+        f.name: f.default
+        if f.default is not MISSING
+        else f.default_factory()
+        if f.default_factory is not MISSING
+        else None
+        for f in fields(config)
+    }
+    options = _translate(method, values, "lora.apply: config")
+    options |= _beginning(values, defaults)
+    known = DESCRIPTIONS | BEGINNING | set(FIELDS[method][1]) | set(REFUSED)
+    for name, value in values.items():
+        if name not in known and value != defaults[name]:
+            _refuse("lora.apply: config", name, defaults[name], value)
+    return FIELDS[method][0](**options)
+
+
+def from_file(values: Mapping[str, Any], place: str) -> Options:
+    """Our options of what adapter_config.json holds. Unknown keys are passed over, as PEFT does.
+
+    Raises:
+        ValueError: a method or an option that is not supported, or a value of another type or range, by name.
+    """
+    method = _method(values.get("peft_type"), f"{place}: peft_type")
+    options = _translate(method, values, place)
+    theirs = {ours: name for name, ours in FIELDS[method][1].items()}
+    for name, value in options.items():
+        fits, expected = _integer(1, VERA_RANK) if (method, name) == ("VERA", "rank") else CHECKS[name]
+        if not fits(value):
+            raise ValueError(f"{place}: {theirs[name]}: expected {expected}, received {shown(value)}")
+    virtual = issubclass(FIELDS[method][0], VirtualOptions)
+    if not virtual and not any(options.get(name) for name in ("target_modules", "target_parameters")):
+        options["target_modules"] = ()  # a file's keys name the modules
+    return FIELDS[method][0](**options)
+
+
+def _method(kind: Any, place: str) -> str:
+    method = getattr(kind, "value", kind)
+    if not isinstance(method, str) or method not in FIELDS:
+        known = ", ".join(repr(name) for name in FIELDS)
+        raise ValueError(f"{place}: expected one of {known}, received {shown(method)}")
+    return method
+
+
+def _translate(method: str, values: Mapping[str, Any], place: str) -> dict[str, Any]:
+    for name in REFUSED:
+        if values.get(name):
+            _refuse(place, name, False, values[name])
+    options = dict(DEFAULTS.get(method, {}))
+    for theirs, ours in FIELDS[method][1].items():
+        if values.get(theirs) is not None:
+            options[ours] = values[theirs]
+    return options
+
+
+def _beginning(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """How training begins, of an object."""
+    options: dict[str, Any] = {}
+    for name in ("init_weights", "init_ia3_weights"):
+        if values.get(name) is False:
+            _refuse("lora.apply: config", name, True, False)
+    if "init_lora_weights" in values:
+        init = values["init_lora_weights"]
+        if init is False:
+            _refuse("lora.apply: config", "init_lora_weights", True, init)
+        options["init"] = "default" if init is True else init
+    if "prompt_tuning_init" in values:
+        options["init"] = _prompt_init(values["prompt_tuning_init"])
+    if "prefix_projection" in values and values.get("init_weights") is not None:
+        options["init"] = values["init_weights"]
+    if "target_modules" not in values:
+        return options
+    if values.get("target_modules") is None and not values.get("target_parameters"):
+        raise ValueError(
+            "lora.apply: config: target_modules: expected names, received None, for which PEFT has a list by architecture; "
+            "name them, or give 'all-linear'"
+        )
+    if values.get("target_modules") is None:
+        options["target_modules"] = None
+    for name in ("corda_config", "lora_ga_config"):
+        if values.get(name):
+            _refuse("lora.apply: config", name, None, values[name])
+    loftq = values.get("loftq_config") or {}
+    if loftq.get("loftq_bits", 4) != 4:
+        _refuse(
+            "lora.apply: config",
+            "loftq_bits",
+            "4, or quantize as an argument of lora.apply",
+            loftq["loftq_bits"],
+        )
+    options |= {"loftq_iterations": loftq["loftq_iter"]} if "loftq_iter" in loftq else {}
+    eva = values.get("eva_config")
+    if eva is not None and eva != type(eva)():
+        _refuse("lora.apply: config", "eva_config", "its defaults; lora.initialize_eva takes rho", eva)
+    return options
+
+
+def _prompt_init(kind: Any) -> str:
+    name = getattr(kind, "value", kind)
+    if name not in ("RANDOM", "SAMPLE_VOCAB"):
+        expected = "RANDOM or SAMPLE_VOCAB; of a text give PromptOptions(init=...) its token ids"
+        _refuse("lora.apply: config", "prompt_tuning_init", expected, name)
+    return "random" if name == "RANDOM" else "vocabulary"
+
+
+def _refuse(place: str, name: str, expected: Any, received: Any) -> None:
+    raise ValueError(
+        f"{place}: {name}: expected {expected!r}, since nothing else is supported here, received {shown(received)}"
+    )
+
+
+def to_file(options: Options) -> dict[str, Any]:
+    """What adapter_config.json says of an adapter; PEFT's defaults hold for what is not there."""
+    method, (_, names) = next((m, f) for m, f in FIELDS.items() if f[0] is type(options))
+    values = {theirs: getattr(options, ours) for theirs, ours in names.items()}
+    values = {key: dict(v) if isinstance(v, Mapping) else v for key, v in values.items()}
+    nothing = {"modules_to_save": None, "target_parameters": None}
+    values |= {key: None for key in nothing if key in values and not values[key]}
+    begin = {"init_lora_weights": True} if method == "LORA" else {}
+    if not isinstance(options, VirtualOptions):
+        begin["fan_in_fan_out"] = False
+    return values | begin | {"peft_type": method, "inference_mode": True}

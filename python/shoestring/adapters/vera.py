@@ -1,0 +1,77 @@
+"""Linear layers that share two frozen random matrices and train vectors around them (VeRA)."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shoestring.adapters.adapted import wide
+from shoestring.adapters.linear import LoraLinear
+from shoestring.adapters.low_rank import Part
+from shoestring.adapters.options import VeraOptions
+
+
+class Projection(nn.Module):
+    """The two matrices of an adapter, one object in all of its layers: vera_A (rank, widest input), vera_B (widest output,
+    rank). Each layer reads as much of them as it has features."""
+
+    def __init__(self, vera_A: Tensor, vera_B: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("vera_A", vera_A)
+        self.register_buffer("vera_B", vera_B)
+
+
+class VeraLinear(LoraLinear):
+    """``x W^T + bias + lambda_b * ((lambda_d * (x A^T)) B^T)`` with A and B frozen (arXiv 2310.11454).
+
+    ``vera_lambda_d.<name>`` is (rank), ``vera_lambda_b.<name>`` (out_features), zero at the start.
+    """
+
+    PARAMETERS = {"vera_lambda_b": "vera_lambda_b", "vera_lambda_d": "vera_lambda_d"}
+    MODULES = (*LoraLinear.MODULES, "vera")
+
+    @classmethod
+    def shapes(cls, layer: nn.Linear, options: VeraOptions) -> dict[str, tuple[int, ...]]:  # type: ignore[override]
+        return {"vera_lambda_b": (layer.out_features,), "vera_lambda_d": (options.rank,)}
+
+    def start(self, options: VeraOptions) -> dict[str, Tensor]:  # type: ignore[override]
+        return {
+            "vera_lambda_b": torch.zeros(self.out_features),
+            "vera_lambda_d": torch.full((options.rank,), options.d_initial),
+        }
+
+    def part(self, name: str) -> Part:
+        shared = self.vera[name]
+        lora_A = self.vera_lambda_d[name][:, None] * shared.vera_A[:, : self.in_features]
+        lora_B = self.vera_lambda_b[name][:, None] * shared.vera_B[: self.out_features]
+        return Part(lora_A, lora_B, 1.0, None)
+
+    def remove(self, name: str) -> None:
+        del self.vera[name]
+        if not len(self.vera):
+            del self.vera
+        super().remove(name)
+
+
+def drawn(layers: Sequence[nn.Linear], options: VeraOptions) -> Projection:
+    """PEFT's matrices of a seed, kaiming uniform, as wide as the widest of the layers."""
+    generator = torch.Generator("cpu").manual_seed(options.seed)
+    columns, rows = max(m.in_features for m in layers), max(m.out_features for m in layers)
+    matrices = []
+    for shape in ((options.rank, columns), (rows, options.rank)):
+        bound = math.sqrt(6 / shape[1])
+        matrices.append(torch.empty(shape, device="cpu").uniform_(-bound, bound, generator=generator))
+    return Projection(*matrices)
+
+
+def share(
+    layers: Sequence[VeraLinear], name: str, options: VeraOptions, projection: Projection | None
+) -> None:
+    """Gives all layers of an adapter one projection: the given one, or that of the options' seed."""
+    first = layers[0].base_weight()
+    projection = (projection or drawn(layers, options)).to(first.device, wide(first.dtype))
+    for layer in layers:
+        if not hasattr(layer, "vera"):
+            layer.vera = nn.ModuleDict()
+        layer.vera[name] = projection

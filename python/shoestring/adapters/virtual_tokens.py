@@ -1,0 +1,193 @@
+"""Trained tokens before the input of a language model: prefix tuning and prompt tuning."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoestring.adapters.options import PrefixOptions, PromptOptions, VirtualOptions
+
+
+class VirtualTokens(nn.Module):
+    """The trained tokens of a transformers causal language model, and the hook that puts them before its input.
+
+    ``embedding.<name>`` is, for a prefix, (tokens, 2 * layers * key and value features): each layer's keys and values, as a
+    key-value cache (arXiv 2101.00190), with a projection (tokens, features) and ``transform.<name>``; for a prompt (tokens,
+    hidden size): embeddings before those of the input (arXiv 2104.08691), and the output has their positions too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.transform = nn.ParameterDict(), nn.ModuleDict()
+        self.adapters: dict[str, Any] = {}
+        self.active: tuple[str, ...] = ()
+        self.enabled = True
+        self.rows = None
+
+    def values(self, name: str) -> Tensor:
+        """The tokens as files have them: (tokens, 2 * layers * features) or (tokens, hidden size)."""
+        found = self.embedding[name]
+        return self.transform[name](found) if name in self.transform else found
+
+    def tensors(self, name: str) -> dict[str, nn.Parameter]:
+        """An adapter's parameters."""
+        if name not in self.adapters:
+            return {}
+        more = dict(self.transform[name].named_parameters()) if name in self.transform else {}
+        return {"embedding": self.embedding[name], **more}
+
+    def add(self, name: str, options: VirtualOptions, values: Tensor, transform: nn.Module | None) -> None:
+        """Takes on an adapter, or the new values of one, in the tensor that it has where that has their shape."""
+        own = self.embedding[name] if name in self.embedding else None
+        if own is not None and own.shape == values.shape:
+            own.detach().copy_(values)
+        else:
+            self.embedding[name] = nn.Parameter(values)
+        if name in self.transform:
+            del self.transform[name]
+        if transform is not None:
+            self.transform[name] = transform
+        self.adapters[name] = options
+
+    def remove(self, name: str) -> None:
+        """Takes an adapter off."""
+        del self.embedding[name], self.adapters[name]
+        if name in self.transform:
+            del self.transform[name]
+
+    def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's arguments with the tokens of the active adapter: a hook before its forward."""
+        names = [name for name in self.active if name in self.adapters] if self.enabled else []
+        if not names:
+            return None
+        kwargs = (
+            dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
+        )  # fewer arguments than parameters
+        options, values = self.adapters[names[0]], self.values(names[0])
+        read = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+        batch, count = read.shape[0], options.tokens
+        cache = kwargs.get("past_key_values")
+        begins = (
+            cache is None or cache.get_seq_length() == 0
+        )  # later tokens of a text find the others in the cache
+        mask = kwargs.get("attention_mask")
+        if mask is not None:
+            kwargs["attention_mask"] = torch.cat([mask.new_ones(batch, count), mask], 1)
+        if kwargs.get("position_ids") is not None:
+            kwargs["position_ids"] = kwargs["position_ids"] + count
+        kwargs.pop("cache_position", None)  # the model counts what is in the cache
+        if not begins:
+            return (), kwargs
+        if isinstance(options, PrefixOptions):
+            if getattr(model, "is_gradient_checkpointing", False) and model.training:
+                raise ValueError(
+                    "lora.VirtualTokens: model: expected no gradient checkpointing with a prefix, since transformers drops "
+                    "the key-value cache then; turn it off, or train a prompt"
+                )
+            kwargs["past_key_values"] = _filled(model, cache, values, batch)
+            return (), kwargs
+        embedded = kwargs.pop("inputs_embeds", None)
+        if embedded is None:
+            embedded = model.get_input_embeddings()(kwargs["input_ids"])
+        kwargs.pop("input_ids", None)
+        kwargs["inputs_embeds"] = torch.cat([values.to(embedded.dtype).expand(batch, -1, -1), embedded], 1)
+        if kwargs.get("labels") is not None:
+            ignored = kwargs["labels"].new_full((batch, count), -100)
+            kwargs["labels"] = torch.cat([ignored, kwargs["labels"]], 1)
+        if kwargs.get("position_ids") is not None:
+            first = torch.arange(count, device=read.device).expand(kwargs["position_ids"].shape[0], -1)
+            kwargs["position_ids"] = torch.cat([first, kwargs["position_ids"]], 1)
+        return (), kwargs
+
+
+def _filled(model: Any, cache: Any, values: Tensor, batch: int) -> Any:
+    """A key-value cache with the prefix in it."""
+    if cache is None:
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=model.config)
+    layers, heads, features = cache_sizes(model)
+    # (tokens, layers, keys and values, heads, features) -> for each layer (batch, heads, tokens, features)
+    parts = values.to(model.dtype).view(values.shape[0], layers, 2, heads, features).permute(1, 2, 3, 0, 4)
+    for index, (keys, own_values) in enumerate(parts):
+        cache.update(keys.expand(batch, -1, -1, -1), own_values.expand(batch, -1, -1, -1), index)
+    return cache
+
+
+def cache_sizes(model: Any) -> tuple[int, int, int]:
+    """Layers, heads of keys and values, and the features of each.
+
+    Raises:
+        ValueError: not a transformers causal language model.
+    """
+    config = getattr(model, "config", None)
+    if not hasattr(config, "num_hidden_layers") or not hasattr(model, "get_input_embeddings"):
+        raise ValueError(
+            "lora.apply: model: expected a transformers causal language model for virtual tokens, received "
+            f"{type(model).__name__}"
+        )
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    features = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers, heads, features
+
+
+def width(model: Any, options: VirtualOptions) -> int:
+    """Features of a virtual token in files."""
+    layers, heads, features = cache_sizes(model)
+    return 2 * layers * heads * features if isinstance(options, PrefixOptions) else model.config.hidden_size
+
+
+def start(model: Any, options: VirtualOptions) -> tuple[Tensor, nn.Module | None]:
+    """First values, drawn as PEFT does, on the CPU."""
+    if isinstance(options, PromptOptions):
+        return _prompt(model, options), None
+    full, transform = width(model, options), None
+    if options.projection:
+        _, heads, features = cache_sizes(model)
+        hidden = options.hidden_size or heads * features
+        found = nn.Embedding(options.tokens, heads * features, device="cpu").weight.data
+        first = nn.Linear(heads * features, hidden, device="cpu")
+        transform = nn.Sequential(first, nn.Tanh(), nn.Linear(hidden, full, device="cpu"))
+        if options.init == "zero":
+            nn.init.zeros_(transform[-1].weight)
+            nn.init.zeros_(transform[-1].bias)
+        return found, transform
+    found = nn.Embedding(options.tokens, full, device="cpu").weight.data
+    return (torch.zeros_like(found) if options.init == "zero" else found), None
+
+
+def _prompt(model: Any, options: PromptOptions) -> Tensor:
+    found = nn.Embedding(options.tokens, model.config.hidden_size, device="cpu").weight.data
+    if options.init == "random":
+        return found
+    embedding = model.get_input_embeddings()
+    if options.init == "vocabulary":
+        ids = torch.randint(0, embedding.num_embeddings, (options.tokens,), device="cpu")
+    else:
+        ids = torch.tensor(options.init).repeat(-(-options.tokens // len(options.init)))[: options.tokens]
+    with torch.no_grad():
+        return embedding(ids.to(embedding.weight.device)).float().cpu()
+
+
+def attach_tokens(
+    model: nn.Module, name: str, options: VirtualOptions, values: Tensor, transform: nn.Module | None
+) -> None:
+    """Gives a model virtual tokens, and the hook that uses them."""
+    held = getattr(model, "virtual_tokens", None)
+    if not isinstance(held, VirtualTokens):
+        model.virtual_tokens = held = VirtualTokens()
+        model.register_forward_pre_hook(held.before, with_kwargs=True)
+    device = next(model.parameters()).device
+    held.add(
+        name, options, values.to(device, torch.float32), None if transform is None else transform.to(device)
+    )
+
+
+def detach_tokens(model: nn.Module) -> None:
+    """Takes the virtual tokens and their hook off."""
+    held = model.virtual_tokens
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if getattr(hook, "__self__", None) is held:
+            del model._forward_pre_hooks[key], model._forward_pre_hooks_with_kwargs[key]
+    del model.virtual_tokens

@@ -1,0 +1,1 @@
+"""Modules that are made of several layers: attention with its projections, gated MLPs."""

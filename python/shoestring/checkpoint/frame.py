@@ -1,0 +1,206 @@
+"""What a checkpoint remembers between the first run of a function and the last backward pass over it.
+
+While the function runs the first time, each tensor that autograd saves becomes a number: the how-manieth it is. The first
+number that backward asks for makes the function run again, and what is saved this time is put where the numbers are. C++
+has the same (csrc/checkpoint/checkpoint.cpp). PyTorch's own imports its compiler when it first recomputes: 120 MB.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointError
+
+
+class _Stop(Exception):
+    """Thrown through the function when all is there."""
+
+
+class _Inputs(torch.autograd.Function):
+    """Saves tensors as any operator does: hooks around the checkpoint see them, and so do checks of changes in place."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise AssertionError("nothing is computed from this")
+
+
+class _State:
+    """Random and autocast state of this thread, as they are when this is made."""
+
+    def __init__(self, tensors: list[Tensor], rng: bool) -> None:
+        devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
+        self._rng = [(device, _get(device)) for device in [torch.device("cpu"), *devices]] if rng else []
+        kinds = {"cpu", *(t.device.type for t in tensors if torch.amp.is_autocast_available(t.device.type))}
+        cache = torch.is_autocast_cache_enabled()
+        self._autocast = [
+            {
+                "device_type": kind,
+                "enabled": torch.is_autocast_enabled(kind),
+                "dtype": torch.get_autocast_dtype(kind),
+                "cache_enabled": cache,
+            }
+            for kind in sorted(kinds)
+        ]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for options in self._autocast:
+                stack.enter_context(torch.autocast(**options))
+            stack.callback(_set, [(device, _get(device)) for device, _ in self._rng])
+            _set(self._rng)
+            yield
+
+
+def _get(device: torch.device) -> Tensor:
+    return (
+        torch.get_rng_state()
+        if device.type == "cpu"
+        else torch.get_device_module(device).get_rng_state(device)
+    )
+
+
+def _set(states: list[tuple[torch.device, Tensor]]) -> None:
+    for device, state in states:
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+class _Number:
+    def __init__(self, frame: Frame, tensor: Tensor) -> None:
+        self.frame = frame
+        self.kind = (tuple(tensor.shape), tensor.dtype, tensor.device)
+        self.values: dict[int, Tensor] = {}  # by backward pass
+
+
+class Frame:
+    """One function under checkpoint.
+
+    Args:
+        replay: entered around each run after the first. It hides outer tapes and hands out the results that were kept.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        preserve_rng_state: bool,
+        early_stop: bool,
+        replay: AbstractContextManager[Any],
+    ) -> None:
+        leaves, spec = tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        tensors = [leaves[i] for i in places]
+        self._state = _State(tensors, preserve_rng_state)
+        self._inputs = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors)
+        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._places, self._spec = places, spec
+        self._fn, self._early_stop = fn, early_stop
+        self._replay = replay
+        self._numbers: list[weakref.ref[_Number]] = []
+        self._complete = (
+            False  # True once the first run has ended: then a run that saves more tensors is an error
+        )
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def first_run(self) -> Iterator[None]:
+        """Hooks for the function's first run."""
+        with saved_tensors_hooks(self._pack, _unpack):
+            yield
+        self._complete = True
+
+    def _pack(self, tensor: Tensor) -> _Number:
+        number = _Number(self, tensor)
+        self._numbers.append(weakref.ref(number))
+        return number
+
+    def value(self, number: _Number) -> Tensor:
+        """The tensor behind a number, which makes the function run again if this backward pass has none yet."""
+        pass_ = torch._C._current_graph_task_id()
+        with self._lock:
+            if pass_ not in number.values:
+                run = self._run_again
+                if "torch._dynamo" in sys.modules:
+                    run = torch.compiler.disable(run)
+                run(pass_)
+            return number.values.pop(
+                pass_
+            )  # a node asks once; one that asks again makes the function run again
+
+    def _run_again(self, pass_: int) -> None:
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, self._inputs.grad_fn.saved_tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        if pass_ >= 0:  # what this pass leaves unused goes with it
+            frame = weakref.ref(self)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: _forget(frame, pass_))
+        seen = 0
+        # In the first run the function goes on after the last number. A function that catches _Stop goes on, too.
+        exact = self._complete and not self._early_stop
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal seen
+            if tensor.requires_grad:
+                tensor = (
+                    tensor.detach()
+                )  # an output would hold its own node: a cycle. Others keep their attributes.
+            number = self._numbers[seen]() if seen < len(self._numbers) else None
+            seen += 1
+            if number is not None:
+                kind = (tuple(tensor.shape), tensor.dtype, tensor.device)
+                if kind != number.kind:
+                    raise CheckpointError(
+                        f"checkpoint: saved tensor {seen - 1} was {_shown(number.kind)} in forward and is {_shown(kind)} "
+                        "in backward: the function has to do the same both times"
+                    )
+                number.values[pass_] = tensor
+            if self._early_stop and seen >= len(self._numbers):
+                raise _Stop
+            return tensor
+
+        with torch.enable_grad(), self._state.again(), saved_tensors_hooks(pack, lambda tensor: tensor):
+            try:
+                with self._replay:
+                    self._fn(*args, **kwargs)
+            except _Stop:
+                pass
+        if seen < len(self._numbers) or (exact and seen > len(self._numbers)):
+            raise CheckpointError(
+                f"checkpoint: the function saved {len(self._numbers)} tensors in forward and {seen} in backward: "
+                "it has to do the same both times"
+            )
+
+
+def _unpack(number: _Number) -> Tensor:
+    return number.frame.value(number)
+
+
+def _forget(frame: weakref.ref[Frame], pass_: int) -> None:
+    if (found := frame()) is not None:
+        for number in found._numbers:
+            if (one := number()) is not None:
+                one.values.pop(pass_, None)
+
+
+def _shown(kind: tuple[Any, ...]) -> str:
+    return f"{str(kind[1]).removeprefix('torch.')}{list(kind[0])} on {kind[2]}"

@@ -1,0 +1,167 @@
+"""Gradient checkpointing: parts of a model keep their inputs and run a second time in backward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import checkpoint as torch_checkpoint
+
+from shoestring.checkpoint.frame import Frame
+
+Keep = str | torch._ops.OpOverload | torch._ops.OpOverloadPacket
+
+
+class _Run(AbstractContextManager[None]):
+    """A run of a function that an operator tape records or replays."""
+
+    def __init__(self, tape: Any, begin: Callable[[], None]) -> None:
+        self._tape, self._begin = tape, begin
+
+    def __enter__(self) -> None:
+        self._begin()
+
+    def __exit__(self, error: type[BaseException] | None, *rest: Any) -> None:
+        (self._tape.end if error is None else self._tape.abandon)()
+
+
+def _name(item: Keep) -> str:
+    if isinstance(item, torch._ops.OpOverload):
+        return f"{item.namespace}::{item._opname}.{item._overloadname}"
+    if isinstance(item, torch._ops.OpOverloadPacket):
+        return item._qualified_op_name
+    if not isinstance(item, str):
+        raise TypeError(
+            f"checkpoint: keep: expected operators, groups or tags, received {item!r}; "
+            'give for example ["attention", torch.ops.aten.mm]'
+        )
+    return item
+
+
+def _runs(names: tuple[str, ...]) -> tuple[AbstractContextManager[Any], _Run]:
+    """The first run and a later one. Without names nothing is recorded, and tapes outside do not see the later run."""
+    if not names:
+        return nullcontext(), _run_without_tape()
+    tape = torch.classes.shoestring.OperatorTape(list(names))
+    return _Run(tape, tape.record), _Run(tape, tape.replay)
+
+
+@functools.cache
+def _run_without_tape() -> _Run:
+    tape = torch.classes.shoestring.OperatorTape([])
+    return _Run(tape, tape.replay)
+
+
+@functools.cache
+def _operators(names: tuple[str, ...]) -> set[str]:
+    operators = set(torch.ops.shoestring.checkpoint_operators(names))
+    for name in names:
+        if name not in operators and name not in ("attention", "products"):
+            raise ValueError(
+                f"checkpoint: keep: expected operators or groups of them under torch.compile, received the tag {name!r}"
+            )
+    return operators
+
+
+def _policy(
+    names: tuple[str, ...], ctx: Any, op: Any, *args: Any, **kwargs: Any
+) -> torch_checkpoint.CheckpointPolicy:
+    """Of torch.compile's own selective checkpointing, which asks for each operator; found by name, as it goes by value."""
+    name = _name(op)
+    if name in _operators(names) or name.rpartition(".")[0] in _operators(names):
+        return torch_checkpoint.CheckpointPolicy.MUST_SAVE
+    return torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpoint(
+    fn: Callable[..., Any],
+    *args: Any,
+    keep: Sequence[Keep] = (),
+    preserve_rng_state: bool = True,
+    early_stop: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Computes ``fn(*args, **kwargs)`` and keeps, of all that autograd would save inside, what ``keep`` names alone.
+
+    Backward runs ``fn`` a second time for the rest, up to the last tensor that it needs, with the random numbers and
+    the autocast state of the first (gradient checkpointing, Chen et al. 2016). Gradients are bitwise those without
+    checkpoint. Calls may be nested; ``retain_graph``, second derivatives, ``torch.autograd.grad`` (inside ``fn``, too), DDP,
+    FSDP2 and ``torch.compile`` work as without. Saved tensors that need no gradient come back themselves, with the attributes
+    that Python code gave them. ``fn`` runs again for each backward pass that it begins itself, and operators of these passes
+    are not kept.
+
+    Args:
+        fn: takes and returns anything; has to do the same both times, and not to change its arguments in place.
+        keep: operators whose results are kept, so that backward does not compute them again: ``torch.ops.aten.mm``,
+            names (``"aten::mm"``), the groups ``"attention"`` (every scaled dot product attention) and ``"products"``
+            (matrix products, ours included), and tags of :func:`tag_activation` (not under ``torch.compile``).
+        preserve_rng_state: draw the same random numbers both times.
+        early_stop: end the second run at the last tensor that backward needs.
+
+    Raises:
+        torch.utils.checkpoint.CheckpointError: in backward, where ``fn`` did something else the second time.
+    """
+    if isinstance(keep, str):
+        raise TypeError(f'checkpoint: keep: expected a list, received {keep!r}; write ["{keep}"]')
+    names = tuple(_name(item) for item in keep)
+    if torch.compiler.is_compiling():  # which knows PyTorch's own
+        options: dict[str, Any] = {"preserve_rng_state": preserve_rng_state, "early_stop": early_stop}
+        if names:
+            make = torch_checkpoint.create_selective_checkpoint_contexts
+            options["context_fn"] = functools.partial(make, functools.partial(_policy, names))
+        return torch_checkpoint.checkpoint(fn, *args, use_reentrant=False, **options, **kwargs)
+    if not torch.is_grad_enabled():
+        return fn(*args, **kwargs)
+    record, replay = _runs(names)
+    frame = Frame(
+        fn, args, kwargs, preserve_rng_state=preserve_rng_state, early_stop=early_stop, replay=replay
+    )
+    with record, frame.first_run():  # whose hooks end first: what the tape keeps goes to those around
+        return fn(*args, **kwargs)
+
+
+def checkpoint_sequential(
+    functions: Iterable[Callable[[Any], Any]],
+    segments: int,
+    x: Any,
+    *,
+    keep: Sequence[Keep] = (),
+    **options: Any,
+) -> Any:
+    """Runs ``functions`` one after the other in ``segments`` parts of about equal length, each but the last under
+    :func:`checkpoint`: the last is what backward begins with, so nothing would be gained.
+
+    Args:
+        functions: of one argument each, the output of one the input of the next; an ``nn.Sequential`` for one.
+        keep, options: as :func:`checkpoint`.
+    """
+    steps = list(functions)
+    if not 1 <= segments <= len(steps):
+        raise ValueError(
+            f"checkpoint_sequential: segments: expected 1 to the number of functions ({len(steps)}), received {segments}"
+        )
+
+    def run(part: list[Callable[[Any], Any]], x: Any) -> Any:
+        for step in part:
+            x = step(x)
+        return x
+
+    length = len(steps) // segments
+    for begin in range(0, length * (segments - 1), length):
+        x = checkpoint(run, steps[begin : begin + length], x, keep=keep, **options)
+    return run(steps[length * (segments - 1) :], x)
+
+
+def tag_activation(x: Tensor, tag: str) -> Tensor:
+    """Returns ``x`` itself, which a checkpoint around this that was asked to ``keep`` the tag does not make again.
+
+    The results of the operator that made ``x`` are kept then. Elsewhere it does nothing.
+
+    Raises:
+        RuntimeError: ``x`` was modified in place since it was made.
+    """
+    return torch.ops.shoestring.tag_activation(x, tag)

@@ -1,0 +1,285 @@
+"""What the blocks of a model cost: seconds, and bytes to the byte, by running each kind of block alone."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from shoestring.checkpoint.offload import offload_activations
+from shoestring.core.storages import storages
+
+RUNS = 3  # of each block; the quickest counts
+
+Forward = Callable[..., Any]
+
+
+@dataclass
+class Cost:
+    """Of a block's forward and backward. ``held``: bytes that its graph keeps, its input among them."""
+
+    forward_seconds: float
+    backward_seconds: float
+    held: int
+    forward_bytes: int
+    backward_bytes: int
+
+
+@dataclass
+class Call:
+    """How a block was called: its arguments, and which of their tensors are its own rather than shared with others."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    own: set[int] = field(default_factory=set)  # storages
+
+
+def _storages(tree: Any) -> dict[int, int]:
+    return storages(leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def kind(module: nn.Module, call: Call) -> tuple[Any, ...]:
+    """Blocks of one kind cost the same: class, parameters, buffers and arguments are alike."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
+        return value if isinstance(value, (int, float, bool, str, type(None))) else type(value)
+
+    leaves, spec = tree_flatten((call.args, call.kwargs))
+    tensors = [(name, of(t)) for name, t in [*module.named_parameters(), *module.named_buffers()]]
+    return type(module).__qualname__, tuple(tensors), tuple(map(of, leaves)), str(spec), module.training
+
+
+class _Source(torch.autograd.Function):
+    """A tensor that is no leaf, so that nothing but what uses it keeps it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+@contextmanager
+def metered() -> Iterator[Any]:
+    meter = torch.classes.shoestring.MemoryMeter()
+    meter.begin()
+    try:
+        yield meter
+    finally:
+        meter.end()
+
+
+@contextmanager
+def gradients_aside(model: nn.Module) -> Iterator[None]:
+    """Backward may run inside without leaving a trace: what it adds to a gradient is there as long as it adds it."""
+    before = [(p, p.grad) for p in model.parameters() if p.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(_forget) for p, _ in before if p.is_leaf]
+    for p, _ in before:
+        p.grad = None
+    try:
+        with torch.random.fork_rng(
+            devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+        ):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for p, grad in before:
+            p.grad = grad
+
+
+def _forget(p: Tensor) -> None:
+    p.grad = None
+
+
+def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Those that FSDP2's ``fully_shard`` has split, by name."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return {
+        name: m for name, m in model.named_modules() if fsdp is not None and isinstance(m, fsdp.FSDPModule)
+    }
+
+
+@contextmanager
+def gathered(model: nn.Module, block: nn.Module) -> Iterator[None]:
+    """The weights of a block are whole meanwhile, and gradients by them leave no trace. All processes have to take part."""
+    around = [m for m in sharded_modules(model).values() if any(inner is block for inner in m.modules())]
+    for module in around:
+        module.unshard()
+    try:
+        with gradients_aside(block) if around else nullcontext():
+            yield
+    finally:
+        for module in around:
+            module.reshard()
+
+
+def measure(run: Forward, call: Call, device: torch.device) -> Cost:
+    """Runs a block alone, forward and backward, on copies of what it was given."""
+    costs = [_measure_once(run, call, device) for _ in range(RUNS)]
+    last = costs[-1]  # the first may have made what lasts: caches, workspaces
+    return Cost(
+        min(cost.forward_seconds for cost in costs),
+        min(cost.backward_seconds for cost in costs),
+        last.held,
+        last.forward_bytes,
+        last.backward_bytes,
+    )
+
+
+def measure_offloaded(run: Forward, call: Call, device: torch.device, offload: offload_activations) -> int:
+    """Bytes that a block holds when what it saves has left through ``offload``: small storages, and what is excluded."""
+
+    def run_and_leave(*args: Any, **kwargs: Any) -> Any:
+        with offload:
+            result = run(*args, **kwargs)
+        offload.mark()
+        offload.wait(0)
+        return result
+
+    return _measure_once(run_and_leave, call, device).held
+
+
+def _measure_once(run: Forward, call: Call, device: torch.device) -> Cost:
+    leaves, spec = tree_flatten((call.args, call.kwargs))
+    anchor = torch.zeros((), requires_grad=True)
+    with metered() as meter:
+
+        def copied(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or call.own.isdisjoint(storages([leaf])):
+                return leaf
+            if not leaf.requires_grad:
+                return leaf.detach().clone()
+            return _Source.apply(anchor, leaf.detach())
+
+        args, kwargs = tree_unflatten([copied(leaf) for leaf in leaves], spec)
+        synchronize(device)
+        began = time.perf_counter()
+        result = run(*args, **kwargs)
+        synchronize(device)
+        forward = time.perf_counter() - began
+        forward_bytes = meter.peak()
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        edges = [torch.autograd.graph.get_gradient_edge(output) for output in outputs]
+        before = meter.current()
+        upstream = [torch.ones_like(output) for output in outputs]
+        gradient_bytes = meter.current() - before
+        del args, kwargs, result, outputs
+        held = meter.current() - gradient_bytes
+        meter.reset_peak()
+        synchronize(device)
+        began = time.perf_counter()
+        if edges:  # torch.autograd.backward with gradients imports its compiler's symbolic shapes: 32 MiB
+            torch.autograd.Variable._execution_engine.run_backward(
+                tuple(edges), tuple(upstream), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+        synchronize(device)
+        backward = time.perf_counter() - began
+        return Cost(forward, backward, held, forward_bytes, meter.peak())
+
+
+@dataclass
+class Step:
+    """A whole step whose blocks were checkpointed: the blocks in order, by kind, and what lies around them."""
+
+    modules: list[nn.Module]
+    kinds: list[tuple[Any, ...]]
+    calls: dict[tuple[Any, ...], Call]  # one of each kind
+    before: Cost  # what comes before the first block
+    after: Cost  # ... and behind the last; its bytes count what the blocks hold
+
+
+def run_step(modules: list[nn.Module], step: Callable[[], Tensor], device: torch.device) -> Step:
+    """Runs a step whose blocks are checkpointed without keeping anything but their inputs.
+
+    Args:
+        step: forward; returns the loss.
+
+    Raises:
+        ValueError: the step does not run every block once, or there is no loss.
+    """
+    order: list[nn.Module] = []
+    kinds: list[tuple[Any, ...]] = []
+    calls: dict[tuple[Any, ...], Call] = {}
+    given: list[dict[int, int]] = []
+    marks: dict[str, tuple[float, int, int]] = {}  # seconds, bytes, the most bytes since the mark before
+
+    def mark(name: str) -> None:
+        synchronize(device)
+        marks[name] = (time.perf_counter(), meter.current(), meter.peak())
+        meter.reset_peak()
+
+    def mark_gradient(tree: Any, name: str) -> None:
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda grad: mark(name))
+                return
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not order:
+            mark("blocks")
+            mark_gradient((args, kwargs), "blocks are back")
+        call = Call(args, kwargs)
+        order.append(module)
+        kinds.append(kind(module, call))
+        calls.setdefault(kinds[-1], call)
+        given.append(_storages((args, kwargs)))
+
+    def leave(module: nn.Module, args: Any, result: Any) -> None:
+        if len(order) == len(modules):
+            mark("behind")
+            mark_gradient(result, "back at blocks")
+
+    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in modules]
+    hooks += [module.register_forward_hook(leave) for module in modules]
+    try:
+        with metered() as meter:
+            began = time.perf_counter()
+            loss = step()
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                raise ValueError(
+                    "checkpoint_model: example: expected a loss of one element that backward can start from"
+                )
+            if sorted(map(id, modules)) != sorted(map(id, order)):
+                raise ValueError(
+                    f"checkpoint_model: example: expected each of the {len(modules)} blocks to be called once, "
+                    f"received {len(order)} calls; name the blocks that are"
+                )
+            mark("forward")
+            loss.backward()
+            del loss
+            mark("end")
+    finally:
+        for hook in hooks:
+            hook.remove()
+    often: dict[int, int] = {}
+    for addresses in given:
+        for address in addresses:
+            often[address] = often.get(address, 0) + 1
+    for call in calls.values():
+        call.own = {address for address in _storages((call.args, call.kwargs)) if often[address] == 1}
+    own = [sum(size for address, size in one.items() if often[address] == 1) for one in given]
+    still_here = sum(own[kinds.index(one)] for one in calls)  # because `calls` has them
+    none = (began, 0, 0)
+    blocks, behind, forward, end = (marks.get(name, none) for name in ("blocks", "behind", "forward", "end"))
+    at_blocks, blocks_back = marks.get("back at blocks", end), marks.get("blocks are back", end)
+    below = max(0, blocks[1] - own[0])  # the first block's input may have been there before the step
+    before = Cost(blocks[0] - began, end[0] - blocks_back[0], below, blocks[2], max(0, end[2] - still_here))
+    after = Cost(forward[0] - behind[0], at_blocks[0] - forward[0], forward[1], forward[2], at_blocks[2])
+    return Step(order, kinds, calls, before, after)

@@ -1,0 +1,13 @@
+"""Models of others, made to use shoestring: one instance at a time, and reversibly.
+
+report = shoestring.patch(model)
+model(input_ids=ids, labels=ids).loss.backward()  # no logits
+report.undo()
+"""
+
+from shoestring.integrations.transformers.attention import register_attention
+from shoestring.integrations.transformers.load import load_quantized
+from shoestring.integrations.transformers.patch import PatchReport, patch
+from shoestring.integrations.transformers.save import save_quantized
+
+__all__ = ["PatchReport", "load_quantized", "patch", "register_attention", "save_quantized"]

@@ -1,0 +1,209 @@
+"""Attention of Hugging Face models: ``attn_implementation="shoestring"``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoestring.attention.attention import attention
+from shoestring.core.instances import Found, Left
+
+NAME = "shoestring"
+
+
+def register_attention() -> str:
+    """Makes ``attn_implementation="shoestring"`` known to transformers; returns that name.
+
+    ``from_pretrained(..., attn_implementation=shoestring.register_attention())``, or ``model.set_attn_implementation``.
+    Causal masks, sliding windows and padding are options of :func:`attention` and not tensors of (tokens, tokens); a mask
+    that a model makes of something else, or that a user gives, is a bool bias. Dropout comes from a seed. Packed batches
+    (``cu_seq_lens_q`` and ``cu_seq_lens_k`` in the call) are attended to sequence by sequence, whatever the mask.
+
+    Raises:
+        ImportError: transformers is not installed, or older than 4.56.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, functools.partial(mask, masking_utils))
+    return NAME
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: (batch, heads, tokens, head_dim) to (batch, tokens, heads, value_dim).
+
+    The window is the mask's, as with sdpa: not every layer that has one passes it on.
+    """
+    if kwargs.get("cache") is not None:
+        raise TypeError(
+            "shoestring's attention: cache: expected no paged cache; set attn_implementation to 'paged|sdpa' to serve"
+        )
+    for name, given in kwargs.items():
+        if (
+            isinstance(given, Tensor) and given.is_floating_point() and given.dim() > 0
+        ):  # meant for scores: positions are whole
+            raise TypeError(
+                f"shoestring's attention: {name}: expected no such tensor, received one of {tuple(given.shape)} from "
+                f"{type(module).__name__}; set attn_implementation to 'eager'"
+            )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    packed = cu_seq_lens_q is not None
+    window, bias = None, None
+    if attention_mask is not None and attention_mask.dim() == 5:  # see mask()
+        batch, _, keys, window, rest = attention_mask.shape
+        if rest != 1 or keys != key.size(2):
+            raise TypeError(
+                f"shoestring's attention: attention_mask: expected (batch, 1, {key.size(2)}, window, 1) as it was made for a "
+                f"sliding window, received {tuple(attention_mask.shape)}, which {type(module).__name__} has changed; set "
+                "attn_implementation to 'eager'"
+            )
+        attention_mask = attention_mask[:, 0, :, 0, 0] if batch > 0 else None
+    elif packed:
+        window = _window_of(module, kwargs)
+    if attention_mask is not None and not packed:
+        if attention_mask.dim() == 4:  # it says what causal and the window would
+            bias, causal = attention_mask[..., : key.size(2)], False
+        else:
+            bias = attention_mask[:, None, None, :].bool()
+    if position_bias is not None:
+        bias = position_bias if bias is None else _sum(position_bias, bias)
+    options: dict[str, Any] = {
+        "causal": causal,
+        "window": (window - 1, -1) if window else None,
+        "softcap": softcap or 0.0,
+        "scale": scaling,
+        "bias": bias,
+        "sinks": s_aux,
+    }
+    if dropout > 0:
+        options |= {"dropout_p": dropout, "seed": torch.randint(2**62, (1,), device=query.device)}
+    if packed:
+        flat = [t[0].transpose(0, 1) for t in (query, key, value)]
+        out = attention(
+            *flat, **options, cu_seqlens_q=cu_seq_lens_q.int(), cu_seqlens_k=_ints(cu_seq_lens_k)
+        )[None]
+    else:
+        out = attention(query, key, value, **options).transpose(1, 2)
+    return out, None
+
+
+def _window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
+    """Of packed sequences, for which transformers makes no mask: what the layer says, as it does to flash attention."""
+    if "sliding_window" not in kwargs and getattr(getattr(module, "config", None), "sliding_window", None):
+        raise TypeError(
+            f"shoestring's attention: sliding_window: expected {type(module).__name__} to pass it for packed sequences, received "
+            "none; leave out cu_seq_lens_q, or set config.sliding_window to None"
+        )
+    return kwargs.get("sliding_window")
+
+
+def _ints(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.int()
+
+
+def _sum(bias: Tensor, mask: Tensor) -> Tensor:
+    return bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
+
+
+def mask(
+    masking: ModuleType,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Tensor] | None = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    config: Any = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """transformers' mask function: None, or which keys are no padding, (batch, keys), where ``attend`` knows the rest.
+
+    With a sliding window (batch, 1, keys, window, 1), whose sizes say it: nothing more is in memory. Without padding that has
+    a batch of 0. The last size shows what a model appends to its mask. Else, with another mask than a causal one, a sliding
+    window or none, what ``sdpa`` would get.
+    """
+    function = masking.causal_mask_function if mask_function is None else mask_function
+    known = (
+        isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    )  # queries are the last tokens
+    if allow_is_bidirectional_skip:
+        known = local_size is None
+    elif not allow_is_causal_skip:
+        known = False
+    elif function is not masking.causal_mask_function:
+        known = known and local_size is not None and _is_sliding(function, local_size, config)
+    if attention_mask is not None:
+        known = known and attention_mask.shape[-1] >= kv_offset + kv_length
+    if not known:
+        return masking.sdpa_mask(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=function, attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False, **kwargs,
+        )  # fmt: skip
+    seen = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
+    if seen is not None and not torch.compiler.is_compiling() and seen.all():
+        seen = None
+    if function is masking.causal_mask_function or local_size is None:
+        return seen
+    if seen is None:
+        seen = torch.empty(0, kv_length, dtype=torch.bool, device=kwargs.get("device"))
+    return seen[:, None, :, None, None].expand(-1, -1, -1, local_size, -1)
+
+
+def _is_sliding(function: Callable[..., Tensor], size: int, config: Any) -> bool:
+    """Whether a query sees itself and the size - 1 tokens before it, where chunks of that size would say otherwise.
+
+    A compiler cannot try it. Of the two the configuration then tells which the size belongs to: nothing else has a size
+    and may be left to a flag.
+    """
+    if torch.compiler.is_compiling():
+        return (
+            getattr(config, "sliding_window", None) == size
+            and getattr(config, "attention_chunk_size", None) is None
+        )
+    query = torch.tensor(3 * size)
+    keys = {0: True, size - 1: True, size: False, 1 - 2 * size: False, -1: False}
+    zero = torch.tensor(0)
+    return all(bool(function(zero, zero, query, query - back)) == seen for back, seen in keys.items())
+
+
+def use_attention(model: Any, check: Callable[[], object]) -> tuple[list[Found], list[Left]]:
+    """Sets a model's attention implementation, where it has one and ``check`` raises nothing with ours."""
+    before = getattr(model.config, "_attn_implementation", None)
+    if before not in ("eager", "sdpa") or not model._can_set_attn_implementation():
+        return [], []
+    model.set_attn_implementation(register_attention())
+    if model.config._attn_implementation != NAME:
+        return [], []
+    undo = functools.partial(model.set_attn_implementation, before)
+    where = type(model).__name__
+    try:
+        check()
+    except Exception as error:
+        undo()
+        return [], [(where, f"attention that makes something else of its masks: {error}")]
+    return [(where, f"attention of shoestring in place of {before}", undo)], []

@@ -1,0 +1,95 @@
+"""The weights behind a model's output layer, as ``linear_cross_entropy`` takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoestring.adapters.linear import LoraLinear
+from shoestring.adapters.low_rank import concatenated
+from shoestring.adapters.trained_copy import TrainedCopy
+from shoestring.quantization.quantized_linear_module import QuantizedLinear
+
+Weights = tuple[
+    Tensor, Tensor, Tensor | None, dict[str, Any]
+]  # hidden, weight, bias, a LoRA'd head's options
+
+
+def weights(head: nn.Module, hidden: Tensor) -> Weights:
+    """What ``head(hidden)`` multiplies hidden with, and hidden in the dtype that it does that in.
+
+    Raises:
+        TypeError: a layer that does something else, or has hooks, which a loss without logits would pass over.
+    """
+    if "forward" in head.__dict__ or head._forward_hooks or head._forward_pre_hooks:
+        raise refused("hooks, or a forward of its own", "take them off")
+    if isinstance(head, TrainedCopy):
+        return weights(head.in_use(), hidden)
+    if _is_peft(head):
+        base, lora = _peft(head)
+    elif isinstance(head, LoraLinear):
+        base, lora = head, _adapters(head)
+    else:
+        base, lora = head, {}
+    if type(base) not in (nn.Linear, QuantizedLinear, LoraLinear):
+        raise refused(type(base).__name__, "expected nn.Linear, QuantizedLinear, or either with LoRA")
+    weight, bias = base.weight, base.bias
+    if hasattr(weight, "device_mesh"):
+        raise refused("a sharded weight (DTensor)", "shard the model with the head in the root group")
+    return hidden.to(getattr(base, "compute_dtype", None) or hidden.dtype), weight, bias, lora
+
+
+def _adapters(head: LoraLinear) -> dict[str, Any]:
+    """The adapters in use, as one."""
+    names = head.current()
+    own = [head.adapters[name] for name in names]
+    if any(o.dropout > 0 for o in own) and head.training:
+        raise refused(f"dropout {max(o.dropout for o in own)} on its adapter", "set its dropout to 0")
+    if head.rows is not None or any(o.dora or o.lora_bias for o in own):
+        raise refused("DoRA, a bias on its adapter or adapters by row", "expected plain LoRA adapters")
+    lora_A, lora_B, scaling = concatenated(head.parts(names))
+    return {} if lora_A is None else {"lora_A": lora_A, "lora_B": lora_B, "scaling": scaling}
+
+
+def _is_peft(head: nn.Module) -> bool:
+    return any(kind.__module__ == "peft.tuners.lora.layer" for kind in type(head).__mro__)
+
+
+def _peft(head: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """The layer that PEFT wrapped, and its adapter; PEFT is recognised by name, so that it need not be there."""
+    if type(head).__name__ != "Linear":
+        raise refused(f"PEFT's {type(head).__name__}", "expected peft.tuners.lora.layer.Linear")
+    active = [name for name in head.active_adapters if name in head.lora_A]
+    if head.disable_adapters or head.merged or not active:
+        if head.disable_adapters and head.merged:
+            raise refused("a merged adapter that is disabled", "unmerge it")
+        return head.base_layer, {}
+    name = active[0]
+    dropout = getattr(head.lora_dropout[name], "p", 0.0)
+    if (
+        len(active) > 1
+        or name in head.lora_variant
+        or head.lora_bias.get(name)
+        or (dropout and head.training)
+    ):
+        raise refused(
+            "more than one adapter, a variant of LoRA, a bias or dropout on it", "expected one plain adapter"
+        )
+    lora = {
+        "lora_A": head.lora_A[name].weight,
+        "lora_B": head.lora_B[name].weight,
+        "scaling": head.scaling[name],
+    }
+    return head.base_layer, lora
+
+
+def refused(what: str, instead: str) -> TypeError:
+    """The error for a head that has something which the loss would leave out."""
+    return TypeError(f"shoestring.patch: the model's output layer: {what}; {instead}, or call report.undo()")
+
+
+def has_meta(model: nn.Module) -> bool:
+    """True where a parameter has no memory yet."""
+    return any(p.device == torch.device("meta") for p in model.parameters())

@@ -1,0 +1,270 @@
+"""Norms, rotary embeddings and gated activations of others' models as the fused operators.
+
+What a module computes is found out by trying it: names and attributes are only where to look.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoestring.core.instances import Found, Left, derive, has_only, names_dropout
+from shoestring.integrations.transformers.head_norms import JOINT, TURNS, joint, made
+from shoestring.layers.geglu import geglu
+from shoestring.layers.layer_norm import layer_norm
+from shoestring.layers.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
+from shoestring.layers.rope import rope, rope_reference
+from shoestring.layers.swiglu import swiglu
+
+ROTATION = "apply_rotary_pos_emb"  # transformers' name of the function in a model's file
+MLP = ("gate_proj", "up_proj", "down_proj")
+ADD = "_shoestring_add"  # of a fused RMSNorm: (x + residual normalised, and that sum)
+
+
+def fuse_norms(model: nn.Module) -> tuple[list[Found], list[Left]]:
+    """RMSNorm and LayerNorm modules."""
+    changes: list[Found] = []
+    left: list[Left] = []
+    tried: dict[type, dict[str, Any] | None] = {}
+    for name, module in list(model.named_modules()):
+        layer = isinstance(module, nn.LayerNorm)
+        if not layer and not type(module).__name__.endswith("RMSNorm"):
+            continue
+        weight = getattr(module, "weight", None)
+        if "forward" in module.__dict__:
+            left.append((name, "a forward of its own, another library's"))
+        elif not isinstance(weight, Tensor) or weight.ndim != 1 or hasattr(weight, "device_mesh"):
+            left.append((name, "no weight over the last dimension, or a sharded one"))
+        elif layer and type(module).forward is not nn.LayerNorm.forward:
+            left.append((name, "a LayerNorm that computes something else"))
+        elif layer:
+            changes.append(
+                (name, "fused LayerNorm", derive(module, {"forward": _layer_norm(type(module).forward)}))
+            )
+        else:
+            options = tried.setdefault(type(module), _norm_options(module))
+            if options is None:
+                left.append((name, "a norm that computes something else"))
+                continue
+            what = f"fused RMSNorm, casting {options['casting']!r}" + (
+                ", offset 1" if options["offset"] else ""
+            )
+            changes.append((name, what, derive(module, _rms_norm(type(module).forward, options))))
+    return changes, left
+
+
+def _eps(module: Any, x: Tensor) -> float:
+    eps = getattr(module, "variance_epsilon", None)
+    eps = getattr(module, "eps", None) if eps is None else eps
+    return torch.finfo(x.dtype).eps if eps is None else float(eps)
+
+
+def _norm_options(module: Any) -> dict[str, Any] | None:
+    """The offset and the casting of an RMSNorm, by which roundings its bf16 results have; None of another module."""
+    draw = torch.Generator().manual_seed(0)
+    try:
+        with torch.no_grad():
+            trial = copy.deepcopy(module).to("cpu", torch.bfloat16)
+            weight = torch.randn(trial.weight.shape, generator=draw).bfloat16()
+            trial.weight = nn.Parameter(weight, requires_grad=False)
+            x = torch.randn(64, len(weight), generator=draw).bfloat16()
+            expected, agree = trial(x), {}
+            for offset, casting in ((0.0, "llama"), (0.0, "gemma"), (1.0, "gemma")):
+                ours = rms_norm_reference(x, weight, eps=_eps(module, x), offset=offset, casting=casting)
+                agree[offset, casting] = (ours == expected).double().mean().item()
+    except Exception:  # another signature
+        return None
+    (offset, casting), share = max(agree.items(), key=lambda item: item[1])
+    return {"offset": offset, "casting": casting} if share > 0.99 else None
+
+
+def _rms_norm(original: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    def widens(self: Any, x: Tensor) -> bool:  # its result has the wider type of the two
+        return bool(options["casting"] == "llama" and self.weight.dtype != x.dtype)
+
+    @functools.wraps(original)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if widens(self, x):
+            return original(self, x)
+        return rms_norm(x, self.weight, eps=_eps(self, x), **options)
+
+    def add(self: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        if widens(self, x) or x.dtype != residual.dtype:
+            total = residual + x
+            return forward(self, total), total
+        return add_rms_norm(x, residual, self.weight, eps=_eps(self, x), **options)
+
+    def alone(self: Any, x: Tensor) -> dict[str, Any] | None:
+        fits = x.shape[-1] == len(self.weight) and not widens(self, x)
+        return {"weight": self.weight, "eps": _eps(self, x), "offset": options["offset"]} if fits else None
+
+    return {"forward": forward, ADD: add, JOINT: alone}
+
+
+def _layer_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if self.weight.dtype != x.dtype:
+            return original(self, x)
+        return layer_norm(x, self.weight, self.bias, eps=self.eps)
+
+    return forward
+
+
+def fuse_rotations(model: nn.Module) -> tuple[list[Found], list[Left]]:
+    """Attention modules whose forward calls transformers' function of that name."""
+    changes: list[Found] = []
+    left: list[Left] = []
+    tried: dict[Any, tuple[bool, bool] | None] = {}
+    forwards: dict[Any, Callable[..., Any]] = {}
+    for name, module in list(model.named_modules()):
+        forward = type(module).forward
+        code = getattr(forward, "__code__", None)
+        if code is None or ROTATION not in code.co_names or ROTATION not in forward.__globals__:
+            continue
+        function = forward.__globals__[ROTATION]
+        kind = tried.setdefault(function, _kind(function))
+        if "forward" in module.__dict__:
+            left.append((name, "a forward of its own, another library's"))
+        elif kind is None:
+            left.append((name, "a rotary embedding that computes something else"))
+        else:
+            own = forwards.setdefault(forward, _with_rotation(forward, _rotation(function, *kind)))
+            changes.append((name, "fused rotary embedding", derive(module, {"forward": own, TURNS: True})))
+    return changes, left
+
+
+def _with_rotation(forward: Any, rotation: Callable[..., Any]) -> Callable[..., Any]:
+    """The same forward, but for the name by which it knows the function: one more in its module, which nobody else uses.
+
+    ``torch.compile`` wants a function's globals to be its module's.
+    """
+    own = "_shoestring_" + ROTATION
+    forward.__globals__[own] = rotation
+    names = tuple(own if name == ROTATION else name for name in forward.__code__.co_names)
+    made = types.FunctionType(
+        forward.__code__.replace(co_names=names),
+        forward.__globals__,
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return functools.update_wrapper(made, forward)
+
+
+def _kind(function: Callable[..., Any]) -> tuple[bool, bool] | None:
+    """Whether pairs are neighbours, and whether its tables are then such for halves; None of another function."""
+    draw = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, heads, 3, 8, generator=draw) for heads in (2, 1))
+    angles = torch.rand(1, 3, 4, generator=draw)
+    apart, beside = torch.cat([angles, angles], -1), angles.repeat_interleave(2, -1)
+    for table, kind in ((apart, (False, False)), (apart, (True, True)), (beside, (True, False))):
+        try:
+            with torch.no_grad():
+                theirs = function(q, k, table.cos(), table.sin())
+            ours = rope_reference(q, k, angles.cos(), angles.sin(), interleaved=kind[0])
+            if all(torch.allclose(a, b, atol=1e-5) for a, b in zip(theirs, ours, strict=True)):
+                return kind
+        except Exception:  # another signature
+            return None
+    return None
+
+
+def _rotation(original: Callable[..., Any], interleaved: bool, of_halves: bool) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def apply_rotary_pos_emb(q: Any, k: Any, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        ours = (
+            q.ndim == 4
+            and cos.ndim == 3
+            and q.dtype == k.dtype == cos.dtype == sin.dtype
+            and not cos.requires_grad
+        )
+        ours = ours and not args and not kwargs
+        q, k, norms = joint(q, k) if ours else (made(q), made(k), {})
+        if not ours:
+            return original(q, k, cos, sin, *args, **kwargs)
+        width = cos.shape[-1]
+        if of_halves:
+            cos, sin = cos[..., : width // 2], sin[..., : width // 2]
+        return rope(q, k, cos, sin, rotary_dim=width, interleaved=interleaved, **norms)
+
+    return apply_rotary_pos_emb
+
+
+def fuse_mlps(model: nn.Module) -> tuple[list[Found], list[Left]]:
+    """MLPs of Llama's form: SwiGLU's and GeGLU's."""
+    changes: list[Found] = []
+    left: list[Left] = []
+    for name, module in list(model.named_modules()):
+        if not all(isinstance(module._modules.get(part), nn.Linear) for part in MLP):
+            continue
+        found = _gated(module) if "forward" not in module.__dict__ and is_bare_mlp(module) else None
+        if found is None:
+            left.append(
+                (name, "a forward of its own, parts besides, or an activation that is neither silu nor gelu")
+            )
+            continue
+        function, what = found
+        changes.append(
+            (name, f"fused {what}", derive(module, {"forward": _mlp(type(module).forward, function)}))
+        )
+    return changes, left
+
+
+def is_bare_mlp(module: nn.Module) -> bool:
+    """Whether an MLP has an activation and no more besides its projections."""
+    return has_only(module, {*MLP, "act_fn"}) and not names_dropout(module)
+
+
+def _gated(module: Any) -> tuple[Callable[[Tensor, Tensor], Tensor], str] | None:
+    """The operator of an MLP's activation, and its name."""
+    kinds = (
+        (F.silu, swiglu, "SwiGLU"),
+        (
+            functools.partial(F.gelu, approximate="tanh"),
+            functools.partial(geglu, approximate="tanh"),
+            "GeGLU (tanh)",
+        ),
+        (F.gelu, functools.partial(geglu, approximate="none"), "GeGLU"),
+    )
+    draw = torch.Generator().manual_seed(0)
+    x = torch.linspace(-6, 6, 97)
+    weight = module.gate_proj.weight
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            tokens = torch.randn(8, module.gate_proj.in_features, generator=draw).to(
+                weight.device, _floating(weight)
+            )
+            gate, up = module.gate_proj(tokens), module.up_proj(tokens)
+            for plain, ours, what in kinds:
+                if not torch.allclose(module.act_fn(x), plain(x), rtol=1e-5, atol=1e-6):
+                    continue
+                expected, made = module(tokens), module.down_proj(ours(gate, up))
+                return (ours, what) if (made - expected).norm() <= 0.02 * expected.norm() else None
+    except Exception:  # another form
+        return None
+    finally:
+        module.train(training)
+    return None
+
+
+def _floating(weight: Tensor) -> torch.dtype:
+    return weight.dtype if weight.is_floating_point() else torch.float32
+
+
+def _mlp(original: Callable[..., Any], function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.down_proj(function(self.gate_proj(x), self.up_proj(x)))
+
+    return forward

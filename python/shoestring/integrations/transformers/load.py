@@ -1,0 +1,346 @@
+"""A language model from a Hugging Face directory, quantised while it is read."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from shoestring.files.read_file import check_regular, is_integer
+from shoestring.integrations.transformers.reader import Stored, TensorReader, read_config, stored_tensors
+from shoestring.integrations.transformers.remote_code import why_not_loaded
+from shoestring.quantization.quantize_4bit import BLOCK_SIZES, CODES, TYPES
+from shoestring.quantization.quantized_linear_module import (
+    QuantizedLinear,
+    frozen,
+    quantize_weight,
+    read_quantized,
+)
+
+METHOD = "load_quantized"
+# Names of configurations for the number of a model's layers.
+LAYER_COUNTS = {
+    "num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "num_encoder_layers", "encoder_layers",
+    "decoder_layers", "depth", "num_blocks", "num_nextn_predict_layers", "mtp_num_hidden_layers",
+}  # fmt: skip
+MOST_UNCHECKED = 1000  # layers or parameters, which are built quickly
+MOST_BUFFER = 1 << 31  # bytes of a buffer that is in no file
+
+
+class OtherTensorsError(ValueError):
+    """The files do not name the tensors that the architecture has: some are missing or surplus."""
+
+
+def load_quantized(
+    directory: str | os.PathLike[str],
+    *,
+    quant_type: str | None = None,
+    block_size: int | None = None,
+    nested: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    skip_modules: Sequence[str] = (),
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """Loads a causal language model of transformers with its linear weights quantised, one after the other.
+
+    transformers builds the model from config.json without memory for its weights; each tensor is then read from the
+    safetensors files, and a linear layer's weight quantised in the buffer that it was read into. Memory, at its highest:
+    the quantised model and one 16-bit weight. The result is that of loading all weights in ``dtype`` and quantising them.
+
+    Checkpoints that transformers saved with bitsandbytes' 4-bit or 8-bit layers load as they are, without bitsandbytes.
+
+    Args:
+        directory: a Hugging Face model directory: config.json, and model.safetensors or its shards with their index.
+        quant_type: "nf4", "fp4", "int4" or "int8"; None is "nf4", or what the checkpoint has, which cannot be changed.
+        block_size: of 4 bits: weights that share a scale, a power of two from 32 to 4096; None is 64.
+        nested: of "nf4" and "fp4": 8-bit scales (double quantisation), 4.127 in place of 4.5 bits a weight.
+        dtype: of the weights that stay dense (embeddings, norms, biases, output head), and the one that quantised
+            weights stand for: fp32, bf16 or fp16.
+        skip_modules: names of linear layers, or what names end with after a dot, that stay dense, as the output head
+            always does.
+        device: where the model is to be; the tensors go there one by one.
+        trust_remote_code: run the Python code that ``auto_map`` in the directory's config.json names.
+
+    Returns:
+        The model in evaluation mode, each linear layer but the output head a :class:`shoestring.nn.QuantizedLinear`.
+
+    Raises:
+        ValueError: an option outside its range, or a directory that is not what is expected: damaged files, tensors that
+            are missing, surplus or of another shape than config.json asks for, another method of quantisation, code that
+            is not trusted.
+    """
+    _check(quant_type, block_size, nested, dtype)
+    folder = Path(directory)
+    ready = _quantized_already(folder)
+    if ready and (nested or block_size is not None or quant_type not in (None, *ready)):
+        raise ValueError(
+            f"{METHOD}: {folder}: its weights are {' or '.join(ready)} already: expected quant_type None, block_size None and "
+            f"nested False, received {quant_type!r}, {block_size!r} and {nested!r}"
+        )
+    stored = stored_tensors(folder)
+    _check_layers(read_config(folder), len(stored), folder)
+    model = _skeleton(folder, dtype, len(stored), trust_remote_code)
+    stored = _model_names(model, stored)
+    layers = _linear_layers(model, skip_modules)
+    parts = {name: _parts(stored, name) for name in layers} if ready else {}
+    tensors = _tensors(model)
+    _check_tensors(model, tensors, stored, parts, folder)
+    with TensorReader(stored) as reader:
+        for names, like in tensors:
+            module_name = names[0].removesuffix(".weight")
+            layer = layers.get(module_name) if len(names) == 1 else None
+            stored_name = next(name for name in names if name in stored)
+            if parts.get(module_name):
+                _set_codes(layers[module_name], reader, parts[module_name], module_name, dtype, device)
+            elif layer is not None and not ready:
+                layer.weight = frozen(reader.borrow(stored_name).to(device, dtype))  # type: ignore[assignment]
+                quantize_weight(layer, quant_type or "nf4", block_size, nested)
+                _make_quantized(layer)
+            else:
+                _set(model, names, reader.read(stored_name).to(device, like.dtype))
+    _recreate_buffers(model, device)
+    return model.eval()
+
+
+def _check(quant_type: str | None, block_size: int | None, nested: bool, dtype: torch.dtype) -> None:
+    if quant_type not in (None, *TYPES, "int8"):
+        raise ValueError(
+            f"{METHOD}: quant_type: expected None, 'nf4', 'fp4', 'int4' or 'int8', received {quant_type!r}"
+        )
+    if quant_type == "int4" and nested:
+        raise ValueError(
+            f"{METHOD}: nested: expected False with quant_type 'int4', whose scales are bf16, received True"
+        )
+    if quant_type == "int8" and (block_size is not None or nested):
+        raise ValueError(
+            f"{METHOD}: block_size and nested: expected None and False with quant_type 'int8', whose rows have one fp32 "
+            f"scale each, received {block_size!r} and {nested!r}"
+        )
+    if block_size is not None and block_size not in BLOCK_SIZES:
+        raise ValueError(f"{METHOD}: block_size: expected one of {BLOCK_SIZES}, received {block_size!r}")
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{METHOD}: dtype: expected fp32, bf16 or fp16, received {dtype}")
+
+
+def _check_layers(fields: dict[str, Any], stored: int, folder: Path) -> None:
+    """Refuse, before anything is built, a configuration with more layers than the files have tensors.
+
+    Configurations make lists of that length, and models as many modules.
+    """
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            _check_layers(value, stored, folder)
+        elif name in LAYER_COUNTS and is_integer(value) and value > max(stored, MOST_UNCHECKED):
+            raise OtherTensorsError(
+                f"{METHOD}: {folder}: config.json: {name}: expected at most the {stored} tensors of the weights, received {value}"
+            )
+
+
+@contextmanager
+def _at_most(parameters: int) -> Iterator[None]:
+    """Raise OtherTensorsError where a model that is built has more parameters."""
+    count = 0
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        nonlocal count
+        count += 1
+        if count > parameters:
+            raise OtherTensorsError(f"more than {parameters} parameters, the weights have far fewer tensors")
+
+    handle = register_module_parameter_registration_hook(register)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _skeleton(folder: Path, dtype: torch.dtype, stored: int, trust_remote_code: bool) -> Any:
+    """The model on the meta device, with the defaults of text generation that the directory has."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    try:
+        config = AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=trust_remote_code
+        )
+        with torch.device("meta"), _at_most(4 * stored + MOST_UNCHECKED):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise ValueError(
+            f"{METHOD}: {folder}: config.json does not describe a causal language model ({why_not_loaded(error)})"
+        ) from None
+    if os.path.lexists(folder / "generation_config.json"):
+        where = f"{METHOD}: {folder}: generation_config.json"
+        try:
+            check_regular(folder / "generation_config.json", where)
+            model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # whatever its classes raise
+            raise ValueError(f"{where}: cannot be used ({why_not_loaded(error)})") from None
+    return model
+
+
+def _quantized_already(folder: Path) -> tuple[str, ...]:
+    """The kinds of codes that config.json allows in the checkpoint; none for a dense one."""
+    fields = read_config(folder).get("quantization_config")
+    if fields is None:
+        return ()
+    if not isinstance(fields, dict) or fields.get("quant_method") != "bitsandbytes":
+        received = fields.get("quant_method") if isinstance(fields, dict) else fields
+        raise ValueError(
+            f"{METHOD}: {folder}: quantization_config: expected quant_method 'bitsandbytes', received {received!r}"
+        )
+    return ("int8",) if fields.get("load_in_8bit") else tuple(CODES)
+
+
+def _linear_layers(model: Any, skip_modules: Sequence[str]) -> dict[str, nn.Linear]:
+    head = model.get_output_embeddings()
+    layers = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m is not head}
+    for skip in skip_modules:
+        found = [name for name in layers if name == skip or name.endswith("." + skip)]
+        if not found:
+            raise ValueError(f"{METHOD}: skip_modules: expected names of linear layers, received {skip!r}")
+        for name in found:
+            del layers[name]
+    return layers
+
+
+def _model_names(model: Any, stored: dict[str, Stored]) -> dict[str, Stored]:
+    """The stored tensors under the names that they have in the model: files of one without a head lack its prefix."""
+    prefix = model.base_model_prefix + "."
+    if any(name.startswith(prefix) for name in stored):
+        return stored
+    own = {name.partition(".")[0] for name in model.state_dict()}
+    return {
+        name if name.partition(".")[0] in own else prefix + name: tensor for name, tensor in stored.items()
+    }
+
+
+def _tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
+    """Each parameter and persistent buffer, with all the names of a tied one."""
+    groups: dict[int, tuple[list[str], Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        groups.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(groups.values())
+
+
+def _parts(stored: dict[str, Stored], module_name: str) -> list[str]:
+    """What bitsandbytes has saved of a layer's weight; nothing where the weight is dense."""
+    weight, scales = f"{module_name}.weight", f"{module_name}.SCB"
+    parts = [name for name in stored if name.startswith(weight + ".")]
+    if scales in stored:
+        parts += [name for name in (scales, f"{module_name}.weight_format") if name in stored]
+    return [weight, *parts] if parts else []
+
+
+def _check_tensors(
+    model: Any,
+    tensors: list[tuple[list[str], Tensor]],
+    stored: dict[str, Stored],
+    parts: dict[str, list[str]],
+    folder: Path,
+) -> None:
+    """That the files hold each tensor of the architecture, of its shape, and no other."""
+    missing = [names[0] for names, _ in tensors if not any(name in stored for name in names)]
+    if missing:
+        raise OtherTensorsError(
+            f"{METHOD}: {folder}: {len(missing)} weight(s) of the architecture are missing, the first is {missing[0]}"
+        )
+    for names, like in tensors:
+        for name in names:
+            if name not in stored or parts.get(name.removesuffix(".weight")):
+                continue
+            if stored[name].shape != tuple(like.shape):
+                raise ValueError(
+                    f"{METHOD}: {folder}: {name} has shape {list(stored[name].shape)} in the weights, but config.json asks "
+                    f"for {list(like.shape)}"
+                )
+    # Files of older versions of transformers hold buffers that models now make.
+    known = [
+        *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
+        r"rotary_emb\.inv_freq",
+        "position_ids",
+    ]
+    used = {name for names, _ in tensors for name in names} | {
+        part for found in parts.values() for part in found
+    }
+    surplus = [name for name in stored if name not in used and not any(re.search(p, name) for p in known)]
+    if surplus:
+        raise OtherTensorsError(
+            f"{METHOD}: {folder}: {len(surplus)} tensor(s) of the weights are not in the architecture, the first is "
+            f"{min(surplus)}"
+        )
+
+
+def _set_codes(
+    layer: nn.Linear,
+    reader: TensorReader,
+    parts: list[str],
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> None:
+    read = {part: reader.read(part) for part in parts}
+    codes = read_quantized(read, name + ".", (layer.out_features, layer.in_features), dtype)
+    if codes is None:
+        raise ValueError(
+            f"{METHOD}: {name}.weight: expected bitsandbytes' parts, received {', '.join(sorted(parts))}"
+        )
+    layer.weight = frozen(codes.to(device, dtype))  # type: ignore[assignment]
+    _make_quantized(layer)
+
+
+def _make_quantized(layer: nn.Linear) -> None:
+    layer.__class__ = QuantizedLinear
+    layer.compute_dtype = None  # type: ignore[assignment]
+
+
+def _set(model: nn.Module, names: Sequence[str], tensor: Tensor) -> None:
+    parameter: nn.Parameter | None = None
+    for name in names:
+        parent_name, _, child = name.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        if child in parent._parameters:
+            if parameter is None:
+                parameter = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+            parent._parameters[child] = parameter
+        else:
+            parent._buffers[child] = tensor
+
+
+def _recreate_buffers(model: Any, device: torch.device | str) -> None:
+    """Has the model compute what no file holds, such as rotary frequencies, by its own rule of initialisation."""
+    left = {name: buffer for name, buffer in model.named_buffers() if buffer.is_meta}
+    if not left:
+        return
+    for name, buffer in left.items():
+        if buffer.nbytes > MOST_BUFFER:
+            raise ValueError(
+                f"{METHOD}: {type(model).__name__}: the buffer {name}, which config.json asks for, has {buffer.nbytes} bytes; "
+                f"expected at most {MOST_BUFFER}"
+            )
+    for name, buffer in left.items():
+        empty = float("nan") if buffer.is_floating_point() else 0
+        _set(model, [name], torch.full_like(buffer, empty, device=device))
+    done = [
+        t
+        for t in (*model.parameters(), *model.buffers())
+        if not any(t is model.get_buffer(name) for name in left)
+    ]
+    for tensor in done:
+        tensor._is_hf_initialized = True
+    with torch.no_grad():
+        model.initialize_weights()
+    for tensor in done:
+        del tensor._is_hf_initialized
+    for name in left:
+        if model.get_buffer(name).isnan().any():
+            raise ValueError(
+                f"{METHOD}: {type(model).__name__}: the buffer {name} is in no file, and the model does not make it"
+            )

@@ -1,0 +1,192 @@
+"""What stands for a head's logits in a forward pass that makes none.
+
+A model's own forward is the only description of what becomes of its logits that is always right. So that forward runs
+as it is, its head returns a ``Logits`` in place of a tensor, which notes what is done: a factor, a tanh, a view
+of the tokens. ``cross_entropy`` of it is then ``shoestring.linear_cross_entropy`` of the hidden states with those
+options. Anything else that is done to it is refused, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoestring.integrations.transformers.head import weights
+from shoestring.losses.linear_cross_entropy import linear_cross_entropy
+
+
+@dataclass(frozen=True)
+class Logits:
+    """``outer * tanh(scale * head(hidden))``, or without the tanh; hidden (..., features), stands for (..., vocab)."""
+
+    hidden: Tensor
+    head: nn.Module
+    make: Callable[[], Tensor]
+    workspace_mb: int = 0
+    scale: float | Tensor = 1.0
+    outer: float | None = None  # None: no tanh so far
+
+    @property
+    def vocab(self) -> int:
+        """The number of classes."""
+        return self.head.out_features  # type: ignore[return-value]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.hidden.shape[:-1], self.vocab))
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.hidden.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self.hidden.ndim
+
+    def dim(self) -> int:
+        return self.hidden.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __len__(self) -> int:
+        return len(self.hidden)
+
+    # ---- what changes no value: products and sums are fp32 in any case ----
+
+    def float(self) -> Logits:
+        return replace(self, make=lambda: self.make().float())
+
+    def contiguous(self) -> Logits:
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Logits:
+        like = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
+        if like.device != self.device or not like.dtype.is_floating_point:
+            raise refused(f"to{args}")
+        return replace(self, make=lambda: self.make().to(*args, **kwargs))
+
+    # ---- views of the tokens ----
+
+    def view(self, *shape: Any) -> Logits:
+        shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        if not shape or shape[-1] != self.vocab:
+            raise refused(f"view{shape} of {self.vocab} classes")
+        # reshape: logits are contiguous where some of the hidden states, logits_to_keep's, are not
+        hidden = self.hidden.reshape(*shape[:-1], self.hidden.shape[-1])
+        return replace(self, hidden=hidden, make=lambda: self.make().view(shape))
+
+    reshape = view
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Logits:
+        if end_dim % self.ndim == self.ndim - 1 and start_dim % self.ndim != self.ndim - 1:
+            raise refused("flatten over the classes")
+        hidden = self.hidden.flatten(start_dim, end_dim)
+        return replace(self, hidden=hidden, make=lambda: self.make().flatten(start_dim, end_dim))
+
+    def __getitem__(self, index: Any) -> Logits:
+        parts = index if isinstance(index, tuple) else (index,)
+        simple = all(part is ... or isinstance(part, (int, slice)) for part in parts)
+        reaches = ... in parts or len(parts) == self.ndim  # the last of them is then the classes'
+        if not simple or (reaches and parts[-1] is not ... and parts[-1] != slice(None)):
+            raise refused(f"[{index}]")
+        return replace(self, hidden=self.hidden[index], make=lambda: self.make()[index])
+
+    # ---- factors ----
+
+    def __mul__(self, factor: Any) -> Logits:
+        number = isinstance(factor, (int, float))
+        if not number and not (isinstance(factor, Tensor) and factor.numel() == 1 and self.outer is None):
+            raise refused("mul by more than one number")
+        made = replace(self, make=lambda: self.make() * factor)
+        if self.outer is None:
+            return replace(made, scale=self.scale * factor)
+        return replace(made, outer=self.outer * factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> Logits:
+        if not isinstance(divisor, (int, float, Tensor)):
+            raise refused("div by something else than a number")
+        return replace(self * (1 / divisor), make=lambda: self.make() / divisor)
+
+    def mul(self, factor: Any) -> Logits:
+        return self * factor
+
+    def div(self, divisor: Any) -> Logits:
+        return self / divisor
+
+    def tanh(self) -> Logits:
+        if self.outer is not None:
+            raise refused("a second tanh")
+        return replace(self, outer=1.0, make=lambda: self.make().tanh())
+
+    # ---- the loss ----
+
+    def cross_entropy(
+        self,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        """``torch.nn.functional.cross_entropy`` of what this stands for."""
+        if self.ndim != 2 or size_average is not None or reduce is not None or target.is_floating_point():
+            raise refused(f"cross_entropy of {self.ndim} dimensions, a legacy reduction or soft targets")
+        softcap: dict[str, Any] = {"logit_scale": self.scale}
+        if self.outer is not None:
+            softcap = {"logit_scale": self.scale * self.outer, "softcap": self.outer}
+        hidden, matrix, bias, lora = weights(self.head, self.hidden)
+        return linear_cross_entropy(
+            hidden,
+            matrix,
+            target,
+            bias,
+            class_weights=weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            workspace_mb=self.workspace_mb,
+            **softcap,
+            **lora,
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        known = KNOWN.get(func)
+        if known is None or not isinstance(args[0], Logits):
+            swapped = func in (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
+            if swapped and len(args) == 2 and isinstance(args[1], Logits):
+                return args[1] * args[0]
+            raise refused(getattr(func, "__name__", str(func)))
+        return known(*args, **(kwargs or {}))
+
+
+KNOWN: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.cross_entropy: Logits.cross_entropy,
+    torch.tanh: Logits.tanh,
+    torch.mul: Logits.__mul__,
+    torch.div: Logits.__truediv__,
+    torch.flatten: Logits.flatten,
+    torch.reshape: Logits.view,
+}
+
+
+def refused(what: str) -> TypeError:
+    """The error for what a loss without logits cannot do to them."""
+    return TypeError(
+        f"shoestring.patch: logits: {what}: not possible without them; call report.undo(), or do it with labels=None"
+    )

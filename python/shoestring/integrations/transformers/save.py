@@ -1,0 +1,153 @@
+"""A language model with quantised weights, written as transformers writes one that bitsandbytes has quantised."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoestring.files.atomic import CONFIG, MODEL_FILES, atomic_directory, exchange_obstacle, is_partial
+from shoestring.quantization.quantized_linear_module import QuantizedLinear
+
+METHOD = "save_quantized"
+
+
+def save_quantized(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = 4 << 30,
+    overwrite: bool = False,
+) -> None:
+    """Writes config.json and safetensors files that transformers loads over bitsandbytes, and ``load_quantized`` without.
+
+    A folder that holds a model is replaced in one step once the new one is on disk: at any moment one of them is there,
+    whole. The former model's files go; every other file in the folder stays.
+
+    Args:
+        model: a model of transformers with :class:`shoestring.nn.QuantizedLinear` layers, all of 4 bits and one
+            quant_type or all of int8; other layers are saved as they are. int4 is not: bitsandbytes cannot read it.
+        directory: where to; the tokenizer's files are the caller's, after this.
+        max_shard_bytes: tensors of a file; one that is larger has a file of its own.
+        overwrite: replace the files of a former model one by one where the folder cannot be replaced in one step: on a
+            file system without exchange of folders or hard links, a mount point, the current directory, or in a folder
+            that cannot be written. A crash meanwhile leaves a folder without config.json, and neither model.
+
+    Raises:
+        ValueError: a model without quantised layers, of several kinds of them, or with adapters; a directory that is
+            not empty and holds no model, or, without ``overwrite``, one that cannot be replaced in one step.
+        OSError: the files cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    config = copy.deepcopy(model.config)
+    config.quantization_config = _quantization_config(model)
+    shards = _shards(_distinct(model.state_dict()), max_shard_bytes)
+    _check_directory(Path(directory), overwrite)
+    with atomic_directory(Path(directory)) as partial:
+        config.save_pretrained(partial)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(partial)
+        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        if len(shards) == 1:
+            names = ["model.safetensors"]
+        for name, shard in zip(names, shards, strict=True):
+            save_file(shard, partial / name, metadata={"format": "pt"})
+        if len(shards) > 1:
+            _write_index(partial / "model.safetensors.index.json", dict(zip(names, shards, strict=True)))
+
+
+def _check_directory(directory: Path, overwrite: bool) -> None:
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise ValueError(f"{METHOD}: directory: expected a folder, received a file, {directory}")
+    entries, name = os.listdir(directory), Path(os.path.realpath(directory)).name
+    held = sorted(entry for entry in entries if not is_partial(entry, name))
+    # A crash while files are replaced one by one leaves these two without config.json; the call may be repeated.
+    interrupted = len(held) < len(entries) or any(map(MODEL_FILES.fullmatch, held))
+    if held and CONFIG not in held and not (overwrite and interrupted):
+        raise ValueError(
+            f"{METHOD}: directory: expected a new or empty folder, or one that holds a model ({CONFIG}), received "
+            f"{directory}, which holds {held[0]} and no {CONFIG}; give another folder"
+        )
+    obstacle = exchange_obstacle(directory) if held and not overwrite else None
+    if obstacle is not None:
+        raise ValueError(
+            f"{METHOD}: directory: expected a folder that can be replaced in one step, received {directory}: {obstacle};"
+            " give another folder, or overwrite=True to replace its files one by one: a crash meanwhile leaves a folder"
+            f" without {CONFIG}, and neither model"
+        )
+
+
+def _quantization_config(model: Any) -> dict[str, Any]:
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    other = next((n for n, m in linear.items() if type(m) not in (nn.Linear, QuantizedLinear)), None)
+    if other is not None:
+        raise ValueError(
+            f"{METHOD}: model: expected linear layers without adapters, received {other}, a {type(linear[other]).__name__}; "
+            "save the adapter with lora.save_adapter, or merge it first"
+        )
+    quantized = [m for m in linear.values() if isinstance(m, QuantizedLinear)]
+    kinds = sorted({m.weight.quant_type for m in quantized})
+    if len(kinds) != 1:
+        raise ValueError(
+            f"{METHOD}: model: expected QuantizedLinear layers of one quant_type, received {' and '.join(kinds) or 'none'}"
+        )
+    if kinds == ["int4"]:
+        raise ValueError(
+            f"{METHOD}: model: expected nf4, fp4 or int8 layers, received int4, which bitsandbytes has not; save its state_dict"
+        )
+    dense = [name for name, m in linear.items() if type(m) is nn.Linear]
+    config: dict[str, Any] = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": kinds != ["int8"],
+        "load_in_8bit": kinds == ["int8"],
+        "llm_int8_skip_modules": dense,
+    }
+    if kinds != ["int8"]:
+        weight = quantized[0].weight
+        dtype = quantized[0].compute_dtype or weight.dtype
+        config |= {
+            "bnb_4bit_quant_type": weight.quant_type,
+            "bnb_4bit_use_double_quant": weight.nested is not None,
+            "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
+            "bnb_4bit_quant_storage": "uint8",
+        }
+    return config
+
+
+def _distinct(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The state dict with the first name alone of what is tied; contiguous, as files want it."""
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    found: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        key = (tensor.data_ptr(), tuple(tensor.shape))
+        if tensor.numel() == 0 or key not in seen:
+            found[name] = tensor.detach().contiguous()
+        seen.add(key)
+    return found
+
+
+def _shards(state: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
+    shards: list[dict[str, Tensor]] = [{}]
+    held = 0
+    for name, tensor in state.items():
+        if shards[-1] and held + tensor.nbytes > limit:
+            shards.append({})
+            held = 0
+        shards[-1][name] = tensor
+        held += tensor.nbytes
+    return shards
+
+
+def _write_index(path: Path, shards: dict[str, dict[str, Tensor]]) -> None:
+    total = sum(tensor.nbytes for shard in shards.values() for tensor in shard.values())
+    weight_map = {name: file for file, shard in shards.items() for name in shard}
+    path.write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+    )

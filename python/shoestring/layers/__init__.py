@@ -1,0 +1,1 @@
+"""Norms, rotary embeddings, gated activations and dropout."""

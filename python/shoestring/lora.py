@@ -1,0 +1,48 @@
+"""LoRA, QLoRA and their relatives: adapters on the layers of a model, in PEFT's file format.
+
+shoestring.lora.apply(model, rank=16, alpha=32, target_modules="all-linear", quantize="nf4")
+...
+shoestring.lora.save_adapter(model, "adapter")
+"""
+
+from shoestring.adapters.apply import apply
+from shoestring.adapters.files import save_adapter
+from shoestring.adapters.groups import parameter_groups
+from shoestring.adapters.ia3 import IA3Linear
+from shoestring.adapters.initialize import initialize_eva
+from shoestring.adapters.linear import LoraLinear
+from shoestring.adapters.load import load_adapter
+from shoestring.adapters.merge import MergeReport, merge, unmerge
+from shoestring.adapters.options import IA3Options, LoraOptions, PrefixOptions, PromptOptions, VeraOptions
+from shoestring.adapters.switch import (
+    adapter_names,
+    adapters_per_row,
+    delete_adapter,
+    disable_adapter,
+    set_adapter,
+)
+from shoestring.adapters.vera import VeraLinear
+
+__all__ = [
+    "IA3Linear",
+    "IA3Options",
+    "LoraLinear",
+    "LoraOptions",
+    "MergeReport",
+    "PrefixOptions",
+    "PromptOptions",
+    "VeraLinear",
+    "VeraOptions",
+    "adapter_names",
+    "adapters_per_row",
+    "apply",
+    "delete_adapter",
+    "disable_adapter",
+    "initialize_eva",
+    "load_adapter",
+    "merge",
+    "parameter_groups",
+    "save_adapter",
+    "set_adapter",
+    "unmerge",
+]

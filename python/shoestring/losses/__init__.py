@@ -1,0 +1,1 @@
+"""Cross-entropy and distillation, of logits and of linear layers."""

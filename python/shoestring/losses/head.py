@@ -1,0 +1,49 @@
+"""What the losses of a linear layer over the vocabulary share: the layer as an operator's arguments."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from shoestring.quantization.quantized_tensor import QuantizedTensor
+
+
+def weight_arguments(weight: Tensor, prefix: str = "") -> dict[str, Any]:
+    """A dense weight, or the parts of a quantised one."""
+    if not isinstance(weight, QuantizedTensor):
+        return {f"{prefix}weight": weight}
+    parts = {"weight": weight.packed, "absmax": weight.absmax, "nested": weight.nested}
+    parts |= {"quant_type": weight.quant_type, "block_size": weight.block_size}
+    return {prefix + name: part for name, part in parts.items()}
+
+
+def lora_arguments(
+    where: str, hidden: Tensor, lora_A: Tensor | None, lora_B: Tensor | None, scaling: float
+) -> dict[str, Tensor]:
+    """What is added to the logits, as a product: low (..., rank) and up (vocab, rank)."""
+    if (lora_A is None) != (lora_B is None):
+        raise ValueError(f"{where}: lora_A and lora_B: expected both or neither")
+    if lora_A is None or lora_B is None:
+        return {}
+    if lora_A.shape[-1] != hidden.shape[-1]:
+        raise ValueError(
+            f"{where}: lora_A: expected shape (rank, {hidden.shape[-1]}), received {tuple(lora_A.shape)}"
+        )
+    return {"low": scaling * F.linear(hidden.to(lora_A.dtype), lora_A), "up": lora_B}
+
+
+def reference_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    lora_A: Tensor | None = None,
+    lora_B: Tensor | None = None,
+    scaling: float = 1.0,
+) -> Tensor:
+    """The layer in plain PyTorch."""
+    if isinstance(weight, QuantizedTensor):
+        weight = weight.dequantize(hidden.dtype)
+    logits = F.linear(hidden, weight, bias)
+    if lora_A is not None and lora_B is not None:
+        logits = logits + scaling * (hidden.to(lora_A.dtype) @ lora_A.T @ lora_B.T).to(logits.dtype)
+    return logits

@@ -1,0 +1,8 @@
+"""Modules: drop-in counterparts of torch.nn's."""
+
+from shoestring.blocks.attention import Attention
+from shoestring.blocks.gated_mlp import GatedMLP
+from shoestring.layers.norm_module import LayerNorm, RMSNorm
+from shoestring.quantization.quantized_linear_module import QuantizedLinear
+
+__all__ = ["Attention", "GatedMLP", "LayerNorm", "QuantizedLinear", "RMSNorm"]

@@ -1,0 +1,303 @@
+"""A linear layer whose frozen weight is held in 4 bits or int8, and bitsandbytes' keys for it."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoestring.files.read_file import is_integer, is_number, parse_json, shown
+from shoestring.quantization.quantize_4bit import BLOCK_SIZES, TYPES, code_values, quantize_4bit
+from shoestring.quantization.quantize_int8 import quantize_int8
+from shoestring.quantization.quantized_linear import quantized_linear
+from shoestring.quantization.quantized_tensor import QuantizedTensor
+
+LONGEST_STATE = 4096  # bytes; a real one has 250
+
+
+class KeyedLinear(nn.Linear):
+    """``nn.Linear`` whose ``state_dict`` has bitsandbytes' keys of a weight that is quantised."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        save_quantized(self, destination, prefix)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        load_quantized(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class QuantizedLinear(KeyedLinear):
+    """``nn.Linear`` over a frozen weight of 4 bits (QLoRA, arXiv 2305.14314) or int8; the bias stays as it is.
+
+    A new layer is initialised as ``nn.Linear`` is and then quantised. ``state_dict`` has bitsandbytes' keys, and both
+    these and a dense ``weight`` load: of 4 bits ``weight`` uint8 [n / 2, 1], ``weight.absmax``, ``weight.quant_map``,
+    ``weight.quant_state.bitsandbytes__nf4`` and those of nested scales; of int8 ``weight`` int8, ``SCB`` and
+    ``weight_format``, 0. bitsandbytes has no int4: its keys are as those of 4 bits, with int32 ``weight.absmax`` and
+    ``weight.quant_state.shoestring__int4``.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as for ``nn.Linear``.
+        quant_type: "nf4", "fp4", "int4" or "int8".
+        block_size: of 4 bits: elements that share a scale, a power of two from 32 to 4096; None is 64. An int8 weight has
+            a scale a row.
+        nested: of "nf4" and "fp4": 8-bit scales (double quantisation).
+        compute_dtype: dtype that the input is converted to; the output comes back in the input's. None: the input's.
+            On a CPU without bf16 units products are fp32 in any case.
+
+    Raises:
+        ValueError: block_size with "int8", nested with that or "int4".
+    """
+
+    weight: QuantizedTensor  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        quant_type: str = "nf4",
+        block_size: int | None = None,
+        nested: bool = False,
+        compute_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.compute_dtype = compute_dtype
+        quantize_weight(self, quant_type, block_size, nested)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        quant_type: str = "nf4",
+        block_size: int | None = None,
+        nested: bool = False,
+        compute_dtype: torch.dtype | None = None,
+    ) -> "QuantizedLinear":
+        """A layer with ``linear``'s weight quantised and its bias shared."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.in_features, layer.out_features = linear.in_features, linear.out_features
+        layer.compute_dtype = compute_dtype
+        layer.register_parameter("bias", linear.bias)
+        layer.weight = frozen(_quantized(linear.weight, quant_type, block_size, nested))
+        return layer.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.compute_dtype is None:
+            return quantized_linear(x, self.weight, self.bias)
+        return quantized_linear(x.to(self.compute_dtype), self.weight, self.bias).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        w = self.weight
+        return f"{super().extra_repr()}, {w.quant_type}, block_size={w.block_size}, nested={w.nested is not None}"
+
+
+def frozen(q: QuantizedTensor) -> nn.Parameter:
+    """q as a parameter that is not trained."""
+    return nn.Parameter(q, requires_grad=False)
+
+
+def _quantized(weight: Tensor, quant_type: str, block_size: int | None, nested: bool) -> QuantizedTensor:
+    if quant_type != "int8":
+        return quantize_4bit(weight, quant_type, 64 if block_size is None else block_size, nested)
+    if block_size is not None or nested:
+        raise ValueError(
+            "QuantizedLinear: block_size and nested: expected None and False with quant_type 'int8', whose rows have one "
+            f"fp32 scale each, received {block_size!r} and {nested!r}"
+        )
+    return quantize_int8(weight)
+
+
+def quantize_weight(linear: nn.Linear, quant_type: str, block_size: int | None, nested: bool) -> None:
+    """Replaces a linear layer's dense weight by its quantised form."""
+    linear.weight = frozen(_quantized(linear.weight, quant_type, block_size, nested))  # type: ignore[assignment]
+
+
+def save_quantized(module: nn.Linear, destination: dict[str, Any], prefix: str) -> None:
+    """Writes bitsandbytes' keys in place of the ``weight`` that nn.Module put into ``destination``."""
+    q = module.weight
+    if not isinstance(q, QuantizedTensor):
+        return
+    if q.quant_type == "int8":
+        destination[prefix + "weight"] = q.packed.detach()
+        destination[prefix + "SCB"] = q.absmax.detach()
+        destination[prefix + "weight_format"] = torch.tensor(0, dtype=torch.uint8)
+        return
+    state: dict[str, Any] = {
+        "quant_type": q.quant_type,
+        "blocksize": q.block_size,
+        "dtype": str(q.dtype).removeprefix("torch."),
+        "shape": list(q.shape),
+    }
+    key = prefix + "weight"
+    destination[key] = q.packed.detach().view(-1, 1)
+    destination[key + ".absmax"] = q.absmax.detach().flatten()
+    destination[key + ".quant_map"] = code_values(q.quant_type)
+    if q.nested is not None:
+        destination[key + ".nested_absmax"] = q.nested[257:].detach().clone()
+        destination[key + ".nested_quant_map"] = q.nested[1:257].detach().clone()
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": q.nested[0].item()}
+    text = json.dumps(state).encode()
+    destination[key + _state_name(q.quant_type)] = torch.tensor(list(text), dtype=torch.uint8)
+
+
+def _state_name(quant_type: str) -> str:
+    owner = "shoestring" if quant_type == "int4" else "bitsandbytes"
+    return f".quant_state.{owner}__{quant_type}"
+
+
+def load_quantized(module: nn.Linear, state_dict: dict[str, Any], prefix: str) -> None:
+    """Takes bitsandbytes' keys out of ``state_dict`` and puts a QuantizedTensor, under ``weight``, in their place.
+
+    Raises:
+        ValueError: parts that are missing or do not fit the layer.
+    """
+    own = module.weight
+    q = read_quantized(state_dict, prefix, (module.out_features, module.in_features), own.dtype)
+    if q is None:
+        return
+    # nn.Module copies q into the layer's own parts, where they have its form; else q becomes the parameter.
+    if not (isinstance(own, QuantizedTensor) and own.__tensor_flatten__() == q.__tensor_flatten__()):
+        module.weight = frozen(q.to(own.device))  # type: ignore[assignment]
+    state_dict[prefix + "weight"] = q
+
+
+def read_quantized(
+    state_dict: dict[str, Any], prefix: str, shape: tuple[int, int], dtype: torch.dtype
+) -> QuantizedTensor | None:
+    """The weight that bitsandbytes' keys describe; all but ``weight`` are taken out of ``state_dict``. None: no such keys.
+
+    Args:
+        shape: what the weight must have: (out_features, in_features).
+        dtype: of an int8 weight; that of 4 bits is among the keys.
+
+    Raises:
+        ValueError: parts that are missing or do not fit.
+    """
+    key = prefix + "weight"
+    found = [
+        name
+        for name in state_dict
+        if name.startswith((key + ".quant_state.bitsandbytes__", key + _state_name("int4")))
+    ]
+    try:
+        if prefix + "SCB" in state_dict:
+            return _int8_of(state_dict, prefix, shape, dtype)
+        return _4bit_of(state_dict, key, found[0], shape) if found else None
+    except KeyError as error:
+        raise ValueError(
+            f"QuantizedLinear: {key}: expected bitsandbytes' parts, but {error} is missing"
+        ) from None
+
+
+def _int8_of(
+    state_dict: dict[str, Any], prefix: str, shape: tuple[int, int], dtype: torch.dtype
+) -> QuantizedTensor:
+    packed, absmax = state_dict[prefix + "weight"], state_dict.pop(prefix + "SCB")
+    order = state_dict.pop(prefix + "weight_format", 0)
+    order = order.tolist() if isinstance(order, Tensor) and order.numel() == 1 else order
+    if order not in (0, [0]):
+        raise ValueError(
+            f"QuantizedLinear: {prefix}weight_format: expected 0, rows as they are, received {shown(order)}"
+        )
+    if (
+        packed.dtype != torch.int8
+        or packed.shape != shape
+        or absmax.shape != shape[:1]
+        or not absmax.is_floating_point()
+    ):
+        raise ValueError(
+            f"QuantizedLinear: {prefix}weight and SCB: expected int8 {shape} and {shape[:1]}, received {packed.dtype} "
+            f"{tuple(packed.shape)} and {tuple(absmax.shape)}"
+        )
+    return QuantizedTensor(
+        packed, absmax.float(), None, shape=shape, dtype=dtype, quant_type="int8", block_size=shape[1]
+    )
+
+
+def _state_of(text: Tensor, state_key: str) -> dict[str, Any]:
+    """The description of a weight of 4 bits, with every field of its type."""
+    if text.dtype != torch.uint8 or text.numel() > LONGEST_STATE:
+        raise ValueError(
+            f"QuantizedLinear: {state_key}: expected at most {LONGEST_STATE} bytes of JSON, received {text.numel()} of {text.dtype}"
+        )
+    state = parse_json(
+        bytes(text.flatten().tolist()),
+        f"QuantizedLinear: {state_key}: expected bitsandbytes' JSON, received another",
+    )
+    if not isinstance(state, dict):
+        raise ValueError(f"QuantizedLinear: {state_key}: expected a JSON object, received {shown(state)}")
+    checks: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "quant_type": (lambda v: isinstance(v, str), "a name"),
+        "blocksize": (is_integer, "an integer"),
+        "shape": (lambda v: isinstance(v, list) and all(map(is_integer, v)), "a list of integers"),
+        "dtype": (lambda v: v in ("float32", "bfloat16", "float16"), "float32, bfloat16 or float16"),
+        "nested_offset": (is_number, "a finite number"),
+    }
+    for field, (fits, expected) in checks.items():
+        if field == "nested_offset" and field not in state:
+            continue
+        if not fits(state[field]):
+            raise ValueError(
+                f"QuantizedLinear: {state_key}: {field}: expected {expected}, received {shown(state[field])}"
+            )
+    return state
+
+
+def _4bit_of(state_dict: dict[str, Any], key: str, state_key: str, shape: tuple[int, int]) -> QuantizedTensor:
+    state = _state_of(state_dict.pop(state_key), state_key)
+    quant_type, block_size = state["quant_type"], state["blocksize"]
+    if quant_type not in TYPES or block_size not in BLOCK_SIZES:
+        raise ValueError(
+            f"QuantizedLinear: {state_key}: expected {' or '.join(TYPES)} in blocks of {BLOCK_SIZES}, received "
+            f"{shown(quant_type)} in blocks of {shown(block_size)}"
+        )
+    packed, absmax = state_dict[key].flatten().view(torch.uint8), state_dict.pop(key + ".absmax").flatten()
+    values = state_dict.pop(key + ".quant_map").cpu()
+    if values.dtype != torch.float32 or not torch.equal(values, code_values(quant_type)):
+        raise ValueError(
+            f"QuantizedLinear: {key}.quant_map: expected the {quant_type} values, received others"
+        )
+    if tuple(state["shape"]) != shape:
+        raise ValueError(f"QuantizedLinear: {key}: expected shape {shape}, received {tuple(state['shape'])}")
+    count = shape[0] * shape[1]
+    blocks = -(-count // block_size)
+    if packed.numel() < (count + 1) // 2 or absmax.numel() != blocks:
+        raise ValueError(
+            f"QuantizedLinear: {key}: expected {(count + 1) // 2} bytes and {blocks} scales, received {packed.numel()} and "
+            f"{absmax.numel()}"
+        )
+    if quant_type == "int4" and (absmax.dtype != torch.int32 or "nested_offset" in state):
+        raise ValueError(
+            f"QuantizedLinear: {key}.absmax: expected int32 with int4, not nested, received {absmax.dtype}"
+        )
+    scale_dtype = torch.uint8 if "nested_offset" in state else torch.float32
+    if quant_type != "int4" and absmax.dtype != scale_dtype:
+        raise ValueError(f"QuantizedLinear: {key}.absmax: expected {scale_dtype}, received {absmax.dtype}")
+    nested = None
+    if "nested_offset" in state:
+        if state["nested_blocksize"] != 256:
+            received = state["nested_blocksize"]
+            raise ValueError(f"QuantizedLinear: {key}: nested_blocksize: expected 256, received {received}")
+        scales, map_ = state_dict.pop(key + ".nested_absmax"), state_dict.pop(key + ".nested_quant_map")
+        dtypes = {scales.dtype, map_.dtype}
+        if scales.shape != (-(-blocks // 256),) or map_.shape != (256,) or dtypes != {torch.float32}:
+            raise ValueError(
+                f"QuantizedLinear: {key}: nested_absmax and nested_quant_map: expected {-(-blocks // 256)} and 256 values, "
+                f"received {tuple(scales.shape)} of {scales.dtype} and {tuple(map_.shape)} of {map_.dtype}"
+            )
+        nested = torch.cat([scales.new_tensor([state["nested_offset"]]), map_.float(), scales.float()])
+    return QuantizedTensor(
+        packed[: (count + 1) // 2],
+        absmax,
+        nested,
+        shape=shape,
+        dtype=getattr(torch, state["dtype"]),
+        quant_type=quant_type,
+        block_size=block_size,
+    )

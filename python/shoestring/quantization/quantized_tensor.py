@@ -1,0 +1,335 @@
+"""A tensor whose elements are held as 4-bit or int8 codes and one scale a block."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+aten = torch.ops.aten
+
+
+class QuantizedTensor(Tensor):
+    """A 4-bit or int8 tensor with the shape and the dtype of what it stands for; ``shoestring.quantize_4bit`` and
+    ``shoestring.quantize_int8`` make it.
+
+    4 bits: the codes are always in bitsandbytes' flat order, blocks of ``block_size`` along the flattened elements, the even
+    element in a byte's upper four bits. Where a weight's rows are whole blocks (K divisible by ``block_size``) the same
+    bytes are held as (N, K / 2) and the scales as (N, K / block_size), so that a slice of rows is itself a quantised
+    tensor; otherwise both are flat. int8: a code an element and a scale a row, so that rows can always be sliced.
+
+    So FSDP2's ``fully_shard`` splits it by rows, evenly, and its hooks here gather the codes, never the dense weight. With
+    ``nested``, a process' rows must be whole groups of 256 blocks (8 rows of 2048 elements in blocks of 64).
+
+    It can be a frozen ``nn.Parameter``. detach, clone, copy_ (from a quantised or a dense tensor), ``to`` a device, slices
+    and splits of rows, a deep copy and pickling work; ``to`` a dtype changes what dequantising gives and leaves the codes alone. Other
+    operators are refused: dequantise first.
+
+    Attributes:
+        packed: uint8, (N, K / 2) or (ceil(numel / 2)); int8 of the tensor's shape, (..., K).
+        absmax: (N, K / block_size) or (ceil(numel / block_size)), (...) for int8; fp32, or uint8 codes where ``nested`` is
+            there, or int32 for int4: a bf16 scale in the lower half and a bf16 offset in the upper.
+        nested: None, or fp32 (257 + ceil(blocks / 256)): offset, 256 values by code, a scale for every 256 blocks.
+        quant_type: "nf4", "fp4", "int4" or "int8".
+        block_size: elements that share a scale; K for int8.
+    """
+
+    packed: Tensor
+    absmax: Tensor
+    nested: Tensor | None
+    quant_type: str
+    block_size: int
+
+    @staticmethod
+    def __new__(
+        cls,
+        packed: Tensor,
+        absmax: Tensor,
+        nested: Tensor | None,
+        *,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        quant_type: str,
+        block_size: int,
+    ) -> "QuantizedTensor":
+        """Puts the parts together; flat parts take the row-packed form where the shape allows it."""
+        return torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=dtype, device=packed.device, requires_grad=False
+        )
+
+    def __init__(
+        self,
+        packed: Tensor,
+        absmax: Tensor,
+        nested: Tensor | None,
+        *,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        quant_type: str,
+        block_size: int,
+    ) -> None:
+        if (
+            quant_type != "int8"
+            and len(shape) == 2
+            and shape[1] % block_size == 0
+            and shape[1] > 0
+            and packed.dim() == 1
+        ):
+            packed = packed.view(shape[0], shape[1] // 2)
+            absmax = absmax.view(shape[0], shape[1] // block_size)
+        self.packed = packed
+        self.absmax = absmax
+        self.nested = nested
+        self.quant_type = quant_type
+        self.block_size = block_size
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The dense tensor, by default in the tensor's own dtype."""
+        if self.quant_type == "int8":
+            dense = torch.ops.shoestring.dequantize_int8(self.packed, self.absmax, dtype=dtype or self.dtype)
+            return dense.view(self.shape)
+        return torch.ops.shoestring.dequantize_4bit(
+            self.packed,
+            self.absmax,
+            self.nested,
+            shape=self.shape,
+            dtype=dtype or self.dtype,
+            quant_type=self.quant_type,
+            block_size=self.block_size,
+        )
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors that hold the bytes: packed, absmax and, if there, nested."""
+        return (self.packed, self.absmax) if self.nested is None else (self.packed, self.absmax, self.nested)
+
+    def nbytes_held(self) -> int:
+        """Bytes that the parts take."""
+        return sum(part.nbytes for part in self.parts())
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        kind = self.quant_type + (", nested" if self.nested is not None else "")
+        return (
+            f"QuantizedTensor({kind}, block_size={self.block_size}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"device={self.device})"
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, str, int]]:
+        names = ["packed", "absmax"] + (["nested"] if self.nested is not None else [])
+        return names, (self.dtype, self.quant_type, self.block_size)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor],
+        context: tuple[torch.dtype, str, int],
+        shape: Sequence[int],
+        stride: Sequence[int],
+    ) -> "QuantizedTensor":
+        dtype, quant_type, block_size = context
+        return QuantizedTensor(
+            inner["packed"],
+            inner["absmax"],
+            inner.get("nested"),
+            shape=shape,
+            dtype=dtype,
+            quant_type=quant_type,
+            block_size=block_size,
+        )
+
+    def _like(
+        self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
+    ) -> "QuantizedTensor":
+        nested = None if self.nested is None else change(self.nested)
+        return self._of(change(self.packed), change(self.absmax), nested, self.shape, dtype)
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: Any,
+        outer_size: torch.Size,
+        outer_stride: Sequence[int],
+        module: nn.Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """FSDP2's hook: what each process gives to the others."""
+        if outer_size[0] % mesh.size():
+            raise ValueError(
+                f"QuantizedTensor: fully_shard: expected rows divisible by the {mesh.size()} processes, received "
+                f"{outer_size[0]} of {type(module).__name__}; keep that layer out with ignored_params"
+            )
+        if self.nested is None:
+            return (self.packed, self.absmax), (outer_size, None)
+        return (self.packed, self.absmax, self.nested[257:].contiguous()), (outer_size, self.nested[:257])
+
+    def fsdp_post_all_gather(
+        self,
+        gathered: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """FSDP2's hook: a QuantizedTensor around what came; ``out`` is an earlier one, over the same memory."""
+        shape, head = metadata
+        if out is not None:
+            if head is not None:
+                # As FSDP2 does for what it gathers: backward reads the values that it saved in forward.
+                with torch.autograd._unsafe_preserve_version_counter(out.nested):
+                    torch.cat([head, gathered[2]], out=out.nested)
+            return None
+        nested = None if head is None else torch.cat([head, gathered[2]])
+        whole = self._of(gathered[0], gathered[1], nested, shape, param_dtype)
+        return whole, (*gathered[:2], *(() if nested is None else (nested,)))
+
+    def _of(
+        self,
+        packed: Tensor,
+        absmax: Tensor,
+        nested: Tensor | None,
+        shape: Sequence[int],
+        dtype: torch.dtype | None = None,
+    ) -> "QuantizedTensor":
+        """A tensor of the same kind, of other parts."""
+        kind = {"quant_type": self.quant_type, "block_size": self.block_size}
+        return QuantizedTensor(packed, absmax, nested, shape=shape, dtype=dtype or self.dtype, **kind)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (aten.detach.default, aten.alias.default):
+            return return_and_correct_aliasing(func, args, kwargs, args[0]._like(func))
+        if func in (aten.clone.default, aten.empty_like.default):
+            return args[0]._like(lambda part: func(part))
+        if func is aten._to_copy.default:
+            dtype = kwargs.get("dtype")
+            if dtype is not None and not dtype.is_floating_point:
+                raise TypeError(
+                    f"QuantizedTensor: to: dtype: expected a floating-point dtype, received {dtype}"
+                )
+            where = {key: kwargs[key] for key in ("device", "non_blocking", "pin_memory") if key in kwargs}
+            return args[0]._like(lambda part: func(part, **where), dtype)
+        if func is aten.copy_.default:
+            return _copy(*args[:2])
+        if func in _SHARDING:
+            return _SHARDING[func](*args, **kwargs)
+        raise NotImplementedError(
+            f"QuantizedTensor: {func}: not defined on codes; dequantise first, with q.dequantize()"
+        )
+
+
+def _copy(to: Tensor, source: Tensor) -> Tensor:
+    if not isinstance(to, QuantizedTensor):
+        return to.copy_(source.dequantize())
+    if to.shape != source.shape:
+        raise ValueError(
+            f"QuantizedTensor: copy_: expected shape {tuple(to.shape)}, received {tuple(source.shape)}"
+        )
+    if not isinstance(source, QuantizedTensor):
+        source = quantize_parts(source, to.quant_type, to.block_size, to.nested is not None)
+    same = (to.quant_type, to.block_size, to.nested is None)
+    if same != (source.quant_type, source.block_size, source.nested is None):
+        raise ValueError(f"QuantizedTensor: copy_: expected the form of {to!r}, received {source!r}")
+    for part, new in zip(to.parts(), source.parts(), strict=True):
+        part.copy_(new)
+    return to
+
+
+def _slice(
+    q: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> QuantizedTensor:
+    """Rows of q, over the same memory but for nested scales, whose header is copied."""
+    begin, stop, _ = slice(start, end).indices(q.shape[0])
+    if (begin, stop) == (0, q.shape[0]) and step == 1:
+        return q._of(q.packed, q.absmax, q.nested, q.shape)
+    _check_rows(q, dim, step)
+    nested = q.nested
+    if nested is not None:
+        blocks = q.absmax.shape[1]
+        if begin * blocks % 256 or (stop * blocks % 256 and stop < q.shape[0]):
+            raise ValueError(
+                f"QuantizedTensor: rows {begin} to {stop}: expected whole groups of 256 blocks, with {blocks} blocks a row, "
+                "of nested scales; quantise with nested=False"
+            )
+        nested = torch.cat(
+            [nested[:257], nested[257 + begin * blocks // 256 : 257 + -(-stop * blocks // 256)]]
+        )
+    return q._of(q.packed[begin:stop], q.absmax[begin:stop], nested, (max(stop - begin, 0), *q.shape[1:]))
+
+
+def _check_rows(q: QuantizedTensor, dim: int, step: int = 1) -> None:
+    if dim % q.dim() or step != 1 or q.packed.dim() != q.dim():
+        form = "flat" if q.packed.dim() != q.dim() else "row-packed"
+        raise ValueError(
+            f"QuantizedTensor: slice: expected consecutive rows of a tensor whose rows are whole blocks, received dimension "
+            f"{dim}, step {step}, {form} blocks of {q.block_size}, shape {tuple(q.shape)}"
+        )
+
+
+def _split(q: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
+    _check_rows(q, dim)
+    return [_slice(q, 0, begin, begin + size) for begin in range(0, q.shape[0], size)]
+
+
+def _new_zeros(q: QuantizedTensor, size: Sequence[int], **options: Any) -> QuantizedTensor:
+    """Codes and scales that are zero, of other rows."""
+    if tuple(size[1:]) != q.shape[1:] or any(
+        options.get(key) is not None for key in ("dtype", "device", "layout")
+    ):
+        raise ValueError(
+            f"QuantizedTensor: new_zeros: expected rows as those of {q!r}, received {tuple(size)}, {options}"
+        )
+    _check_rows(q, 0)
+    packed, absmax = (part.new_zeros(size[0], *part.shape[1:]) for part in (q.packed, q.absmax))
+    nested = None if q.nested is None else q.nested.new_zeros(257 + -(-absmax.numel() // 256))
+    return q._of(packed, absmax, nested, size)
+
+
+def _view(q: QuantizedTensor, size: Sequence[int], *_: Any) -> QuantizedTensor:
+    """The same parts under the same or the flat shape, which is what FSDP2 asks for."""
+    if list(size) not in ([-1], [q.numel()], list(q.shape)):
+        raise ValueError(f"QuantizedTensor: view: expected {list(q.shape)} or [-1], received {list(size)}")
+    return q._of(q.packed, q.absmax, q.nested, q.shape if list(size) == list(q.shape) else (q.numel(),))
+
+
+def _as_strided(
+    q: QuantizedTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> QuantizedTensor:
+    if tuple(size) != q.shape or tuple(stride) != q.stride() or storage_offset:
+        raise ValueError(
+            f"QuantizedTensor: as_strided: expected {tuple(q.shape)}, {q.stride()}, received {size}, {stride}"
+        )
+    return _view(q, size)
+
+
+# What ``fully_shard`` does to a parameter.
+_SHARDING: dict[Any, Callable[..., Any]] = {
+    aten.slice.Tensor: _slice,
+    aten.split.Tensor: _split,
+    aten.new_zeros.default: _new_zeros,
+    aten.view.default: _view,
+    aten.as_strided.default: _as_strided,
+}
+
+
+def quantize_parts(x: Tensor, quant_type: str, block_size: int, nested: bool) -> QuantizedTensor:
+    """``shoestring.quantize_4bit`` or, with "int8", ``quantize_int8``, without their argument checks."""
+    if quant_type == "int8":
+        packed, absmax = torch.ops.shoestring.quantize_int8(x)
+        return QuantizedTensor(
+            packed, absmax, None, shape=x.shape, dtype=x.dtype, quant_type=quant_type, block_size=x.shape[-1]
+        )
+    if nested and quant_type == "int4":
+        raise ValueError(
+            "quantize_4bit: nested: expected False with quant_type 'int4', whose scales are bf16, received True"
+        )
+    packed, absmax = torch.ops.shoestring.quantize_4bit(x, quant_type=quant_type, block_size=block_size)
+    absmax, second = torch.ops.shoestring.quantize_absmax(absmax) if nested else (absmax, None)
+    kind = {"quant_type": quant_type, "block_size": block_size}
+    return QuantizedTensor(packed, absmax, second, shape=x.shape, dtype=x.dtype, **kind)

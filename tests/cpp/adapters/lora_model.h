@@ -1,0 +1,55 @@
+#pragma once
+
+#include <string>
+
+#include <torch/nn/modules/linear.h>
+
+#include <shoestring/lora.h>
+
+using at::Tensor;
+using shoestring::lora::LoraOptions;
+using shoestring::nn::AdapterOptions;
+using shoestring::nn::Linear;
+
+// Calls its own holders, as a user's module does; the head is left to torch::nn.
+struct NetImpl : torch::nn::Cloneable<NetImpl> {
+  Linear up{nullptr}, down{nullptr};
+  torch::nn::Linear head{nullptr};
+  NetImpl() { reset(); }
+  void reset() override {
+    up = register_module("up_proj", Linear(64, 128));
+    down = register_module("down_proj", Linear(128, 64));
+    head = register_module("head", torch::nn::Linear(64, 5));
+  }
+  Tensor forward(const Tensor& x) { return head(down(at::relu(up(x)))); }
+};
+TORCH_MODULE(Net);
+
+// An adapter that has been trained.
+inline void change(shoestring::nn::AdapterImpl& adapter) {
+  torch::NoGradGuard no_grad;
+  if (adapter.has("lora_B")) adapter["lora_B"].normal_(0, 0.1);
+  if (adapter.has("lora_magnitude_vector")) adapter["lora_magnitude_vector"].mul_(1.5);
+}
+
+inline Net make(const LoraOptions& options) {
+  torch::manual_seed(4);
+  Net net;
+  shoestring::lora::apply(*net, options);
+  for (Linear layer : {net->up, net->down}) {
+    for (auto& item : layer->adapters) change(*item.value());
+  }
+  return net;
+}
+
+inline Tensor& lora_A(Linear& layer, const char* name = "default") {
+  return (*layer->adapters[name])["lora_A"];
+}
+inline Tensor& lora_B(Linear& layer, const char* name = "default") {
+  return (*layer->adapters[name])["lora_B"];
+}
+
+inline LoraOptions options(const char* quantize, bool nested = false, bool dora = false) {
+  return LoraOptions().quantize(quantize).nested(nested).adapter(
+      AdapterOptions().rank(4).alpha(8).dora(dora));
+}

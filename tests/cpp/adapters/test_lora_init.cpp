@@ -1,0 +1,165 @@
+#include "catch.h"
+
+#include <torch/optim/adamw.h>
+#include <torch/utils.h>
+
+#include <ATen/ATen.h>
+
+#include <shoestring/optim.h>
+
+#include "adapters/lora_model.h"
+#include "folder.h"
+
+using Catch::Matchers::Contains;
+
+namespace {
+
+Tensor base_of(Linear& layer) { return layer->dense_weight().clone(); }
+Tensor change_of(Linear& layer) {
+  return layer->adapters["default"]->lora()->scaling() * lora_B(layer).mm(lora_A(layer)).detach();
+}
+
+// A weight whose singular values fall quickly, so that a randomised SVD finds the first ones.
+Net falling() {
+  torch::manual_seed(4);
+  Net net;
+  const torch::NoGradGuard no_grad;
+  for (Linear layer : {net->up, net->down}) {
+    const auto [U, values, V] = at::linalg_svd(layer->weight, /*full_matrices=*/false);
+    layer->weight.copy_((U * values[0] * at::pow(0.7, at::arange(values.numel()))).mm(V));
+  }
+  return net;
+}
+
+LoraOptions start(const char* init, const char* quantize = "none") {
+  return LoraOptions().quantize(quantize).adapter(AdapterOptions().rank(4).alpha(6).init(init));
+}
+
+}  // namespace
+
+TEST_CASE("PiSSA's adapter is the best of its rank, and the base the rest", "[lora]") {
+  for (const char* init : {"pissa", "pissa_niter_16"}) {
+    CAPTURE(init);
+    Net net = falling();
+    const Tensor dense = base_of(net->up);
+    shoestring::lora::apply(*net, start(init));
+    const auto [U, values, V] = at::linalg_svd(dense, /*full_matrices=*/false);
+    const Tensor best = (U.narrow(1, 0, 4) * values.narrow(0, 0, 4)).mm(V.narrow(0, 0, 4));
+    CHECK(at::allclose(change_of(net->up), best, 1e-4, 1e-4));
+    CHECK(at::allclose(base_of(net->up), dense - best, 1e-4, 1e-4));
+    CHECK(at::allclose(lora_A(net->up).norm(2, 1), lora_B(net->up).norm(2, 0), 1e-3, 1e-4));
+  }
+}
+
+TEST_CASE("OLoRA's matrices are the QR decomposition's", "[lora]") {
+  Net net = falling();
+  const Tensor dense = base_of(net->up);
+  shoestring::lora::apply(*net, start("olora"));
+  const Tensor B = lora_B(net->up).detach();
+  CHECK(at::allclose(B.t().mm(B), at::eye(4), 1e-5, 1e-5));
+  CHECK(at::allclose(lora_A(net->up).detach(), B.t().mm(dense), 1e-4, 1e-4));
+  CHECK(at::allclose(base_of(net->up) + change_of(net->up), dense, 1e-5, 1e-5));
+}
+
+TEST_CASE("LoftQ and PiSSA lose less of a weight to quantising", "[lora]") {
+  const auto lost = [](const LoraOptions& options) {
+    torch::manual_seed(4);
+    Net net;
+    const Tensor dense = base_of(net->up);
+    shoestring::lora::apply(*net, options);
+    CHECK(net->up->is_quantized());
+    return (base_of(net->up) + change_of(net->up) - dense).norm().item<double>();
+  };
+  const double plain = lost(start("default", "nf4"));
+  const double loftq = lost(start("loftq", "nf4"));
+  CHECK(lost(start("pissa", "nf4")) < plain);
+  CHECK(loftq < 0.97 * plain);
+  auto more = start("loftq", "nf4");
+  std::get<AdapterOptions>(more.adapter()).loftq_iterations(5);
+  CHECK(lost(more) < loftq);
+}
+
+TEST_CASE("the base is what it was whenever an adapter that changed it is not in use", "[lora]") {
+  Net net = falling();
+  const Tensor x = torch::randn({5, 64}), y = net->forward(x);
+  shoestring::lora::apply(*net, start("pissa"));
+  CHECK(at::allclose(net->forward(x), y, 1e-5, 1e-5));
+  for (Linear layer : {net->up, net->down}) change(*layer->adapters["default"]);
+  const Tensor trained = net->forward(x);
+  CHECK_FALSE(at::allclose(trained, y, 1e-2, 1e-2));
+  {
+    const shoestring::lora::DisableAdapterGuard guard(*net);
+    CHECK(at::allclose(net->forward(x), y, 1e-5, 1e-5));
+  }
+  shoestring::lora::apply(*net, LoraOptions().adapter_name("other"));
+  CHECK(at::allclose(net->forward(x), y, 1e-5, 1e-5));
+  shoestring::lora::set_adapter(*net, {"default"});
+  CHECK(at::allclose(net->forward(x), trained, 1e-5, 1e-5));
+
+  Folder directory;  // onto the original, and onto the model that it came from
+  shoestring::lora::save_adapter(*net, directory.path, {"default"});
+  Net bare = falling();
+  shoestring::lora::load_adapter(*bare, directory.path);
+  CHECK(at::allclose(bare->forward(x), trained, 1e-5, 1e-5));
+  CHECK(bare->up->adapters["default"]->lora()->rank() == 8);
+  shoestring::lora::load_adapter(*net, directory.path);
+  CHECK(at::allclose(net->forward(x), trained, 1e-5, 1e-5));
+
+  shoestring::lora::merge(*bare);
+  CHECK(at::allclose(bare->forward(x), trained, 1e-5, 1e-5));
+  shoestring::lora::delete_adapter(*net, "default");
+  shoestring::lora::delete_adapter(*net, "other");
+  CHECK(at::allclose(net->forward(x), y, 1e-5, 1e-5));
+}
+
+TEST_CASE("initialisations that cannot be are refused", "[lora]") {
+  Net net;
+  CHECK_THROWS_WITH(shoestring::lora::apply(*net, start("eva")),
+                    Contains("init: expected 'default', 'gaussian', 'pissa'"));
+  CHECK_THROWS_WITH(shoestring::lora::apply(*net, start("loftq")),
+                    Contains("expected 'loftq' with quantize"));
+  CHECK_THROWS_WITH(
+      shoestring::lora::apply(*net, LoraOptions().adapter(AdapterOptions().rank(65).init("pissa"))),
+      Contains("rank: expected at most 64 for 'pissa', the smaller side of"));
+  CHECK_THROWS_WITH(
+      shoestring::lora::apply(*net, LoraOptions().adapter(AdapterOptions().dora(true).init("pissa"))),
+      Contains("init: expected its default with dora"));
+  CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().quantize("int8").nested(true)),
+                    Contains("block_size and nested"));
+  for (const auto& parameter : net->parameters()) CHECK(parameter.requires_grad());
+  torch::manual_seed(0);
+  shoestring::lora::apply(*net, start("gaussian"));
+  CHECK(std::abs(lora_A(net->up).std().item<double>() - 0.25) < 0.03);
+}
+
+TEST_CASE("LoRA+ gives lora_B and vectors a learning rate of their own", "[lora]") {
+  Net net;
+  shoestring::lora::apply(*net, LoraOptions().adapter(AdapterOptions().rank(4).dora(true)));
+  net->head->weight.requires_grad_(true);
+  const shoestring::optim::AdamWOptions defaults = shoestring::optim::AdamWOptions(1e-3).weight_decay(0.1);
+  const auto groups =
+      shoestring::lora::parameter_groups(*net, defaults, shoestring::lora::GroupOptions().lr_ratio(4));
+  REQUIRE(groups.size() == 3);
+  std::map<double, size_t> rates;
+  for (const auto& group : groups) {
+    const auto& own = static_cast<const shoestring::optim::AdamWOptions&>(group.options());
+    for (const auto& parameter : group.params())
+      CHECK(own.weight_decay() == (parameter.dim() == 1 ? 0 : 0.1));
+    rates[own.lr()] += group.params().size();
+  }
+  CHECK(rates ==
+        std::map<double, size_t>{{1e-3, 3}, {4e-3, 4}});  // two A and the head; two B and two magnitudes
+  const Tensor A = lora_A(net->up).detach().clone(), B = lora_B(net->up).detach().clone();
+  shoestring::optim::AdamW ours(groups, defaults);
+  net->forward(torch::randn({8, 64})).square().mean().backward();
+  ours.step();
+  CHECK(std::abs((lora_B(net->up) - B).abs().mean().item<double>() - 4e-3) < 4e-4);
+  CHECK(at::equal(lora_A(net->up), A.mul(1 - 1e-4)));  // its gradient is zero while lora_B is: decay alone
+
+  torch::optim::AdamW theirs(shoestring::lora::parameter_groups(*net, torch::optim::AdamWOptions(1e-3)));
+  CHECK(theirs.param_groups().size() == 3);
+  CHECK(theirs.param_groups()[1].options().get_lr() == 16e-3);
+  CHECK_THROWS_WITH(
+      shoestring::lora::parameter_groups(*net, 1e-3, shoestring::lora::GroupOptions().lr_ratio(0.5)),
+      Contains("lr_ratio: expected at least 1"));
+}

@@ -1,0 +1,92 @@
+#include "catch.h"
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/generated/variable_factories.h>
+
+#include <shoestring/ops.h>
+
+using at::Tensor;
+using shoestring::AttentionOptions;
+
+namespace {
+
+// Causal with a window to the left, a bias and sinks; with all scores in memory, in fp64.
+Tensor exact(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bias, const Tensor& sinks,
+             int64_t left) {
+  const int64_t queries = q.size(2), keys = k.size(2), group = q.size(1) / k.size(1);
+  const Tensor scores =
+      at::matmul(q, k.repeat_interleave(group, 1).transpose(-1, -2)) / std::sqrt(q.size(3)) + bias;
+  const Tensor distance = torch::arange(keys).unsqueeze(0) - torch::arange(keys - queries, keys).unsqueeze(1);
+  const Tensor seen = scores.masked_fill(distance.gt(0).logical_or(distance.lt(-left)),
+                                         -std::numeric_limits<double>::infinity());
+  const Tensor sink = sinks.view({1, -1, 1, 1}).expand({q.size(0), -1, queries, 1});
+  return at::matmul(at::softmax(at::cat({seen, sink}, -1), -1).narrow(-1, 0, keys),
+                    v.repeat_interleave(group, 1));
+}
+
+}  // namespace
+
+TEST_CASE("attention agrees with all scores in fp64, forward and backward", "[attention]") {
+  std::vector<Tensor> inputs{torch::randn({2, 4, 37, 24}), torch::randn({2, 2, 50, 24}),
+                             torch::randn({2, 2, 50, 16}), torch::randn({1, 4, 37, 50}), torch::randn({4})};
+  std::vector<Tensor> wide;
+  for (Tensor& t : inputs) wide.push_back(t.to(at::kDouble).requires_grad_()), t.requires_grad_();
+  const auto options = AttentionOptions().causal(true).window({20, -1}).bias(inputs[3]).sinks(inputs[4]);
+  const Tensor out = shoestring::attention(inputs[0], inputs[1], inputs[2], options);
+  const Tensor expected = exact(wide[0], wide[1], wide[2], wide[3], wide[4], 20);
+  CHECK(at::allclose(out.to(at::kDouble), expected, 1e-5, 1e-6));
+  const Tensor upstream = torch::randn({2, 4, 37, 16});
+  const auto ours = torch::autograd::grad({out}, inputs, {upstream});
+  const auto theirs = torch::autograd::grad({expected}, wide, {upstream.to(at::kDouble)});
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    CAPTURE(i);
+    CHECK(at::allclose(ours[i].to(at::kDouble), theirs[i], 1e-4, 1e-5));
+  }
+}
+
+TEST_CASE("attention of packed sequences is that of each, and lse has a gradient", "[attention]") {
+  const Tensor q = torch::randn({23, 2, 32}).requires_grad_(), k = torch::randn({23, 2, 32}),
+               v = torch::randn({23, 2, 32});
+  const Tensor offsets = torch::tensor({0, 7, 23}, at::kInt);
+  const auto [out, lse] =
+      shoestring::attention_with_lse(q, k, v, AttentionOptions().causal(true).cu_seqlens_q(offsets));
+  CHECK(lse.sizes() == at::IntArrayRef{2, 23});
+  const auto alone = [](const Tensor& t) { return t.narrow(0, 7, 16).transpose(0, 1).unsqueeze(0); };
+  const auto second =
+      shoestring::attention_with_lse(alone(q), alone(k), alone(v), AttentionOptions().causal(true));
+  CHECK(at::equal(alone(out), second.out));
+  CHECK(at::equal(lse.narrow(1, 7, 16), second.lse[0]));
+  CHECK(torch::autograd::grad({lse.sum()}, {q})[0].abs().sum().item<float>() > 0);
+}
+
+TEST_CASE("attention gives the same bits when it is asked to", "[attention]") {
+  const Tensor q = torch::randn({1, 2, 40, 32}).to(at::kBFloat16);
+  const auto run = [&] {
+    return shoestring::attention(q, q, q, AttentionOptions().causal(true).deterministic(true));
+  };
+  const Tensor first = run();
+  CHECK(at::equal(first, run()));
+  CHECK(at::allclose(first.to(at::kFloat),
+                     shoestring::attention(q, q, q, AttentionOptions().causal(true)).to(at::kFloat), 2e-2,
+                     1e-2));
+}
+
+TEST_CASE("attention refuses what does not fit, in words", "[attention]") {
+  const Tensor q = torch::randn({1, 4, 5, 8}), k = torch::randn({1, 3, 5, 8});
+  CHECK_THROWS_WITH(shoestring::attention(q, k, k),
+                    Catch::Matchers::Contains("attention: k: expected a number of heads"));
+  CHECK_THROWS_WITH(shoestring::attention(q, q, q, AttentionOptions().dropout_p(0.5)),
+                    Catch::Matchers::Contains("attention: seed: expected one with dropout"));
+}
+
+TEST_CASE("pack_sequences fills bins with the longest first", "[attention]") {
+  const Tensor bins = shoestring::pack_sequences(torch::tensor({3, 7, 5, 2, 3}, at::kLong), 10);
+  CHECK(at::equal(bins, torch::tensor({0, 0, 1, 1, 1}, at::kLong)));
+  CHECK_THROWS_WITH(
+      shoestring::pack_sequences(torch::tensor({11}, at::kLong), 10),
+      Catch::Matchers::Contains("pack_sequences: lengths: expected 1 to 10 tokens, received 11"));
+}

@@ -1,0 +1,240 @@
+#include <torch/nn/modules/embedding.h>
+#include <torch/utils.h>
+
+#include <shoestring/lora.h>
+#include <shoestring/model_files.h>
+#include <shoestring/nn.h>
+#include <shoestring/safetensors.h>
+
+#include "files/safetensors_files.h"
+
+using at::Tensor;
+using shoestring::LoadOptions;
+using shoestring::placeholder;
+using shoestring::SafetensorsFile;
+using shoestring::TensorDict;
+using shoestring::nn::Linear;
+using shoestring::nn::LinearOptions;
+
+namespace {
+
+constexpr int64_t kVocab = 50, kHidden = 64, kInner = 96;
+
+// An embedding, two layers, a norm, and a head that may be the embedding. Its values come from files.
+struct NetImpl : torch::nn::Module {
+  explicit NetImpl(bool tied) {
+    embed = register_module(
+        "embed", torch::nn::Embedding(
+                     torch::nn::EmbeddingOptions(kVocab, kHidden)._weight(placeholder({kVocab, kHidden}))));
+    up = register_module("up", Linear(LinearOptions(kHidden, kInner).placeholder(true)));
+    down = register_module("down", Linear(LinearOptions(kInner, kHidden).bias(false).placeholder(true)));
+    head = register_module("head", Linear(LinearOptions(kHidden, kVocab).bias(false).placeholder(true)));
+    if (tied) head->weight = embed->weight;
+    norm = register_parameter("norm", placeholder({kHidden}));
+    steps = register_buffer("steps", placeholder({}, at::kLong));
+  }
+  Tensor forward(const Tensor& tokens) { return head(norm * down(at::relu(up(embed(tokens))))); }
+
+  torch::nn::Embedding embed = nullptr;
+  Linear up = nullptr, down = nullptr, head = nullptr;
+  Tensor norm, steps;
+};
+TORCH_MODULE(Net);
+
+TensorDict tensors(bool tied) {
+  torch::manual_seed(0);
+  TensorDict dict;
+  dict.insert("embed.weight", torch::randn({kVocab, kHidden}));
+  dict.insert("up.weight", torch::randn({kInner, kHidden}));
+  dict.insert("up.bias", torch::randn({kInner}));
+  dict.insert("down.weight", torch::randn({kHidden, kInner}));
+  if (!tied) dict.insert("head.weight", torch::randn({kVocab, kHidden}));
+  dict.insert("norm", torch::randn({kHidden}));
+  dict.insert("steps", torch::full({}, 7, at::kLong));
+  return dict;
+}
+
+void save_shards(const Folder& folder, const TensorDict& dict) {
+  TensorDict shards[2];
+  std::string index;
+  size_t i = 0;
+  for (const auto& item : dict) {
+    const size_t shard = i++ % 2;
+    shards[shard].insert(item.key(), item.value());
+    index += (index.empty() ? "" : ",") + c10::str("\"", item.key(), "\":\"", shard, ".safetensors\"");
+  }
+  shoestring::save_safetensors(folder / "0.safetensors", shards[0]);
+  shoestring::save_safetensors(folder / "1.safetensors", shards[1]);
+  write(folder / "model.safetensors.index.json", "{\"weight_map\":{" + index + "}}");
+}
+
+Tensor logits(const TensorDict& d, const Tensor& tokens) {
+  const Tensor hidden =
+      at::relu(at::linear(at::embedding(d["embed.weight"], tokens), d["up.weight"], d["up.bias"]));
+  return at::linear(d["norm"] * at::linear(hidden, d["down.weight"]),
+                    d.contains("head.weight") ? d["head.weight"] : d["embed.weight"]);
+}
+
+const Tensor& tokens() {
+  static const Tensor t = torch::arange(20);
+  return t;
+}
+
+}  // namespace
+
+TEST_CASE("load_model fills a module of placeholders from one file or shards", "[model_files]") {
+  for (bool tied : {false, true}) {
+    for (bool sharded : {false, true}) {
+      CAPTURE(tied, sharded);
+      const Folder folder;
+      const TensorDict dict = tensors(tied);
+      if (sharded) {
+        save_shards(folder, dict);
+      } else {
+        shoestring::save_safetensors(folder / "model.safetensors", dict);
+      }
+      Net net(tied);
+      CHECK(net->up->weight.storage().nbytes() == sizeof(float));
+      CHECK(net->up->weight.isnan().all().item<bool>());
+      shoestring::load_model(*net, folder.path);
+      CHECK(at::equal(net(tokens()), logits(dict, tokens())));
+      CHECK(net->steps.item<int64_t>() == 7);
+      CHECK(net->up->weight.requires_grad());
+      CHECK(net->head->weight.is_same(net->embed->weight) == tied);
+      shoestring::load_model(*net, folder.path, LoadOptions().dtype(at::kDouble));  // over what is there
+      CHECK(net->up->bias.scalar_type() == at::kDouble);
+      CHECK(net->steps.scalar_type() == at::kLong);
+      if (sharded) continue;
+      const Folder saved;
+      shoestring::load_model(*net, folder.path);
+      shoestring::save_model(*net, saved.path);
+      CHECK(SafetensorsFile(saved / "model.safetensors").entries().size() == dict.size());
+    }
+  }
+}
+
+TEST_CASE("load_model quantises what arrives, and save_model keeps it", "[model_files]") {
+  const Folder folder, saved;
+  const TensorDict dict = tensors(false);
+  shoestring::save_safetensors(folder / "model.safetensors", dict);
+  for (const char* type : {"nf4", "fp4", "int4", "int8"}) {
+    for (bool nested : {false, true}) {
+      if (nested && type[0] == 'i') continue;
+      CAPTURE(type, nested);
+      Net net(false);
+      shoestring::load_model(*net, folder.path,
+                             LoadOptions().quantize(type).nested(nested).skip({"head"}).dtype(at::kBFloat16));
+      CHECK(net->up->is_quantized());
+      CHECK(net->up->base->dtype == at::kBFloat16);
+      CHECK_FALSE(net->head->is_quantized());
+      CHECK(net->head->weight.scalar_type() == at::kBFloat16);
+      Linear same(LinearOptions(kHidden, kInner));
+      same->weight.set_data(dict["up.weight"]);
+      same->quantize(shoestring::QuantizeOptions().quant_type(type), nested);
+      CHECK(at::equal(net->up->base->packed, same->base->packed));
+      CHECK(at::equal(net->up->base->absmax, same->base->absmax));
+
+      shoestring::save_model(*net, saved.path);
+      Net again(false);
+      shoestring::load_model(*again, saved.path);
+      CHECK(at::equal(net(tokens()), again(tokens())));
+      shoestring::load_model(*net,
+                             folder.path);  // a layer that is quantised stays so, and takes a dense weight
+      CHECK(at::equal(net->up->base->packed, same->base->packed));
+    }
+  }
+}
+
+TEST_CASE("load_model fills a QuantizedLinear of the model's own", "[model_files]") {
+  const Folder folder, saved;
+  const std::string path = folder / "model.safetensors";
+  const TensorDict all = tensors(false);
+  TensorDict dict;
+  for (const char* name : {"up.weight", "up.bias"}) dict.insert(name, all[name]);
+  shoestring::save_safetensors(path, dict);
+  const auto form = shoestring::nn::QuantizedLinearOptions(kHidden, kInner).nested(true);
+  shoestring::nn::QuantizedLinear layer(form);
+  torch::nn::Module net;
+  net.register_module("up", layer);
+  shoestring::load_model(net, path);
+  const auto [packed, absmax] = shoestring::quantize_4bit(dict["up.weight"]);
+  CHECK(at::equal(layer->packed.flatten(), packed));
+  CHECK(at::equal(layer->bias, dict["up.bias"]));
+
+  shoestring::save_model(net, saved.path);
+  layer->set_weight(torch::zeros({kInner, kHidden}));
+  shoestring::load_model(net, saved.path);
+  CHECK(at::equal(layer->packed.flatten(), packed));
+  expect(message([&] { layer->set_parts(packed, absmax, Tensor(), {}); }), "second: expected nested scales");
+  expect(message([&] { layer->set_parts(packed.slice(0, 1), absmax, Tensor(), {}); }), "packed");
+
+  torch::nn::Module plain;
+  plain.register_module("up", std::make_shared<shoestring::nn::QuantizedLinearImpl>(kHidden, kInner));
+  shoestring::load_model(plain, saved.path);  // takes on the file's nested scales
+  CHECK(plain.named_buffers().contains("up.nested"));
+  shoestring::load_model(plain, path);
+  shoestring::nn::QuantizedLinear unnested(shoestring::nn::QuantizedLinearOptions(kHidden, kInner));
+  torch::nn::Module other;
+  other.register_module("up", unnested);
+  shoestring::save_model(other, folder.path);
+  expect(message([&] { shoestring::load_model(net, folder.path); }),
+         "\"up.weight\": expected nested scales, as the QuantizedLinear has them");
+}
+
+TEST_CASE("a tied head stays dense, and adapters train over a loaded model", "[model_files]") {
+  const Folder folder;
+  shoestring::save_safetensors(folder / "model.safetensors", tensors(true));
+  Net net(true);
+  shoestring::load_model(*net, folder.path, LoadOptions().quantize("nf4"));
+  CHECK_FALSE(net->head->is_quantized());
+  shoestring::lora::apply(*net, shoestring::lora::LoraOptions().target_modules({"up", "down"}));
+  net(tokens()).sum().backward();
+  CHECK((*net->up->adapters["default"])["lora_B"].grad().defined());
+  CHECK_FALSE(net->embed->weight.grad().defined());
+  CHECK_THROWS_WITH(shoestring::load_model(*net, folder.path), Catch::Matchers::Contains("up has one"));
+}
+
+TEST_CASE("load_model refuses what does not fit and leaves the module as it was", "[model_files]") {
+  const Folder folder;
+  const std::string path = folder / "model.safetensors";
+  const auto received = [&](const TensorDict& dict, const LoadOptions& options = {}) {
+    shoestring::save_safetensors(path, dict);
+    Net net(false);
+    const std::string text = message([&] { shoestring::load_model(*net, folder.path, options); });
+    CHECK(net->embed->weight.isnan().all().item<bool>());
+    CHECK(text.find('\n') == std::string::npos);
+    return text;
+  };
+  TensorDict missing = tensors(true);
+  expect(received(missing), "load_model: " + folder.path +
+                                ": \"head.weight\": expected a tensor of shape [50, 64], received none");
+  missing.erase("norm");
+  expect(received(missing), "received none; 1 more are missing");
+  TensorDict surplus = tensors(false);
+  surplus.insert("layers.0.inv_freq", torch::ones({4}));
+  expect(received(surplus),
+         path + ": \"layers.0.inv_freq\": expected a tensor that the module has, received one of shape [4]");
+  shoestring::save_safetensors(path, surplus);
+  Net net(false);
+  shoestring::load_model(*net, path, LoadOptions().ignore({"inv_freq"}));
+  TensorDict shape = tensors(false);
+  shape["up.weight"] = torch::ones({kHidden, kInner});
+  expect(
+      received(shape),
+      path +
+          ": \"up.weight\": expected shape [96, 64] of fp32, bf16, fp16 or fp64, received [64, 96] of Float");
+  shape["up.weight"] = torch::ones({kInner, kHidden}, at::kByte);
+  expect(received(shape), "received [96, 64] of Byte");
+  TensorDict dtype = tensors(false);
+  dtype["steps"] = torch::ones({});
+  expect(received(dtype), "\"steps\": expected shape [] of Long, received [] of Float");
+  expect(received(tensors(false), LoadOptions().quantize("nf5")),
+         "quantize: expected none, nf4, fp4, int4 or int8, received 'nf5'");
+  expect(received(tensors(false), LoadOptions().quantize("int4").nested(true)),
+         "nested: expected false with int4");
+  expect(received(tensors(false), LoadOptions().quantize("nf4").block_size(60)),
+         "block_size: expected a power of two");
+  expect(received(tensors(false), LoadOptions().dtype(at::kInt)), "dtype: expected a floating-point type");
+  expect(received(tensors(false), LoadOptions().quantize("int8").nested(true)),
+         "nested: expected the defaults with int8");
+}

@@ -1,0 +1,234 @@
+"""Adapters from one language to the other: what C++ computes and saves, Python and PEFT compute and load, and the reverse."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from build_folder import program
+from safetensors.torch import load_file, save_file
+from shoestring import lora
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(32, 64), nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down_proj(F.silu(self.up_proj(x)))
+
+
+class Model(nn.Module):
+    """The program's model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed, self.head = nn.Embedding(20, 32), nn.Linear(32, 7)
+        self.first, self.second = Block(), Block()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.second(self.first(self.embed(ids))))
+
+
+IDS = torch.randint(20, (3, 6), generator=torch.Generator().manual_seed(2))
+TARGETS = ["up_proj", "down_proj"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., dict[str, Tensor]]:
+    """Runs the program's commands; a command of a file's name alone ("forward") returns the output by that name."""
+    save_file(Model().state_dict(), tmp_path / "model.safetensors")
+    save_file({"ids": IDS}, tmp_path / "ids.safetensors")
+
+    def call(*commands: str) -> dict[str, Tensor]:
+        outputs = {}
+        arguments = []
+        for command in commands:
+            name, _, rest = command.partition("=")
+            if name in ("forward", "base", "rows"):
+                outputs[name] = tmp_path / f"{name}.safetensors"
+                command = f"{name}={outputs[name]}" + ("," + rest if name == "rows" else "")
+            arguments.append(command)
+        files = [tmp_path / "model.safetensors", tmp_path / "ids.safetensors"]
+        done = subprocess.run([program("adapter_file"), *files, *arguments], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return {name: load_file(path)["y"] for name, path in outputs.items()}
+
+    return call
+
+
+def output(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS)
+
+
+def train(model: nn.Module, steps: int = 3) -> nn.Module:
+    """The program's training."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
+    model.train()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(IDS).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+def adapted(**options: Any) -> nn.Module:
+    model = Model()
+    torch.manual_seed(3)
+    if "config" in options:
+        kind = options.pop("config")
+        return lora.apply(model, kind(**{"target_modules": TARGETS} | options))
+    return lora.apply(model, **{"rank": 4, "alpha": 6, "target_modules": TARGETS} | options)
+
+
+def close(received: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:
+    assert (received - expected).abs().max() <= tolerance * max(1.0, expected.abs().max().item())
+
+
+def assert_files_agree(
+    folder: Path, received: Tensor, name: str = "default", tolerance: float = 2e-6
+) -> None:
+    """PEFT and we load what C++ saved."""
+    peft = pytest.importorskip("peft")
+    theirs = peft.PeftModel.from_pretrained(Model(), str(folder), adapter_name=name)
+    close(output(theirs), received, tolerance)
+    close(output(lora.load_adapter(Model(), folder, name)), received, tolerance)
+
+
+APPLY = "apply=rank:4,alpha:6,targets:up_proj+down_proj"
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("", {}),
+    "gaussian": (",init:gaussian", {"init": "gaussian"}),
+    "rslora": (",rslora:1", {"rslora": True}),
+    "dora": (",dora:1", {"dora": True}),
+    "lora_bias": (",lora_bias:1", {"lora_bias": True}),
+    "pissa": (",init:pissa", {"init": "pissa"}),
+    "pissa_niter_4": (",init:pissa_niter_4", {"init": "pissa_niter_4"}),
+    "olora": (",init:olora", {"init": "olora"}),
+    "ia3": (
+        ",method:ia3,feedforward:down_proj",
+        {"config": lora.IA3Options, "feedforward_modules": ["down_proj"]},
+    ),
+    "vera": (",method:vera,rank:8", {"config": lora.VeraOptions, "rank": 8}),
+    "saved": (",save:head", {"modules_to_save": ["head"]}),
+    "biases": (",bias:all", {"bias": "all"}),
+    "adapted_biases": (",bias:lora_only", {"bias": "lora_only"}),
+    "embedding": (",targets:embed+up_proj", {"target_modules": ["embed", "up_proj"]}),
+    "embedding_dora": (
+        ",targets:embed+up_proj,dora:1",
+        {"target_modules": ["embed", "up_proj"], "dora": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seed_trains_the_same_and_files_go_both_ways(
+    kind: str, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    text, options = KINDS[kind]
+    ours = train(adapted(**options))
+    cpp = run("seed=3", APPLY + text, "train=3", "forward", f"save={tmp_path / 'cpp'}", "base")
+    assert (output(ours) - output(Model())).abs().max() > 3e-4  # well above the tolerances
+    close(cpp["forward"], output(ours), 2e-5)
+    if "bias" not in options:  # these are trained themselves
+        close(cpp["base"], output(Model()), 2e-5)
+    assert_files_agree(tmp_path / "cpp", cpp["forward"], tolerance=2e-5)
+    lora.save_adapter(ours, tmp_path / "python")
+    close(run(f"load={tmp_path / 'python'}", "forward")["forward"], output(ours), 2e-5)
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+@pytest.mark.parametrize("init", ["loftq", "pissa"])
+def test_initialisations_over_quantised_weights(
+    quantize: str, init: str, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The head stays dense in the program's model."""
+    ours = adapted(init=init, quantize=quantize, loftq_iterations=3)
+    ours.head = Model().head
+    text = f"{APPLY},init:{init},iterations:3,quantize:{quantize}"
+    close(
+        run("seed=3", text, "forward")["forward"], output(ours), 1e-4
+    )  # a tie between two codes may fall the other way
+
+
+PEFT: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": (
+        "LoraConfig",
+        {"rank_pattern": {"first.up_proj": 2}, "alpha_pattern": {r"second\.down_proj": 3}},
+    ),
+    "dora": ("LoraConfig", {"use_dora": True}),
+    "lora_bias": ("LoraConfig", {"lora_bias": True, "target_modules": ["up_proj"]}),
+    "rslora": ("LoraConfig", {"use_rslora": True, "bias": "lora_only"}),
+    "saved": ("LoraConfig", {"modules_to_save": ["head"], "bias": "lora_only"}),
+    "embedding": ("LoraConfig", {"target_modules": ["embed", "up_proj"]}),
+    "ia3": ("IA3Config", {"feedforward_modules": ["down_proj"], "modules_to_save": ["head"]}),
+    "ia3_pattern": (
+        "IA3Config",
+        {"target_modules": r".*\.(up|down)_proj", "feedforward_modules": r".*\.down_proj"},
+    ),
+    "vera": ("VeraConfig", {"r": 8}),
+    "vera_without_projection": ("VeraConfig", {"r": 8, "save_projection": False}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", PEFT)
+def test_cpp_loads_what_peft_saves(kind: str, run: Callable[..., Any], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    name, options = PEFT[kind]
+    options = (
+        ({"r": 4, "lora_alpha": 6} if name == "LoraConfig" else {}) | {"target_modules": TARGETS} | options
+    )
+    theirs = peft.get_peft_model(Model(), getattr(peft, name)(**options))
+    torch.manual_seed(6)
+    for parameter in theirs.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    theirs.save_pretrained(str(tmp_path / "peft"))
+    cpp = run(f"load={tmp_path / 'peft'}", "forward", f"save={tmp_path / 'cpp'}")
+    assert (output(theirs) - output(Model())).abs().max() > 1e-2
+    close(cpp["forward"], output(theirs))
+    assert_files_agree(tmp_path / "cpp", cpp["forward"])
+
+
+def test_several_adapters(run: Callable[..., Any], tmp_path: Path) -> None:
+    ours = train(adapted(adapter_name="a"))
+    torch.manual_seed(4)
+    lora.apply(ours, rank=2, alpha=6, dora=True, target_modules=["up_proj"], adapter_name="b")
+    train(ours)
+    commands = [
+        "seed=3",
+        APPLY + ",name:a",
+        "train=3",
+        "seed=4",
+        "apply=rank:2,alpha:6,dora:1,targets:up_proj,name:b",
+        "train=3",
+    ]
+    rows = [None, "a", "b"]
+    with lora.adapters_per_row(ours, rows):
+        expected = output(ours)
+    cpp = run(*commands, "rows=none,a,b", "set=a+b", "forward", f"save={tmp_path / 'cpp'}")
+    close(cpp["rows"], expected, 2e-5)
+    lora.set_adapter(ours, ["a", "b"])
+    close(cpp["forward"], output(ours), 2e-5)
+    for name in ("a", "b"):
+        lora.set_adapter(ours, name)
+        assert_files_agree(tmp_path / "cpp" / name, output(ours), name, 2e-5)
+        close(run(*commands, f"merge={name}", "forward")["forward"], output(ours), 2e-5)
+    lora.set_adapter(ours, "b")
+    close(run(*commands, "delete=a", "set=b", "forward")["forward"], output(ours), 2e-5)
+    close(run(*commands, "merge=a", "unmerge=1", "set=b", "forward")["forward"], output(ours), 2e-5)
+
+
+@pytest.mark.parametrize("method", ["PREFIX_TUNING", "PROMPT_TUNING", "OFT"])
+def test_refuses_other_methods_by_name(method: str, run: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(f'{{"peft_type": "{method}"}}')
+    with pytest.raises(AssertionError, match=f'peft_type: expected LORA.*received "{method}"'):
+        run(f"load={tmp_path}")

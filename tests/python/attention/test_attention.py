@@ -1,0 +1,329 @@
+"""Attention against fp64 and beside eager PyTorch of the same dtype, each option on each path."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from conftest import relative_error
+from shoestring import attention
+from shoestring.ops import attention_reference
+from torch import Tensor
+
+pytestmark = [pytest.mark.device, pytest.mark.each_gpu]
+
+# FlashAttention's grid but for its 4,096 tokens: one token, parts of a tile, more queries than keys, more keys.
+# 34: a last panel of two queries, of which the first does not see the last key.
+LENGTHS = [
+    (1, 1),
+    (5, 3),
+    (34, 34),
+    (64, 128),
+    (128, 192),
+    (113, 203),
+    (239, 1),
+    (799, 3),
+    (108, 256),
+    (384, 256),
+    (640, 128),
+    (1023, 1024),
+    (1024, 1023),
+]
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (37, 5)},
+    "sliding": {"causal": True, "window": (29, -1)},
+    "softcap": {"softcap": 3.0, "causal": True},
+    "scale": {"scale": 0.3},
+    "alibi": {"slopes": 1, "causal": True},
+    "alibi_batch": {"slopes": 2},
+    "sinks": {"sinks": True, "causal": True},
+    "bias": {"bias": "bhqk", "causal": True},
+    "bias_heads": {"bias": "1hqk"},
+    "bias_keys": {"bias": "b11k", "window": (50, 50)},
+    "bias_queries": {"bias": "bhq1"},
+    "bias_one": {"bias": "1111"},
+    "mask": {"mask": True},
+    "all": {"causal": True, "window": (60, -1), "softcap": 4.0, "slopes": 1, "sinks": True, "bias": "1hqk"},
+}
+
+
+def make(
+    dtype: torch.dtype,
+    queries: int,
+    keys: int,
+    dim: int,
+    options: dict[str, Any],
+    *,
+    value_dim: int | None = None,
+    batch: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """q, k, v in dtype, and the options of a call."""
+    shapes = [
+        (batch, heads, queries, dim),
+        (batch, kv_heads, keys, dim),
+        (batch, kv_heads, keys, value_dim or dim),
+    ]
+    inputs = [torch.randn(shape).to(dtype) for shape in shapes]
+    named = {k: v for k, v in options.items() if k not in ("slopes", "sinks", "bias", "mask")}
+    if slopes := options.get("slopes"):
+        named["alibi_slopes"] = torch.rand((heads,) if slopes == 1 else (batch, heads)) * 0.3
+    if options.get("sinks"):
+        named["sinks"] = torch.randn(heads)
+    if kinds := options.get("bias"):
+        full = {"b": batch, "h": heads, "q": queries, "k": keys, "1": 1}
+        named["bias"] = torch.randn([full[kind] for kind in kinds])
+        if dtype != torch.float64:
+            named["bias"] = named["bias"].to(dtype)
+    if options.get("mask"):
+        named["bias"] = torch.rand(batch, 1, queries, keys) > 0.4
+        named["bias"][:, :, 0] = False  # sees nothing
+    if dtype == torch.float64:
+        named = {
+            k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in named.items()
+        }
+    return inputs, named
+
+
+def run(
+    function: Any, inputs: list[Tensor], named: dict[str, Any], dtype: torch.dtype, upstream: list[Tensor]
+) -> list[Tensor | None]:
+    """out, lse and the gradients by q, k, v, bias and sinks, of sum(upstream * (out, lse))."""
+    leaves = [t.detach().clone().to(dtype).requires_grad_() for t in inputs]
+    others = {}
+    for name, value in named.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            value = value.detach().clone()
+            value = value.to(dtype) if dtype == torch.float64 or name == "bias" else value
+            if name in ("bias", "sinks"):
+                value.requires_grad_()
+                leaves.append(value)
+        others[name] = value
+    extra = (
+        {"return_lse": True, "deterministic": True} if function is attention else {}
+    )  # our kernels, also on a GPU
+    out, lse = function(*leaves[:3], **others, **extra)
+    seen = torch.isfinite(lse.detach())
+    loss = (out * upstream[0].to(out.dtype)).sum() + (lse[seen] * upstream[1].to(lse.dtype)[seen]).sum()
+    loss.backward()
+    return [out.detach(), lse.detach().masked_fill(~seen, 0), *(leaf.grad for leaf in leaves)]
+
+
+def compare(dtype: torch.dtype, inputs: list[Tensor], named: dict[str, Any]) -> None:
+    q, v = inputs[0], inputs[2]
+    upstream = [torch.randn(*q.shape[:-1], v.size(-1)), torch.randn(q.shape[:-1])]
+    if "cu_seqlens_q" in named:
+        upstream[1] = upstream[1].t().contiguous()
+    exact = run(attention_reference, inputs, named, torch.float64, upstream)
+    eager = run(attention_reference, inputs, named, dtype, upstream)
+    ours = run(attention, inputs, named, dtype, upstream)
+    floor = {torch.float64: 1e-13, torch.float32: 5e-7, torch.bfloat16: 3e-3, torch.float16: 4e-4}[dtype]
+    for name, a, b, c in zip(["out", "lse", "q", "k", "v", "bias/sinks", "sinks"], exact, ours, eager):
+        assert a is not None and b is not None and c is not None
+        if a.numel() == 0:
+            continue
+        assert torch.isfinite(b).all(), name
+        error, theirs = relative_error(b, a), relative_error(c, a)
+        assert error <= max(2 * theirs, floor), f"{name}: {error:.2e}, eager {theirs:.2e}"
+
+
+def dtypes(backend: str) -> list[torch.dtype]:
+    return [torch.float32, torch.bfloat16, torch.float16] + ([torch.float64] if backend == "cpu" else [])
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_in_every_dtype(option: str, capability: str, backend: str) -> None:
+    # The emulator takes a second for 10^7 accesses: a tile and a bit of keys, fewer heads.
+    size = (
+        {"queries": 40, "keys": 70, "heads": 2, "kv_heads": 1}
+        if backend == "simt"
+        else {"queries": 70, "keys": 90}
+    )
+    for dtype in dtypes(backend):
+        inputs, named = make(dtype, dim=32, options=OPTIONS[option], **size)
+        compare(dtype, inputs, named)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_bias_that_all_keys_share(packed: bool, capability: str) -> None:
+    """It moves a query's log-sum-exp and the share of a sink, nothing else: there is no sum whose terms could cancel."""
+    q, k, v, up = (torch.randn(1, 2, 9, 16) for _ in range(4))
+    bias = torch.zeros(1, 2, 9, 1)
+    options: dict[str, Any] = {"causal": True, "deterministic": True}
+    if packed:
+        q, k, v, up = (t[0].transpose(0, 1).contiguous() for t in (q, k, v, up))
+        bias, options["cu_seqlens_q"] = bias[0], torch.tensor([0, 4, 9], dtype=torch.int32)
+    q.select(0 if packed else 2, 5).select(0, 0)[..., 3] = float("nan")
+    bias.select(-2, 2).fill_(float("-inf"))  # sees nothing
+    bias.requires_grad_()
+    out, lse = attention(q, k, v, bias=bias, return_lse=True, **options)
+    (to_bias,) = torch.autograd.grad((out * up).sum() + 3 * lse.sum(), bias)
+    expected = torch.full((2, 9), 3.0)
+    expected[:, 2] = 0
+    assert to_bias[..., 0].isnan().sum() in (1, 2) and to_bias[..., 5, 0].isnan().any()
+    rest = [i for i in range(9) if i != 5]
+    assert torch.equal(to_bias.view(2, 9)[:, rest], expected[:, rest])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("queries, keys", LENGTHS)
+def test_lengths(queries: int, keys: int, causal: bool, capability: str, backend: str) -> None:
+    if backend == "simt" and queries * keys > 23000:
+        pytest.skip("too many scores for the emulator")
+    for dtype in dtypes(backend)[:2]:
+        heads = 1 if queries * keys > 200000 else 2  # so large, the reference takes a second
+        inputs, named = make(dtype, queries, keys, 64, {"causal": causal}, heads=heads, kv_heads=1, batch=1)
+        compare(dtype, inputs, named)
+
+
+# 32 to 256, some that no vector divides, and other dimensions of the values.
+@pytest.mark.parametrize(
+    "dim, value_dim",
+    [(32, 32), (40, 24), (64, 128), (80, 80), (96, 64), (128, 128), (192, 128), (256, 256), (3, 5)],
+)
+def test_dimensions(dim: int, value_dim: int, capability: str, backend: str) -> None:
+    for dtype in dtypes(backend)[:2]:
+        inputs, named = make(
+            dtype, 50, 77, dim, {"causal": True}, value_dim=value_dim, heads=2, kv_heads=1, batch=1
+        )
+        compare(dtype, inputs, named)
+
+
+@pytest.mark.parametrize("option", ["plain", "causal", "sliding", "sinks", "alibi", "softcap", "bias"])
+def test_packed_sequences(option: str, capability: str, backend: str) -> None:
+    lengths_q, lengths_k = [7, 0, 64, 33, 1], [20, 3, 64, 12, 0]
+    starts = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (lengths_q, lengths_k)]
+    size = {"dim": 24, "heads": 2, "kv_heads": 1} if backend == "simt" else {"dim": 48}
+    for dtype in dtypes(backend):
+        options = {k: v for k, v in OPTIONS[option].items() if k != "bias"}
+        (q, k, v), named = make(dtype, sum(lengths_q), sum(lengths_k), options=options, batch=1, **size)
+        packed = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)]
+        if option == "bias":
+            named["bias"] = torch.randn(q.size(1), sum(lengths_q), max(lengths_k), dtype=dtype)
+        compare(dtype, packed, named | {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]})
+
+
+def test_strides(capability: str, backend: str) -> None:
+    """Transposed views are read as they lie, and the output lies as q does."""
+    base = torch.randn(2, 40, 4 + 2 + 2, 64)
+    q, k, v = (t.transpose(1, 2) for t in base.split([4, 2, 2], dim=2))
+    out = attention(q, k, v, causal=True)
+    assert torch.equal(out, attention(*(t.contiguous() for t in (q, k, v)), causal=True))
+    assert out.transpose(1, 2).is_contiguous()
+    every_second = torch.randn(2, 4, 40, 128)[..., ::2]
+    assert torch.equal(attention(every_second, k, v), attention(every_second.contiguous(), k, v))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_is_a_function_of_the_seed(dtype: torch.dtype, capability: str, backend: str) -> None:
+    queries, keys = (130, 300) if backend != "simt" else (40, 70)
+    (q, k, _), _ = make(dtype, queries, keys, 32, {})
+    v = torch.eye(keys, dtype=dtype)[:, :256].expand(2, 2, keys, -1) if keys <= 256 else None
+    seed = torch.tensor([77])
+    if v is None:  # what is dropped, a piece of the keys at a time
+        eye = torch.eye(keys, dtype=dtype)
+        pieces = [
+            attention(q, k, e.expand(2, 2, keys, -1), dropout_p=0.3, seed=seed)
+            for e in (eye[:, :200], eye[:, 200:])
+        ]
+        dropped = torch.cat(pieces, -1)
+    else:
+        dropped = attention(q, k, v, dropout_p=0.3, seed=seed)
+    keep = dropped != 0
+    assert abs(keep.float().mean().item() - 0.7) < 0.01
+    assert (
+        abs(keep.float().mean((0, 1, 2)).std().item()) < 0.1 and abs(keep.float().mean(-1).std().item()) < 0.1
+    )
+    scale = keep.double() * (65536 / (65536 - round(0.3 * 65536)))
+    inputs, _ = make(dtype, queries, keys, 32, {})
+    inputs[0], inputs[1] = q, k
+    upstream = [torch.randn(2, 4, queries, 32), torch.randn(2, 4, queries)]
+
+    def with_mask(*tensors: Tensor, **options: Any) -> Any:
+        return attention_reference(*tensors, keep=scale.to(tensors[0].dtype))
+
+    exact = run(with_mask, inputs, {}, torch.float64, upstream)
+    ours = run(attention, inputs, {"dropout_p": 0.3, "seed": seed}, dtype, upstream)
+    for a, b in zip(exact, ours):
+        assert a is not None and b is not None
+        assert relative_error(b, a) < (1e-6 if dtype == torch.float32 else 1e-2)
+    again = attention(q, k, inputs[2], dropout_p=0.3, seed=seed)
+    assert torch.equal(again, ours[0])
+    assert not torch.equal(again, attention(q, k, inputs[2], dropout_p=0.3, seed=seed + 1))
+
+
+def test_repeatable_on_any_number_of_threads(capability: str, backend: str) -> None:
+    length, dim = (70, 32) if backend == "simt" else (150, 64)
+    inputs, named = make(torch.float32, length, length, dim, OPTIONS["all"], batch=1, heads=2, kv_heads=1)
+    upstream = [torch.randn(1, 2, length, dim), torch.randn(1, 2, length)]
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(run(attention, inputs, named, torch.float32, upstream))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other))
+
+
+def test_a_query_that_sees_nothing_gives_zeros(capability: str, backend: str) -> None:
+    for dtype in dtypes(backend):
+        inputs, _ = make(dtype, 9, 4, 32, {})
+        q, k, v = (t.requires_grad_() for t in inputs)
+        out, lse = attention(q, k, v, causal=True, return_lse=True)
+        assert (
+            (out[:, :, :5] == 0).all()
+            and (lse[:, :, :5] == -math.inf).all()
+            and torch.isfinite(lse[:, :, 5:]).all()
+        )
+        out.sum().backward()
+        assert q.grad is not None and (q.grad[:, :, :5] == 0).all() and torch.isfinite(q.grad).all()
+        assert k.grad is not None and torch.isfinite(k.grad).all()
+
+
+def test_large_and_unseen_scores(capability: str) -> None:
+    """Scores near the largest numbers do not overflow; keys that are not seen may hold anything finite."""
+    q, k, v = torch.randn(1, 1, 20, 32) * 1e4, torch.randn(1, 1, 40, 32) * 1e4, torch.randn(1, 1, 40, 32)
+    out = attention(q, k, v, causal=True)
+    exact = attention_reference(q.double(), k.double(), v.double(), causal=True).out
+    assert (
+        relative_error(out, exact) < 1e-4
+    )  # fp32 scores of 1e9 are exact to 64, so a winner may change; none does here
+    bias = torch.full((1, 1, 20, 40), -math.inf)
+    bias[..., 3] = 0
+    # On CUDA fp32 is split into two of TF32, which have 22 bits.
+    torch.testing.assert_close(
+        attention(q, k, v, bias=bias), v[:, :, 3:4].expand(1, 1, 20, 32), rtol=5e-7, atol=0
+    )
+
+
+def test_nan_stays_where_it_is(capability: str) -> None:
+    q, k, v = (torch.randn(1, 2, 70, 32) for _ in range(3))
+    q[0, 0, 5] = math.nan
+    out = attention(q, k, v, causal=True)
+    assert (
+        out[0, 0, 5].isnan().all() and torch.isfinite(out[0, 0, :5]).all() and torch.isfinite(out[0, 1]).all()
+    )
+    k[0, 1, 60] = math.inf
+    out = attention(q, k, v, causal=True)
+    assert torch.isfinite(out[0, 1, :60]).all() and not torch.isfinite(out[0, 1, 60:]).all()
+
+
+def test_empty(capability: str) -> None:
+    for shape in [(0, 2, 5, 32), (2, 2, 0, 32)]:
+        q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
+        out = attention(q, k, v)
+        assert out.shape == shape
+        out.sum().backward()
+        assert q.grad is not None and q.grad.shape == shape
+    q, k, v = torch.randn(2, 2, 5, 32, requires_grad=True), torch.randn(2, 2, 0, 32), torch.randn(2, 2, 0, 32)
+    out = attention(q, k, v)
+    assert (out == 0).all()
+    out.sum().backward()
+    assert q.grad is not None and (q.grad == 0).all()

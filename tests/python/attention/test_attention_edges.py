@@ -1,0 +1,147 @@
+"""What PyTorch expects of an operator, of attention; and what it refuses."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from shoestring import attention
+from torch import Tensor
+
+EVERYTHING: dict[str, Any] = {"causal": True, "window": (6, -1), "softcap": 2.0}
+
+
+def small(*, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    shapes = [(2, 4, 5, 6), (2, 2, 7, 6), (2, 2, 7, 3), (1, 4, 5, 7), (4,)]
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def test_gradcheck() -> None:
+    slopes = torch.rand(4, dtype=torch.float64)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Any:
+        return attention(q, k, v, bias=bias, sinks=sinks, alibi_slopes=slopes, return_lse=True, **EVERYTHING)
+
+    assert torch.autograd.gradcheck(call, small())
+    seed = torch.tensor([5])
+    assert torch.autograd.gradcheck(lambda q, k, v: attention(q, k, v, dropout_p=0.4, seed=seed), small()[:3])
+
+
+def test_opcheck() -> None:
+    q, k, v, bias, sinks = small(dtype=torch.float32)
+    options = {"causal": True, "window": [3, -1]}
+    for op in (torch.ops.shoestring.attention.default, torch.ops.shoestring.attention_with_lse.default):
+        torch.library.opcheck(op, (q, k, v, bias, sinks), options)
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32)
+    packed = [torch.randn(5, 2, 6, requires_grad=True) for _ in range(3)]
+    torch.library.opcheck(torch.ops.shoestring.attention.default, packed, {"cu_seqlens_q": starts})
+
+
+def test_compiles() -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
+        out, lse = attention(q, k, v, bias=bias, sinks=sinks, return_lse=True, **EVERYTHING)
+        return out.sum() + lse.sum()
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (7, 9):
+        inputs = small(dtype=torch.float32)
+        inputs[1], inputs[2] = (torch.randn(2, 2, length, n, requires_grad=True) for n in (6, 3))
+        inputs[3] = torch.randn(1, 4, 5, length, requires_grad=True)
+        expected = torch.autograd.grad(call(*inputs), inputs)
+        for a, b in zip(expected, torch.autograd.grad(compiled(*inputs), inputs)):
+            assert torch.equal(a, b)
+
+
+def test_autocast() -> None:
+    q, k, v = (torch.randn(1, 2, 9, 16) for _ in range(3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attention(q, k, v)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, attention(*(t.bfloat16() for t in (q, k, v))))
+
+
+def test_no_second_derivative() -> None:
+    q, k, v = (torch.randn(1, 2, 9, 16, requires_grad=True) for _ in range(3))
+    (grad,) = torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="attention: the backward pass is not differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.device
+@pytest.mark.each_gpu
+def test_only_some_gradients(capability: str) -> None:
+    inputs = small(dtype=torch.float32)
+    named = dict(zip(["q", "k", "v", "bias", "sinks"], inputs))
+    full = torch.autograd.grad(attention(**named).sum(), inputs)
+    for i, name in enumerate(named):
+        alone = {other: t if other == name else t.detach() for other, t in named.items()}
+        (grad,) = torch.autograd.grad(attention(**alone).sum(), alone[name])
+        assert torch.equal(grad, full[i])
+
+
+MEMORY = """
+import resource, torch
+from shoestring import attention
+torch.set_num_threads(2)
+def run(tokens):
+    q, k, v = (torch.randn(1, 1, tokens, 32, requires_grad=True) for _ in range(3))
+    bias = torch.randn(1, 1, 1, tokens, requires_grad=True)
+    out = attention(q, k, v, causal=True, bias=bias, softcap=5.0, dropout_p=0.1, seed=torch.tensor([1]))
+    out.sum().backward()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+before = run(256)
+print(run(8192) - before)
+"""
+
+
+def test_memory_is_linear_in_tokens() -> None:
+    """8,192 tokens, whose scores would be 256 MiB: ten tensors of 1 MiB, 8 for parts of the gradient by q, and buffers."""
+    result = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    assert float(result.stdout) < 40
+
+
+def refused(message: str, *tensors: Tensor, **options: Any) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        attention(*tensors, **options)
+
+
+def test_refusals() -> None:
+    q, k, v = (torch.randn(2, 4, 5, 8) for _ in range(3))
+    refused(r"q: expected \(batch, heads, tokens, features\)", q[0], k, v)
+    refused("k: expected fp32, fp64, bf16 or fp16, and q's dtype", q, k.double(), v)
+    refused("k: expected q's 8 features", q, k[..., :4], v)
+    refused("v: expected k's tokens and heads", q, k, v[:, :, :3])
+    refused("a multiple of, received 3", q, k[:, :3], v[:, :3])
+    refused("expected q's batch", q, k[:1], v[:1])
+    refused("window: expected", q, k, v, window=(-2, 0))
+    refused("window: expected two numbers", q, k, v, window=(3,))
+    refused("softcap: expected", q, k, v, softcap=-1.0)
+    refused(r"bias: expected \(batch, heads, queries, keys\)", q, k, v, bias=torch.randn(5, 5))
+    refused("bias: expected fp32", q, k, v, bias=torch.randn(1, 1, 5, 5, dtype=torch.float64))
+    refused("bias: expected floating-point", q, k, v, bias=torch.ones(1, 1, 5, 5, dtype=torch.int64))
+    refused(r"sinks: expected \(heads\)", q, k, v, sinks=torch.randn(3))
+    refused("alibi_slopes: expected", q, k, v, alibi_slopes=torch.randn(3))
+    refused(
+        "alibi_slopes: expected no requires_grad", q, k, v, alibi_slopes=torch.randn(4, requires_grad=True)
+    )
+    refused("dropout: expected a probability", q, k, v, dropout_p=1.0, seed=torch.tensor([1]))
+    refused("seed: expected one with dropout", q, k, v, dropout_p=0.1)
+    starts = torch.tensor([0, 5], dtype=torch.int32)
+    refused("cu_seqlens_k: expected cu_seqlens_q", q, k, v, cu_seqlens_k=starts)
+    refused("with cu_seqlens_q", q, k, v, cu_seqlens_q=starts)
+    flat = [t[0].transpose(0, 1) for t in (q, k, v)]
+    refused("cu_seqlens_q: expected the", *flat, cu_seqlens_q=starts.long())
+    refused(
+        "as many sequences",
+        *flat,
+        cu_seqlens_q=starts,
+        cu_seqlens_k=torch.tensor([0, 2, 5], dtype=torch.int32),
+    )
+    for wrong in ([0, 6], [1, 5], [0, 4], [0, 5, 3, 5]):
+        refused(
+            "cu_seqlens_q: expected offsets that rise from 0 to",
+            *flat,
+            cu_seqlens_q=torch.tensor(wrong, dtype=torch.int32),
+        )
+    refused("bias: expected at least 5 keys", *flat, cu_seqlens_q=starts, bias=torch.randn(4, 5, 3))

@@ -1,0 +1,192 @@
+"""offload_activations: compression, disks that are full, streams, and arguments."""
+
+import contextlib
+import gc
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from activation_offload_steps import assert_same, delay, device, gradients, model, offload, one_thread  # noqa: F401
+from shoestring.checkpoint import offload_activations
+from torch import nn
+
+pytestmark = pytest.mark.device
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
+)
+@pytest.mark.parametrize("compression", ["bf16", "8bit"])
+def test_compression(device: str, delay: int, compression: str, dtype: torch.dtype) -> None:
+    context = offload(device, compression=compression, max_pending=0)
+    x = torch.randn(40, 1001).mul_(torch.rand(40, 1) * 30).to(dtype)
+    values = [x, x[3:7, 5:]]
+    handles = [context.pack_hook(v) for v in values]
+    expected = [v.clone() for v in values]
+    nbytes, elements = x.nbytes, x.numel()
+    del x, values
+    context.mark()
+    context.mark()
+    back = [context.unpack_hook(h) for h in handles]
+    assert torch.equal(back[0][3:7, 5:], back[1])
+    error = (back[0].double() - expected[0].double()).abs()
+    packed = context.statistics()["copied_out"]
+    if compression == "bf16" and dtype == torch.float32:
+        assert (error <= expected[0].abs().double() * 2.0**-8).all() and error.max() > 0
+        assert packed <= nbytes / 2 + 64
+    elif compression == "8bit" and dtype in (torch.float32, torch.bfloat16, torch.float16):
+        flat = nn.functional.pad(expected[0].flatten().double().abs(), (0, -elements % 256)).view(-1, 256)
+        bound = 0.00704 * flat.amax(1, keepdim=True).expand_as(flat).flatten()[:elements].view_as(error)
+        bound = (
+            bound + expected[0].abs().double() * torch.finfo(dtype).eps
+        )  # written back in the tensor's type
+        assert (error <= bound).all() and error.max() > 0
+        assert packed <= elements * 65 / 64 + 256
+    else:
+        assert error.max() == 0 and packed >= nbytes
+    assert back[0].dtype == dtype
+
+
+def test_compression_of_what_is_not_finite(device: str) -> None:
+    x = torch.randn(1100)
+    x[[3, 300, 1099]] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    for compression in ("bf16", "8bit"):
+        context = offload(device, compression=compression, max_pending=0)
+        handle = context.pack_hook(x.clone())
+        context.mark()
+        context.mark()
+        back = context.unpack_hook(handle)
+        if compression == "bf16":
+            assert torch.equal(back.isnan(), x.isnan()) and torch.equal(back.isinf(), x.isinf())
+            assert torch.equal(back[x.isinf()], x[x.isinf()])
+        else:
+            blocks = torch.arange(1100) // 256
+            bad = torch.isin(blocks, torch.tensor([0, 1, 4]))
+            assert torch.equal(back.isnan(), bad) and back[~bad].isfinite().all()
+
+
+def test_training_with_compressed_activations(device: str) -> None:
+    net, x = model(4), torch.randn(64, 48, requires_grad=True)
+    expected = gradients(net, x, contextlib.nullcontext())
+    exact = torch.cat([g.flatten() for g in expected])
+    for compression, tolerance in (("bf16", 0.01), ("8bit", 0.1)):
+        received = gradients(net, x, offload(device, compression=compression, max_pending=0))
+        error = (torch.cat([g.flatten() for g in received]) - exact).norm() / exact.norm()
+        print(compression, error.item())
+        assert 0 < error <= tolerance
+
+
+def test_a_full_disk_is_an_error_and_the_step_can_be_repeated(device: str, tmp_path: Path) -> None:
+    net, x = model(), torch.randn(20, 48, requires_grad=True)
+    expected = gradients(net, x, contextlib.nullcontext())
+    context = offload(device, folder=str(tmp_path))
+    assert_same(gradients(net, x, context), expected)
+    torch.ops.shoestring.disturb_offload(0, 3, 28)  # ENOSPC: what the fourth write from here gets
+    with pytest.raises(
+        RuntimeError, match=rf"offload_activations: {tmp_path}/.* cannot write .* free some space"
+    ):
+        for _ in range(3):
+            gradients(net, x, context)
+    torch.ops.shoestring.disturb_offload()
+    gc.collect()
+    assert_same(gradients(net, x, context), expected)
+    assert context.statistics()["entries"] == 0
+
+
+def test_a_file_system_without_room(device: str, tmp_path: Path) -> None:
+    if (
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "shoestring", tmp_path], capture_output=True
+        ).returncode
+        != 0
+    ):
+        pytest.skip("this user may not mount a file system of 1 MiB")
+    try:
+        net, x = model(2), torch.randn(20, 48, requires_grad=True)
+        expected = gradients(net, x, contextlib.nullcontext())
+        context = offload(device, folder=str(tmp_path))
+        with pytest.raises(
+            RuntimeError, match=rf"offload_activations: {tmp_path}: expected room for \d+ bytes"
+        ):
+            gradients(net, torch.randn(20_000, 48, requires_grad=True), context)
+        gc.collect()
+        assert context.statistics()["entries"] == 0 and context.statistics()["live"] == 0
+        assert_same(gradients(net, x, context), expected)
+        del context
+        gc.collect()
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_cpu_tensors_among_those_of_a_gpu(backend: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    context = offload("cuda")
+    here, there = torch.randn(100, device="cpu"), torch.randn(100, device="cuda")
+    for x in (here, there):
+        handle, value = context.pack_hook(x), x.clone()
+        assert torch.equal(context.unpack_hook(handle), value)
+    assert context.statistics()["stored"] == there.nbytes
+
+
+def test_other_streams(backend: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    net, x = model().cuda(), torch.randn(4096, 48, device="cuda", requires_grad=True)
+    expected = gradients(net, x, contextlib.nullcontext())
+    context, stream = offload("cuda"), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(5):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(1_000_000)
+            received = gradients(net, x, context)
+        torch.cuda.current_stream().wait_stream(stream)
+        assert_same(received, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compression": "int3"}, "compression: expected none, bf16 or 8bit, received 'int3'"),
+        ({"prefetch": -1}, "prefetch: expected a number of layers of at least 0, received -1"),
+        ({"max_pending": -1}, "max_pending: expected a number of layers of at least 0, received -1"),
+        ({"min_bytes": -1}, "min_bytes: expected at least 0, received -1"),
+        ({"folder": "/nowhere"}, "/nowhere/shoestring-swap.*No such file"),
+        ({"device": "meta"}, "device: expected a CPU or CUDA device, received meta"),
+    ],
+)
+def test_options(options: dict[str, object], message: str) -> None:
+    with pytest.raises(RuntimeError, match=f"offload_activations: .*{message}"):
+        offload_activations(**options)
+
+
+def test_host_limit_without_a_folder() -> None:
+    with pytest.raises(ValueError, match="host_bytes: expected a folder for the rest, received 5 and none"):
+        offload_activations(host_bytes=5)
+
+
+def test_waiting_for_what_is_on_its_way(device: str) -> None:
+    context = offload(device, max_pending=9)
+    torch.ops.shoestring.disturb_offload(20_000)
+    try:
+        with context:
+            kept = [context.pack_hook(torch.randn(5000)) for _ in range(4)]
+        for _ in range(2):
+            context.mark()
+        for left in (40_000, 20_000, 0):
+            context.wait(left)
+            assert context.statistics()["copied_out"] >= 80_000 - left
+    finally:
+        torch.ops.shoestring.disturb_offload()
+    assert len(kept) == 4
+
+
+@pytest.mark.parametrize("host_bytes", [0, 1 << 20])
+def test_the_link_is_measured(device: str, host_bytes: int, tmp_path: Path) -> None:
+    context = offload(device, folder=str(tmp_path), host_bytes=host_bytes, prefetch=3)
+    link = context.measure_link(1 << 20)
+    assert 1e6 < link["out_bytes_per_second"] < 1e13 and 1e6 < link["in_bytes_per_second"] < 1e13
+    assert 0 <= link["copy_share"] <= 1 and link["prefetch"] == 3
+    seen = context.statistics()
+    assert seen["stored"] == seen["host"] == seen["disk"] == 0  # it leaves no trace

@@ -1,0 +1,89 @@
+"""Processes killed at any moment, most of them while a checkpoint is written: none that was complete is lost."""
+
+import multiprocessing
+import os
+import random
+import signal
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from shoestring.files.atomic import remove_partial
+from shoestring.optim import AdamW
+from shoestring.training.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from torch import nn
+
+KILLS = 15
+LONGEST = 0.15  # seconds from the first checkpoint of a process to its end: several checkpoints
+
+
+class Run:
+    """Two bf16 layers under AdamW, whose gradients are a function of the step."""
+
+    def __init__(self, weights: str) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(300, 200), nn.Linear(200, 300)).bfloat16()
+        self.optimizer = AdamW(self.model.parameters(), weights=weights, seed=5)
+        self.step = 0
+
+    def train(self, until: int) -> None:
+        while self.step < until:
+            generator = torch.Generator().manual_seed(self.step)
+            for p in self.model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator).bfloat16()
+            self.optimizer.step()
+            self.step += 1
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        state = {f"{i}.{k}": v for i, e in self.optimizer.state_dict()["state"].items() for k, v in e.items()}
+        return {**self.model.state_dict(), **state}
+
+
+def train(folder: Path, weights: str, said: Connection) -> None:
+    """A process: goes on from the newest checkpoint, and says after every step that its checkpoint is complete."""
+    torch.set_num_threads(1)
+    run = Run(weights)
+    remove_partial(folder / "checkpoints")
+    if found := checkpoints(folder):
+        run.step = load_checkpoint(found[-1], run.model, run.optimizer)["step"]
+    while True:
+        run.train(run.step + 1)
+        save_checkpoint(folder, run.step, run.model, run.optimizer, {})
+        said.send(run.step)
+
+
+@pytest.mark.parametrize("weights", ["stochastic", "remainder"])
+def test_a_kill_loses_no_checkpoint(tmp_path: Path, weights: str, seed: int) -> None:
+    delays = random.Random(seed)
+    context = multiprocessing.get_context(
+        "forkserver"
+    )  # imports once; the first optimizer wants torch._dynamo
+    context.set_forkserver_preload(
+        ["torch._dynamo", "shoestring.optim", "shoestring.training.checkpoint", "pytest"]
+    )
+    straight, interrupted = Run(weights), 0
+    for _ in range(KILLS):
+        heard, said = context.Pipe(duplex=False)
+        process = context.Process(target=train, args=(tmp_path, weights, said))
+        process.start()
+        said.close()
+        complete = heard.recv()
+        process.join(delays.uniform(0, LONGEST))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        try:
+            while True:
+                complete = heard.recv()
+        except EOFError:
+            heard.close()
+        interrupted += bool(list((tmp_path / "checkpoints").glob("*.partial")))
+        resumed = Run(weights)
+        resumed.step = load_checkpoint(checkpoints(tmp_path)[-1], resumed.model, resumed.optimizer)["step"]
+        assert complete <= resumed.step <= complete + 1
+        straight.train(resumed.step)
+        for (name, a), b in zip(straight.tensors().items(), resumed.tensors().values(), strict=True):
+            assert torch.equal(a, b), name
+    print(f"{interrupted} of {KILLS} kills came while a checkpoint was written, {straight.step} steps")
+    assert interrupted >= KILLS // 5

@@ -1,0 +1,249 @@
+"""`shoestring finetune` and `generate`: each kind of data, LoRA and QLoRA beside PEFT, full, merged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from cli_helpers import (
+    TINY,
+    TUNE,
+    assert_same_weights,
+    losses,
+    refuse,
+    run,
+    succeed,
+    text,
+    weights,
+    write_jsonl,
+)
+from shoestring.training import loop
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "text.txt").write_text(text())
+    steps = ["--steps", "20", "--lr", "1e-2", "--plain"]
+    succeed("train", "--data", folder / "text.txt", "--out", folder / "run", *TINY, *steps)
+    return folder / "run" / "model"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text.txt").write_text(text(60).upper())
+    pairs = [(f"the cat {i}", f" sat on {i}") for i in range(40)]
+    chats = [
+        {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in pairs
+    ]
+    return {
+        "text": folder / "text.txt",
+        "completion": write_jsonl(
+            folder / "completion.jsonl", [{"prompt": a, "completion": b} for a, b in pairs]
+        ),
+        "chat": write_jsonl(folder / "chat.jsonl", chats),
+    }
+
+
+def command(model: Path, data: Path, out: Path, *more: object) -> list[object]:
+    steps = ["--steps", "8", "--eval-every", "4", "--checkpoint-every", "4", "--lr", "1e-2"]
+    return ["finetune", "--model", model, "--data", data, "--out", out, *TUNE, *steps, *more]
+
+
+@pytest.mark.parametrize("kind", ["text", "completion", "chat"])
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_twins_learn_the_same(
+    model: Path, data: dict[str, Path], tmp_path: Path, kind: str, quantize: str
+) -> None:
+    state = (
+        "8bit" if kind == "text" else "fp32"
+    )  # a few tokens a step and a high rate show the rounding of 8-bit state
+    succeed(
+        *command(model, data[kind], tmp_path / "ours", "--quantize", quantize, "--optimizer-state", state)
+    )
+    succeed(*command(model, data[kind], tmp_path / "plain", "--quantize", quantize, "--plain"))
+    ours, plain = losses(tmp_path / "ours"), losses(tmp_path / "plain")
+    assert ours[0][0] == pytest.approx(plain[0][0], rel=1e-4) and ours[0][1] == pytest.approx(
+        plain[0][1], rel=1e-2
+    )
+    assert ours[-1][0] < 0.95 * ours[0][0]
+    for a, b in zip(ours, plain, strict=True):
+        assert a[0] == pytest.approx(b[0], rel=0.01 if state == "8bit" else 1e-3)
+    for run_folder in (tmp_path / "ours", tmp_path / "plain"):
+        for part in json.loads((run_folder / "summary.json").read_text())["memory"]:
+            if part["name"] in ("weights", "gradients", "optimizer"):
+                assert part["measured"] == pytest.approx(part["expected"], rel=0.01), part
+    first, second = weights(tmp_path / "ours" / "adapter"), weights(tmp_path / "plain" / "adapter")
+    assert {name: tensor.shape for name, tensor in first.items()} == {
+        name: tensor.shape for name, tensor in second.items()
+    }
+
+
+@pytest.mark.parametrize(("kind", "close"), [("int8", 0.02), ("int4", 0.1)])
+def test_integers_learn_as_full_weights_do(
+    model: Path,
+    data: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    close: float,
+) -> None:
+    for quantize in (kind, "none"):
+        options = ["--quantize", quantize, "--optimizer-state", "fp32"]
+        succeed(*command(model, data["completion"], tmp_path / quantize, *options))
+    for a, b in zip(losses(tmp_path / kind), losses(tmp_path / "none"), strict=True):
+        assert a[0] == pytest.approx(b[0], rel=close)
+    for part in json.loads((tmp_path / kind / "summary.json").read_text())["memory"]:
+        if part["name"] == "weights":
+            assert part["measured"] == pytest.approx(part["expected"], rel=0.001)
+    line = refuse(capsys, *command(model, data["text"], tmp_path / "plain", "--quantize", kind, "--plain"))
+    assert "quantize" in line and "nf4 | none with --plain" in line
+
+
+def test_quantised_weights_are_codes_from_the_beginning(
+    model: Path,
+    data: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import shoestring
+    from transformers import LlamaForCausalLM
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("the whole model is loaded")
+
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", refused)
+    succeed(*command(model, data["text"], tmp_path / "run"))
+    # A checkpoint that is quantised already: the same codes, so the same losses.
+    saved = shoestring.load_quantized(model, quant_type="nf4", dtype=torch.float32)
+    shoestring.save_quantized(saved, tmp_path / "model")
+    for file in model.glob("*token*"):
+        shutil.copy(file, tmp_path / "model")
+    for quantize in ("nf4", "none"):
+        succeed(*command(tmp_path / "model", data["text"], tmp_path / quantize, "--quantize", quantize))
+        assert losses(tmp_path / quantize) == losses(tmp_path / "run")
+    for option in ("--full", "--plain", "--merge"):
+        line = refuse(capsys, *command(tmp_path / "model", data["text"], tmp_path / "no", option))
+        assert "quantised already: expected no --full, --plain or --merge" in line
+    line = refuse(capsys, *command(tmp_path / "model", data["text"], tmp_path / "no", "--quantize", "int8"))
+    assert "its weights are nf4 or fp4 already" in line
+
+
+def test_full_finetuning_changes_every_weight(model: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    succeed(*command(model, data["text"], tmp_path / "ours", "--full"))
+    succeed(*command(model, data["text"], tmp_path / "plain", "--full", "--plain"))
+    for a, b in zip(losses(tmp_path / "ours"), losses(tmp_path / "plain"), strict=True):
+        assert a[0] == pytest.approx(b[0], rel=0.01)
+    before, after = weights(model), weights(tmp_path / "ours" / "model")
+    assert before.keys() == after.keys() and not any(
+        torch.equal(before[name], after[name]) for name in before
+    )
+
+
+@pytest.mark.parametrize("plain", [[], ["--plain"]], ids=["ours", "plain"])
+def test_merged_model_says_what_the_adapter_says(
+    model: Path, data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], plain: list[str]
+) -> None:
+    succeed(*command(model, data["completion"], tmp_path / "run", "--quantize", "none", "--merge", *plain))
+    options = ["--temperature", "0", "--max-new-tokens", "12", "the cat 3"]
+    capsys.readouterr()
+    succeed("generate", "--model", tmp_path / "run" / "model", *options)
+    merged = capsys.readouterr().out
+    succeed("generate", "--model", model, "--adapter", tmp_path / "run" / "adapter", *options)
+    adapted = capsys.readouterr().out
+    succeed("generate", "--model", model, *options)
+    assert merged == adapted != capsys.readouterr().out
+
+
+def test_peft_reads_our_adapter(model: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    succeed(*command(model, data["text"], tmp_path / "run", "--quantize", "none", "--eval-batches", "100"))
+    peft = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(model), tmp_path / "run" / "adapter"
+    )
+    from shoestring.data.batches import split_blocks
+    from shoestring.data.token_file import read_token_file
+    from shoestring.training.models import plain_loss
+
+    _, val = split_blocks(read_token_file(tmp_path / "run" / "tokens.bin")[0], 32, 0.02)
+    inputs, labels = val.rows(list(range(len(val))))
+    peft.eval()
+    with torch.no_grad():
+        loss = plain_loss(peft)(inputs, labels).item() / labels.numel()
+    assert loss == pytest.approx(losses(tmp_path / "run")[-1][2], rel=1e-5)
+
+
+def test_target_modules_are_honoured(model: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    for number, (targets, plain) in enumerate(
+        (targets, plain) for targets in ("q_proj", "q_proj, v_proj") for plain in ([], ["--plain"])
+    ):
+        out = tmp_path / f"run{number}"
+        succeed(*command(model, data["text"], out, "--target-modules", targets, "--steps", 1, *plain))
+        names = {name.split(".lora_")[0].rpartition(".")[2] for name in weights(out / "adapter")}
+        assert names == set(targets.split(", "))
+
+
+def test_targets_that_match_nothing(
+    model: Path, data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for plain in ([], ["--plain"]):
+        for targets in ("nothing", "q_proj, v_porj"):
+            given = command(model, data["text"], tmp_path / "run", "--target-modules", targets, *plain)
+            line = refuse(capsys, *given)
+            assert (
+                f"'{targets.split()[-1]}', which matches nothing" in line and not (tmp_path / "run").exists()
+            )
+        assert "the nearest are v_proj" in line
+    assert "--target-modules: expected all-linear, or names" in refuse(
+        capsys, *command(model, data["text"], tmp_path / "run", "--target-modules", " , ")
+    )
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_stopped_run_continues_bit_for_bit(
+    model: Path, data: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    succeed(*command(model, data[kind], tmp_path / "straight"))
+    with monkeypatch.context() as patch:
+
+        def stopped(*_: object) -> None:
+            raise ZeroDivisionError
+
+        add = loop.MetricsLog.add
+        patch.setattr(
+            loop.MetricsLog, "add", lambda log, row: stopped() if row["step"] == 6 else add(log, row)
+        )
+        with pytest.raises(ZeroDivisionError):  # an error that the command has no line for
+            run(*command(model, data[kind], tmp_path / "run"))
+    succeed(*command(model, data[kind], tmp_path / "run", "--resume"))
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+    assert_same_weights(tmp_path / "run" / "adapter", tmp_path / "straight" / "adapter")
+
+
+def test_a_chat_answers(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    succeed("generate", "--model", model, "--chat", "--max-new-tokens", "5", "the cat", "--seed", "1")
+    first = capsys.readouterr().out
+    succeed("generate", "--model", model, "--chat", "--max-new-tokens", "5", "the cat", "--seed", "1")
+    assert capsys.readouterr().out == first
+
+
+def test_resume_with_another_model_names_it(
+    model: Path, data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import save_file
+
+    copy = tmp_path / "model"
+    shutil.copytree(model, copy)
+    succeed(*command(copy, data["text"], tmp_path / "run", "--steps", 1, "--plain"))
+    changed = weights(copy)
+    changed["model.norm.weight"] += 1
+    save_file(changed, copy / "model.safetensors", metadata={"format": "pt"})
+    line = refuse(capsys, *command(copy, data["text"], tmp_path / "run", "--steps", 1, "--plain", "--resume"))
+    assert "model_files differs" in line

@@ -1,0 +1,354 @@
+"""`shoestring estimate` says what is there: state, weights and gradients to the byte, activations within a tenth."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shoestring
+import torch
+from cli_helpers import TINY, refuse, run, succeed, text
+from shoestring.optim.base import LowMemoryOptimizer
+from shoestring.training import formulas, memory
+from shoestring.training.config import Preset
+from shoestring.training.estimate import OPTIMIZERS, Estimate, Options, chunk_edges, estimate, make_optimizers
+from shoestring.training.models import build_llama, fused_loss
+from torch import nn
+
+STATES = ("8bit", "4bit", "bf16", "fp32")
+
+
+class Net(nn.Module):
+    """Embedding, matrices, vectors, sizes beside blocks, nothing, and a frozen matrix; over a chunk of state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(30, 16)
+        self.first, self.second = nn.Linear(16, 1031), nn.Linear(1031, 2055, bias=False)
+        self.last = nn.Linear(2055, 7)
+        self.none = nn.Parameter(torch.zeros(0))
+        self.frozen = nn.Parameter(torch.ones(16, 16), requires_grad=False)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.table
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens) @ self.frozen
+        return self.last(self.second(self.first(x).tanh())) + self.none.sum()
+
+
+def step(model: nn.Module, optimizers: list[Any]) -> None:
+    model(torch.arange(30)).float().square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def sizes(found: Estimate, place: str) -> dict[str, int]:
+    """State, by the names of its parts."""
+    return {
+        i.name.removeprefix("state: "): i.bytes for i in found.memory[place] if i.name.startswith("state: ")
+    }
+
+
+def arenas_of(optimizers: list[LowMemoryOptimizer]) -> list[Any]:
+    return [arena for opt in optimizers for layout in opt._layouts.values() for arena in layout.arenas]
+
+
+def item(found: Estimate, place: str, name: str) -> int:
+    return next((i.bytes or 0 for i in found.memory[place] if i.name == name), 0)
+
+
+def made(
+    optimizer: str, options: Options, dtype: torch.dtype, **more: Any
+) -> tuple[nn.Module, list[Any], Estimate]:
+    """A model that has been stepped, its optimizers, and what was foretold of its twin without memory."""
+    with torch.device("meta"):
+        twin = Net().to(dtype)
+    found = estimate(twin, options)
+    model = Net().to(dtype)
+    kinds = [(type(opt), opt.param_groups[0]["params"]) for opt in make_optimizers(model, options)]
+    optimizers = [
+        kind(params, state=options.state, weights=options.weights, **more) for kind, params in kinds
+    ]
+    step(model, optimizers)
+    return model, optimizers, found
+
+
+def rest_of(model: nn.Module, optimizers: list[LowMemoryOptimizer]) -> dict[str, int]:
+    """Bytes of what is not in arenas: steps, and a rule's own tensors."""
+    in_arenas = {part for arena in arenas_of(optimizers) for part in arena.values} | {"step"}
+    found = [{"step": arena.step.nbytes} for arena in arenas_of(optimizers)]
+    for opt in optimizers:
+        for entry in opt.state.values():
+            found.append({name: value.nbytes for name, value in entry.items() if name not in in_arenas})
+    return formulas.total(*found)
+
+
+@pytest.mark.parametrize("weights", ["plain", "stochastic", "remainder"])
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_state_weights_and_gradients_to_the_byte(optimizer: str, state: str, weights: str) -> None:
+    options = Options(optimizer, state, weights, device="cpu")
+    model, optimizers, found = made(optimizer, options, torch.bfloat16)
+    measured = formulas.total(*({k: v.nbytes for k, v in a.values.items()} for a in arenas_of(optimizers)),
+                              rest_of(model, optimizers))  # fmt: skip
+    assert sizes(found, "device") == measured
+    assert sum(measured.values()) == sum(memory.optimizer_bytes(opt) for opt in optimizers)
+    trained = formulas.trained(model)
+    assert item(found, "device", "gradients") == sum(p.grad.nbytes for p in trained)
+    assert (
+        item(found, "device", "weights")
+        == memory.weight_bytes(model)
+        == sum(p.nbytes for p in model.parameters())
+    )
+    assert found.trained == sum(p.numel() for p in trained) and found.parameters == found.trained + 256
+    assert not found.memory["host"] and not found.memory["disk"] and not found.traffic
+
+
+@pytest.mark.parametrize("place", ["stream", "nvme"])
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_offloaded_state_and_its_traffic_to_the_byte(
+    optimizer: str, state: str, place: str, tmp_path: Path
+) -> None:
+    where = f"nvme:{tmp_path}" if place == "nvme" else "stream"
+    options = Options(optimizer, state, "remainder", where, device="cpu")
+    model, optimizers, found = made(optimizer, options, torch.bfloat16, offload=where)
+    arenas = arenas_of(optimizers)
+    kept = formulas.total(*({k: v.nbytes for k, v in arena.values.items()} for arena in arenas))
+    on_disk = place == "nvme"
+    assert sizes(found, "disk" if on_disk else "host") == kept
+    assert sizes(found, "device") == rest_of(model, optimizers)
+    if on_disk:
+        assert found.totals()["disk"] == file_bytes(tmp_path)
+    chunks = [chunk_bytes(arena) for arena in arenas]
+    slots = [min(4, len(each)) * max(each) for each in chunks]
+    assert item(found, "host", "slots") == max(slots, default=0)
+    moved = sum(map(sum, chunks))
+    to, back = ("disk read", "disk written") if on_disk else ("host to device", "device to host")
+    assert found.traffic == {to: moved, back: moved}
+
+
+def file_bytes(folder: Path) -> int:
+    """Of the files without a name that this process has there."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target, info = os.readlink(f"/proc/self/fd/{fd}"), os.stat(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+        if target.startswith(str(folder)):
+            found[info.st_ino] = info.st_size
+    return sum(found.values())
+
+
+def chunk_bytes(arena: Any) -> list[int]:
+    """Of each chunk of an arena, as it comes to the device."""
+    offloaded = arena.offloaded
+    chunks, found = offloaded.chunks(0, len(arena.params)), []
+    offloaded.start(chunks)
+    for chunk in chunks:
+        found.append(sum(part.nbytes for part in offloaded.take(chunk)))
+        offloaded.put(chunk)
+    offloaded.finish()
+    offloaded.commit()
+    return [size for size in found if size] or [0]
+
+
+def test_chunks_are_those_of_the_offload(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(60):
+        blocks = [draw.choice([0, 1, 5, 700, 1024, 1500, 9000]) for _ in range(draw.randint(1, 9))]
+        splits, per_block = draw.random() < 0.5, draw.choice([4, 520, 1544, 2048])
+        offload = torch.classes.shoestring.Offload("test", "stream", torch.device("cpu"))
+        like = [torch.empty(0, dtype=torch.uint8)]
+        state = torch.classes.shoestring.OffloadedState(offload, like, [per_block], blocks, splits)
+        edges = chunk_edges(blocks, per_block, splits)
+        assert state.total() == edges[-1]
+        chunks = list(range(len(edges) - 1))
+        state.start(chunks)
+        found = []
+        for chunk in chunks:
+            found.append(state.take(chunk)[0].nbytes)
+            state.put(chunk)
+        state.finish()
+        assert found == [(b - a) * per_block for a, b in zip(edges, edges[1:])], (blocks, splits)
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_on_the_host_to_the_byte(optimizer: str, state: str) -> None:
+    options = Options(optimizer, state, "remainder", "cpu", device="cpu")
+    model, optimizers, found = made(optimizer, options, torch.bfloat16, offload="cpu")
+    arenas = arenas_of(optimizers)
+    kept = formulas.total(
+        *({k: v.nbytes for k, v in a.values.items()} for a in arenas), rest_of(model, optimizers)
+    )
+    assert sizes(found, "host") == kept and not sizes(found, "device")
+    copies = sum(memory.storage_bytes(arena.weights) for arena in arenas)
+    assert item(found, "host", "weights") == item(found, "host", "gradients") == copies
+    whole = sum(p.nbytes for p in formulas.trained(model))
+    assert found.traffic == {"device to host": whole, "host to device": whole}
+
+
+def test_sums_and_steps_in_backward_on_the_host() -> None:
+    options = Options(offload="cpu", accumulate=3, device="cpu")
+    model, optimizers, found = made("adamw", options, torch.bfloat16, offload="cpu")
+    with optimizers[0].accumulate():
+        model(torch.arange(30)).float().square().mean().backward()
+    step(model, optimizers)
+    (arena,) = arenas_of(optimizers)
+    assert item(found, "host", "sums of gradients") == arena.accumulated.nbytes
+    whole = sum(p.nbytes for p in formulas.trained(model))
+    assert found.traffic == {"device to host": 3 * whole, "host to device": whole}
+    alone = estimate(model, Options(offload="cpu", step_in_backward=True))
+    assert item(alone, "device", "gradients") == min(whole, 8 << 20)
+
+
+def test_sums_of_gradients() -> None:
+    options = Options(accumulate=2, device="cpu")
+    model, optimizers, found = made("adamw", options, torch.bfloat16)
+    with optimizers[0].accumulate():
+        model(torch.arange(30)).float().square().mean().backward()
+    step(model, optimizers)
+    assert item(found, "device", "sums of gradients") == sum(
+        a.accumulated.nbytes for a in arenas_of(optimizers)
+    )
+
+
+def test_muon_steps_the_matrices_between_the_ends() -> None:
+    model = build_llama(Preset(64, 2, 2, 2, 192), 300, 32, 0)
+    muon, adamw = make_optimizers(model, Options("muon"))
+    names = {p: name for name, p in model.named_parameters()}
+    assert all("layers" in names[p] and p.ndim == 2 for p in muon.param_groups[0]["params"])
+    rest = {names[p] for p in adamw.param_groups[0]["params"]}
+    assert "model.embed_tokens.weight" in rest and "model.norm.weight" in rest
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["full", "lora", "nf4", "int8"])
+@pytest.mark.parametrize("shape", [Preset(128, 4, 4, 4, 384), Preset(256, 3, 8, 2, 704, tied=False)])
+def test_activations_and_quantised_weights(dtype: torch.dtype, kind: str, shape: Preset) -> None:
+    def build() -> nn.Module:
+        return build_llama(shape, 300, 64, 0).to(dtype)
+
+    def adapt(model: nn.Module) -> nn.Module:
+        if kind == "full":
+            return model
+        model.requires_grad_(False)
+        return shoestring.lora.apply(model, rank=8, quantize=None if kind == "lora" else kind)
+
+    with torch.device("meta"):
+        twin = adapt(build())
+    options = Options(batch_size=4, seq_len=64, activation_bytes=dtype.itemsize)
+    found = estimate(twin, options)
+    model = build().train()
+    loss = fused_loss(model, 64)
+    model = adapt(model)
+    tokens = torch.randint(300, (4, 64))
+    with memory.SavedActivations(model) as saved:
+        loss(tokens, tokens).backward()
+    assert saved.bytes == pytest.approx(item(found, "device", "activations"), rel=0.1)
+    assert item(found, "device", "weights") == memory.weight_bytes(model)
+    assert item(found, "device", "gradients") == sum(
+        p.grad.nbytes for p in model.parameters() if p.grad is not None
+    )
+
+
+def test_a_run_has_what_was_foretold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text(text())
+    for name, more in (("plain", []), ("again", ["--gradient-checkpointing"])):
+        out = tmp_path / name
+        succeed("train", "--data", tmp_path / "text.txt", "--out", out, *TINY, "--steps", "2", *more)
+        capsys.readouterr()
+        sizes = ["--batch-size", "4", "--seq-len", "32"]
+        succeed("estimate", "--model", out / "model", "--dtype", "fp32", "--json", *sizes, *more)
+        found = json.loads(capsys.readouterr().out)
+        parts = {
+            part["name"]: part["measured"]
+            for part in json.loads((out / "summary.json").read_text())["memory"]
+        }
+        device = {each["name"]: each["bytes"] for each in found["memory"]["device"]}
+        assert device["weights"] == parts["weights"] and device["gradients"] == parts["gradients"]
+        assert sum(size for name, size in device.items() if name.startswith("state: ")) == parts["optimizer"]
+        assert parts["activations"] == pytest.approx(device["activations"], rel=0.1)
+        assert found["totals"]["device"] == sum(device.values())
+        assert ("a block computed again" in device) == bool(more)
+
+
+def test_70_billion_parameters_on_a_small_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = dict(
+        model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=128256, hidden_size=8192,
+        intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    before = memory.resident_bytes()
+    for path in (tmp_path, tmp_path / "config.json"):
+        succeed("estimate", "--model", path, "--json", "--offload", "nvme:/nowhere", "--state", "4bit")
+        found = json.loads(capsys.readouterr().out)
+        assert found["parameters"] == 70_553_706_496
+        each = found["totals"]["disk"] / found["parameters"]
+        assert each == pytest.approx(296 / 256, rel=1e-3)  # chunks end at multiples of 1024 blocks
+    assert memory.resident_bytes() - before < 1 << 30
+    succeed("estimate", "--model", tmp_path, "--rank", "16", "--quantize", "nf4", "--gradient-checkpointing")
+    out = capsys.readouterr().out
+    assert "MB" in out and "weights" in out and "a block computed again" in out
+
+
+def test_an_unknown_architecture_has_no_activations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = dict(model_type="mamba", vocab_size=300, hidden_size=32, num_hidden_layers=2, state_size=8)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    succeed("estimate", "--model", tmp_path)
+    assert "not known for this architecture" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--model", "nowhere"],
+            "--model nowhere: expected a directory with a config.json, such a file, or one of ",
+        ),
+        (["--model", "{folder}"], "config.json does not describe a causal language model"),
+        (["--optimizer", "adam"], "--optimizer: expected adamw | lion | "),
+        (["--state", "2bit"], "--state: expected 8bit | 4bit | bf16 | fp32, got 2bit"),
+        (["--weights", "exact"], "--weights: expected plain | stochastic | remainder, got exact"),
+        (
+            ["--weights", "remainder", "--dtype", "fp16"],
+            "--weights: expected plain with --dtype fp16, got remainder",
+        ),
+        (["--offload", "ram"], "--offload: expected none | cpu | stream | nvme:DIR, got ram"),
+        (["--offload", "nvme:"], "--offload: expected none | cpu | stream | nvme:DIR, got nvme:"),
+        (["--device", "tpu"], "--device: expected cuda | cpu, got tpu"),
+        (["--dtype", "fp8"], "--dtype: expected fp32 | bf16 | fp16, got fp8"),
+        (["--batch-size", "0"], "--batch-size: expected at least 1, got 0"),
+        (["--memory-budget", "2 cows"], "--memory-budget: expected bytes or such as"),
+        (["--memory-budget", "1MB"], "--memory-budget 1000000: expected at least"),
+        (["--memory-budget", "1GB", "--gradient-checkpointing"], "--memory-budget: expected it without"),
+        (["--quantize", "nf4"], "--quantize nf4: expected with --rank"),
+        (["--quantize", "fp8", "--rank", "8"], "--quantize: expected nf4 | int4 | int8 | none, got fp8"),
+        (["--rank", "0"], "--rank: expected at least 1, got 0"),
+        (["--rank", "8", "--target-modules", "q,w"], "--target-modules q,w, --rank 8: "),
+    ],
+    ids=lambda value: "_".join(value).strip("-") if isinstance(value, list) else "",
+)
+def test_errors(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
+    given = [argument.format(folder=tmp_path) for argument in arguments]
+    model = [] if "--model" in given else ["--model", "mini"]
+    assert message in refuse(capsys, "estimate", *model, *given)
+
+
+def test_the_budget_bounds_activations(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("estimate", "--model", "mini", "--memory-budget", "20MB", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    device = {each["name"]: each["bytes"] for each in found["memory"]["device"]}
+    assert device["activations"] == 20_000_000

@@ -1,0 +1,368 @@
+"""The C++ example: built against the installed package, trained, killed, resumed, and its model read by transformers."""
+
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cli_helpers import refuse
+from cpp_examples import ENVIRONMENT, build_example, learnable_tokens, token_file
+from safetensors.torch import load_file
+from shoestring.files.lock import locked
+
+VOCAB, TOKENS, SEQ_LEN, HELD_OUT = 512, 20_000, 32, 0.02
+SMALL = ["--layers", "2", "--hidden", "32", "--heads", "4", "--kv-heads", "2", "--batch-size", "8", "--threads", "2",
+         "--seq-len", str(SEQ_LEN), "--steps", "30", "--lr", "1e-2", "--warmup", "2", "--checkpoint-every", "5"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def program() -> Path:
+    return build_example("train_gpt")
+
+
+@pytest.fixture(scope="module")
+def tokens() -> np.ndarray:
+    return learnable_tokens(TOKENS, VOCAB)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, tokens: np.ndarray) -> Path:
+    return token_file(tmp_path_factory.mktemp("data") / "tokens.bin", tokens)
+
+
+def train(
+    program: Path, data: Path, out: Path, *options: str, **kwargs: object
+) -> subprocess.CompletedProcess[str]:
+    command = [program, "--data", data, "--out", out, *SMALL, *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, **kwargs)
+
+
+def losses(output: str) -> list[float]:
+    return [
+        float(line.split("loss ")[1].split()[0]) for line in output.splitlines() if line.startswith("step ")
+    ]
+
+
+def validation_loss(output: str) -> float:
+    return float(output.split("validation loss ")[1].split(",")[0])
+
+
+def killed_after(program: Path, data: Path, out: Path, step: int, *options: str) -> None:
+    """Starts a run and kills it once it has shown this step."""
+    command = [program, "--data", data, "--out", out, *SMALL, *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        for line in process.stdout:
+            if line.startswith(f"step {step}/"):
+                process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def whole(program: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """An uninterrupted run, for several tests."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    done = train(program, data, out)
+    assert done.returncode == 0, done.stderr
+    return out, done.stdout
+
+
+def test_loss_falls(whole: tuple[Path, str]) -> None:
+    out, output = whole
+    curve = losses(output)
+    assert len(curve) == 30
+    assert curve[0] == pytest.approx(math.log(VOCAB), rel=0.02)
+    assert curve[-1] < 0.7 * curve[0]
+    assert {p.name for p in out.glob("checkpoint-*")} == {
+        "checkpoint-25.safetensors",
+        "checkpoint-30.safetensors",
+    }
+
+
+def test_a_memory_budget_changes_nothing_else(
+    program: Path, data: Path, whole: tuple[Path, str], tmp_path: Path
+) -> None:
+    done = train(program, data, tmp_path / "small", "--memory-budget", "1", "--steps", "3")
+    assert done.returncode == 0, done.stderr
+    assert "activations within 1 MiB: " in done.stdout
+    assert int(done.stdout.split("1 MiB: ")[1].split()[0]) > 0  # layers that are recomputed
+    assert losses(done.stdout)[:1] == losses(whole[1])[:1]
+    none = train(program, data, tmp_path / "none", "--memory-budget", "1", "--hidden", "256")
+    assert (
+        none.returncode == 2
+        and "budget: expected at least" in none.stderr
+        and len(none.stderr.splitlines()) == 1
+    )
+
+
+@pytest.mark.parametrize("where", ["cpu", "stream", "nvme"])
+def test_offloaded_state_changes_nothing_else(
+    program: Path, data: Path, whole: tuple[Path, str], tmp_path: Path, where: str
+) -> None:
+    place = f"nvme:{tmp_path}" if where == "nvme" else where
+    done = train(program, data, tmp_path / "run", "--offload", place)
+    assert done.returncode == 0, done.stderr
+    assert losses(done.stdout) == losses(whole[1])
+    none = train(program, data, tmp_path / "none", "--offload", f"nvme:{tmp_path}/nowhere")
+    assert none.returncode == 2 and "No such file" in none.stderr and len(none.stderr.splitlines()) == 1
+    assert not (tmp_path / "none").exists()
+
+
+def test_plain_is_the_same_training(
+    program: Path, data: Path, whole: tuple[Path, str], tmp_path: Path
+) -> None:
+    done = train(program, data, tmp_path / "plain", "--plain")
+    assert done.returncode == 0, done.stderr
+    assert losses(done.stdout)[0] == pytest.approx(
+        losses(whole[1])[0], abs=1e-4
+    )  # before the optimizers differ
+    assert validation_loss(done.stdout) == pytest.approx(validation_loss(whole[1]), rel=0.01)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_resume_after_a_kill_is_exact(
+    program: Path, data: Path, whole: tuple[Path, str], tmp_path: Path, plain: bool
+) -> None:
+    options = ["--plain"] if plain else []
+    expected = whole[0]
+    if plain:
+        expected = tmp_path / "whole"
+        assert train(program, data, expected, *options).returncode == 0
+    out = tmp_path / "killed"
+    killed_after(program, data, out, 13, *options)
+    assert not (out / "model.safetensors").exists()
+    newest = max(out.glob("checkpoint-*"), key=lambda p: int(p.stem.split("-")[1]))
+    torn = out / "checkpoint-29.safetensors"  # what a broken disk may leave: passed over, with a word
+    torn.write_bytes(newest.read_bytes()[:-100])
+
+    done = train(program, data, out, "--resume", *options)
+    assert done.returncode == 0, done.stderr
+    assert "passed over a damaged checkpoint" in done.stderr
+    assert f"from step {newest.stem.split('-')[1]}" in done.stdout
+    assert not torn.exists()
+    assert (out / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
+    resumed, unbroken = (load_file(folder / "checkpoint-30.safetensors") for folder in (out, expected))
+    assert resumed.keys() == unbroken.keys()
+    assert all(torch.equal(resumed[key], unbroken[key]) for key in resumed)
+    state = "exp_avg" if plain else "exp_avg_scale"
+    assert f"optimizer.model.embed_tokens.weight.{state}" in resumed
+
+
+def test_transformers_computes_the_same(whole: tuple[Path, str], tokens: np.ndarray) -> None:
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    out, output = whole
+    blocks = (TOKENS - 1) // SEQ_LEN
+    held_out = int(blocks * HELD_OUT)
+    rows = np.stack([tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1] for i in range(blocks - held_out, blocks)])
+    rows = torch.from_numpy(rows.astype(np.int64))
+
+    def loss(**changes: object) -> float:
+        model, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, **changes)
+        assert isinstance(model, LlamaForCausalLM)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        with torch.no_grad():
+            logits = model(input_ids=rows[:, :-1]).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
+
+    assert loss() == pytest.approx(validation_loss(output), abs=1e-5)
+    # The comparison would notice another position encoding or another norm.
+    assert (
+        abs(loss(rope_parameters={"rope_type": "default", "rope_theta": 1.0}) - validation_loss(output))
+        > 1e-4
+    )
+    assert abs(loss(rms_norm_eps=1e-2) - validation_loss(output)) > 1e-4
+
+
+def refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
+    assert done.returncode == 2
+    assert done.stderr.startswith("train_gpt: ") and done.stderr.count("\n") == 1, done.stderr
+    for part in parts:
+        assert part in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (lambda path, tokens: path, "cannot open: No such file"),
+        (lambda path, tokens: path.parent, "not a token file"),
+        (lambda path, tokens: (path.write_bytes(b""), path)[1], "not a token file"),
+        (lambda path, tokens: (path.write_text("text " * 100), path)[1], "not a token file"),
+        (lambda path, tokens: token_file(path, tokens, magic=b"shoetok\x02"), "not a token file"),
+        (
+            lambda path, tokens: token_file(path, tokens, width=3),
+            "expected 2 or 4 bytes per token, received 3",
+        ),
+        (lambda path, tokens: token_file(path, tokens, vocab=0), "received the size 0"),
+        (
+            lambda path, tokens: token_file(path, tokens, count=2**63),
+            "the header says 9223372036854775808 tokens",
+        ),
+        (
+            lambda path, tokens: token_file(path, tokens, count=TOKENS + 1),
+            "the header says 20001 tokens of 2 bytes, but 40000",
+        ),
+        (lambda path, tokens: token_file(path, tokens[:0]), "holds no token"),
+        (lambda path, tokens: token_file(path, tokens[:33]), "33 tokens are too few"),
+        (lambda path, tokens: token_file(path, tokens, vocab=100), "outside the vocabulary of 100"),
+    ],
+)
+def test_bad_data(
+    program: Path, tokens: np.ndarray, tmp_path: Path, make: Callable[..., Path], part: str
+) -> None:
+    refused(train(program, make(tmp_path / "tokens.bin", tokens), tmp_path / "out"), "--data", part)
+    assert not list(tmp_path.glob("out/*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (["--size", "1"], "'--size' is no option"),
+        (["--steps"], "--steps: expected a value"),
+        (["--steps", "0"], "--steps: expected a whole number, at least 1, received '0'"),
+        (["--lr", "nan"], "--lr: expected a number, at least 0, received 'nan'"),
+        (["--hidden", "36"], "--hidden: expected a multiple of twice --heads, 8, received 36"),
+        (["--kv-heads", "3"], "--kv-heads: expected a divisor of --heads, 4, received 3"),
+        (["--resume"], "there is no checkpoint"),
+        (["--out", "/proc/none/run"], "cannot make the folder"),
+        (["--lr", "1e30", "--clip", "0"], "; training stopped before the weights changed"),
+    ],
+)
+def test_bad_options(program: Path, data: Path, tmp_path: Path, options: list[str], part: str) -> None:
+    refused(train(program, data, tmp_path / "out", *options), part)
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_a_run_is_not_mixed_with_another(
+    program: Path, data: Path, whole: tuple[Path, str], tmp_path: Path
+) -> None:
+    out, _ = whole
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    other = token_file(tmp_path / "other.bin", np.zeros(TOKENS))
+    refused(train(program, data, out), "holds a run already; continue it with --resume or give another --out")
+    refused(
+        train(program, data, out, "--resume", "--hidden", "64"),
+        "hidden differs: the run has 32, this command has 64",
+    )
+    refused(
+        train(program, data, out, "--resume", "--plain"),
+        "plain differs: the run has no, this command has yes",
+    )
+    refused(train(program, other, out, "--resume"), "data differs: ")
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+
+
+def test_a_full_disk(program: Path, data: Path, tmp_path: Path) -> None:
+    # A limit on the size of files stands in for it; Python ignores the signal that would come with it.
+    limit = (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    done = train(program, data, tmp_path / "out", restore_signals=False,
+                 preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))  # fmt: skip
+    refused(done, "checkpoint-5.safetensors: cannot write: File too large")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_with_a_checkpoint(
+    program: Path, data: Path, whole: tuple[Path, str], tmp_path: Path, number: signal.Signals
+) -> None:
+    out, command = tmp_path / "out", [program, "--data", data, "--out", tmp_path / "out", *SMALL]
+    options: list[str] = ["--checkpoint-every", "1000"]
+    for _ in range(2):
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            [*command, *options], stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT
+        ) as process:
+            next(line for line in process.stdout if line.startswith("step "))
+            process.send_signal(number)
+            output, errors = process.communicate()
+        assert process.returncode == 128 + number, errors
+        (checkpoint,) = list(out.glob("checkpoint-*"))[-1:]
+        step = max(int(path.stem.split("-")[1]) for path in out.glob("checkpoint-*"))
+        assert errors.splitlines()[-1] == f"train_gpt: checkpoint at step {step}, continue with --resume"
+        assert not (out / ".lock").exists() and not (out / "model.safetensors").exists()
+        options = ["--checkpoint-every", "1000", "--resume"]
+    assert train(program, data, out, "--resume").returncode == 0
+    assert (out / "model.safetensors").read_bytes() == (whole[0] / "model.safetensors").read_bytes()
+
+
+def test_a_second_signal_ends_at_once(program: Path, data: Path, tmp_path: Path) -> None:
+    wide = [
+        "--hidden",
+        "512",
+        "--layers",
+        "4",
+        "--batch-size",
+        "128",
+        "--steps",
+        "2",
+        "--threads",
+        "1",
+    ]  # a long step
+    command = [program, "--data", data, "--out", tmp_path / "out", *SMALL, *wide]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as process:
+        assert "M parameters" in process.stdout.readline()
+        time.sleep(0.5)
+        for _ in range(2):
+            process.send_signal(signal.SIGTERM)
+            line = process.stderr.readline()
+        process.wait(timeout=10)
+    assert process.returncode == 143 and line == "second signal: exit at once\n"
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+
+
+def test_a_flipped_bit_is_passed_over(
+    program: Path, data: Path, whole: tuple[Path, str], tmp_path: Path, seed: int
+) -> None:
+    rng = random.Random(seed)
+    for _ in range(4):
+        out = tmp_path / "out"
+        shutil.copytree(whole[0], out)
+        newest = out / "checkpoint-30.safetensors"
+        raw = bytearray(newest.read_bytes())
+        raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+        newest.write_bytes(raw)
+        done = train(program, data, out, "--resume")
+        assert done.returncode == 0 and "passed over a damaged checkpoint: " in done.stderr
+        assert f"{newest}: " in done.stderr and "from step 25" in done.stdout
+        assert (out / "model.safetensors").read_bytes() == (whole[0] / "model.safetensors").read_bytes()
+        shutil.rmtree(out)
+
+
+def test_two_programs_on_one_folder(
+    program: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, text = tmp_path / "out", tmp_path / "text.txt"
+    text.write_text("some text " * 1000)
+    command = [program, "--data", data, "--out", out, *SMALL, "--steps", "300"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        next(line for line in process.stdout if line.startswith("step "))
+        process.send_signal(signal.SIGSTOP)
+        (out / "checkpoint-1.safetensors.tmp1-0").write_text("half")
+        for more in ([], ["--resume"]):
+            refused(train(program, data, out, *more), f"--out {out}: in use by process {process.pid}")
+            line = refuse(capsys, "train", "--data", text, "--out", out, "--preset", "tiny", *more)
+            assert f"--out {out}: in use by process {process.pid}" in line
+        assert (out / "checkpoint-1.safetensors.tmp1-0").exists()
+        process.kill()
+    with locked(out / ".lock", "--out"):  # free, though the file was left
+        refused(train(program, data, out, "--resume"), f"--out {out}: in use by process {os.getpid()}")
+    done = train(program, data, out, "--resume", "--steps", "300")
+    assert done.returncode == 0 and not list(out.glob("*.tmp*")) and not (out / ".lock").exists()
+
+
+def test_needs_no_python(program: Path) -> None:
+    done = subprocess.run([program, "--help"], capture_output=True, text=True, env={"PATH": os.devnull})
+    assert done.returncode == 0
+    assert "--resume" in done.stdout
+    linked = subprocess.run(["ldd", program], capture_output=True, text=True).stdout
+    assert "libshoestring.so" in linked and "libpython" not in linked

@@ -1,0 +1,70 @@
+"""Files that the optimizers write, as safetensors reads them."""
+
+import os
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from shoestring.files.safetensors_file import DTYPES, write_safetensors
+from torch import Tensor
+
+
+def some(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return (torch.randn(shape) * 50).to(dtype)
+
+
+def test_safetensors_reads_what_is_written(tmp_path: Path) -> None:
+    tensors = {
+        f"{dtype} {shape}": some(dtype, shape) for dtype in DTYPES for shape in ((), (0,), (3, 5), (1, 7, 2))
+    }
+    tensors |= {
+        "strided": torch.randn(6, 4).t()[1:],
+        "trained": torch.randn(5, requires_grad=True),
+        "Grüße": torch.ones(1),
+    }
+    write_safetensors(tmp_path / "file", tensors, {"groups": '[{"a": "ü"}]'})
+    found = load_file(tmp_path / "file")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert torch.equal(found[name], tensor.detach()), name
+    with safe_open(tmp_path / "file", "pt") as file:
+        assert file.metadata() == {"groups": '[{"a": "ü"}]'}
+    write_safetensors(tmp_path / "none", {}, {})
+    assert load_file(tmp_path / "none") == {}
+
+
+def test_mapped_memory_is_whole_after_it_was_written(tmp_path: Path) -> None:
+    """Its pages are dropped: changes that were not on the disk yet must not be."""
+    size = 5 << 20
+    mapped = torch.from_file(str(tmp_path / "mapped"), shared=True, size=size, dtype=torch.float32)
+    mapped.copy_(torch.arange(size))
+    private = torch.from_file(str(tmp_path / "mapped"), shared=False, size=size, dtype=torch.float32)
+    private.add_(1)  # in this process's memory alone
+    write_safetensors(tmp_path / "file", {"mapped": mapped[3:], "private": private}, {})
+    found = load_file(tmp_path / "file")
+    assert torch.equal(found["mapped"], torch.arange(3, size).float()) and torch.equal(
+        mapped, torch.arange(size).float()
+    )
+    assert torch.equal(found["private"], mapped + 1) and torch.equal(private, mapped + 1)
+
+
+def test_errors(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"write_safetensors: a: expected one of torch.int64, .* torch.complex64"
+    ):
+        write_safetensors(tmp_path / "file", {"a": torch.zeros(2, dtype=torch.complex64)}, {})
+    assert not list(tmp_path.iterdir())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{tmp_path}/file'"):
+            write_safetensors(tmp_path / "file", {"a": torch.zeros(1 << 20)}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.path.getsize(tmp_path / "file") == 100_000
+    with pytest.raises(RuntimeError, match="write_tensor: x: expected a contiguous CPU tensor"):
+        torch.ops.shoestring.write_tensor(1, torch.ones(2, 3).t())

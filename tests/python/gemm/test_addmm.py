@@ -1,0 +1,138 @@
+"""Products of matrices, which the other operators multiply with."""
+
+import pytest
+import torch
+from shoestring.ops import addmm_, addmm_reference
+from torch import Tensor
+
+pytestmark = pytest.mark.device
+
+# (m, n, k). Tiles are 14 or 6 rows by 32 or 16 columns, panels at most 192 deep, and fewer than 8 lines go to the library:
+# whole tiles; one more and one less; a panel's depth and one more; either side the longer; few lines; a vector.
+SHAPES = [
+    (28, 64, 192),
+    (15, 33, 193),
+    (13, 31, 383),
+    (300, 9, 20),
+    (9, 700, 769),
+    (8, 8, 8),
+    (7, 40, 50),
+    (1, 100, 100),
+    (100, 1, 100),
+    (50, 40, 3),
+]
+
+
+def relative(x: Tensor, reference: Tensor) -> float:
+    return float((x.double() - reference).norm() / reference.norm())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_products(capability: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    m, n, k = shape
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for transposed_1 in (False, True):
+        for transposed_2 in (False, True):
+            a = torch.randn(k, m).to(dtype).t() if transposed_1 else torch.randn(m, k).to(dtype)
+            b = torch.randn(n, k).to(dtype).t() if transposed_2 else torch.randn(k, n).to(dtype)
+            for beta, alpha in [(1.0, 1.0), (0.0, 1.0), (0.5, -3.0)]:
+                out = torch.randn(m, n).to(wide)
+                expected = addmm_reference(out, a, b, beta=beta, alpha=alpha).double()
+                addmm_(out, a, b, beta=beta, alpha=alpha)
+                assert relative(out, expected) < (1e-14 if wide == torch.float64 else 5e-7), (
+                    transposed_1,
+                    transposed_2,
+                )
+
+
+@pytest.mark.parametrize(
+    "shape", [(40, 70, 3000), (300, 50, 7000)], ids=str
+)  # many panels; and more than 8 MiB of them
+def test_no_less_exact_than_torch(capability: str, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    a, b = torch.randn(m, k), torch.randn(k, n)
+    exact = a.double() @ b.double()
+    out = torch.empty(m, n)
+    addmm_(out, a, b, beta=0)
+    assert relative(out, exact) <= 1.05 * relative(a @ b, exact)
+
+
+def test_views(capability: str) -> None:
+    """Rows apart, columns apart, memory that is not aligned, and an expanded matrix: nothing beside the result is written."""
+    for columns_first in (False, True):
+        whole = torch.full((50, 60), 7.0)
+        out = whole.t()[3:40, 5:44] if columns_first else whole[3:40, 5:44]
+        a, b = torch.randn(41, 101)[1:38, 1:100], torch.randn(120, 80)[2:101, 3:81:2]
+        expected = addmm_reference(out, a, b)
+        addmm_(out, a, b)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+        out.fill_(7)
+        assert bool((whole == 7).all())
+    row = torch.randn(1, 30).expand(20, 30)
+    out, b = torch.zeros(20, 40), torch.randn(30, 40)
+    addmm_(out, row, b)
+    torch.testing.assert_close(out, row @ b, rtol=1e-5, atol=1e-5)
+    apart = torch.full((30, 30, 2), 7.0)
+    addmm_(apart[..., 0], torch.eye(30), torch.eye(30), beta=0)
+    assert torch.equal(apart[..., 0], torch.eye(30)) and bool((apart[..., 1] == 7).all())
+
+
+def test_what_is_not_finite_stays_in_its_row_and_column(capability: str) -> None:
+    a, b = torch.randn(20, 50), torch.randn(50, 40)
+    a[3, 7], b[9, 5] = float("nan"), float("inf")
+    out = torch.full((20, 40), float("nan"))
+    addmm_(out, a, b, beta=0)
+    finite = out.isfinite()
+    expected = torch.ones(20, 40, dtype=torch.bool)
+    expected[3], expected[:, 5] = False, False
+    assert torch.equal(finite, expected)
+    assert bool(out[3].isnan().all()) and bool(out[:3, 5].isinf().all())
+
+
+def test_empty(capability: str) -> None:
+    addmm_(torch.empty(0, 5), torch.empty(0, 9), torch.empty(9, 5))
+    out = torch.ones(3, 4)
+    addmm_(out, torch.empty(3, 0), torch.empty(0, 4), beta=0.5)
+    assert torch.equal(out, torch.full((3, 4), 0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bit_results_are_rounded_once(capability: str, dtype: torch.dtype) -> None:
+    a, b = torch.randn(30, 90).to(dtype), torch.randn(90, 40).to(dtype)
+    wide = torch.empty(30, 40)
+    addmm_(wide, a, b, beta=0)
+    out = torch.empty(30, 40, dtype=dtype)
+    addmm_(out, a, b, beta=0)
+    assert torch.equal(out, wide.to(dtype))
+
+
+def test_threads_change_nothing(capability: str, backend: str) -> None:
+    if backend != "cpu" or capability == "plain":
+        pytest.skip("the library's products")
+    before = torch.get_num_threads()
+    for m, n, k in [(40, 3000, 800), (3000, 40, 800), (30, 40, 5000)]:
+        a, b = torch.randn(m, k), torch.randn(k, n)
+        results = []
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(torch.empty(m, n))
+            addmm_(results[-1], a, b, beta=0)
+        torch.set_num_threads(before)
+        assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtypes", "named"),
+    [
+        (((3, 4), (3, 5), (6, 4)), (torch.float32,) * 3, "mat1 and mat2"),
+        (((3, 5), (3, 5), (5, 4)), (torch.float32,) * 3, "self"),
+        (((3, 4), (3, 5), (5, 4)), (torch.float32, torch.float32, torch.bfloat16), "mat1 and mat2"),
+        (((3, 4), (3, 5), (5, 4)), (torch.bfloat16, torch.float32, torch.float32), "self"),
+        (((3, 4), (3, 5), (5, 4)), (torch.int64,) * 3, "mat1 and mat2"),
+    ],
+)
+def test_refusals(shapes: tuple[tuple[int, int], ...], dtypes: tuple[torch.dtype, ...], named: str) -> None:
+    self, mat1, mat2 = (torch.zeros(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True))
+    with pytest.raises(RuntimeError, match=rf"addmm_: {named}: expected .*, received "):
+        addmm_(self, mat1, mat2)

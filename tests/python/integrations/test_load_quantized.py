@@ -1,0 +1,260 @@
+"""Models that are quantised while they are loaded: equal to quantising afterwards, tied, sharded, damaged; and the memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shoestring
+import torch
+from safetensors.torch import load_file, save_file
+
+TOKENS = torch.arange(20)[None] % 90
+
+
+def write_model(folder: Path, **options: Any) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = dict(
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    config = LlamaConfig(**{"vocab_size": 90, **shape, **options})
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="150KB")
+    return folder
+
+
+def dense(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+
+def quantize_all(model: torch.nn.Module, **options: Any) -> torch.nn.Module:
+    """What ``load_quantized`` does in one go, after loading."""
+    head = model.get_output_embeddings()
+    for name, layer in list(model.named_modules()):
+        if type(layer) is torch.nn.Linear and layer is not head:
+            parent, _, child = name.rpartition(".")
+            setattr(
+                model.get_submodule(parent),
+                child,
+                shoestring.nn.QuantizedLinear.from_linear(layer, **options),
+            )
+    return model
+
+
+def states(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**model.state_dict(), **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quant_type": "nf4", "nested": True},
+        {"quant_type": "fp4", "block_size": 128},
+        {"quant_type": "int4"},
+        {"quant_type": "int8"},
+    ],
+)
+def test_it_is_the_loaded_model_quantised(
+    tmp_path: Path, tied: bool, dtype: torch.dtype, options: dict
+) -> None:
+    folder = write_model(tmp_path, tie_word_embeddings=tied, attention_bias=True)
+    model = shoestring.load_quantized(folder, dtype=dtype, **options)
+    expected = quantize_all(dense(folder, dtype), **options)
+    assert not model.training and model.dtype == dtype
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert type(model.lm_head) is torch.nn.Linear
+    found, wanted = states(model), states(expected)
+    assert found.keys() == wanted.keys() and any("inv_freq" in name for name in found)
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype, name
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)
+
+
+def test_other_architectures_get_their_buffers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, OPTConfig
+
+    configs = [
+        Gemma3TextConfig(
+            vocab_size=90, hidden_size=64, intermediate_size=64, num_hidden_layers=2, head_dim=32
+        ),
+        GPT2Config(vocab_size=90, n_embd=64, n_layer=2, n_head=2),  # no nn.Linear but its head
+        OPTConfig(vocab_size=90, hidden_size=64, ffn_dim=64, num_hidden_layers=2, num_attention_heads=2),
+    ]
+    for config in configs:
+        folder = tmp_path / config.model_type
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        model = shoestring.load_quantized(folder, quant_type="int8", dtype=torch.float32)
+        expected = quantize_all(dense(folder, torch.float32), quant_type="int8")
+        with torch.no_grad():
+            assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits), config.model_type
+
+
+def test_a_model_without_its_head_and_old_buffers(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, tie_word_embeddings=True)
+    expected = shoestring.load_quantized(folder)
+    for file in folder.glob("*.safetensors"):
+        renamed = {name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}
+        save_file({**renamed, f"{file.stem}.rotary_emb.inv_freq": torch.ones(3)}, file)
+    assert torch.equal(shoestring.load_quantized(folder)(TOKENS).logits, expected(TOKENS).logits)
+
+
+def test_layers_that_stay_dense(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    model = shoestring.load_quantized(folder, skip_modules=["down_proj", "model.layers.1.self_attn.q_proj"])
+    left = {name for name, m in model.named_modules() if type(m) is torch.nn.Linear}
+    assert left == {
+        "lm_head",
+        "model.layers.1.self_attn.q_proj",
+        *(f"model.layers.{i}.mlp.down_proj" for i in (0, 1)),
+    }
+    with pytest.raises(ValueError, match="skip_modules: expected names of linear layers, received 'nothing'"):
+        shoestring.load_quantized(folder, skip_modules=["nothing"])
+
+
+def test_it_trains(tmp_path: Path) -> None:
+    model = shoestring.load_quantized(write_model(tmp_path), nested=True)
+    shoestring.lora.apply(model.train(), rank=4)
+    optimizer = shoestring.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(5):
+        loss = model(TOKENS, labels=TOKENS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def change(edit: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        for file in folder.glob("*.safetensors"):
+            tensors = load_file(file)
+            if "model.norm.weight" in tensors:
+                edit(tensors)
+                save_file(tensors, file)
+
+    return damage
+
+
+def configure(**fields: Any) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "options", "message"),
+    [
+        (lambda f: (f / "config.json").unlink(), {}, "no config.json there"),
+        (configure(model_type="unheard"), {}, "config.json does not describe a causal language model"),
+        (
+            change(lambda t: t.pop("model.norm.weight")),
+            {},
+            r"1 weight\(s\) .* missing, the first is model.norm.weight",
+        ),
+        (
+            change(lambda t: t.update(more=torch.ones(2))),
+            {},
+            r"1 tensor\(s\) .* not in the architecture, .* first is more",
+        ),
+        (
+            change(lambda t: t.update({"model.norm.weight": torch.ones(3)})),
+            {},
+            r"\[3\] in the weights, .* \[128\]",
+        ),
+        (configure(vocab_size=91), {}, r"\[90, 128\] in the weights, but config.json asks for \[91, 128\]"),
+        (
+            configure(quantization_config={"quant_method": "gptq"}),
+            {},
+            "expected quant_method 'bitsandbytes', received 'gptq'",
+        ),
+        (
+            configure(),
+            {"quant_type": "nf5"},
+            "quant_type: expected None, 'nf4', 'fp4', 'int4' or 'int8', received 'nf5'",
+        ),
+        (
+            configure(),
+            {"quant_type": "int4", "nested": True},
+            "nested: expected False with quant_type 'int4'",
+        ),
+        (
+            configure(),
+            {"quant_type": "int8", "nested": True},
+            "expected None and False with quant_type 'int8'",
+        ),
+        (configure(), {"block_size": 65}, "block_size: expected one of"),
+        (configure(), {"dtype": torch.float64}, "dtype: expected fp32, bf16 or fp16, received torch.float64"),
+    ],
+    ids=lambda value: "",
+)
+def test_what_does_not_fit(
+    tmp_path: Path, damage: Callable[[Path], None], options: dict, message: str
+) -> None:
+    folder = write_model(tmp_path)
+    damage(folder)
+    with pytest.raises(ValueError, match=message) as error:
+        shoestring.load_quantized(folder, **options)
+    assert "\n" not in str(error.value)
+
+
+MEASURE = """
+import json, sys
+import shoestring
+from shoestring.training import memory
+memory.import_models()
+before = memory.resident_bytes()
+model = shoestring.load_quantized(sys.argv[1])
+print(json.dumps([memory.peak_bytes() - before, memory.weight_bytes(model)]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_memory_is_the_quantised_model_and_one_weight(tmp_path: Path) -> None:
+    # 64 MB of 16-bit weights, the largest of 4 MB: mapped files, or the 16-bit model, would be seen.
+    folder = write_model(
+        tmp_path, hidden_size=512, intermediate_size=4096, num_hidden_layers=4, vocab_size=512
+    )
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    output = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(folder)], check=True, capture_output=True, text=True
+    )
+    used, weights = json.loads(output.stdout.splitlines()[-1])
+    assert stored > 50e6 and weights < 0.3 * stored
+    assert used < weights + 4 * 2**20 + 16e6  # 16 MB: modules, the interpreter, allocators' rounding
+
+
+def test_files_with_other_names_are_refused_here_and_loaded_dense_by_the_command(tmp_path: Path) -> None:
+    from shoestring.training.models import load_model
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    shape = dict(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=90, num_local_experts=2, **shape))
+    model.save_pretrained(tmp_path)  # each expert by itself; the model has them in one tensor
+    with pytest.raises(ValueError, match=r"weight\(s\) of the architecture are missing"):
+        shoestring.load_quantized(tmp_path)
+    found = load_model(tmp_path, torch.float32, "nf4").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(found(TOKENS).logits, model.eval()(TOKENS).logits)

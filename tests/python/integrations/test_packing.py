@@ -1,0 +1,129 @@
+"""Packed batches: how full they are, and that a model learns from them what it learns from the sequences alone."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import shoestring
+import torch
+from conftest import relative_error
+from shoestring.data.batches import Examples
+from shoestring.data.packing import MultipackBatchSampler, PackingCollator
+from shoestring.training.models import can_pack, fused_loss
+from test_patch import VOCAB, build
+
+
+def lengths(count: int) -> torch.Tensor:
+    """Like those of text: most are short, a few as long as a batch."""
+    return (torch.randn(count).mul(0.9).exp() * 120).long().clamp(1, 2048)
+
+
+def test_first_fit_decreasing() -> None:
+    sizes = lengths(3000)
+    bins = torch.ops.shoestring.pack_sequences(sizes, 2048)
+    filled = torch.zeros(int(bins.max()) + 1, dtype=torch.int64).index_add(0, bins, sizes)
+    assert filled.max() <= 2048 and (filled > 0).all()
+    room: list[int] = []  # the rule, in its plain form
+    for i in sizes.argsort(descending=True, stable=True).tolist():
+        size = int(sizes[i])
+        place = next((b for b, left in enumerate(room) if left >= size), len(room))
+        room += [2048] * (place == len(room))
+        room[place] -= size
+        assert int(bins[i]) == place
+    assert torch.ops.shoestring.pack_sequences(torch.empty(0, dtype=torch.int64), 8).numel() == 0
+    torch.library.opcheck(torch.ops.shoestring.pack_sequences.default, (sizes[:9], 2048))
+
+
+def test_an_epoch_has_every_sequence_once_and_little_waste() -> None:
+    sampler = MultipackBatchSampler(lengths(20000), 2048, seed=3)
+    first = list(sampler)
+    assert sorted(i for batch in first for i in batch) == list(range(20000)) and len(sampler) == len(first)
+    assert all(int(sampler.lengths[batch].sum()) <= 2048 for batch in first)
+    assert sampler.efficiency() > 0.99  # in the order of arrival some 0.93 are filled
+    assert list(sampler) == first and list(MultipackBatchSampler(sampler.lengths, 2048, seed=3)) == first
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+
+
+def test_processes_share_an_epoch() -> None:
+    sizes = lengths(999)
+    parts = [list(MultipackBatchSampler(sizes, 2048, num_replicas=3, rank=rank)) for rank in range(3)]
+    assert len({len(part) for part in parts}) == 1
+    indices = [i for part in parts for batch in part for i in batch]
+    assert len(indices) == len(set(indices)) > 900
+
+
+def test_refusals() -> None:
+    with pytest.raises(
+        RuntimeError, match="pack_sequences: lengths: expected 1 to 8 tokens, received 9 for sequence 1"
+    ):
+        list(MultipackBatchSampler([3, 9], 8))
+    with pytest.raises(ValueError, match="rank: expected 0 to 1, received 2"):
+        MultipackBatchSampler([3], 8, num_replicas=2, rank=2)
+    with pytest.raises(RuntimeError, match="capacity: expected"):
+        torch.ops.shoestring.pack_sequences(torch.tensor([1]), 0)
+    with pytest.raises(ValueError, match="PackingCollator: labels: expected one for each"):
+        PackingCollator()([{"input_ids": [1, 2], "labels": [1]}])
+
+
+@pytest.mark.parametrize("patched", [True, False])
+def test_loss_and_gradients_are_those_of_the_sequences(patched: bool) -> None:
+    packed = build()
+    alone = copy.deepcopy(packed)
+    if patched:
+        shoestring.patch(packed)
+    else:
+        packed.set_attn_implementation(shoestring.register_attention())
+    sequences: list[dict[str, Any]] = [
+        {"input_ids": torch.randint(0, VOCAB, (n,)).tolist()} for n in (9, 4, 14, 1)
+    ]
+    loss = packed(**PackingCollator()(sequences)).loss
+    loss.backward()
+    total, count = torch.zeros(()), 0
+    for sequence in sequences:
+        ids = torch.tensor(sequence["input_ids"])[None]
+        if ids.size(1) > 1:
+            total = total + alone(ids, labels=ids).loss * (ids.size(1) - 1)
+            count += ids.size(1) - 1
+    (total / count).backward()
+    assert relative_error(loss, total / count) < 1e-6
+    for ours, theirs in zip(packed.parameters(), alone.parameters()):
+        assert theirs.grad is not None and relative_error(ours.grad, theirs.grad) < 2e-5
+
+
+def test_packed_examples_train_as_padded_ones() -> None:
+    """What ``shoestring finetune`` does with examples; one that is longer than its neighbours, and one of a single token."""
+    model = build()
+    assert not can_pack(model)
+    loss = fused_loss(model, 8)
+    assert can_pack(model)
+    sizes = [9, 4, 14, 2]
+    starts = np.cumsum([0, *sizes])
+    tokens = torch.randint(0, VOCAB, (int(starts[-1]),)).numpy().astype(np.uint32)
+    examples = Examples(tokens, torch.rand(len(tokens)).numpy() < 0.7, starts, pad=0)
+    results = []
+    for inputs, labels, more in ((*examples.rows([2, 0, 3, 1]), {}), examples.packed([2, 0, 3, 1])):
+        model.zero_grad()
+        value = loss(inputs, labels, **more)
+        value.backward()
+        results.append((value.detach(), [p.grad.clone() for p in model.parameters()]))
+        assert inputs.shape == ((4, 13) if not more else (1, sum(sizes) - 4))
+    assert relative_error(results[1][0], results[0][0]) < 1e-6
+    for packed, padded in zip(results[1][1], results[0][1], strict=True):
+        assert relative_error(packed, padded) < 2e-5
+
+
+def test_what_cannot_keep_sequences_apart_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose attention is never told where sequences begin."""
+    model = build()
+    fused_loss(model, 8)
+    forward = type(model).forward
+
+    def deaf(
+        self: Any, *args: Any, cu_seq_lens_q: Any = None, cu_seq_lens_k: Any = None, **kwargs: Any
+    ) -> Any:
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", deaf)
+    assert not can_pack(model)

@@ -1,0 +1,159 @@
+import pytest
+import shoestring
+import torch
+from conftest import relative_error
+from shoestring.ops import layer_norm_reference
+from torch import Tensor
+
+pytestmark = pytest.mark.device
+
+EPS = 1e-5
+# (rows, features): nothing; one; odd; a warp's row, on CUDA; a block's; one that a block reads again; a part's rows and more.
+SHAPES = [(0, 64), (3, 0), (1, 1), (5, 77), (9, 192), (3, 1096), (2, 8208), (300, 24)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def inputs(rows: int, features: int, dtype: torch.dtype) -> list[Tensor]:
+    """x, weight, bias and a gradient."""
+    x, grad = (torch.randn(rows, features).mul(scale).to(dtype) for scale in (2, 1))
+    return [x + 0.5, (torch.rand(features) + 0.5).to(dtype), torch.randn(features).to(dtype), grad]
+
+
+def results(function: object, given: list[Tensor], compute: torch.dtype | None = None) -> list[Tensor]:
+    leaves = [t.detach().to(compute or t.dtype).requires_grad_() for t in given[:3]]
+    y = function(*leaves, eps=EPS)  # type: ignore[operator]
+    return [y, *torch.autograd.grad(y, leaves, given[3].to(y.dtype))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_worse_than_eager(capability: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    given = inputs(*shape, dtype)
+    ours, eager = results(shoestring.layer_norm, given), results(layer_norm_reference, given)
+    exact = results(layer_norm_reference, given, torch.float64)
+    for name, a, b, c in zip(("y", "x", "weight", "bias"), ours, exact, eager, strict=True):
+        assert a.dtype == dtype and a.shape == c.shape
+        if a.numel() and shape[1] > 1:  # of one feature the result is the bias, and its gradient nothing
+            assert relative_error(a, b) <= 1.1 * relative_error(c, b) + 2e-7, name
+
+
+def test_a_mean_that_is_far_from_zero(capability: str) -> None:
+    """The variance comes from differences, not from squares that cancel."""
+    x = torch.randn(4, 192) + 1000
+    exact = layer_norm_reference(x.double(), eps=EPS)
+    ours, eager = shoestring.layer_norm(x, eps=EPS), layer_norm_reference(x, eps=EPS)
+    assert relative_error(ours, exact) <= 2 * relative_error(eager, exact) <= 1e-3
+
+
+def test_parts_that_are_missing() -> None:
+    x, weight, bias, grad = inputs(7, 96, torch.float32)
+    x.requires_grad_()
+    for chosen in (
+        (None, None),
+        (weight.requires_grad_(), None),
+        (None, bias.requires_grad_()),
+        (weight.detach(), bias),
+    ):
+        leaves = [t for t in (x, *chosen) if t is not None and t.requires_grad]
+        ours, expected = shoestring.layer_norm(x, *chosen, eps=EPS), layer_norm_reference(x, *chosen, eps=EPS)
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+        for a, b in zip(
+            torch.autograd.grad(ours, leaves, grad), torch.autograd.grad(expected, leaves, grad), strict=True
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_of_other_dtypes(capability: str) -> None:
+    x, weight, bias, grad = inputs(9, 192, torch.bfloat16)
+    for other in ((weight.float(), bias.float()), (weight.float(), bias), (weight.half(), bias.half())):
+        given = [x, *other, grad]
+        ours, exact = (
+            results(shoestring.layer_norm, given),
+            results(layer_norm_reference, given, torch.float64),
+        )
+        assert [t.dtype for t in ours] == [x.dtype, x.dtype, *(t.dtype for t in other)]
+        for a, b in zip(ours, exact, strict=True):
+            assert relative_error(a, b) <= torch.finfo(a.dtype).eps
+
+
+def test_what_is_kept() -> None:
+    x, weight, bias, _ = (t.requires_grad_() for t in inputs(6, 64, torch.bfloat16))
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(s) or s, lambda s: s):
+        shoestring.layer_norm(x, weight, bias, eps=EPS)
+    assert sum(s.numel() * s.element_size() for s in saved) == 6 * 64 * 2 + 2 * 64 * 2 + 2 * 6 * 4
+
+
+def test_repeatable_on_any_number_of_threads(backend: str) -> None:
+    given = inputs(700 if backend == "simt" else 5000, 96, torch.float32)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (threads, 1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(results(shoestring.layer_norm, given))
+    finally:
+        torch.set_num_threads(threads)
+    for again in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True))
+
+
+def test_strides_and_not_finite() -> None:
+    x = torch.randn(4, 5, 66, requires_grad=True)[:, 1:4, 1:65].transpose(0, 1)
+    torch.testing.assert_close(shoestring.layer_norm(x, eps=EPS), layer_norm_reference(x, eps=EPS))
+    bad = torch.randn(3, 64)
+    bad[1, 3], bad[2, 3] = float("nan"), float("inf")
+    torch.testing.assert_close(
+        shoestring.layer_norm(bad, eps=EPS), layer_norm_reference(bad, eps=EPS), equal_nan=True
+    )
+
+
+def test_gradcheck_and_opcheck() -> None:
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    weight, bias = (torch.rand(5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(lambda *t: shoestring.layer_norm(*t, eps=1e-3), (x, weight, bias))
+    small = [t.detach().float().requires_grad_() for t in (x, weight, bias)]
+    torch.library.opcheck(torch.ops.shoestring.layer_norm.default, tuple(small), {"eps": EPS})
+    with pytest.raises(RuntimeError, match="layer_norm: the backward pass is not differentiable"):
+        y = shoestring.layer_norm(*small, eps=EPS)
+        torch.autograd.grad(y.square().sum(), small[0], create_graph=True)[0].sum().backward()
+
+
+def test_compiled_and_autocast() -> None:
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def block(*t: Tensor) -> Tensor:
+        return shoestring.layer_norm(*t, eps=EPS) * 2
+
+    for rows in (3, 8):
+        given = inputs(rows, 40, torch.float32)
+        leaves = [t.requires_grad_() for t in given[:3]]
+        y, expected = block(*leaves), 2 * layer_norm_reference(*leaves, eps=EPS)
+        for a, b in zip(
+            [y, *torch.autograd.grad(y, leaves, given[3])],
+            [expected, *torch.autograd.grad(expected, leaves, given[3])],
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    with torch.autocast(leaves[0].device.type, torch.bfloat16):
+        assert torch.equal(
+            shoestring.layer_norm(*leaves, eps=EPS), shoestring.layer_norm(*leaves, eps=EPS).float()
+        )
+
+
+def test_errors() -> None:
+    x = torch.ones(3, 4)
+    for message, arguments in (
+        (
+            r"layer_norm: weight: expected \(4\) of a floating-point type on \w+(:0)?, received \[3\] of Float",
+            (x, torch.ones(3)),
+        ),
+        (
+            r"layer_norm: bias: expected \(4\) of a floating-point type on \w+(:0)?, received \[4\] of Int",
+            (x, None, torch.ones(4, dtype=torch.int32)),
+        ),
+        (
+            r"layer_norm: x: expected \(\.\.\., features\) of fp32, fp64, bf16 or fp16, received \[\] of Float",
+            (torch.ones(()),),
+        ),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            shoestring.layer_norm(*arguments, eps=EPS)

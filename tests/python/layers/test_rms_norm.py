@@ -1,0 +1,230 @@
+from typing import Any
+
+import pytest
+import shoestring
+import torch
+from conftest import relative_error
+from shoestring.ops import rms_norm_reference
+from torch import Tensor
+
+pytestmark = pytest.mark.device
+
+EPS = 1e-5
+# (rows, features): nothing; one; odd; a warp's row, on CUDA; a block's; one that a block reads twice; a part's rows and more.
+SHAPES = [(0, 64), (3, 0), (1, 1), (5, 77), (9, 192), (3, 1096), (2, 8208), (300, 24)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def inputs(
+    rows: int, features: int, dtype: torch.dtype, weight: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Rows whose sizes differ, and the gradients of both results."""
+    size = torch.rand(rows, 1) * 3 + 0.5
+    x, residual, grad, grad_sum = ((torch.randn(rows, features) * size).to(dtype) for _ in range(4))
+    w = (torch.rand(features) + 0.5).to(weight or dtype)
+    return {"x": x, "residual": residual, "weight": w, "grad": grad, "grad_sum": grad_sum}
+
+
+def results(
+    function: Any, given: dict[str, Tensor], compute: torch.dtype | None, **options: Any
+) -> list[Tensor]:
+    """Both results and the gradients, with everything in `compute`, if given."""
+    t = {name: value.to(compute or value.dtype) for name, value in given.items()}
+    leaves = [t[name].detach().requires_grad_() for name in ("x", "residual", "weight")]
+    y, total = function(leaves[0], leaves[2], eps=EPS, residual=leaves[1], **options)
+    return [y, total, *torch.autograd.grad((y, total), leaves, (t["grad"], t["grad_sum"]))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_worse_than_eager(capability: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """With everything: residual, weight, offset."""
+    given = inputs(*shape, dtype)
+    ours = results(shoestring.rms_norm, given, None, offset=0.25, casting="gemma")
+    eager = results(rms_norm_reference, given, None, offset=0.25, casting="gemma")
+    exact = results(rms_norm_reference, given, torch.float64, offset=0.25, casting="gemma")
+    for name, a, b, c in zip(("y", "sum", "x", "residual", "weight"), ours, exact, eager, strict=True):
+        assert a.dtype == dtype and a.shape == c.shape
+        if a.numel():
+            assert relative_error(a, b) <= 1.1 * relative_error(c, b) + 2e-7, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("casting", ["llama", "gemma", "none"])
+def test_castings_round_where_they_say(capability: str, casting: str, dtype: torch.dtype) -> None:
+    """All but a few elements, those where the fp32 sum's last bit decides a rounding, are the reference's bits."""
+    given = inputs(64, 192, dtype)
+    options: dict[str, Any] = {"eps": EPS, "offset": 1.0 if casting == "gemma" else 0.0, "casting": casting}
+    ours = shoestring.rms_norm(given["x"], given["weight"], **options)
+    expected = rms_norm_reference(given["x"], given["weight"], **options)
+    assert (ours != expected).double().mean() < 0.01
+    assert ((ours - expected).abs() <= 2 * torch.finfo(dtype).eps * expected.abs()).all()
+    others = [
+        rms_norm_reference(given["x"], given["weight"], **options | {"casting": other})
+        for other in ("llama", "gemma", "none")
+        if other != casting
+    ]
+    assert all((ours != other).double().mean() > 0.03 for other in others)
+
+
+def test_without_residual_or_weight(capability: str) -> None:
+    given = inputs(7, 96, torch.float32)
+    x = given["x"].requires_grad_()
+    for weight in (None, given["weight"].requires_grad_()):
+        leaves = [x] if weight is None else [x, weight]
+        y, expected = shoestring.rms_norm(x, weight, eps=EPS), rms_norm_reference(x, weight, eps=EPS)
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+        ours, theirs = (torch.autograd.grad(t, leaves, given["grad"]) for t in (y, expected))
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    frozen = shoestring.rms_norm(x, given["weight"].detach(), eps=EPS)
+    torch.testing.assert_close(torch.autograd.grad(frozen, x, given["grad"])[0], ours[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weights_of_other_dtypes(capability: str, dtype: torch.dtype) -> None:
+    for weight in (torch.float32, torch.float16 if dtype == torch.bfloat16 else torch.bfloat16):
+        given = inputs(9, 192, dtype, weight)
+        ours = results(shoestring.rms_norm, given, None)
+        eager, exact = (results(rms_norm_reference, given, compute) for compute in (None, torch.float64))
+        assert ours[0].dtype == dtype and ours[4].dtype == weight
+        for a, b, c in zip(ours, exact, eager, strict=True):
+            assert relative_error(a, b) <= 1.1 * relative_error(c, b)
+
+
+def test_one_of_the_results_alone() -> None:
+    given = inputs(6, 33, torch.float32)
+    x, residual, weight = (given[name].requires_grad_() for name in ("x", "residual", "weight"))
+    for index in (0, 1):
+        ours = shoestring.add_rms_norm(x, residual, weight, eps=EPS)[index]
+        expected = rms_norm_reference(x, weight, eps=EPS, residual=residual)[index]
+        for a, b in zip(
+            torch.autograd.grad(ours.square().sum(), (x, residual, weight), allow_unused=True),
+            torch.autograd.grad(expected.square().sum(), (x, residual, weight), allow_unused=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5) if b is not None else None
+
+
+def test_what_is_kept() -> None:
+    given = inputs(6, 64, torch.bfloat16)
+    x, residual, weight = (given[name].requires_grad_() for name in ("x", "residual", "weight"))
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(s) or s, lambda s: s):
+        shoestring.rms_norm(x, weight, eps=EPS)
+        shoestring.add_rms_norm(x, residual, weight, eps=EPS)
+    assert [s.dtype for s in saved if s.shape == (6,)] == [torch.float32] * 2
+    assert sum(s.numel() * s.element_size() for s in saved) == 2 * (6 * 64 * 2 + 64 * 2 + 6 * 4)
+
+
+def test_repeatable_on_any_number_of_threads(backend: str) -> None:
+    given = inputs(
+        700 if backend == "simt" else 20000, 40, torch.float32
+    )  # on the CPU more rows a part than add up at once
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (threads, 1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(results(shoestring.rms_norm, given, None))
+    finally:
+        torch.set_num_threads(threads)
+    for again in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True))
+    exact, eager = (results(rms_norm_reference, given, compute)[-1] for compute in (torch.float64, None))
+    assert relative_error(found[0][-1], exact) <= 1.1 * relative_error(eager, exact) + 2e-7
+
+
+def test_strides_and_dimensions() -> None:
+    wide = torch.randn(4, 5, 66, requires_grad=True)
+    x = wide[:, 1:4, 1:65].transpose(0, 1)
+    torch.testing.assert_close(shoestring.rms_norm(x, eps=EPS), rms_norm_reference(x, eps=EPS))
+    assert shoestring.rms_norm(torch.randn(8), eps=EPS).shape == (8,)
+    shoestring.rms_norm(x, eps=EPS).square().sum().backward()
+    assert wide.grad is not None and (wide.grad[:, 0] == 0).all()
+
+
+def test_not_finite_and_large() -> None:
+    x = torch.ones(4, 64)
+    x[1, 3], x[2, 3], x[3, 3] = float("nan"), float("inf"), 1e30
+    ours, expected = shoestring.rms_norm(x, eps=EPS), rms_norm_reference(x, eps=EPS)
+    torch.testing.assert_close(ours, expected, equal_nan=True)
+    torch.testing.assert_close(shoestring.rms_norm(torch.zeros(2, 64), eps=EPS), torch.zeros(2, 64))
+
+
+def test_nans_of_weights_stay_nans(capability: str) -> None:
+    """Also those whose every bit is set, which rounding to bf16 could carry over into a number; and only in their columns."""
+    weight = torch.ones(200)
+    weight[[3, 70, 199]] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    x = torch.randn(5, 200).bfloat16().requires_grad_()
+    y = shoestring.rms_norm(x, weight, eps=EPS)
+    assert torch.equal(y.isnan(), weight.isnan().expand(5, 200))
+    assert torch.autograd.grad(y.float().sum(), x)[0].isnan().all()
+
+
+def test_gradcheck_and_opcheck() -> None:
+    x, residual = (torch.randn(3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weight = torch.rand(5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda *t: shoestring.add_rms_norm(*t, eps=1e-3, offset=0.5), (x, residual, weight)
+    )
+    assert torch.autograd.gradcheck(lambda t: shoestring.rms_norm(t, eps=1e-3), (x,))
+    a, b = (torch.randn(4, 70, requires_grad=True) for _ in range(2))
+    w = torch.rand(70, requires_grad=True)
+    torch.library.opcheck(torch.ops.shoestring.rms_norm.default, (a, w), {"eps": EPS})
+    torch.library.opcheck(torch.ops.shoestring.add_rms_norm.default, (a, b, w), {"eps": EPS})
+    with pytest.raises(RuntimeError, match="rms_norm: the backward pass is not differentiable"):
+        y = shoestring.rms_norm(a, w, eps=EPS)
+        torch.autograd.grad(y.square().sum(), a, create_graph=True)[0].sum().backward()
+
+
+def test_compiled() -> None:
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def block(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        y, total = shoestring.add_rms_norm(x, residual, weight, eps=EPS)
+        return y * 2 + shoestring.rms_norm(total, eps=EPS)
+
+    for rows in (3, 8):
+        given = inputs(rows, 40, torch.float32)
+        leaves = [given[name].requires_grad_() for name in ("x", "residual", "weight")]
+        y = block(*leaves)
+        plain, total = rms_norm_reference(leaves[0], leaves[2], eps=EPS, residual=leaves[1])
+        expected = plain * 2 + rms_norm_reference(total, eps=EPS)
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+        for a, b in zip(
+            torch.autograd.grad(y, leaves, given["grad"]),
+            torch.autograd.grad(expected, leaves, given["grad"]),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_autocast_leaves_dtypes_alone() -> None:
+    given = inputs(3, 40, torch.float32)
+    with torch.autocast(given["x"].device.type, torch.bfloat16):
+        y = shoestring.rms_norm(given["x"], given["weight"], eps=EPS)
+    assert torch.equal(y, shoestring.rms_norm(given["x"], given["weight"], eps=EPS))
+
+
+def test_errors() -> None:
+    x = torch.ones(3, 4)
+    for message, arguments, options in (
+        (
+            r"rms_norm: weight: expected \(4\) of a floating-point type on \w+(:0)?, received \[3\] of Float",
+            (x, torch.ones(3)),
+            {},
+        ),
+        (
+            r"rms_norm: residual: expected x's shape, dtype and device, \[3, 4\] of Float on \w+(:0)?, received \[4\]",
+            (x,),
+            {"residual": torch.ones(4)},
+        ),
+        (
+            r"rms_norm: x: expected \(\.\.\., features\) of fp32, fp64, bf16 or fp16, received \[3\] of Long",
+            (torch.ones(3, dtype=torch.int64),),
+            {},
+        ),
+        ("rms_norm: casting: expected 'llama', 'gemma' or 'none', received 'gpt'", (x,), {"casting": "gpt"}),
+        ("rms_norm: eps: expected a number that is not negative, received -1", (x,), {"eps": -1.0}),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            shoestring.rms_norm(*arguments, **{"eps": EPS} | options)

@@ -1,0 +1,77 @@
+import pytest
+import shoestring
+import torch
+from shoestring.ops import seeded_dropout_reference
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.device
+
+# One; around a vector and a block of 256, with an odd rest; several blocks.
+SIZES = [1, 7, 255, 256, 259, 5000]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_reference(capability: str, dtype: torch.dtype) -> None:
+    """The mask, and the kept values to the last bit but for the factor's rounding, from plain integer arithmetic."""
+    for size in SIZES:
+        for p, seed in ((0.1, 0), (0.5, 2**63 - 1), (0.999, -5)):
+            x, number = torch.randn(size).to(dtype), torch.tensor([seed])
+            ours, expected = (
+                shoestring.seeded_dropout(x, p, seed=number),
+                seeded_dropout_reference(x, number, p),
+            )
+            assert torch.equal(ours == 0, expected == 0)
+            torch.testing.assert_close(ours, expected)
+
+
+def test_share_and_mean() -> None:
+    x = torch.ones(1 << 16)
+    for p in (0.05, 0.3, 0.9):
+        y = shoestring.seeded_dropout(x, p, seed=torch.tensor([11]))
+        deviation = (p * (1 - p) / x.numel()) ** 0.5
+        assert abs((y == 0).double().mean().item() - p) <= 5 * deviation
+        assert abs(y.double().mean().item() - 1) <= 5 * deviation / (1 - p)
+    assert not torch.equal(y, shoestring.seeded_dropout(x, 0.9, seed=torch.tensor([12])))
+    assert torch.equal(shoestring.seeded_dropout(x, 0.0, seed=torch.tensor([1])), x)
+
+
+def test_gradients_strides_and_checkpoints() -> None:
+    seed = torch.tensor([3])
+    x = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: shoestring.seeded_dropout(t, 0.4, seed=seed), (x,))
+    assert torch.autograd.gradgradcheck(lambda t: shoestring.seeded_dropout(t, 0.4, seed=seed), (x,))
+    strided = torch.randn(9, 6).t()
+    assert torch.equal(
+        shoestring.seeded_dropout(strided, 0.5, seed=seed),
+        shoestring.seeded_dropout(strided.contiguous(), 0.5, seed=seed),
+    )
+    assert shoestring.seeded_dropout(torch.empty(0, 3), 0.5).shape == (0, 3)
+
+    def block(t: torch.Tensor) -> torch.Tensor:
+        return shoestring.seeded_dropout(t.sin(), 0.5).exp()
+
+    # A recomputed block draws the seed that it drew before.
+    values = torch.randn(300, requires_grad=True)
+    torch.manual_seed(5)
+    plain = torch.autograd.grad(block(values).sum(), values)[0]
+    torch.manual_seed(5)
+    again = torch.autograd.grad(checkpoint(block, values, use_reentrant=False).sum(), values)[0]
+    assert torch.equal(plain, again)
+
+
+def test_opcheck() -> None:
+    x = torch.randn(4, 70, requires_grad=True)
+    torch.library.opcheck(torch.ops.shoestring.seeded_dropout.default, (x, torch.tensor([1]), 0.5))
+
+
+def test_errors() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"seeded_dropout: dropout: expected a probability in \[0, 1\), received 1"
+    ):
+        shoestring.seeded_dropout(torch.ones(3), 1.0)
+    with pytest.raises(
+        RuntimeError, match="seeded_dropout: x: expected fp32, fp64, bf16 or fp16, received Long"
+    ):
+        shoestring.seeded_dropout(torch.ones(3, dtype=torch.int64), 0.5)
+    with pytest.raises(RuntimeError, match="seeded_dropout: seed: expected one int64 on"):
+        shoestring.seeded_dropout(torch.ones(3), 0.5, seed=torch.tensor([1, 2]))

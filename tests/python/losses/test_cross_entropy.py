@@ -1,0 +1,289 @@
+"""cross_entropy of logits: its numbers, options, shapes and strides, with a new gradient and with one in place."""
+
+from typing import Any
+
+import pytest
+import shoestring
+import torch
+from conftest import relative_error
+from shoestring.ops import cross_entropy_reference
+from test_linear_cross_entropy_options import resolved, upstream_of
+from torch import Tensor
+
+pytestmark = pytest.mark.device
+OPERATORS = torch.ops.shoestring
+
+
+def make(*shape: int, dtype: torch.dtype = torch.float32, ignored: float = 0.2) -> tuple[Tensor, Tensor]:
+    """A leaf (..., vocab), and target (...), a share of it ignored."""
+    leaf = (3 * torch.randn(shape)).to(dtype).requires_grad_()
+    target = torch.randint(shape[-1], shape[:-1])
+    target[torch.rand(shape[:-1]) < ignored] = -100
+    return leaf, target
+
+
+def not_a_leaf(leaf: Tensor) -> Tensor:
+    """The same numbers in memory of their own, which autograd lets others change."""
+    return leaf.clone()
+
+
+def gradient(outputs: Tensor | list[Tensor], leaf: Tensor) -> Tensor:
+    outputs = [outputs] if isinstance(outputs, Tensor) else outputs
+    return torch.autograd.grad(outputs, leaf, [upstream_of(x) for x in outputs])[0]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"reduction": "sum"},
+    {"reduction": "none", "z_loss": 1e-3},
+    {"label_smoothing": 0.1},
+    {
+        "softcap": 4.0,
+        "logit_scale": -1.7,
+    },  # bites: logits reach +-10; and the order of the classes is turned round
+    {"class_weights": True, "label_smoothing": 0.3, "z_loss": 0.1, "logit_scale": 0.25},
+    {"token_weights": True, "class_weights": True},
+    {"token_weights": True, "class_weights": True, "z_loss": 0.5},
+    {"token_weights": True, "reduction": "none", "softcap": 2.0, "label_smoothing": 0.1},
+    {"shift": True, "token_weights": True},
+    {"hard_fraction": 0.3},
+]
+SHAPES = [
+    (1, 2, 2),  # one register is more than all classes
+    (3, 5, 19),  # rows begin at any multiple of an element
+    (2, 3, 257),  # one past a multiple of every register
+    (1, 4, 4099),  # past the block in which sums are folded, and several tiles of a GPU's block
+]
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_worse_than_eager(
+    capability: str, shape: tuple[int, ...], options: dict[str, Any], inplace: bool
+) -> None:
+    """Each result's distance from fp64 is at most a little over that of eager PyTorch with fp32 logits."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        leaf, target = make(*shape, dtype=dtype)
+        target[0, :2] = shape[-1] - 1  # they count, have a weight, and one is left by a shift
+        chosen = resolved(options, target, shape[-1])
+        loss = shoestring.cross_entropy(not_a_leaf(leaf), target, inplace=inplace, **chosen)
+        assert loss.dtype == torch.float32
+        ours = (loss, gradient(loss, leaf))
+        exact_leaf = leaf.detach().double().requires_grad_()
+        exact = cross_entropy_reference(exact_leaf, target, **chosen).loss
+        eager_leaf = leaf.detach().float().requires_grad_()
+        eager = cross_entropy_reference(eager_leaf, target, **chosen).loss
+        pairs = ((eager, exact), (gradient(eager, eager_leaf).to(dtype), gradient(exact, exact_leaf)))
+        for name, result, (peer, truth) in zip(("loss", "gradient"), ours, pairs):
+            assert result.shape == truth.shape
+            # In place, 16 bits are rounded once more: by the upstream gradient, which is known in backward.
+            again = (
+                torch.finfo(dtype).eps / 2 if inplace and name == "gradient" and dtype != torch.float32 else 0
+            )
+            bound = 1.5 * relative_error(peer, truth) + 2e-7 + again
+            assert relative_error(result, truth) <= bound, (name, dtype)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_statistics_and_their_gradients(capability: str, options: dict[str, Any]) -> None:
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
+        leaf, target = make(3, 4, 1031, dtype=dtype)
+        chosen = resolved(options, target, 1031, dtype)
+        stats = shoestring.cross_entropy_with_stats(leaf, target, **chosen)
+        exact_leaf = leaf.detach().double().requires_grad_()
+        exact = cross_entropy_reference(exact_leaf, target, **chosen)
+        of_loss = torch.autograd.grad(exact.loss, exact_leaf, upstream_of(exact.loss), retain_graph=True)[0]
+        assert torch.equal(stats.argmax, exact.argmax)
+        for a, b in zip(stats[:4], exact[:4]):
+            assert relative_error(a, b) < tolerance
+        assert (
+            relative_error(gradient(list(stats[:4]), leaf), gradient(list(exact[:4]), exact_leaf))
+            < 2 * tolerance
+        )
+
+        replaced = shoestring.cross_entropy_with_stats(not_a_leaf(leaf), target, inplace=True, **chosen)
+        assert all(torch.equal(a, b) for a, b in zip(stats, replaced))
+        assert relative_error(gradient(replaced.loss, leaf), of_loss) < 2 * tolerance
+        scalar = options.get("reduction") != "none"
+        assert [t.requires_grad for t in replaced] == [True, *[not scalar] * 3, False]
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("options", OPTIONS[:9], ids=str)
+def test_gradcheck(options: dict[str, Any], inplace: bool) -> None:
+    leaf, target = make(2, 3, 7, dtype=torch.float64)
+    chosen = resolved(options, target, 7, torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda x: shoestring.cross_entropy(not_a_leaf(x), target, inplace=inplace, **chosen), leaf
+    )
+
+
+def test_weights_of_tokens_and_a_tensor_scale_are_differentiable() -> None:
+    leaf, target = make(2, 5, 11, dtype=torch.float64)
+    weights = torch.rand(2, 5, dtype=torch.float64).requires_grad_()
+    scale = torch.tensor([0.7], dtype=torch.float64, requires_grad=True)
+    for reduction in ("mean", "none"):
+        assert torch.autograd.gradcheck(
+            lambda x, w, s: shoestring.cross_entropy(
+                x, target, token_weights=w, logit_scale=s, reduction=reduction
+            ),
+            (leaf, weights, scale),
+        )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_opcheck(reduction: str) -> None:
+    leaf, target = make(6, 9)
+    options = {"reduction": reduction}
+    for logits in (leaf, leaf.detach()):
+        torch.library.opcheck(OPERATORS.cross_entropy.default, (logits, target), options)
+        torch.library.opcheck(OPERATORS.cross_entropy_with_stats.default, (logits, target), options)
+    # The tests that trace want an argument that an operator may change to be no leaf that needs a gradient.
+    for operator in (OPERATORS.cross_entropy_, OPERATORS.cross_entropy_with_stats_):
+        torch.library.opcheck(operator.default, (leaf.detach(), target), options)
+    one = torch.ones(())
+    torch.library.opcheck(OPERATORS.cross_entropy_rows_.default, (leaf.detach(), target), {"grad_loss": one})
+    for stats in (False, True):
+        arguments = {"grad_loss": one, "stats": stats, "gradient": True}
+        torch.library.opcheck(OPERATORS.cross_entropy_rows.default, (leaf.detach(), target), arguments)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_compiles_whole_with_dynamic_shapes(inplace: bool) -> None:
+    def step(leaf: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        logits = torch.tanh(leaf)
+        loss = shoestring.cross_entropy(logits[:, :-1], target[:, 1:], inplace=inplace) * 3
+        return loss, shoestring.cross_entropy(leaf * 2, target, inplace=inplace, reduction="none").sum()
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (6, 11):
+        leaf, target = make(2, tokens, 9)
+        for result, plain in zip(compiled(leaf, target), step(leaf.clone(), target)):
+            torch.testing.assert_close(result, plain)
+        results = [
+            cross_entropy_reference(leaf.tanh()[:, :-1], target[:, 1:]).loss * 3,
+            cross_entropy_reference(leaf * 2, target, reduction="none").loss.sum(),
+        ]
+        torch.testing.assert_close(gradient(list(compiled(leaf, target)), leaf), gradient(results, leaf))
+
+
+def strided(leaf: Tensor) -> dict[str, Tensor]:
+    """Views of (3, 5, 40) numbers as (..., classes); each but the last two with its tokens in at most two strides."""
+    return {
+        "tokens of each sequence": leaf[:, :-1],
+        "classes of a padded vocabulary": leaf[..., :37],
+        "both": leaf[:, 1:, 3:30],
+        "sequences side by side": leaf.transpose(0, 1),
+        "one sequence": leaf[1],
+        "one token": leaf[1, 2],
+        "classes far apart": leaf.transpose(1, 2),
+        "three strides": leaf[:, :4].view(3, 2, 2, 40)[:, :, :1].expand(3, 2, 2, 40),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("view", strided(torch.empty(3, 5, 40)))
+def test_strided_logits(view: str, inplace: bool, dtype: torch.dtype) -> None:
+    """As contiguous ones; and of a gradient in place, what is not in the view stays."""
+    leaf, _ = make(3, 5, 40, dtype=dtype)
+    whole = not_a_leaf(leaf)
+    logits = strided(whole)[view]
+    target = torch.randint(logits.shape[-1], logits.shape[:-1])
+    target.view(-1)[0] = target.view(-1)[0] if target.dim() == 0 else -100
+    loss = shoestring.cross_entropy(logits, target, inplace=inplace)
+    expected_leaf = leaf.detach().clone().requires_grad_()
+    expected = shoestring.cross_entropy(strided(expected_leaf)[view].contiguous(), target)
+    assert torch.equal(loss, expected)
+    expected_gradient = torch.autograd.grad(expected, expected_leaf)[0]
+    torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0], expected_gradient)
+    touched = torch.zeros(3, 5, 40, dtype=torch.bool)
+    strided(touched)[view].logical_not_() if "three" not in view else None
+    if not inplace or view in ("classes far apart", "three strides"):
+        touched[:] = False
+    assert torch.equal(whole.detach()[~touched], leaf.detach()[~touched])
+    assert not touched.any() or not torch.equal(whole.detach()[touched], leaf.detach()[touched])
+
+
+def test_under_autocast_the_loss_is_fp32_and_logits_stay_as_they_are() -> None:
+    leaf, target = make(6, 9, dtype=torch.bfloat16)
+    with torch.autocast(leaf.device.type, dtype=torch.bfloat16):
+        loss = shoestring.cross_entropy(leaf, target)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, cross_entropy_reference(leaf.float(), target).loss)
+    assert torch.autograd.grad(loss, leaf)[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_bitwise_repeatable(inplace: bool) -> None:
+    leaf, target = make(50, 1003)
+    results = []
+    for _ in range(2):
+        loss = shoestring.cross_entropy(not_a_leaf(leaf), target, inplace=inplace)
+        results.append((loss, torch.autograd.grad(loss, leaf)[0]))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("linear", [False, True])
+def test_the_mean_of_z_terms_is_over_tokens_whatever_the_class_weights(linear: bool, weighted: bool) -> None:
+    """Liger Kernel's definition. With targets of weight 0.05 a mean over weights would be 20 times as large."""
+    leaf, target = make(2, 5, 19, dtype=torch.float64)
+    target[0, 1] = -100
+    counted = target != -100
+    weights = torch.full((19,), 0.05, dtype=torch.float64)
+    each = torch.where(counted, torch.rand(target.shape, dtype=torch.float64) if weighted else 1.0, 0.0)
+    lse = leaf.logsumexp(-1)
+    entropies = 0.05 * (lse - leaf.gather(-1, target.clamp_min(0)[..., None])[..., 0])
+    z_terms = 0.3 * lse.square()
+    mean = (entropies * each).sum() / (0.05 * each).sum() + (z_terms * each).sum() / each.sum()
+    token_loss = torch.where(counted, entropies + z_terms, 0)
+    by_mean, by_tokens = (
+        torch.autograd.grad(x.sum(), leaf, retain_graph=True)[0] for x in (mean, token_loss)
+    )
+    options: dict[str, Any] = {"class_weights": weights, "z_loss": 0.3}
+    if weighted:
+        options["token_weights"] = each
+    name = ("linear_" if linear else "") + "cross_entropy"
+    head = (torch.eye(19, dtype=torch.float64),) if linear else ()
+    loss = getattr(shoestring, name)(leaf, *head, target, **options)
+    torch.testing.assert_close(loss, mean)
+    torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0], by_mean)
+    # The losses of tokens keep their own class weights and z terms.
+    stats = getattr(shoestring, name + "_with_stats")(leaf, *head, target, **options)
+    torch.testing.assert_close(stats.loss, mean)
+    torch.testing.assert_close(stats.token_loss, token_loss)
+    gradients = torch.autograd.grad(stats.loss + stats.token_loss.sum(), leaf)[0]
+    torch.testing.assert_close(gradients, by_mean + by_tokens)
+
+
+def test_class_weights_of_zero_make_the_mean_nan_but_not_the_losses_of_tokens() -> None:
+    leaf, target = make(1, 4, 7)
+    options: dict[str, Any] = {"class_weights": torch.zeros(7), "z_loss": 0.3}
+    ours = shoestring.cross_entropy_with_stats(leaf, target, **options)
+    assert ours.loss.isnan() and cross_entropy_reference(leaf, target, **options).loss.isnan()
+    torch.testing.assert_close(ours.token_loss, 0.3 * leaf.logsumexp(-1).square())
+
+
+@pytest.mark.parametrize("stats", [False, True])
+@pytest.mark.parametrize("linear", [False, True])
+def test_token_weights_have_gradients_beside_class_weights_and_z_terms(linear: bool, stats: bool) -> None:
+    """Both divisors of the mean depend on them."""
+    leaf, target = make(2, 3, 5, dtype=torch.float64)
+    head = (torch.randn(4, 5, dtype=torch.float64, requires_grad=True),) if linear else ()
+    target = target % 4 if linear else target
+    options: dict[str, Any] = {
+        "class_weights": torch.rand(4 if linear else 5, dtype=torch.float64) + 0.1,
+        "z_loss": 0.3,
+    }
+    function = getattr(
+        shoestring, ("linear_" if linear else "") + "cross_entropy" + ("_with_stats" if stats else "")
+    )
+
+    def run(x: Tensor, weights: Tensor, *head: Tensor) -> Any:
+        result = function(x, *head, target, token_weights=weights, **options)
+        return result[:4] if stats else result
+
+    weights = (torch.rand(target.shape, dtype=torch.float64) + 0.1).requires_grad_()
+    assert torch.autograd.gradcheck(run, (leaf, weights, *head))

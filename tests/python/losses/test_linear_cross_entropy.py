@@ -1,0 +1,185 @@
+import pytest
+import shoestring
+import torch
+from conftest import relative_error
+from shoestring.losses.linear_cross_entropy import cross_entropy_reference
+from shoestring.ops import linear_cross_entropy_reference
+from torch import Tensor
+from torch.nn import functional as F
+
+pytestmark = pytest.mark.device
+OPERATOR = torch.ops.shoestring.linear_cross_entropy.default
+
+
+def make(
+    tokens: int, features: int, vocab: int, dtype: torch.dtype = torch.float32, ignored: float = 0.2
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden, weight, bias (leaves) and target, a share of them ignored."""
+    hidden = torch.randn(tokens, features).to(dtype).requires_grad_()
+    weight = (torch.randn(vocab, features) / features**0.5).to(dtype).requires_grad_()
+    bias = torch.randn(vocab).to(dtype).requires_grad_()
+    target = torch.randint(vocab, (tokens,))
+    target[torch.rand(tokens) < ignored] = -100
+    return hidden, weight, bias, target
+
+
+def gradients(loss: Tensor, leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    upstream = torch.linspace(0.5, 2, loss.numel(), dtype=torch.float64).view(loss.shape).to(loss.dtype)
+    return torch.autograd.grad(loss, leaves, upstream)
+
+
+OPTIONS = [
+    {},
+    {"reduction": "sum"},
+    {"reduction": "none"},  # the engine that computes the logits again
+    {"label_smoothing": 0.1},
+    {"softcap": 2.0},  # bites: logits reach +-4
+    {"softcap": 2.0, "label_smoothing": 0.3, "reduction": "none"},
+]
+SHAPES = [
+    (1, 1, 2),  # the smallest that has a gradient
+    (7, 5, 3),  # less than a register
+    (33, 64, 257),  # one past a multiple of every register
+    (70, 8, 4099),  # several chunks of 1 MiB, and past the block in which sums are folded
+    # On a GPU 1 MiB holds 131 tokens of this in fp32: a chunk of 128, and a small one. In 16 bits, chunks of 128 tokens in
+    # waves of 32, and a chunk of four.
+    (260, 16, 1999),
+    (3, 64, 40001),  # three tiles of the CUDA kernel, the last not full
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int], options: dict) -> None:
+    """Each result's distance from fp64 is at most a little over that of eager PyTorch with fp32 logits."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        hidden, weight, bias, target = make(*shape, dtype)
+        target[0] = 0
+        loss = shoestring.linear_cross_entropy(hidden, weight, target, bias, workspace_mb=1, **options)
+        ours = (loss, *gradients(loss, (hidden, weight, bias)))
+
+        exact_leaves = tuple(t.detach().double().requires_grad_() for t in (hidden, weight, bias))
+        exact = linear_cross_entropy_reference(*exact_leaves[:2], target, exact_leaves[2], **options)
+        exacts = (exact, *gradients(exact, exact_leaves))
+        eager_leaves = tuple(t.detach().float().requires_grad_() for t in (hidden, weight, bias))
+        logits = F.linear(*eager_leaves)
+        on_gpu = capability in ("cuda", "simt")
+        if on_gpu or (dtype, capability) == (torch.bfloat16, "avx512"):
+            # There the gradient of the logits is rounded as in eager mode (on the CPU, if it has units for bf16).
+            logits.register_hook(lambda gradient: gradient.to(dtype).float())
+        eager = cross_entropy_reference(logits, target, **options).loss
+        eagers = (eager, *(g.to(dtype) for g in gradients(eager, eager_leaves)))
+
+        assert loss.dtype == torch.float32
+        for name, a, b, reference in zip(("loss", "hidden", "weight", "bias"), ours, eagers, exacts):
+            assert a.shape == reference.shape
+            # Tensor cores drop bits of what they add that fp32 units keep.
+            bound = 1.5 * relative_error(b, reference) + (1e-6 if on_gpu else 2e-7)
+            assert relative_error(a, reference) <= bound, (name, dtype)
+
+
+def test_16_bit_weights_of_several_panels(backend: str) -> None:
+    """A panel of 2048 features has 1024 classes: 2500 are two whole ones and a part."""
+    hidden, weight, bias, target = make(9, 2048, 2500, torch.bfloat16)
+    loss = shoestring.linear_cross_entropy(hidden, weight, target, bias)
+    exact_leaves = tuple(t.detach().double().requires_grad_() for t in (hidden, weight, bias))
+    exact = linear_cross_entropy_reference(*exact_leaves[:2], target, exact_leaves[2])
+    assert relative_error(loss, exact) < (
+        1e-5 if backend == "cuda" else 1e-6
+    )  # tensor cores drop bits of long sums
+    for ours, reference in zip(gradients(loss, (hidden, weight, bias)), gradients(exact, exact_leaves)):
+        assert relative_error(ours, reference) < 4e-3  # a rounding to bf16, or two
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradcheck(options: dict) -> None:
+    hidden, weight, bias, target = make(5, 3, 7, torch.float64)
+    target[0] = 0
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: shoestring.linear_cross_entropy(h, w, target, b, **options), (hidden, weight, bias)
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}], ids=str)
+def test_opcheck(options: dict) -> None:
+    hidden, weight, bias, target = make(6, 4, 9)
+    torch.library.opcheck(OPERATOR, (hidden, weight, target, bias), options)
+    torch.library.opcheck(OPERATOR, (hidden.detach(), weight, target), options)
+
+
+def test_compiles_whole_with_dynamic_shapes() -> None:
+    def step(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return shoestring.linear_cross_entropy(torch.tanh(hidden), weight, target) * 3
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (6, 11):
+        hidden, weight, _, target = make(tokens, 4, 9)
+        expected = step(hidden, weight, target)
+        result = compiled(hidden, weight, target)
+        torch.testing.assert_close(result, expected)
+        for a, b in zip(
+            torch.autograd.grad(result, (hidden, weight)), torch.autograd.grad(expected, (hidden, weight))
+        ):
+            torch.testing.assert_close(a, b)
+
+
+def test_leading_dimensions_strides_and_one_needed_gradient() -> None:
+    hidden = torch.randn(4, 12, 3).transpose(0, 2).requires_grad_()  # (3, 12, 4), not contiguous
+    weight = torch.randn(4, 50).t()  # (50, 4), not contiguous, needs no gradient
+    target = torch.randint(50, (12, 3)).t()
+    loss = shoestring.linear_cross_entropy(hidden, weight, target)
+    expected = linear_cross_entropy_reference(hidden, weight, target)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, hidden)[0], torch.autograd.grad(expected, hidden)[0])
+
+
+def test_bitwise_repeatable_and_thread_count_does_not_matter_to_rows() -> None:
+    hidden, weight, bias, target = make(200, 16, 1000)
+    results = []
+    for _ in range(2):
+        loss = shoestring.linear_cross_entropy(hidden, weight, target, bias)
+        results.append((loss, *torch.autograd.grad(loss, (hidden, weight, bias))))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_gradients_are_scaled_by_the_upstream_gradient(dtype: torch.dtype) -> None:
+    """In place the last time, so that what a retained graph gave before stays as it was."""
+    hidden, weight, _, target = make(
+        20, 7, 333, dtype
+    )  # 2331 elements: several blocks, and no whole registers
+    loss = shoestring.linear_cross_entropy(hidden, weight, target)
+    once = torch.autograd.grad(loss, weight, retain_graph=True)[0]
+    kept = once.clone()
+    factors = (-0.75, 1.0, 3.0)
+    scaled = [
+        torch.autograd.grad(loss, weight, torch.tensor(f, dtype=loss.dtype), retain_graph=f != 3)[0]
+        for f in factors
+    ]
+    assert torch.equal(once, kept)
+    for factor, result in zip(factors, scaled):
+        torch.testing.assert_close(result, (kept.double() * factor).to(dtype), rtol=0, atol=0)
+
+
+def test_double_backward_is_refused() -> None:
+    hidden, weight, _, target = make(6, 4, 9)
+    loss = shoestring.linear_cross_entropy(hidden, weight, target)
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="linear_cross_entropy: the backward pass is not differentiable"):
+        gradient.sum().backward()
+
+
+def test_autocast_takes_the_linear_layer_s_dtype() -> None:
+    hidden, weight, _, target = make(6, 4, 9)
+    with torch.autocast(hidden.device.type, dtype=torch.bfloat16):
+        loss = shoestring.linear_cross_entropy(hidden, weight, target)
+    loss.backward()
+    expected = linear_cross_entropy_reference(hidden.bfloat16().float(), weight.bfloat16().float(), target)
+    torch.testing.assert_close(loss, expected)
+    assert weight.grad is not None and weight.grad.dtype == torch.float32
+
+
+def test_no_gradient_is_made_without_need() -> None:
+    hidden, weight, _, target = make(6, 4, 9)
+    with torch.no_grad():
+        assert not shoestring.linear_cross_entropy(hidden, weight, target).requires_grad

@@ -1,0 +1,268 @@
+"""The shapes, values and options that Cut Cross-Entropy and Liger Kernel test theirs with, held to tighter tolerances.
+
+Theirs: Cut Cross-Entropy allows each element the error of the same product in 16 bits and this besides; Liger Kernel
+allows absolute + relative errors. Ours: the relative L2 error against fp64, which no element's size hides.
+
+                  Cut Cross-Entropy         Liger Kernel: mean   sum           ours
+  loss fp32       1e-5                      1e-5 + 5e-4          1e-3 + 5e-2   2e-7: a rounding to fp32 has 6e-8
+  loss fp16       1e-3                                                         2e-7: logits and sums are fp32 throughout
+  loss bf16       1e-2                      5e-3 + 5e-2          5 + 50        2e-7
+  gradients fp32  5e-4 (of some 4e-3)       1e-5 + 5e-4          1e-3 + 5e-2   2e-6: fp32 logits of up to 60
+  gradients fp16  1e-3                                                         3e-4: one rounding has 2.1e-4
+  gradients bf16  1e-2                      5e-3 + 5e-2          5 + 50        2.5e-3: one rounding has 1.7e-3
+
+(1e-3 and 8e-3 where the products take 16 bits of the logits' gradient, and sums of it cancel.)
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import shoestring
+import torch
+from conftest import relative_error
+from torch import Tensor
+from torch.nn import functional as F
+
+Case = tuple[Tensor, Tensor, Tensor | None, Tensor]  # hidden, weight, bias, target
+LOSS = 2e-7
+GRADIENTS = {torch.float32: 2e-6, torch.float16: 3e-4, torch.bfloat16: 2.5e-3}
+TWICE_ROUNDED = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+BAR = 1.05  # times eager PyTorch's error, over all cases of a shape: one case's is luck
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def plain(
+    leaves: list[Tensor], target: Tensor, gradient_dtype: torch.dtype, options: dict[str, Any]
+) -> Tensor:
+    """Eager PyTorch, in the leaves' dtype. gradient_dtype: what the products take of the gradient of the logits."""
+    logits = F.linear(*leaves)
+    wide = logits.dtype
+    logits.register_hook(lambda gradient: gradient.to(gradient_dtype).to(wide))
+    ignore_index, cap = options.get("ignore_index", -100), options.get("softcap", 0.0)
+    if options.get("shift"):
+        logits, target = logits[:, :-1], target[:, 1:]
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    logits, target = logits.flatten(0, -2), target.flatten()
+    classes, smoothing = options.get("class_weights"), options.get("label_smoothing", 0.0)
+    if classes is not None:
+        classes = classes.to(wide)
+    each = F.cross_entropy(
+        logits, target, classes, ignore_index=ignore_index, reduction="none", label_smoothing=smoothing
+    )
+    counted = target != ignore_index
+    z_terms = options.get("z_loss", 0.0) * logits.logsumexp(-1).square() * counted
+    if options["reduction"] != "mean":
+        each = each + z_terms
+        return each if options["reduction"] == "none" else each.sum()
+    count = counted.sum() if classes is None else classes[target[counted]].sum()
+    return each.sum() / count + z_terms.sum() / counted.sum()
+
+
+def with_gradients(loss: Tensor, leaves: list[Tensor], upstream: Tensor | None) -> list[Tensor]:
+    return [loss.detach(), *torch.autograd.grad(loss, leaves, upstream)]
+
+
+class Errors:
+    """Those of ours and of eager PyTorch against fp64, case by case."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.of: dict[str, list[tuple[float, float]]] = {}
+
+    def add(self, case: Case, options: dict[str, Any]) -> None:
+        hidden, weight, bias, target = case
+        dtype = hidden.dtype
+        narrow = self.backend in ("cuda", "simt") or (self.backend == "avx512" and dtype == torch.bfloat16)
+        leaves = [t.requires_grad_() for t in (hidden, weight, bias) if t is not None]
+        loss = shoestring.linear_cross_entropy(hidden, weight, target, bias, **options)
+        upstream = torch.rand(loss.shape) + 0.5 if options["reduction"] == "none" else None
+        again = shoestring.linear_cross_entropy(hidden, weight, target, bias, **options)
+        ours = with_gradients(loss, leaves, upstream)
+        assert all(torch.equal(a, b) for a, b in zip(ours, with_gradients(again, leaves, upstream))), options
+
+        if upstream is not None and options.get("shift"):
+            assert (ours[0][:, -1] == 0).all()
+            ours[0], upstream = ours[0][:, :-1], upstream[:, :-1]
+
+        def results(wide: torch.dtype, gradient_dtype: torch.dtype) -> list[Tensor]:
+            copies = [t.detach().to(wide).requires_grad_() for t in leaves]
+            factor = None if upstream is None else upstream.flatten().to(wide)
+            return with_gradients(plain(copies, target, gradient_dtype, options), copies, factor)
+
+        exact = results(torch.float64, torch.float64)
+        eager = results(torch.float32, dtype if narrow else torch.float32)
+        eager[1:] = [gradient.to(dtype) for gradient in eager[1:]]
+        bound = (TWICE_ROUNDED if narrow else GRADIENTS)[dtype]
+        for name, a, b, reference in zip(("loss", "hidden", "weight", "bias"), ours, eager, exact):
+            mine = relative_error(a.flatten(), reference.flatten())
+            assert mine <= (LOSS if name == "loss" else bound) * (5 if self.backend == "cuda" else 1), (
+                name,
+                options,
+            )
+            self.of.setdefault(name, []).append((mine, relative_error(b.flatten(), reference.flatten())))
+
+    def assert_bar(self) -> None:
+        """On the CPU: tensor cores drop bits of what they add that fp32 units keep."""
+        for name, pairs in self.of.items():
+            ours, eager = (math.sqrt(sum(e * e for e in side) / len(pairs)) for side in zip(*pairs))
+            print(f"{name}: {ours:.2e}, eager {eager:.2e}, ratio {ours / eager:.3f}")
+            assert self.backend in ("cuda", "simt") or ours <= BAR * eager, (name, ours, eager)
+
+
+def combinations(**choices: list[Any]) -> Iterator[dict[str, Any]]:
+    for values in itertools.product(*choices.values()):
+        yield dict(zip(choices, values))
+
+
+def cut_cross_entropy_case(
+    tokens: int, vocab: int, features: int, dtype: torch.dtype, bias: bool, ignored: bool
+) -> Case:
+    """Four sequences; classes that are tokens make peaks; a fifth of the targets ignored."""
+    hidden = (torch.randn(tokens, features) / features**0.5).to(dtype)
+    weight = torch.randn(vocab, features).to(dtype)
+    peaks = min(tokens, vocab) // 2
+    weight[:peaks] = hidden[:peaks]
+    target = torch.randint(vocab, (tokens,))
+    if ignored:
+        target[torch.randperm(tokens)[: tokens // 5]] = -100
+    offsets = (0.02 * torch.randn(vocab)).to(dtype) if bias else None
+    return hidden.view(4, -1, features), weight, offsets, target.view(4, -1)
+
+
+@pytest.fixture
+def own_backend(backend: str) -> str:
+    """What runs the operators, with the CPU kernels that this machine takes by itself."""
+    return torch.ops.shoestring.cpu_capability() if backend == "cpu" else backend
+
+
+# A shape of powers of two, and one that divides by nothing, of Cut Cross-Entropy's three; its third is between them.
+@pytest.mark.parametrize("shape", [(256, 512, 128), (252, 507, 123)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cut_cross_entropy_grid(own_backend: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    errors = Errors(own_backend)
+    switches = [False, True]
+    # The whole grid once; bias and ignored targets always elsewhere, as what has them runs what has them not.
+    whole = shape[0] == 252 and dtype == torch.float32
+    also = list(itertools.product(switches, switches)) if whole else [(True, True)]
+    # Its z-loss has the factor 1.
+    grid = dict(reduction=["none", "mean", "sum"], shift=switches, softcap=[0.0, 20.0], z_loss=[0.0, 1.0])
+    for options in combinations(**grid):
+        for bias, ignored in also:
+            errors.add(cut_cross_entropy_case(*shape, dtype, bias, ignored), options)
+    errors.assert_bar()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cut_cross_entropy_log_sum_exp(dtype: torch.dtype) -> None:
+    """Theirs: 1e-5, besides the error of 16-bit logits."""
+    for softcap, bias in itertools.product([0.0, 20.0], [False, True]):
+        hidden, weight, offsets, target = cut_cross_entropy_case(256, 507, 123, dtype, bias, False)
+        stats = shoestring.linear_cross_entropy_with_stats(hidden, weight, target, offsets, softcap=softcap)
+        logits = F.linear(hidden.double(), weight.double(), None if offsets is None else offsets.double())
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        assert relative_error(stats.lse, logits.logsumexp(-1)) < LOSS
+
+
+@pytest.mark.device
+def test_cut_cross_entropy_parts(backend: str) -> None:
+    """Each gradient alone is the very one that all together are."""
+    shape = (16, 40, 24) if backend == "simt" else (256, 512, 128)
+    case = cut_cross_entropy_case(*shape, torch.bfloat16, True, False)
+    hidden, weight, bias, target = case
+    leaves = [t.requires_grad_() for t in (hidden, weight, bias) if t is not None]
+    whole = torch.autograd.grad(shoestring.linear_cross_entropy(hidden, weight, target, bias), leaves)
+    for wanted in [(0, 2), (1,), (2,)]:
+        some = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(leaves)]
+        shoestring.linear_cross_entropy(some[0], some[1], target, some[2]).backward()
+        for i, t in enumerate(some):
+            assert torch.equal(t.grad, whole[i]) if i in wanted else t.grad is None
+
+
+# All options at once; the ignore_index is a class.
+EVERYTHING = {
+    "class_weights": True,
+    "label_smoothing": 0.1,
+    "ignore_index": 42,
+    "z_loss": 1e-4,
+    "softcap": 30.0,
+}
+
+
+def liger_case(
+    tokens: int, features: int, vocab: int, dtype: torch.dtype, bias: bool, ignore_index: int
+) -> Case:
+    """Weights from 0 to 1: large logits, and gradients of hidden that cancel. At most half of the targets ignored."""
+    hidden = torch.randn(tokens, features).to(dtype)
+    weight = torch.rand(vocab, features).to(dtype)
+    target = torch.randint(vocab, (tokens,))
+    target[torch.randperm(tokens)[: int(torch.randint(1, tokens // 2, (1,)))]] = ignore_index
+    return hidden, weight, torch.rand(vocab).to(dtype) if bias else None, target
+
+
+def run_liger_grid(
+    errors: Errors, shape: tuple[int, int, int], dtype: torch.dtype, biases: list[bool]
+) -> None:
+    for extra in ({}, EVERYTHING):
+        for reduction, bias in itertools.product(["mean", "sum"], biases):
+            options = {"reduction": reduction, **extra}
+            if extra:
+                options["class_weights"] = torch.rand(shape[2])
+            errors.add(liger_case(*shape, dtype, bias, options.get("ignore_index", -100)), options)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_liger_grid(own_backend: str, backend: str, dtype: torch.dtype) -> None:
+    errors = Errors(own_backend)
+    for _ in range(8 if backend == "cpu" else 1):  # few and small: several draws of each
+        run_liger_grid(errors, (4 * 47, 31, 123), dtype, [False, True])
+    errors.assert_bar()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)  # theirs
+def test_liger_grid_at_size(own_backend: str, dtype: torch.dtype) -> None:
+    errors = Errors(own_backend)
+    run_liger_grid(errors, (8 * 128, 1024, 4096), dtype, [True])
+    errors.assert_bar()
+
+
+# Those of its functional form, and of its Hopper kernels.
+@pytest.mark.device
+@pytest.mark.parametrize("shape", [(4, 8, 8), (63, 41, 41), (128, 256, 512), (256, 512, 768)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_liger_other_shapes(
+    own_backend: str, backend: str, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    if backend == "simt" and shape[0] > 100:
+        pytest.skip("the emulator has the smaller ones")
+    tokens, features, vocab = shape
+    errors = Errors(own_backend)
+    options = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0, "class_weights": torch.rand(vocab)}
+    repeats = range(1 if tokens > 100 else 4)  # the small ones are quick, and each alone says little
+    for reduction, bias, extra, _ in itertools.product(
+        ["mean", "sum"], [False, True], [{}, options], repeats
+    ):
+        hidden, weight = (
+            torch.randn(tokens, features).to(dtype),
+            (0.05 * torch.randn(vocab, features)).to(dtype),
+        )
+        target = torch.randint(vocab, (tokens,))
+        target[::17] = -100
+        case = (hidden, weight, torch.randn(vocab).to(dtype) if bias else None, target)
+        errors.add(case, {"reduction": reduction, **extra})
+    if tokens > 4:  # four tokens' errors are luck
+        errors.assert_bar()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_bar_holds_over_several_chunks(own_backend: str, dtype: torch.dtype) -> None:
+    """Forty tokens at a time, and their sums."""
+    errors = Errors(own_backend)
+    for reduction, bias in itertools.product(["mean", "none"], [False, True]):
+        errors.add(liger_case(640, 64, 5000, dtype, bias, -100), {"reduction": reduction, "workspace_mb": 1})
+    errors.assert_bar()

@@ -1,0 +1,173 @@
+"""Forked children of a process that offloads: they drop what they have inherited, uses raise, the parent goes on."""
+
+import gc
+import os
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from shoestring.checkpoint import offload_activations
+from shoestring.optim import AdamW
+from shoestring.optim.base import LowMemoryOptimizer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+PLACES = ["cpu", "stream", "nvme"]
+
+
+@pytest.fixture(autouse=True)
+def undisturbed() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads
+        yield
+    torch.ops.shoestring.disturb_offload()
+
+
+def where(place: str, folder: Path) -> str:
+    return f"nvme:{folder}" if place == "nvme" else place
+
+
+def made(offload: str | None, within: bool) -> tuple[list[nn.Parameter], LowMemoryOptimizer]:
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(n, generator=generator)) for n in (5000, 300)]
+    return params, AdamW(params, lr=1e-2, state="fp32", offload=offload, step_in_backward=within)
+
+
+def backward(params: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    sum((p * torch.randn(p.shape, generator=generator)).sum() for p in params).backward()
+
+
+def in_child(task: Callable[[], None], seconds: float = 60) -> None:
+    """Runs a task in a forked child, which must end by itself."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            torch.set_num_threads(1)  # as in a worker of a DataLoader: OpenMP's threads do not come along
+            task()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            assert status == 0, "the child failed; it has printed why"
+            return
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError("the child hangs")
+
+
+@pytest.mark.parametrize("between", ["steps", "backward and step"])
+@pytest.mark.parametrize("place", PLACES)
+def test_children_of_an_optimizer(place: str, between: str, tmp_path: Path) -> None:
+    """With transfers under way as well: a child drops its copy, its steps raise, and a new optimizer steps there."""
+    within = between == "backward and step"
+    expected, plain = made(None, False)
+    params, opt = made(where(place, tmp_path), within)
+    held = {"params": params, "opt": opt}
+    torch.ops.shoestring.disturb_offload(2000)
+
+    def drop() -> None:
+        nonlocal opt, params
+        held.clear()
+        del opt, params
+        gc.collect()
+
+    def use() -> None:
+        message = r"AdamW: offload: expected the process \d+ that made it, received its forked child \d+"
+        for p in params:
+            p.grad = torch.ones_like(p)
+        with pytest.raises(RuntimeError, match=message):
+            opt.step()
+        for p in params:
+            p.grad = None
+        if within:
+            with pytest.raises(RuntimeError, match=message):
+                backward(params, 0)
+        ours, fresh = made(where(place, tmp_path), within)
+        backward(ours, 0)
+        fresh.step()
+        if not within:
+            assert all(
+                torch.isfinite(t).all()
+                for entry in opt.state_dict()["state"].values()
+                for t in entry.values()
+            )
+
+    for step in range(4):
+        backward(expected, step)
+        plain.step()
+        plain.zero_grad()
+        backward(params, step)
+        if within:
+            in_child([drop, use][step % 2])
+        opt.step()
+        opt.zero_grad()
+        if not within:
+            in_child([drop, use][step % 2])
+    for p, q in zip(expected, params, strict=True):
+        assert torch.equal(p, q)
+        assert all(torch.equal(value, opt.state[q][name]) for name, value in plain.state[p].items())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_data_loader_with_forked_workers(place: str, tmp_path: Path) -> None:
+    """Workers that start within steps, and end or are stopped, while the optimizer lives."""
+    params, opt = made(where(place, tmp_path), True)
+    data = list(torch.arange(8))
+    for step in range(2):
+        loader = DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=60)
+        batches = iter(loader)
+        next(batches)
+        backward(params, step)
+        seen = [
+            int(x) for batch in DataLoader(data, num_workers=1, multiprocessing_context="fork") for x in batch
+        ]
+        assert seen == list(range(8))
+        del batches
+        opt.step()
+    assert all(opt.state[p]["step"] == 2 for p in params)
+
+
+@pytest.mark.parametrize("folder", [False, True], ids=["host", "disk"])
+def test_children_of_offloaded_activations(folder: bool, tmp_path: Path) -> None:
+    """Between forward and backward, whose copies and writes are under way."""
+    torch.ops.shoestring.disturb_offload(3000)
+    x = torch.randn(64, 256, requires_grad=True)
+
+    def chain(x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = x.sigmoid() * x
+        return x.sum()
+
+    (expected,) = torch.autograd.grad(chain(x), x)
+    for use in (False, True):
+        held = [offload_activations(device="cpu", min_bytes=0, folder=str(tmp_path) if folder else None)]
+        with held[0]:
+            held.append(chain(x))
+
+        def child(use: bool = use, held: list = held) -> None:
+            if use:
+                with pytest.raises(
+                    RuntimeError, match="offload_activations: expected the process .* its forked child"
+                ):
+                    held[1].backward()
+                with pytest.raises(RuntimeError, match="expected the process"), held[0]:
+                    chain(x)
+            held.clear()
+            gc.collect()
+
+        in_child(child)
+        (grad,) = torch.autograd.grad(held[1], x)
+        assert torch.equal(grad, expected)

@@ -1,0 +1,413 @@
+"""State in host memory or on a disk: the same results, whatever the copies, reads and writes do."""
+
+import copy
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from shoestring.optim import (
+    APOLLO,
+    CAME,
+    LAMB,
+    SGD,
+    Adafactor,
+    AdamW,
+    AdEMAMix,
+    GaLore,
+    Lion,
+    Muon,
+    ScheduleFreeAdamW,
+    load_optimizer,
+    save_optimizer,
+)
+from shoestring.optim.base import LowMemoryOptimizer
+from torch import Tensor, nn
+
+Make = Callable[..., LowMemoryOptimizer]
+RULES = (AdamW, Lion, SGD, AdEMAMix, ScheduleFreeAdamW)
+WHOLE = (LAMB, Adafactor, CAME, Muon)
+PLACES = pytest.mark.parametrize("place", ["cpu", "stream", "nvme"])
+MICRO = 4  # micro-batches a step
+
+
+def disturb(delay: int = 0, fail_after: int = -1, error: int = 0, short: bool = False) -> None:
+    torch.ops.shoestring.disturb_offload(delay, fail_after, error, short)
+
+
+@pytest.fixture(autouse=True)
+def undisturbed() -> Iterator[None]:
+    yield
+    disturb()
+
+
+def offload(place: str | None, folder: Path) -> str | None:
+    return f"nvme:{folder}" if place == "nvme" else place
+
+
+def weights_of(seed: int, dtype: torch.dtype, large: int) -> list[nn.Parameter]:
+    """Matrices: one of ``large`` elements, which chunks of a step divide, among small ones; one frozen, one empty."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(10, 30), (large // 64, 64), (1, 1), (0, 4), (300, 17), (20, 30)]
+    params = [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+    params[-1].requires_grad_(False)
+    return params
+
+
+def train(
+    opt: LowMemoryOptimizer,
+    params: list[nn.Parameter],
+    steps: range,
+    *,
+    sums: bool = False,
+    schedule: bool = False,
+    step: Callable[[], object] | None = None,
+) -> None:
+    """Random gradients; one parameter has none in some steps, and one for the first time in step 2."""
+    for i in steps:
+        generator = torch.Generator().manual_seed(1000 + i)
+        if schedule:
+            for group in opt.param_groups:
+                group["lr"] = 1e-2 / (1 + i)
+        for micro in range(MICRO if sums else 1):
+            loss = torch.zeros(())
+            for k, p in enumerate(params):
+                if p.requires_grad and not (k == 0 and i % 2) and not (k == 4 and i < 2):
+                    loss = loss + (p * torch.randn(p.shape, generator=generator).to(p.dtype)).float().sum()
+            if sums and micro < MICRO - 1:
+                with opt.accumulate():
+                    loss.backward()
+            else:
+                loss.backward()
+        (step or opt.step)()
+        opt.zero_grad()
+
+
+def entries(opt: LowMemoryOptimizer, params: list[nn.Parameter]) -> list[tuple[int, str, Tensor]]:
+    found = [(k, "weight", p.detach().clone()) for k, p in enumerate(params)]
+    return found + [
+        (k, n, t.clone()) for k, p in enumerate(params) for n, t in sorted(opt.state.get(p, {}).items())
+    ]
+
+
+def expect_same(a: list[tuple[int, str, Tensor]], b: list[tuple[int, str, Tensor]]) -> None:
+    assert [x[:2] for x in a] == [x[:2] for x in b]
+    for (k, name, x), (_, _, y) in zip(a, b, strict=True):
+        assert x.dtype == y.dtype and torch.equal(x, y), f"{name} of parameter {k}"
+
+
+# Elements of the large parameter: more than a chunk of 8 MiB where state has so many bytes an element.
+LARGE = {"fp32": 1_500_000, "bf16": 2_500_000, "8bit": 4_600_000, "4bit": 64_000}
+
+
+@PLACES
+@pytest.mark.parametrize("weights", ["plain", "stochastic", "remainder"])
+@pytest.mark.parametrize("state", ["fp32", "8bit", "bf16", "4bit"])
+def test_same_as_on_the_device(place: str, state: str, weights: str, tmp_path: Path) -> None:
+    """AdamW, with every kind of state and weights, where chunks divide a parameter."""
+    results = []
+    for where in (None, place):
+        params = weights_of(1, torch.bfloat16, LARGE[state])
+        opt = AdamW(params, lr=1e-2, state=state, weights=weights, seed=3, offload=offload(where, tmp_path))
+        train(opt, params, range(4))
+        results.append(entries(opt, params))
+    expect_same(*results)
+
+
+@PLACES
+@pytest.mark.parametrize("state", ["fp32", "8bit", "4bit"])
+@pytest.mark.parametrize("optimizer", [*RULES, *WHOLE], ids=lambda o: o.__name__)
+def test_every_optimizer(optimizer: Make, place: str, state: str, tmp_path: Path) -> None:
+    """Steps, sums of micro-batches, clipping, a schedule, a frozen parameter, two groups, min_quantize_size."""
+    results = []
+    for where in (None, place):
+        params = weights_of(2, torch.bfloat16, 64_000)
+        groups = [{"params": params[:3]}, {"params": params[3:], "lr": 1e-3, "min_quantize_size": 1000}]
+        opt = optimizer(
+            groups,
+            lr=1e-2,
+            state=state,
+            weights="remainder",
+            max_grad_norm=5.0,
+            offload=offload(where, tmp_path),
+        )
+        train(opt, params, range(6), sums=True, schedule=True)
+        results.append(entries(opt, params))
+        assert torch.isfinite(opt.grad_norm)
+        if optimizer is ScheduleFreeAdamW:
+            opt.eval()
+            results[-1] += [(k, "average", p.detach().clone()) for k, p in enumerate(params)]
+            opt.train()
+            results[-1] += [(k, "again", p.detach().clone()) for k, p in enumerate(params)]
+    expect_same(*results)
+
+
+@PLACES
+@pytest.mark.parametrize("step_in_backward", [False, True], ids=["", "in backward"])
+def test_fifty_steps_with_delays(place: str, step_in_backward: bool, tmp_path: Path) -> None:
+    """As the last, with random delays in every copy, read and write, and reads and writes that stop half-way.
+
+    Within backward, clipping is by the norm of the step before, but by that of all gradients with "cpu".
+    """
+    results = []
+    for where in (None, place):
+        params = weights_of(3, torch.float32, 600_000)
+        opt = AdamW(
+            params,
+            lr=1e-2,
+            state="fp32",
+            max_grad_norm=5.0,
+            step_in_backward=step_in_backward and (where, place) != (None, "cpu"),
+            offload=offload(where, tmp_path),
+        )
+        disturb(delay=400, short=True)
+        train(opt, params, range(50), sums=True, schedule=True)
+        results.append(entries(opt, params))
+    expect_same(*results)
+
+
+@PLACES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_in_backward_of_what_chunks_divide(place: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    results = []
+    for where in (None, place):
+        params = weights_of(4, dtype, LARGE["fp32"])
+        opt = AdEMAMix(
+            params,
+            lr=1e-2,
+            state="fp32",
+            weights="stochastic" if dtype == torch.bfloat16 else "plain",
+            step_in_backward=True,
+            offload=offload(where, tmp_path),
+        )
+        disturb(delay=300)
+        train(opt, params, range(5), sums=True)
+        results.append(entries(opt, params))
+    expect_same(*results)
+
+
+def test_a_column_major_parameter(tmp_path: Path) -> None:
+    """Which the operator copies for each piece."""
+    results = []
+    for where in (None, "stream", "nvme"):
+        generator = torch.Generator().manual_seed(1)
+        p = nn.Parameter(torch.randn(1200, 1100, generator=generator).t())
+        opt = SGD([p], state="fp32", lr=0.1, offload=offload(where, tmp_path))
+        for _ in range(2):
+            p.grad = torch.randn(1100, 1200, generator=generator)
+            opt.step()
+        results.append(entries(opt, [p]))
+    expect_same(results[0], results[1])
+    expect_same(results[0], results[2])
+
+
+@PLACES
+def test_checkpoints_are_the_same(place: str, tmp_path: Path) -> None:
+    """State dicts and files: between an offloaded optimizer and one that is not, both ways, and half-way."""
+    through = weights_of(5, torch.bfloat16, 64_000)
+    plain = AdamW(through, lr=1e-2, weights="remainder")
+    train(plain, through, range(6))
+    for first, second in ((place, None), (None, place), (place, place)):
+        for by_file in (False, True):
+            params = weights_of(5, torch.bfloat16, 64_000)
+            opt = AdamW(params, lr=1e-2, weights="remainder", offload=offload(first, tmp_path))
+            train(opt, params, range(3))
+            resumed = [nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in params]
+            other = AdamW(resumed, lr=1e-2, weights="remainder", offload=offload(second, tmp_path))
+            if by_file:
+                save_optimizer(opt, tmp_path / "optimizer.safetensors")
+                load_optimizer(other, tmp_path / "optimizer.safetensors")
+            else:
+                other.load_state_dict(copy.deepcopy(opt.state_dict()))
+            train(other, resumed, range(3, 6))
+            expect_same(entries(plain, through), entries(other, resumed))
+            twin = copy.deepcopy(other)
+            assert twin.offload == other.offload
+            same = [p for group in twin.param_groups for p in group["params"]]
+            train(other, resumed, range(6, 8))
+            train(twin, same, range(6, 8))
+            expect_same(entries(twin, same), entries(other, resumed))
+
+
+@pytest.mark.parametrize("fail_after", [0, 3, 7, 12, 17, 21])
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, 0], ids=["EIO", "ENOSPC", "end of file"])
+def test_a_step_that_fails_can_be_repeated(fail_after: int, error: int, tmp_path: Path) -> None:
+    """Whichever read or write it is: the error names the file; the same step again ends where it would have ended."""
+    results = []
+    for fails in (False, True):
+        params = weights_of(6, torch.float32, 2 * LARGE["fp32"])
+        groups = [{"params": params[1:2]}, {"params": [params[0], *params[2:]]}]
+        opt = AdamW(groups, lr=1e-2, state="fp32", max_grad_norm=3.0, offload=f"nvme:{tmp_path}")
+        train(opt, params, range(2), sums=True)
+        failures = 0
+
+        def step(opt: LowMemoryOptimizer = opt) -> None:
+            nonlocal failures
+            steps = {p: int(opt.state[p]["step"]) for p in params if p in opt.state}
+            try:
+                opt.step()
+            except RuntimeError as failed:
+                failures += 1
+                assert f"AdamW: offload: {tmp_path}/shoestring-swap-" in str(failed)
+                assert all(opt.state[p]["step"] == step for p, step in steps.items())
+                opt.step()
+
+        if fails:
+            disturb(fail_after=fail_after, error=error)
+        train(opt, params, range(2, 4), sums=True, step=step)
+        assert failures == fails
+        results.append(entries(opt, params))
+    expect_same(*results)
+
+
+def test_other_gradients_do_not_finish_a_step(tmp_path: Path) -> None:
+    params = weights_of(6, torch.float32, 2 * LARGE["fp32"])
+    opt = AdamW(params, state="fp32", offload=f"nvme:{tmp_path}")
+    train(opt, params, range(1))
+    saved = copy.deepcopy(opt.state_dict())
+    disturb(fail_after=4, error=errno.EIO)  # when the third chunk is read
+    with pytest.raises(RuntimeError, match="Input/output error"):
+        train(opt, params, range(1, 2))
+    with pytest.raises(RuntimeError, match=r"AdamW: state_dict: expected a whole step.* Call step\(\) again"):
+        opt.state_dict()
+    opt.zero_grad()
+    message = "AdamW: step: expected the gradients of the step that failed, which has stepped some parameters, received oth"
+    with pytest.raises(RuntimeError, match=message):
+        train(opt, params, range(1, 2))
+    opt.load_state_dict(saved)
+    train(opt, params, range(1, 2))
+
+
+def test_errors(tmp_path: Path) -> None:
+    p = nn.Parameter(torch.zeros(3))
+    for bad in ("disk", "nvme:", "nvme", 3):
+        with pytest.raises(
+            ValueError, match='AdamW: offload: expected None, "cpu", "stream" or "nvme:DIR", received'
+        ):
+            AdamW([p], offload=bad)
+    with pytest.raises(RuntimeError, match=f"Lion: offload: {tmp_path}/none/shoestring-swap-.*No such file"):
+        Lion([p], offload=f"nvme:{tmp_path}/none")
+    for optimizer in (GaLore, APOLLO):
+        with pytest.raises(ValueError, match="offload: expected None, received 'stream'"):
+            optimizer([p], rank=2, offload="stream")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_space_is_checked_first(tmp_path: Path) -> None:
+    """A parameter that is larger than any disk, though it takes four bytes of memory."""
+    p = nn.Parameter(torch.zeros(1).expand(1 << 46))
+    message = rf"SGD: offload: {tmp_path}: expected room for \d+ bytes on the disk, received \d+ free"
+    with pytest.raises(RuntimeError, match=message):
+        SGD([p], offload=f"nvme:{tmp_path}")
+    opt = SGD([nn.Parameter(torch.zeros(3))], offload=f"nvme:{tmp_path}")
+    with pytest.raises(RuntimeError, match=message):
+        opt.add_param_group({"params": [p]})
+    assert len(opt.param_groups) == 1
+
+
+MEMORY = """
+import resource, sys, torch
+from shoestring.optim import AdamW
+n, where = int(sys.argv[1]), sys.argv[2]
+p = torch.nn.Parameter(torch.zeros(n, dtype=torch.bfloat16))
+p.grad = torch.full_like(p, 0.5)
+opt = AdamW([p], state="fp32", offload=where)
+opt2 = AdamW([torch.nn.Parameter(torch.zeros(300))], state="fp32")
+opt2.param_groups[0]["params"][0].grad = torch.zeros(300)
+opt2.step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for _ in range(2):
+    opt.step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_peak_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """fp32 state of 96 MB and of 288 MB: four chunks of 8 MiB and little else."""
+    peaks = []
+    for n in (12_000_000, 36_000_000):
+        command = [sys.executable, "-c", MEMORY, str(n), f"nvme:{tmp_path}"]
+        peaks.append(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) / 1024)
+    assert all(peak < 4 * 8 + 24 for peak in peaks), f"{peaks} MiB"
+
+
+SAVED = """
+import resource, sys, torch
+from shoestring.optim import AdamW, save_optimizer
+
+def made(n):
+    p = torch.nn.Parameter(torch.zeros(n, dtype=torch.bfloat16))
+    p.grad = torch.full_like(p, 0.5)
+    opt = AdamW([p], state="fp32", offload=sys.argv[1])
+    opt.step()
+    return opt
+
+def marks():  # at most, and now; the latter without what the allocator may hold
+    status = dict(line.split(":") for line in open("/proc/self/status"))
+    return [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, int(status["RssFile"].split()[0])]
+
+save_optimizer(made(300), sys.argv[2])
+opt = made(12_000_000)
+before = marks()
+save_optimizer(opt, sys.argv[2])
+print(*(now - then for now, then in zip(marks(), before)))
+"""
+
+
+@pytest.mark.parametrize("where", ["stream", "nvme"])
+def test_saving_takes_no_memory(where: str, tmp_path: Path) -> None:
+    """State of 96 MB in host memory or on a disk, where some 8 MiB of it are in memory at a time."""
+    place, path = f"nvme:{tmp_path}" if where == "nvme" else where, tmp_path / "optimizer.safetensors"
+    command = [sys.executable, "-c", SAVED, place, str(path)]
+    peak, left = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    assert peak < 16 << 10 and left < 4 << 10, f"{peak} and {left} KiB"
+    with safe_open(path, "pt") as file:
+        assert (file.get_tensor("0.0.exp_avg") == 0.05).all() and file.get_tensor("0.0.step") == 1
+
+
+KILLED = """
+import sys, torch
+from shoestring.optim import AdamW, save_optimizer
+torch.manual_seed(0)
+p = torch.nn.Parameter(torch.randn(3_000_000))
+opt = AdamW([p], state="fp32", offload=f"nvme:{sys.argv[1]}")
+for step in range(1000):
+    p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+    opt.step()
+    if step == 2:
+        save_optimizer(opt, sys.argv[1] + "/optimizer.safetensors")
+        torch.save(p, sys.argv[1] + "/p.pt")
+        print("saved", flush=True)
+"""
+
+
+def test_a_killed_process_resumes_from_its_checkpoint_and_leaves_nothing(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "saved\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert sorted(os.listdir(tmp_path)) == ["optimizer.safetensors", "p.pt"]
+
+    def steps(opt: AdamW, p: nn.Parameter, numbers: range) -> None:
+        for step in numbers:
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+            opt.step()
+
+    p = torch.load(tmp_path / "p.pt", weights_only=False)
+    opt = AdamW([p], state="fp32", offload=f"nvme:{tmp_path}")
+    load_optimizer(opt, tmp_path / "optimizer.safetensors")
+    steps(opt, p, range(3, 5))
+    torch.manual_seed(0)
+    q = nn.Parameter(torch.randn(3_000_000))
+    plain = AdamW([q], state="fp32")
+    steps(plain, q, range(5))
+    assert torch.equal(p, q)
+    assert torch.equal(opt.state[p]["exp_avg_sq"], plain.state[q]["exp_avg_sq"])

@@ -1,0 +1,54 @@
+"""shoestring.optim.AdamW with torch.amp.GradScaler, and with a learning rate that a device holds."""
+
+import pytest
+import torch
+from shoestring.optim import AdamW
+from test_adamw_optimizer import gradients, parameters, same
+
+pytestmark = pytest.mark.device
+
+
+@pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
+def test_grad_scaler(unscale: bool) -> None:
+    """The steps of a scaled loss are those of the loss itself, and one whose gradients overflow is none."""
+    ours, plain = parameters(), parameters()
+    a, b = AdamW(ours), AdamW(plain)
+    scaler = torch.amp.GradScaler(ours[0].device.type, init_scale=2.0**10, growth_interval=100)
+    for step in range(5):
+        scale = scaler.get_scale()
+        if step == 2:
+            with torch.no_grad():
+                for p in ours:
+                    p.grad = scaler.scale(torch.full_like(p, torch.inf))
+        else:
+            gradients(plain, step)
+            for p, q in zip(ours, plain, strict=True):
+                p.grad = scaler.scale(q.grad)
+            b.step()
+        if unscale:
+            scaler.unscale_(a)
+        scaler.step(a)
+        scaler.update()
+        assert scaler.get_scale() == (scale / 2 if step == 2 else scale)
+        assert same(ours, plain)
+    assert [a.state[p]["step"].item() for p in ours] == [4] * len(ours)
+    assert not hasattr(a, "found_inf")
+    for p in ours:
+        p.grad = None
+    scaler.step(a)  # nothing to step: it waits for nothing, and does nothing
+    assert same(ours, plain)
+
+
+def test_a_learning_rate_on_the_device() -> None:
+    """Is read by each step; changed in place, as under a CUDA graph."""
+    ours, plain = parameters(), parameters()
+    rate = torch.tensor(2.0**-5)
+    a, b = AdamW(ours, lr=rate), AdamW(plain, lr=2.0**-5)
+    for step in range(4):
+        gradients(ours, step)
+        gradients(plain, step)
+        a.step()
+        b.step()
+        assert same(ours, plain)
+        a.param_groups[0]["lr"].mul_(0.5)
+        b.param_groups[0]["lr"] *= 0.5

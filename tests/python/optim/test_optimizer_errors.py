@@ -1,0 +1,109 @@
+"""What the optimizers' operators refuse, each in words."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from optimizer_rules import ADAMW, ADEMAMIX, APPLY, EMA, LION, SCHEDULE_FREE, SGD, Rule
+
+pytestmark = pytest.mark.device
+
+BAD = {
+    "grads: expected one": lambda a: a["grads"].pop(),
+    "grads\\[1\\]: expected the parameter's shape": lambda a: a["grads"].__setitem__(1, torch.zeros(21)),
+    "grads\\[1\\]: expected fp32, bf16 or fp16": lambda a: a["grads"].__setitem__(
+        1, torch.zeros(20).double()
+    ),
+    "grads\\[1\\]: expected a dense": lambda a: a["grads"].__setitem__(1, torch.zeros(20).to_sparse()),
+    "params\\[1\\]: expected fp32, bf16 or fp16": lambda a: a["params"].__setitem__(
+        1, torch.zeros(20).double()
+    ),
+    "params\\[1\\]: expected a tensor of its own": lambda a: a["params"].__setitem__(
+        1, torch.zeros(1).expand(20)
+    ),
+    "step: expected a contiguous Float tensor of shape \\(2\\)": lambda a: a.update(step=torch.zeros(3)),
+    "lr: expected": lambda a: a.update(lr=-1.0),
+    "lr_tensor: expected one fp32 number": lambda a: a.update(lr_tensor=torch.zeros(1).double()),
+    "grad_scale: expected one fp32 number": lambda a: a.update(grad_scale=torch.ones(2)),
+    "clip_coef: expected one fp32 number": lambda a: a.update(clip_coef=torch.ones(1).half()),
+    "found_inf: expected one fp32 number": lambda a: a.update(found_inf=torch.ones(1, dtype=torch.bool)),
+}
+BAD_OWN = [
+    (ADAMW, "exp_avg: expected a contiguous Byte", dict(exp_avg=torch.zeros(768))),
+    (ADAMW, "exp_avg_sq: expected .* shape \\(768\\)", dict(exp_avg_sq=torch.zeros(512, dtype=torch.uint8))),
+    (ADAMW, "exp_avg_sq_scale: expected", dict(exp_avg_sq_scale=torch.zeros(4))),
+    (ADAMW, "exp_avg_scale and exp_avg_sq_scale: expected both .* or neither", dict(exp_avg_scale=None)),
+    (ADAMW, "beta1: expected", dict(beta1=-0.1)),
+    (ADAMW, "weight_decay: expected", dict(weight_decay=-0.1)),
+    (ADAMW, "beta2: expected", dict(beta2=1.0)),
+    (ADAMW, "eps: expected", dict(eps=math.nan)),
+    (LION, "exp_avg: expected a contiguous Float", dict(exp_avg_scale=None)),
+    (LION, "exp_avg_scale: expected", dict(exp_avg_scale=torch.zeros(4))),
+    (LION, "beta1: expected", dict(beta1=1.0)),
+    (LION, "weight_decay: expected", dict(weight_decay=math.nan)),
+    (LION, "beta2: expected", dict(beta2=math.nan)),
+    (
+        SGD,
+        "momentum_buffer: expected .* shape \\(768\\)",
+        dict(momentum_buffer=torch.zeros(512, dtype=torch.uint8)),
+    ),
+    (SGD, "momentum_buffer_scale: expected", dict(momentum_buffer_scale=torch.zeros(3).double())),
+    (SGD, "momentum: expected a number above 0, received 0.*use torch.optim.SGD", dict(momentum=0.0)),
+    (SGD, "dampening: expected a finite number", dict(dampening=math.inf)),
+    (SGD, "dampening: expected 0 with nesterov=True, received 0.25", dict(nesterov=True)),
+    (SGD, "weight_decay: expected", dict(weight_decay=-0.1)),
+    (APPLY, "weight_decay: expected", dict(weight_decay=-0.1)),
+    (ADEMAMIX, "beta3: expected a number in", dict(beta3=1.0)),
+    (ADEMAMIX, "beta3: expected at least beta1", dict(beta3=0.5)),
+    (ADEMAMIX, "alpha: expected", dict(alpha=-1.0)),
+    (ADEMAMIX, "t_alpha: expected None or a number of steps, received 0", dict(t_alpha=0)),
+    (ADEMAMIX, "t_beta3: expected None or a number of steps, received -1", dict(t_beta3=-1)),
+    (ADEMAMIX, "exp_avg_scale and exp_avg_sq_scale: expected both", dict(exp_avg_sq_scale=None)),
+    (
+        ADEMAMIX,
+        "exp_avg_slow: expected a contiguous BFloat16",
+        dict(exp_avg_slow=torch.zeros(768, dtype=torch.uint8)),
+    ),
+    (SCHEDULE_FREE, "beta1: expected a number between 0 and 1, received 0", dict(beta1=0.0)),
+    (SCHEDULE_FREE, "beta1: expected a number between 0 and 1", dict(beta1=math.nan)),
+    (SCHEDULE_FREE, "beta2: expected", dict(beta2=1.0)),
+    (SCHEDULE_FREE, "eps: expected", dict(eps=-1.0)),
+    (
+        SCHEDULE_FREE,
+        "warmup_steps: expected a number of steps of at least 0, received -1",
+        dict(warmup_steps=-1),
+    ),
+    (SCHEDULE_FREE, "offset: expected a contiguous BFloat16", dict(offset=torch.zeros(768))),
+    (
+        SCHEDULE_FREE,
+        "offset: expected a contiguous Float",
+        dict(exp_avg_sq=torch.zeros(768), exp_avg_sq_scale=None),
+    ),
+    (EMA, "beta: expected", dict(beta=1.0)),
+    (EMA, "exp_avg: expected a contiguous Float", dict(exp_avg_scale=None)),
+]
+
+
+def check_refused(rule: Rule, message: str, change: Callable[[dict], object]) -> None:
+    """A bad argument changes nothing."""
+    params = [torch.ones(300), torch.ones(20)]
+    state = dict(zip(rule.arena_names(), rule.arenas([300, 20], "8bit"), strict=True))
+    arguments = {"params": list(params), "grads": [torch.ones(300), torch.ones(20)], **state, **rule.hyper}
+    change(arguments)
+    with pytest.raises(RuntimeError, match=f"{rule.name}_: {message}"):
+        rule.step(**arguments)
+    assert all((p == 1).all() for p in params) and all((t == 0).all() for t in state.values())
+
+
+@pytest.mark.parametrize(
+    "rule", [ADAMW, LION, SGD, ADEMAMIX, SCHEDULE_FREE, APPLY, EMA], ids=lambda r: r.name
+)
+@pytest.mark.parametrize("message", BAD)
+def test_a_bad_argument_of_any_rule(rule: Rule, message: str) -> None:
+    check_refused(rule, message, BAD[message])
+
+
+@pytest.mark.parametrize(("rule", "message", "changes"), BAD_OWN, ids=lambda x: getattr(x, "name", None))
+def test_a_bad_argument_of_its_own(rule: Rule, message: str, changes: dict) -> None:
+    check_refused(rule, message, lambda a: a.update(changes))

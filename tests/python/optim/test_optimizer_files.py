@@ -1,0 +1,304 @@
+"""State in a file, from one language to the other: what was saved goes on bit for bit."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shoestring
+import torch
+from build_folder import program
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from shoestring.optim import (
+    APOLLO,
+    CAME,
+    LAMB,
+    SGD,
+    Adafactor,
+    AdamW,
+    AdEMAMix,
+    APOLLOMini,
+    GaLore,
+    Lion,
+    Muon,
+    ScheduleFreeAdamW,
+    load_optimizer,
+    save_optimizer,
+)
+from shoestring.optim.arena import STATES, WEIGHTS
+from torch import Tensor
+
+SIZES = [[(300,), (1,), (3, 700)], [(0,), (513,)]]  # of two groups: partial blocks, several, none
+MATRICES = [[(3, 100), (1, 1), (3, 700)], [(0, 4), (27, 19)]]
+STEPS = 6
+LATE = (1, 1)  # a parameter whose first gradient comes after the file
+RULES = {
+    "AdamW": (AdamW, {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}),
+    "Lion": (Lion, {"betas": (0.7, 0.9), "weight_decay": 0.3}),
+    "SGD": (SGD, {"momentum": 0.7, "dampening": 0.2, "weight_decay": 0.3}),
+    "Nesterov": (SGD, {"nesterov": True}),
+    "AdEMAMix": (AdEMAMix, {"betas": (0.8, 0.95, 0.99), "alpha": 3.0, "t_alpha": 4, "t_beta3": 5}),
+    "ScheduleFreeAdamW": (ScheduleFreeAdamW, {"betas": (0.8, 0.95), "weight_decay": 0.3, "warmup_steps": 4}),
+    "LAMB": (LAMB, {"betas": (0.8, 0.95), "weight_decay": 0.3}),
+    "Adafactor": (Adafactor, {"d": 1.5, "weight_decay": 0.3}),
+    "CAME": (
+        CAME,
+        {"betas": (0.8, 0.95, 0.99), "eps": (1e-20, 1e-10), "clip_threshold": 0.5, "weight_decay": 0.3},
+    ),
+    "Muon": (Muon, {"momentum": 0.8, "ns_coefficients": (3.0, -4.0, 2.0), "ns_steps": 4, "eps": 1e-6}),
+}
+LOW_RANK = {
+    "GaLore": (GaLore, {"rank": 4}),
+    "APOLLO": (APOLLO, {"rank": 4, "scale": 0.5}),
+    "APOLLOMini": (APOLLOMini, {}),
+}
+
+
+def sizes(rule: str) -> list[list[tuple[int, ...]]]:
+    if rule in LOW_RANK:
+        return [[*SIZES[0], (40, 24), (5, 3, 4)], [*SIZES[1], (16, 24)]]
+    return MATRICES if rule == "Muon" else SIZES
+
+
+def weights(rule: str, dtype: torch.dtype) -> list[list[Tensor]]:
+    torch.manual_seed(1)
+    return [[torch.randn(shape).to(dtype) for shape in group] for group in sizes(rule)]
+
+
+def make(rule: str, params: list[list[Tensor]], **options: Any) -> shoestring.optim.AdamW:
+    """The second group has options of its own."""
+    kind, own = RULES[rule]
+    groups = [{"params": params[0]}, {"params": params[1], "lr": 0.02, "min_quantize_size": 600, "seed": 5}]
+    return kind(groups, lr=0.01, **own, seed=2**40, maximize=True, **options)
+
+
+def named(params: list[list[Tensor]]) -> dict[str, Tensor]:
+    return {f"{g}.{i}": p for g, group in enumerate(params) for i, p in enumerate(group)}
+
+
+def gradients(rule: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    torch.manual_seed(2)
+    every = {
+        (step, g, i): torch.randn(shape).to(dtype)
+        for step in range(STEPS)
+        for g, group in enumerate(sizes(rule))
+        for i, shape in enumerate(group)
+    }
+    return {f"{s}.{g}.{i}": grad for (s, g, i), grad in every.items() if s >= STEPS // 2 or (g, i) != LATE}
+
+
+def run_python(
+    optimizer: AdamW, params: list[list[Tensor]], grads: dict[str, Tensor], first: int, last: int
+) -> None:
+    """As the program in C++ does, also that it leaves an average in the weights."""
+    averages = isinstance(optimizer, ScheduleFreeAdamW)
+    if averages:
+        optimizer.train()
+    for step in range(first, last):
+        for key, p in named(params).items():
+            p.grad = grads.get(f"{step}.{key}")
+        optimizer.step()
+    if averages:
+        optimizer.eval()
+
+
+def run_cpp(*runs: tuple[str, Path, int, int, float]) -> subprocess.CompletedProcess[str]:
+    """Each a rule, a folder, the first step, one past the last, and max_grad_norm or 0."""
+    command = [
+        program("optimizer_file"),
+        *(str(part) for rule, *rest in runs for part in ((RULES | LOW_RANK)[rule][0].__name__, *rest)),
+    ]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"OMP_WAIT_POLICY": "passive"}
+    )
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k].cpu(), b[k].cpu()) for k in a)
+
+
+def state_of(optimizer: AdamW) -> dict[str, Tensor]:
+    return {f"{i}.{k}": v for i, entry in optimizer.state_dict()["state"].items() for k, v in entry.items()}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_steps_in_both_languages_are_the_same(rule: str, tmp_path: Path) -> None:
+    """Six steps in Python; the first three there and three in C++; and the other way round."""
+    half, runs, checks = STEPS // 2, [], []
+    for state, mode in itertools.product(STATES, WEIGHTS):
+        dtype = torch.float32 if mode == "plain" else torch.bfloat16
+        norm = 0.0 if mode == "stochastic" else 0.5
+        options = {"state": state, "weights": mode, "max_grad_norm": norm or None}
+        grads, params = gradients(rule, dtype), weights(rule, dtype)
+        whole = make(rule, params, **options)
+        run_python(whole, params, grads, 0, half)
+        run_python(whole, params, grads, half, STEPS)
+        for python_first in (True, False):
+            folder, mixed = tmp_path / f"{state}-{mode}-{python_first}", weights(rule, dtype)
+            folder.mkdir()
+            optimizer = make(rule, mixed, **options)
+            if python_first:
+                run_python(optimizer, mixed, grads, 0, half)
+            save_optimizer(optimizer, folder / "optimizer.safetensors")
+            save_file(named(mixed), folder / "params.safetensors")
+            save_file(grads, folder / "grads.safetensors")
+            runs.append((rule, folder, *((half, STEPS) if python_first else (0, half)), norm))
+            checks.append((whole, params, grads, folder, python_first))
+    done = run_cpp(*runs)
+    assert done.returncode == 0, done.stderr
+    for whole, params, grads, folder, python_first in checks:
+        loaded = load_file(folder / "params.safetensors")
+        mixed = [[loaded[f"{g}.{i}"] for i in range(len(shapes))] for g, shapes in enumerate(sizes(rule))]
+        groups = [{"params": group} for group in mixed]
+        optimizer = RULES[rule][0](groups, max_grad_norm=whole.max_grad_norm)  # other options are the file's
+        load_optimizer(optimizer, folder / "optimizer.safetensors")
+        if not python_first:
+            run_python(optimizer, mixed, grads, half, STEPS)
+        assert same(named(mixed), named(params)), folder.name
+        assert same(state_of(optimizer), state_of(whole)), folder.name
+        for ours, theirs in zip(optimizer.param_groups, whole.param_groups, strict=True):
+            assert ours | {"params": None} == theirs | {"params": None}
+
+
+@pytest.mark.parametrize("norm", [0.0, 5.0])
+@pytest.mark.parametrize("rule", LOW_RANK)
+def test_low_rank_steps_are_the_same_in_both_languages(rule: str, norm: float, tmp_path: Path) -> None:
+    """The options are those of the program; the random numbers follow from their seed and a parameter's place."""
+    kind, own = LOW_RANK[rule]
+    params, grads = weights(rule, torch.float32), gradients(rule, torch.float32)
+    save_file(
+        start := named([[p.clone() for p in group] for group in params]), tmp_path / "params.safetensors"
+    )
+    save_file(grads, tmp_path / "grads.safetensors")
+    groups = [{"params": group} for group in params]
+    optimizer = kind(groups, AdamW, lr=0.01, weight_decay=0.3, state="fp32", update_proj_gap=2, seed=3, **own)
+    optimizer.max_grad_norm = norm or None
+    run_python(optimizer, params, grads, 0, STEPS)
+    done = run_cpp((rule, tmp_path, 0, STEPS, norm))
+    assert done.returncode == 0, done.stderr
+    theirs = load_file(tmp_path / "params.safetensors")
+    for key, ours in named(params).items():
+        if ours.numel() > 0:
+            way = ours - start[key]
+            assert (theirs[key] - ours).norm() < 1e-5 * way.norm() and way.norm() > 0.01
+
+
+def test_schedulers_tensors_and_norms_survive(tmp_path: Path) -> None:
+    """What C++ has no place for stays: a scheduler's entries, a learning rate in a tensor; and the norm of clipping."""
+    p, q = torch.randn(300, requires_grad=True), torch.randn(300, requires_grad=True)
+    optimizer = AdamW([p], lr=torch.tensor(0.25), step_in_backward=True, max_grad_norm=1.0)
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    (p * torch.randn(300)).sum().backward()
+    optimizer.step()
+    save_optimizer(optimizer, tmp_path / "a")
+    other = AdamW([q], lr=torch.tensor(0.5), step_in_backward=True, max_grad_norm=1.0)
+    load_optimizer(other, str(tmp_path / "a"))
+    assert isinstance(other.param_groups[0]["lr"], Tensor) and other.param_groups[0]["lr"] == 0.25
+    assert other.param_groups[0]["initial_lr"] == 0.25
+    assert torch.equal(other.grad_norm, optimizer.grad_norm)
+    assert same(state_of(other), state_of(optimizer))
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    def params() -> list[Tensor]:
+        return [torch.randn(300), torch.randn(3)]
+
+    optimizer, path, bad = AdamW(params()), tmp_path / "a", tmp_path / "bad"
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    save_optimizer(optimizer, path)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+
+    def refused(other: AdamW, file: Path, message: str) -> None:
+        before = repr(other.state_dict())
+        with pytest.raises(ValueError, match=message):
+            load_optimizer(other, file)
+        assert repr(other.state_dict()) == before
+
+    refused(Lion(params()), path, f"Lion: load_optimizer: {path}: expected optimizer Lion, received AdamW")
+    refused(AdamW([{"params": [p]} for p in params()]), path, "expected 2 groups of parameters, received 1")
+    refused(AdamW(params()[:1]), path, "expected 1 parameters in group 0, received 2")
+    refused(
+        AdamW([torch.randn(300), torch.randn(4)]), path, r"exp_avg: expected torch.uint8 \(4,\), received"
+    )
+    same_options = json.loads(metadata["groups"])
+    for changed, message in [
+        ({"format": "pt"}, "expected format shoestring.optimizer, received pt"),
+        ({"format_version": "2"}, "expected format_version 1, received 2"),
+        ({"groups": metadata["groups"][1:]}, "expected groups with the options"),
+        ({"groups": "[3]"}, "expected groups with the options"),
+        (
+            {"groups": json.dumps([same_options[0] | {"options": {"lr": 1}}])},
+            "expected groups with the options",
+        ),
+        (
+            {"groups": metadata["groups"].replace('"lr": 0.001', '"lr": -1')},
+            "lr: expected a number of at least 0",
+        ),
+    ]:
+        save_file(tensors, bad, metadata=metadata | changed)
+        refused(AdamW(params()), bad, message)
+    for name in ("1.0.step", "step", "0.-1.step", "0.2.step"):
+        save_file(tensors | {name: torch.zeros(())}, bad, metadata=metadata)
+        refused(
+            AdamW(params()), bad, "expected tensors <group>.<index>.<name>, of the file's groups, received"
+        )
+    bad.write_bytes(path.read_bytes()[:-5])
+    refused(AdamW(params()), bad, "expected a safetensors file, received a damaged one")
+    with pytest.raises(FileNotFoundError):
+        load_optimizer(optimizer, tmp_path / "none")
+    optimizer.param_groups[0]["note"] = object()
+    with pytest.raises(ValueError, match="save_optimizer: group 0: expected options that JSON can hold"):
+        save_optimizer(optimizer, path)
+
+
+def test_cpp_refuses_in_one_line(tmp_path: Path) -> None:
+    params = weights("AdamW", torch.float32)
+    save_file(gradients("AdamW", torch.float32), tmp_path / "grads.safetensors")
+    save_file(named(params), tmp_path / "params.safetensors")
+    save_optimizer(make("Lion", params), tmp_path / "optimizer.safetensors")
+    done = run_cpp(("AdamW", tmp_path, 0, 1, 0.0))
+    path = tmp_path / "optimizer.safetensors"
+    assert done.returncode == 1
+    assert (
+        f"shoestring::optim::AdamW: load_optimizer: {path}: expected optimizer AdamW, received Lion"
+        in done.stderr
+    )
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from shoestring.optim import AdamW, save_optimizer
+
+p = torch.zeros(100_000)
+optimizer = AdamW([p])
+def step() -> None:
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    save_optimizer(optimizer, sys.argv[1])
+step()
+def kill(*arguments: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+setattr(os, sys.argv[2], kill)
+step()
+"""
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_kill_while_saving_leaves_the_file_before(call: str, tmp_path: Path) -> None:
+    path = tmp_path / "optimizer.safetensors"
+    done = subprocess.run([sys.executable, "-c", KILLED, path, call])
+    assert done.returncode == -signal.SIGKILL
+    optimizer = AdamW([torch.zeros(100_000)])
+    load_optimizer(optimizer, path)
+    assert optimizer.state_dict()["state"][0]["step"] == 1

@@ -1,0 +1,188 @@
+"""The state of every rule, in every form: the bytes that it takes, and resuming from it bit for bit."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from shoestring.optim import (
+    APOLLO,
+    CAME,
+    LAMB,
+    SGD,
+    Adafactor,
+    AdamW,
+    AdEMAMix,
+    GaLore,
+    Lion,
+    Muon,
+    ScheduleFreeAdamW,
+)
+from torch.nn import Parameter
+from torch.profiler import profile
+
+pytestmark = pytest.mark.device
+
+SIZES = ((3, 100), (1,), (257,), (64, 64), (0,))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An optimizer, and what it keeps of a parameter: its moments, by whether they may be negative, and more bytes.
+
+    Moments that are long are bf16 where others are codes.
+    """
+
+    make: Callable[..., torch.optim.Optimizer]
+    signed: tuple[bool, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    stepped: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape  # the shape of the moments
+    extra: Callable[[tuple[int, ...], int], int] = lambda shape, item: (
+        0
+    )  # bytes, of a shape and the bytes of a weight
+    weights: tuple[str, ...] = (
+        "fp32",
+        "plain",
+        "stochastic",
+        "remainder",
+    )  # "fp32", or how bf16 ones are kept
+    sizes: tuple[tuple[int, ...], ...] = SIZES
+    long: int = 0
+
+
+RANK = 8
+
+
+def projected(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and min(shape) >= RANK
+
+
+LOW_RANK: dict[str, Any] = dict(
+    signed=(True, False),
+    options={"rank": RANK, "update_proj_gap": 4},
+    stepped=lambda shape: (RANK, max(shape)) if projected(shape) else shape,
+    weights=("fp32", "plain"),
+)
+MATRICES = ((3, 100), (64, 64), (1, 257), (0, 3))
+
+
+def factored(shape: tuple[int, ...], item: int) -> int:
+    """Bytes of the second moment's means over rows and columns, or of a vector's second moment."""
+    return 4 * (sum(shape) if len(shape) == 2 else torch.Size(shape).numel())
+
+
+RULES = {
+    "adamw": Rule(AdamW, (True, False)),
+    "lion": Rule(Lion, (True,)),
+    "sgd": Rule(SGD, (True,), {"dampening": 0.25}),
+    "nesterov": Rule(SGD, (True,), {"nesterov": True}),
+    "galore": Rule(GaLore, extra=lambda shape, item: projected(shape) * item * RANK * min(shape), **LOW_RANK),
+    "apollo": Rule(APOLLO, extra=lambda shape, item: projected(shape) * 4, **LOW_RANK),
+    "ademamix": Rule(AdEMAMix, (True, False), {"t_alpha": 4, "t_beta3": 4}, long=1),
+    "schedule free": Rule(ScheduleFreeAdamW, (False,), {"warmup_steps": 4}, long=1),
+    "lamb": Rule(LAMB, (True, False), {"weight_decay": 0.1}),
+    "muon": Rule(Muon, (True,), sizes=MATRICES),
+    "adafactor": Rule(Adafactor, (), extra=factored),
+    "adafactor mean": Rule(Adafactor, (True,), {"beta1": 0.9}, extra=factored),
+    "came": Rule(CAME, (True,), extra=lambda shape, item: len(shape) * factored(shape, item)),
+}
+# Bytes of a moment for each 256 elements, if it may be negative and if not: codes, and their scales in fp32.
+BYTES = {
+    "8bit": (256 + 4, 256 + 4),
+    "4bit": (128 + 4 * 8, 128 + 4 * 2),
+    "bf16": (512, 512),
+    "fp32": (1024, 1024),
+}
+REMAINDER = 512
+
+EVERY = pytest.mark.parametrize(
+    ("rule", "state", "weights"),
+    [
+        pytest.param(rule, state, weights, id=f"{name}-{state}-{weights}")
+        for name, rule in RULES.items()
+        for state in BYTES
+        for weights in rule.weights
+    ],
+)
+
+
+def made(rule: Rule, params: list[Parameter], state: str, weights: str) -> torch.optim.Optimizer:
+    return rule.make(params, state=state, weights="plain" if weights == "fp32" else weights, **rule.options)
+
+
+def parameters(sizes: tuple[tuple[int, ...], ...], weights: str) -> list[Parameter]:
+    return [
+        Parameter(torch.randn(size).to(torch.float32 if weights == "fp32" else torch.bfloat16))
+        for size in sizes
+    ]
+
+
+def train(optimizer: torch.optim.Optimizer, params: list[Parameter], steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator(torch.get_default_device()).manual_seed(step)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        optimizer.step()
+
+
+@EVERY
+def test_bitwise_resume(rule: Rule, state: str, weights: str) -> None:
+    """From a file, from a copy and from a pickle: weights and state go on as if nothing had happened."""
+    through = parameters(rule.sizes, weights)
+    straight = made(rule, through, state, weights)
+    train(straight, through, range(3))
+    torch.save(straight.state_dict(), file := io.BytesIO())
+    resumed = [Parameter(p.detach().clone()) for p in through]
+    loaded = made(rule, resumed, state, weights)
+    loaded.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    copies = [copy.deepcopy(straight), pickle.loads(pickle.dumps(straight))]
+
+    train(straight, through, range(3, 6))
+    for other in (loaded, *copies):
+        params = other.param_groups[0]["params"]
+        train(other, params, range(3, 6))
+        for p, q in zip(through, params, strict=True):
+            assert torch.equal(p, q)
+            assert straight.state[p].keys() == other.state[q].keys()
+            for name, value in straight.state[p].items():
+                twin = other.state[q][name]
+                assert torch.equal(value, twin) if torch.is_tensor(value) else value == twin, name
+
+
+def formula(rule: Rule, state: str, weights: str, shape: tuple[int, ...]) -> int:
+    """Whole blocks of each moment and of the remainder, the number of steps, and the rule's own."""
+    block = sum(BYTES[state][0 if signed else 1] for signed in rule.signed) + REMAINDER * (
+        weights == "remainder"
+    )
+    block += rule.long * (1024 if state == "fp32" else 512)
+    blocks = -(-torch.Size(rule.stepped(shape)).numel() // 256)
+    return blocks * block + 4 + rule.extra(shape, 4 if weights == "fp32" else 2)
+
+
+@EVERY
+def test_memory_is_the_formula(rule: Rule, state: str, weights: str, backend: str) -> None:
+    """Of the state's tensors to the byte; and of everything that a first step leaves allocated, within 1 %."""
+    sizes = ((512, 512), *rule.sizes)
+    params = parameters(sizes, weights)
+    optimizer = made(rule, params, state, weights)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with profile(profile_memory=True, acc_events=True) as memory:
+        optimizer.step()
+    expected = sum(formula(rule, state, weights, shape) for shape in sizes)
+    storages = [
+        t.untyped_storage()
+        for entry in optimizer.state.values()
+        for t in entry.values()
+        if torch.is_tensor(t)
+    ]
+    assert sum({s.data_ptr(): s.nbytes() for s in storages}.values()) == expected
+    if backend == "simt":
+        return  # its allocator keeps what it hands out apart
+    device = "self_device_memory_usage" if backend == "cuda" else "self_cpu_memory_usage"
+    left = sum(getattr(event, device) for event in memory.key_averages())
+    assert left == pytest.approx(expected, rel=0.01)

@@ -1,0 +1,326 @@
+import json
+
+import pytest
+import shoestring
+import torch
+from conftest import relative_error
+from shoestring.nn import QuantizedLinear
+from shoestring.ops import quantized_linear_reference
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.device
+
+# (tokens, in, out): one token; less than a register; rows that straddle blocks; more rows than the 256 of a panel (4 MiB).
+SHAPES = [(1, 64, 32), (3, 5, 7), (33, 100, 70), (20, 4096, 600)]
+KINDS = ["nf4", "nested", "int4", "int8"]
+
+
+def quantized(weight: Tensor, kind: str) -> shoestring.QuantizedTensor:
+    if kind == "int8":
+        return shoestring.quantize_int8(weight)
+    return shoestring.quantize_4bit(weight, "int4" if kind == "int4" else "nf4", nested=kind == "nested")
+
+
+def parts(q: shoestring.QuantizedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    return q.packed, q.absmax, q.nested
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int], kind: str) -> None:
+    """Output and gradients are no further from fp64 than eager PyTorch's, on the same dequantised weight."""
+    tokens, columns, rows = shape
+    if capability == "simt":
+        rows = min(rows, 70)  # 2.5 million elements are slow there
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        weight = quantized(torch.randn(rows, columns).to(dtype), kind)
+        x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(rows).to(dtype)
+        upstream = torch.randn(tokens, rows).to(dtype)
+        dense = weight.dequantize(torch.float32)
+        results = []
+        # On CUDA the products are in dtype. With the avx512 kernels, bf16 ones are bf16 where the CPU has units for them;
+        # elsewhere on the CPU they are fp32.
+        narrow = capability in ("cuda", "simt") or (dtype, capability) == (torch.bfloat16, "avx512")
+        eager_dtype = dtype if narrow else torch.float32
+        for compute in (None, torch.float64, eager_dtype):
+            leaves = [t.to(compute or dtype).requires_grad_() for t in (x, bias)]
+            if compute is None:
+                y = shoestring.quantized_linear(leaves[0], weight, leaves[1])
+                assert y.dtype == dtype
+            else:
+                y = nn.functional.linear(leaves[0], dense.to(compute), leaves[1])
+            results.append((y, *torch.autograd.grad(y, leaves, upstream.to(y.dtype))))
+        for name, ours, exact, eager in zip(("y", "x", "bias"), *results, strict=True):
+            assert ours.shape == exact.shape
+            bound = 1.5 * relative_error(eager.to(dtype), exact) + 2e-7
+            assert relative_error(ours, exact) <= bound, (name, dtype)
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "int8"])
+def test_several_panels(backend: str, quant_type: str) -> None:
+    """Rows of 4 MiB in fp64, so that CUDA's panels of 64 MiB end before the last row; scales that straddle rows (nf4), and
+    an odd number of elements in each panel's last row."""
+    columns, rows = ((1 << 19) + 7, 17) if backend != "cpu" else ((1 << 16) + 7, 70)
+    if quant_type == "int8":
+        packed, absmax = torch.randint(-127, 128, (rows, columns), dtype=torch.int8), torch.rand(rows)
+    else:
+        packed = torch.randint(256, ((rows * columns + 1) // 2,), dtype=torch.uint8)
+        absmax = torch.rand((rows * columns + 4095) // 4096)
+    block_size = columns if quant_type == "int8" else 4096
+    weight = shoestring.QuantizedTensor(
+        packed,
+        absmax,
+        None,
+        shape=(rows, columns),
+        dtype=torch.float32,
+        quant_type=quant_type,
+        block_size=block_size,
+    )
+    dense = weight.dequantize().double()
+    x = torch.randn(2, columns, dtype=torch.float64, requires_grad=True)
+    y, expected = shoestring.quantized_linear(x, weight), x @ dense.t()
+    torch.testing.assert_close(y, expected)
+    upstream = torch.randn_like(y)
+    torch.testing.assert_close(*(torch.autograd.grad(out, x, upstream)[0] for out in (y, expected)))
+
+
+def test_several_panels_in_bf16(backend: str) -> None:
+    """The sum over panels is in fp32: no further from fp64 than one product over the whole weight."""
+    if backend != "cuda":
+        pytest.skip("panels of 64 MiB: a test for the GPU")
+    weight = shoestring.quantize_4bit(torch.randn(5 * 4096, 8192), nested=True)  # five panels
+    dense = weight.dequantize(torch.bfloat16)
+    x, upstream = torch.randn(33, 8192).bfloat16().requires_grad_(), torch.randn(33, 5 * 4096).bfloat16()
+    leaf = x.detach().double().requires_grad_()
+    results = []
+    for a, y in (
+        (x, shoestring.quantized_linear(x, weight)),
+        (leaf, leaf @ dense.double().t()),
+        (x, x @ dense.t()),
+    ):
+        results.append((y, *torch.autograd.grad(y, a, upstream.to(y.dtype))))
+    for ours, exact, eager in zip(*results, strict=True):
+        assert relative_error(ours, exact) <= 1.1 * relative_error(eager, exact)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nested", "fp4", "int4", "int8", "straddling"])
+def test_few_tokens(capability: str, kind: str) -> None:
+    """Each number of tokens that the weight's codes are multiplied for as they lie, and one more."""
+    columns = {"int8": 77, "straddling": 100}.get(
+        kind, 192
+    )  # rows that are no whole vectors; that share a block
+    dense = torch.randn(37, columns)
+    weight = shoestring.quantize_4bit(dense, "fp4", 32) if kind == "fp4" else quantized(dense, kind)
+    exact = weight.dequantize().double()
+    bias = torch.randn(37)
+    for tokens in (*range(1, 10), 16, 17):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(tokens, columns).to(dtype)
+            y = shoestring.quantized_linear(x, weight, bias)
+            expected = x.double() @ exact.t() + bias.double()
+            # Some sums are rounded to dtype, and so are the weights where products are in bf16.
+            assert relative_error(y, expected) <= (1e-6 if dtype == torch.float32 else 5e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradcheck(kind: str) -> None:
+    weight = quantized(torch.randn(6, 5), kind)
+    x = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, b: shoestring.quantized_linear(x, weight, b), (x, bias))
+
+
+def test_opcheck() -> None:
+    op = torch.ops.shoestring.quantized_linear.default
+    for kind in KINDS:
+        weight = quantized(torch.randn(6, 64), kind)
+        x, bias = torch.randn(4, 64, requires_grad=True), torch.randn(6, requires_grad=True)
+        options = {"out_features": 6, "quant_type": weight.quant_type, "block_size": weight.block_size}
+        torch.library.opcheck(op, (x, *parts(weight), bias), options)
+        torch.library.opcheck(op, (x.detach(), *parts(weight)), options)
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "int4", "int8"])
+def test_compile(quant_type: str) -> None:
+    layer = QuantizedLinear(64, 6, quant_type=quant_type)
+    compiled = torch.compile(
+        lambda x: layer(torch.tanh(x)) * 2, fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for tokens in (3, 5):
+        x = torch.randn(tokens, 64, requires_grad=True)
+        y, expected = compiled(x), layer(torch.tanh(x)) * 2
+        assert torch.equal(y, expected)
+        (g,), (e,) = torch.autograd.grad(y.sum(), x), torch.autograd.grad(expected.sum(), x)
+        assert torch.equal(g, e)
+
+
+def test_strides_leading_dimensions_and_nothing() -> None:
+    weight = shoestring.quantize_4bit(torch.randn(6, 64))
+    x = torch.randn(64, 4, 3).permute(2, 1, 0)
+    torch.testing.assert_close(shoestring.quantized_linear(x, weight), quantized_linear_reference(x, weight))
+    vector = torch.randn(64)
+    torch.testing.assert_close(
+        shoestring.quantized_linear(vector, weight), quantized_linear_reference(vector, weight)
+    )
+    nothing = torch.randn(2, 0, 64, requires_grad=True)
+    y = shoestring.quantized_linear(nothing, weight)
+    assert y.shape == (2, 0, 6)
+    assert torch.autograd.grad(y.sum(), nothing)[0].shape == (2, 0, 64)
+
+
+def test_autocast_repeatable_and_no_double_backward() -> None:
+    weight = shoestring.quantize_4bit(torch.randn(6, 64))
+    x = torch.randn(5, 64, requires_grad=True)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        y = shoestring.quantized_linear(x, weight)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, shoestring.quantized_linear(x.bfloat16(), weight))
+    assert torch.autograd.grad(y.float().sum(), x)[0].dtype == torch.float32
+    assert torch.equal(shoestring.quantized_linear(x, weight), shoestring.quantized_linear(x, weight))
+    (gradient,) = torch.autograd.grad(shoestring.quantized_linear(x, weight).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="quantized_linear: the backward pass is not differentiable"):
+        gradient.sum().backward()
+
+
+def test_no_synchronisation_and_a_graph(backend: str) -> None:
+    """Forward and backward never wait for the GPU, and a graph of them follows what lies in their inputs."""
+    if backend != "cuda":
+        pytest.skip("a test for the GPU")
+    weight = shoestring.quantize_4bit(torch.randn(96, 256), nested=True)
+    x, upstream = torch.randn(8, 256, requires_grad=True), torch.randn(8, 96)
+
+    def step() -> tuple[Tensor, Tensor]:
+        y = shoestring.quantized_linear(x, weight)
+        return y.detach(), torch.autograd.grad(y, x, upstream)[0]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()  # cuBLAS allocates its workspace
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    with torch.no_grad():
+        x.normal_()
+        weight.packed.random_()
+    graph.replay()
+    for a, b in zip(results, step(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_saves_nothing_of_the_input() -> None:
+    """Backward needs the weight alone: no saved tensor beside its parts."""
+    weight = shoestring.quantize_4bit(torch.randn(64, 64))
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        shoestring.quantized_linear(torch.randn(512, 64, requires_grad=True), weight)
+    assert {t.data_ptr() for t in saved} == {weight.packed.data_ptr(), weight.absmax.data_ptr()}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_state_dict_is_bitsandbytes(backend: str, quant_type: str, nested: bool) -> None:
+    """Our keys load into bitsandbytes' state, its own load here, and both give the same weight."""
+    if backend == "cuda":
+        pytest.skip("the bytes are those of bitsandbytes' CPU path")
+    bnb = pytest.importorskip("bitsandbytes")
+    linear = nn.Linear(96, 40).to(torch.bfloat16)
+    ours = QuantizedLinear.from_linear(linear, quant_type, nested=nested)
+    theirs = bnb.nn.Linear4bit(96, 40, quant_type=quant_type, compress_statistics=nested)
+    theirs.load_state_dict(linear.to(torch.bfloat16).state_dict())
+    theirs = theirs.to(torch.bfloat16).to("cpu")
+    theirs.weight = theirs.weight._quantize("cpu") if theirs.weight.quant_state is None else theirs.weight
+
+    mine, reference = ours.state_dict(), theirs.state_dict()
+    assert mine.keys() == reference.keys()
+    for key, value in mine.items():
+        if "quant_state" in key:
+            a, b = (json.loads(bytes(t.tolist())) for t in (value, reference[key]))
+            assert a == b
+        else:
+            assert torch.equal(value, reference[key]), key
+
+    loaded = QuantizedLinear(96, 40)
+    loaded.load_state_dict(reference)
+    assert torch.equal(loaded.weight.dequantize(), ours.weight.dequantize())
+    assert loaded.weight.dtype == torch.bfloat16 and torch.equal(loaded.bias, ours.bias.float())
+    dense = QuantizedLinear(96, 40, quant_type=quant_type, nested=nested)
+    dense.load_state_dict(linear.state_dict())
+    assert torch.equal(dense.weight.packed, ours.weight.packed)
+
+
+def test_module() -> None:
+    linear = nn.Linear(64, 10).eval()
+    layer = QuantizedLinear.from_linear(linear)
+    assert isinstance(layer, nn.Linear) and not layer.training and layer.bias is linear.bias
+    assert not layer.weight.requires_grad and "nf4" in repr(layer)
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(layer(x), quantized_linear_reference(x, layer.weight, layer.bias))
+    int8 = QuantizedLinear.from_linear(linear, "int8")
+    assert "int8, block_size=64" in repr(int8) and int8.weight.packed.shape == (10, 64)
+    torch.testing.assert_close(int8(x), quantized_linear_reference(x, int8.weight, int8.bias))
+    cast = QuantizedLinear.from_linear(linear, compute_dtype=torch.bfloat16)
+    assert cast(x).dtype == torch.float32
+    assert torch.equal(cast(x), layer(x.bfloat16()).float())
+    torch.manual_seed(3)
+    fresh = QuantizedLinear(64, 10)
+    torch.manual_seed(3)
+    assert torch.equal(fresh.weight.packed, QuantizedLinear.from_linear(nn.Linear(64, 10)).weight.packed)
+
+
+def test_errors() -> None:
+    weight = shoestring.quantize_4bit(torch.randn(6, 64))
+    with pytest.raises(RuntimeError, match="quantized_linear: packed: expected 189 bytes"):
+        shoestring.quantized_linear(torch.randn(3, 63), weight)
+    with pytest.raises(
+        RuntimeError, match="quantized_linear: x: expected fp32, fp64, bf16 or fp16, received Long"
+    ):
+        shoestring.quantized_linear(torch.ones(3, 64, dtype=torch.long), weight)
+    with pytest.raises(RuntimeError, match=r"quantized_linear: bias: expected shape \(6\)"):
+        shoestring.quantized_linear(torch.randn(3, 64), weight, torch.randn(5))
+    op, int8 = torch.ops.shoestring.quantized_linear, shoestring.quantize_int8(torch.randn(6, 64))
+    options = {"out_features": 6, "quant_type": "int8"}
+    x, scales = torch.randn(3, 64), torch.zeros(300)
+    with pytest.raises(RuntimeError, match=r"packed: expected 384 codes \(int8\), received 384 of Byte"):
+        op(x, int8.packed.byte(), int8.absmax, **options)
+    with pytest.raises(
+        RuntimeError, match="absmax: expected a scale .Float. for every block_size = 32 of 384 codes"
+    ):
+        op(x, int8.packed, int8.absmax, block_size=32, **options)
+    with pytest.raises(
+        RuntimeError, match="block_size: expected the length of an int8 weight's rows, received 0"
+    ):
+        op(x, int8.packed, int8.absmax, block_size=0, **options)
+    with pytest.raises(RuntimeError, match="nested: expected none with quant_type 'int8'"):
+        op(x, int8.packed, int8.absmax, scales, **options)
+    with pytest.raises(
+        RuntimeError, match="quant_type: expected 'nf4', 'fp4', 'int4' or 'int8', received 'int5'"
+    ):
+        op(x, int8.packed, int8.absmax, out_features=6, quant_type="int5")
+    for change in ({"block_size": 64}, {"nested": True}):
+        with pytest.raises(
+            ValueError, match="QuantizedLinear: block_size and nested: expected None and False with"
+        ):
+            QuantizedLinear(64, 6, quant_type="int8", **change)
+    state = QuantizedLinear(64, 6, quant_type="int8").state_dict()
+    with pytest.raises(
+        ValueError, match=r"and SCB: expected int8 \(5, 64\) and \(5,\), received torch.int8 \(6, 64\)"
+    ):
+        QuantizedLinear(64, 5).load_state_dict(state)
+    with pytest.raises(ValueError, match="weight_format: expected 0, rows as they are, received 2"):
+        QuantizedLinear(64, 6).load_state_dict(state | {"weight_format": torch.tensor(2)})
+    layer = QuantizedLinear(64, 6)
+    state = layer.state_dict()
+    with pytest.raises(
+        ValueError, match=r"QuantizedLinear: weight: expected shape \(5, 64\), received \(6, 64\)"
+    ):
+        QuantizedLinear(64, 5, bias=False).load_state_dict(state)
+    state["weight.quant_map"] = torch.zeros(16)
+    with pytest.raises(ValueError, match="quant_map: expected the nf4 values"):
+        layer.load_state_dict(state)

@@ -1,0 +1,171 @@
+"""QLoRA under FSDP2 (CPU, Gloo): codes shard by rows and are gathered as codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shoestring
+import torch
+from processes import assert_replicated, run
+from shoestring import QuantizedTensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+KINDS = [
+    {"quantize": "nf4"},
+    {"quantize": "nf4", "nested": True, "block_size": 32},
+    {"quantize": "fp4", "block_size": 128},
+    {"quantize": "int4"},
+    {"quantize": "int8"},
+]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(256)
+        self.up, self.down = nn.Linear(256, 512), nn.Linear(512, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def blocks(kind: dict[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(5)
+    return shoestring.lora.apply(nn.Sequential(Block(), Block()).to(dtype), rank=4, **kind)
+
+
+def shard(net: nn.Module, **options: Any) -> nn.Module:
+    for block in net:
+        fully_shard(block, **options)
+    return fully_shard(net, **options)
+
+
+def train(net: nn.Module, rank: int | None) -> list[float]:
+    """Four steps over a batch of 8; a process has its half. The losses are those of the whole batch."""
+    # eps: with a smaller one, a step from a gradient that is all but zero depends on the order of sums.
+    opt = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
+    losses = []
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(8, 256, generator=generator), torch.randn(8, 256, generator=generator)
+    if rank is not None:
+        x, y = x.chunk(2)[rank], y.chunk(2)[rank]
+    for _ in range(4):
+        opt.zero_grad()
+        loss = (net(x) - y).square().mean()
+        loss.backward()
+        opt.step()
+        whole = loss.detach().clone()
+        if rank is not None:
+            torch.distributed.all_reduce(whole)
+            whole /= 2
+        losses.append(whole.item())
+    return losses
+
+
+def _is_one_process(rank: int, kind: dict[str, Any], again: bool) -> None:
+    sharded, plain = shard(blocks(kind), reshard_after_forward=again), blocks(kind)
+    weight = sharded[0].up.weight
+    assert isinstance(weight, DTensor) and isinstance(weight.to_local(), QuantizedTensor)
+    held = weight.to_local().packed
+    assert held.shape[0] == 256 and held.nbytes * 2 == plain[0].up.weight.packed.nbytes
+    expected, received = train(plain, None), train(sharded, rank)
+    assert received == pytest.approx(expected, rel=1e-6) and expected[-1] < expected[0]
+    for (name, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+        assert isinstance(p, DTensor), name
+        if "lora" in name:
+            torch.testing.assert_close(p.full_tensor(), q.detach(), rtol=0, atol=1e-6)
+            assert_replicated(p.full_tensor())
+        elif isinstance(q, QuantizedTensor):  # as before, bit for bit
+            mine = torch.chunk(q.packed, 2)[rank]
+            assert torch.equal(p.to_local().packed, mine) and torch.equal(
+                p.to_local().absmax, q.absmax.chunk(2)[rank]
+            )
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("again", [True, False])
+def test_fsdp_is_one_process(kind: dict[str, Any], again: bool, tmp_path: Path) -> None:
+    run(2, tmp_path, _is_one_process, kind, again)
+
+
+def _mixed_precision(rank: int) -> None:
+    net = shard(blocks({"quantize": "nf4"}), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    seen = []
+    net[0].up.register_forward_pre_hook(lambda layer, _: seen.append(layer.weight))
+    out = net(torch.randn(4, 256))
+    assert out.dtype == torch.bfloat16
+    assert (
+        isinstance(seen[0], QuantizedTensor)
+        and seen[0].dtype == torch.bfloat16
+        and seen[0].shape == (512, 256)
+    )
+    out.float().square().mean().backward()
+    assert net[0].up.lora_B["default"].grad is not None
+
+
+def test_mixed_precision_changes_what_codes_stand_for(tmp_path: Path) -> None:
+    run(2, tmp_path, _mixed_precision)
+
+
+def _round_trip(rank: int, kind: dict[str, Any]) -> None:
+    net, other = shard(blocks(kind)), blocks(kind)
+    train(net, rank)
+    with torch.no_grad():
+        for layer in (m for m in other.modules() if isinstance(m, nn.Linear)):
+            layer.weight.copy_(torch.randn(layer.weight.shape))
+    other = shard(other)
+    x = torch.randn(3, 256)
+    assert not torch.equal(other(x), net(x))
+    other.load_state_dict(net.state_dict())
+    assert torch.equal(other(x), net(x))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_state_dict_round_trip(kind: dict[str, Any], tmp_path: Path) -> None:
+    run(2, tmp_path, _round_trip, kind)
+
+
+def _refused(rank: int) -> None:
+    linear = nn.Linear(256, 63)
+    net = fully_shard(shoestring.lora.apply(nn.Sequential(linear), rank=4, quantize="nf4"))
+    with pytest.raises(
+        ValueError, match="expected rows divisible by the 2 processes, received 63 of LoraLinear"
+    ):
+        net(torch.randn(2, 256))
+    with pytest.raises(
+        ValueError, match="rows 0 to 100: expected whole groups of 256 blocks, with 8 blocks a row"
+    ):
+        fully_shard(
+            shoestring.lora.apply(
+                nn.Sequential(nn.Linear(256, 200)), quantize="nf4", nested=True, block_size=32
+            )
+        )
+    with pytest.raises(ValueError, match="expected consecutive rows of a tensor whose rows are whole blocks"):
+        fully_shard(shoestring.lora.apply(nn.Sequential(nn.Linear(100, 64)), quantize="nf4"))
+
+
+def test_what_cannot_be_split_is_refused(tmp_path: Path) -> None:
+    run(2, tmp_path, _refused)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_rows_are_tensors_of_their_own(kind: dict[str, Any]) -> None:
+    weight = blocks(kind)[0].down.weight
+    dense = weight.dequantize()
+    for rows in (slice(0, 64), slice(64, 128), slice(64, None), slice(None), slice(256, None)):
+        assert torch.equal(weight[rows].dequantize(), dense[rows])
+    for part, expected in zip(weight.split(64), dense.split(64), strict=True):
+        assert part.shape == expected.shape and torch.equal(part.dequantize(), expected)
+    assert torch.equal(weight.view(-1).dequantize(), dense.view(-1))
+    zeros = weight.new_zeros(64, 512)
+    assert zeros.shape == (64, 512)
+    zeros.copy_(weight[64:128])
+    assert torch.equal(zeros.dequantize(), dense[64:128])
+    with pytest.raises(ValueError, match="expected consecutive rows"):
+        weight[:, :64]
+    with pytest.raises(ValueError, match=r"view: expected \[256, 512\] or \[-1\], received \[512, 256\]"):
+        weight.view(512, 256)

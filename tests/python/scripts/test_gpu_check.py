@@ -1,0 +1,276 @@
+"""The GPU check, as far as it can be seen without a GPU: its steps with made-up commands and reports."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import emulator_cases
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[3]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]
+import gpu_check  # noqa: E402
+from steps import Failed, Runner, Skipped, Step  # noqa: E402
+
+from benchmarks import common  # noqa: E402
+
+GPU = {
+    "gpu": "NVIDIA X1",
+    "torch": "2.11.0",
+    "torch_cuda": "13.0",
+    "capability": "9.0",
+    "driver": "1",
+    "cores": 2,
+    "ram_bytes": 8 << 30,
+    "memory_bytes": 1 << 30,
+    "memory_free_bytes": 1 << 30,
+    "packages": {"pytest": "9", "expecttest": "1"},
+}
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Runner:
+    return Runner(tmp_path / "logs", budget=60)
+
+
+@pytest.fixture
+def check(runner: Runner, tmp_path: Path) -> gpu_check.Check:
+    return gpu_check.Check(runner, tmp_path / "build", dict(GPU))
+
+
+def test_a_step_that_fails_or_hangs_does_not_stop_the_next(
+    runner: Runner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sh(script: str) -> str:
+        return runner.command(["sh", "-c", script]).strip()
+
+    def skip() -> str:
+        raise Skipped("not here")
+
+    start = time.monotonic()
+    runner.run(
+        [
+            Step("fine", lambda: sh("echo a note"), 5),
+            Step("wrong", lambda: sh("echo why; exit 3"), 5),
+            Step("hangs", lambda: sh("echo so far; sleep 30 & sleep 30"), 0.3),
+            Step("missing", lambda: runner.command(["/no/such/program"]), 5),
+            Step("crashes", lambda: sh("kill -9 $$"), 5),
+            Step("a bug", lambda: {}["key"], 5),
+            Step("not here", skip, 5),
+            Step("after wrong", lambda: "never", 5, needs="wrong"),
+            Step("after fine", lambda: "well", 5, needs="fine"),
+        ]
+    )
+    assert time.monotonic() - start < 10  # the sleeps were killed, the one in the background too
+    assert [(r.name, r.status, r.note) for r in runner.results] == [
+        ("fine", "passed", "a note"),
+        ("wrong", "failed", "sh ended with status 3: why"),
+        ("hangs", "failed", "sh was stopped at its time limit; its last line: so far"),
+        ("missing", "failed", "program could not be started: No such file or directory"),
+        ("crashes", "failed", "sh ended with status -9: it printed nothing"),
+        ("a bug", "failed", "KeyError: 'key'"),
+        ("not here", "skipped", "not here"),
+        ("after wrong", "skipped", "needs the step wrong"),
+        ("after fine", "passed", "well"),
+    ]
+    assert runner.failed
+    assert runner.table().splitlines()[-1].startswith("2 passed, 5 failed, 2 skipped, ")
+    assert "\nso far\n" in capsys.readouterr().out  # the end of a failed step's log is shown
+
+
+def test_what_no_time_is_left_for_is_skipped(tmp_path: Path) -> None:
+    runner = Runner(tmp_path, budget=1)
+    runner.run([Step("late", lambda: "never", 5)])
+    assert (runner.results[0].status, runner.failed) == ("skipped", False)
+    assert "--budget-minutes" in runner.results[0].note
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "scripts/gpu_check.py", "--build", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("gpu-check: no GPU here: PyTorch ") and done.stderr.count("\n") == 1
+
+
+def test_counts_come_from_pytest_s_report(check: gpu_check.Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = (
+        '<testcase name="a"/><testcase name="b"><failure message="x > y&#10;more"/></testcase>'
+        '<testcase name="c"><skipped message="no bnb"/></testcase>'
+    )
+
+    def pytest_run(arguments: list, env: dict) -> str:
+        Path(arguments[-1].split("=")[1]).write_text(
+            f"<testsuites><testsuite>{cases}</testsuite></testsuites>"
+        )
+        if "failure" in cases:
+            raise Failed("status 1")
+        return ""
+
+    monkeypatch.setattr(check.runner, "command", pytest_run)
+    with pytest.raises(Failed, match="^1 passed, 1 failed, 1 skipped; b: x > y$"):
+        check.suite(Path("test_x.py"))
+    assert check.data["suite"]["test_x"] == {
+        "passed": 1,
+        "failed": 1,
+        "skipped": [{"test": "c", "message": "no bnb"}],
+        "failures": [{"test": "b", "message": "x > y"}],
+    }
+    cases = '<testcase name="a"/>'
+    assert check.suite(Path("test_x.py")) == "1 passed, 0 failed, 0 skipped"
+    check.gpu["packages"].pop("expecttest")
+    assert check.suite(Path("test_x.py")).endswith("; opcheck left out: expecttest is not installed")
+    cases = '<testcase name="test_x"><skipped message="no bnb"/></testcase>'
+    with pytest.raises(Skipped, match="^no bnb$"):
+        check.suite(Path("test_x.py"))
+    check.gpu["packages"].pop("pytest")
+    with pytest.raises(Skipped, match="has no pytest"):
+        check.suite(Path("test_x.py"))
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "outcome"),
+    [
+        ("========= ERROR SUMMARY: 0 errors", 0, "ERROR SUMMARY: 0 errors"),
+        (
+            "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
+            0,
+            "RACECHECK SUMMARY: 0 hazards",
+        ),
+        ("========= ERROR SUMMARY: 10 errors", 86, Failed),
+        ("not ok adamw: RuntimeError: x\n========= ERROR SUMMARY: 0 errors", 0, Failed),
+        ("========= Error: Device not supported", 1, Skipped),
+        ("Segmentation fault", 139, Failed),
+    ],
+)
+def test_sanitizer(
+    check: gpu_check.Check,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: str,
+    status: int,
+    outcome: str | type,
+) -> None:
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(f'#!/bin/sh\nfor last; do :; done\ntouch "$last"\necho "{said}"\nexit {status}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    if isinstance(outcome, str):
+        assert check.sanitizer("memcheck").startswith(outcome)
+    else:
+        with pytest.raises(outcome):
+            check.sanitizer("memcheck")
+
+
+def test_benchmarks_that_fail_keep_their_tables(check: gpu_check.Check, tmp_path: Path) -> None:
+    file = tmp_path / "bench_x.py"
+    table = {
+        "title": "t",
+        "unit": "GB/s",
+        "rows": [
+            {"name": "ours", "seconds": 1e-3, "rate": 5.0, "ratio": 1.0},
+            {"name": "limit", "seconds": 9e-4, "rate": 6.0, "ratio": 0.9},
+        ],
+    }
+    figures = json.dumps({"benchmark": "x", "tables": [table]})
+    file.write_text(f"import sys, pathlib; pathlib.Path(sys.argv[-1]).write_text({figures!r}); sys.exit(1)")
+    with pytest.raises(Failed, match="status 1"):
+        check.benchmark(file)
+    assert gpu_check.figures(check.data["benchmarks"]) == "t: 1.000 ms, 5.0 GB/s; limit 0.90\n"
+    file.write_text(
+        "import argparse; p = argparse.ArgumentParser(); p.add_argument('--device', choices=['cpu'])\n"
+        "p.add_argument('--json'); p.parse_args()"
+    )
+    with pytest.raises(Skipped, match="CPU only"):
+        check.benchmark(file)
+
+
+def test_gpu_timing_is_a_call_s_share_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With events that read the host's clock."""
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.time = time.perf_counter()
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: "Event") -> float:
+            return (end.time - self.time) * 1e3
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    calls = []
+    candidates = {"short": lambda: calls.append(time.sleep(1e-3)), "long": lambda: time.sleep(1e-2)}
+    times = common.interleave(candidates, 3, "cuda")
+    assert {name: len(seconds) for name, seconds in times.items()} == {"short": 3, "long": 3}
+    assert len(calls) > 3 + 3 + 3 * 2  # warm-up, calibration, and several calls a round
+    assert 1e-3 < min(times["short"]) < 1e-2 < min(times["long"])
+
+
+def test_rotating_buffers_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "l2_bytes", lambda: 50 << 20)
+    made, called = [], []
+
+    def make() -> Callable[[], object]:
+        made.append(len(made))
+        return lambda index=made[-1]: called.append(index)
+
+    run = common.rotate(make, size=40 << 20, device="cuda")
+    assert called == [*made, *made]  # the warm-up
+    called.clear()
+    for _ in range(len(made) + 1):
+        run()
+    assert len(made) * 40 >= 4 * 50 and called == [*made, 0]
+    for device, size in (("cpu", 40 << 20), ("cuda", 200 << 20)):
+        made.clear()
+        common.rotate(make, size=size, device=device)
+        assert len(made) == 1
+
+
+def test_prebuilt_libraries_are_taken(
+    check: gpu_check.Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "elsewhere/lib"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("SHOESTRING_PREBUILT", str(folder.parent))
+    with pytest.raises(Failed, match="expected libshoestring.so somewhere in it"):
+        check.build()
+    for name in (*gpu_check.LIBRARIES, gpu_check.EMULATOR):
+        (folder / name).write_text('{"cuda": null}')
+    with pytest.raises(Failed, match="expected a build with CUDA"):
+        check.build()
+    (folder / "build.json").write_text('{"cuda": "13.0"}')
+    assert check.build() == f"libraries from {folder.parent}"
+    assert (check.package / "lib/libshoestring_cuda.so").exists() and (check.package / "_load.py").exists()
+    assert (check.build_folder / "tests/simt" / gpu_check.EMULATOR).exists()
+
+
+def test_results_are_compared_in_units_in_the_last_place(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    emulator_cases.run("cpu", one)
+    emulator_cases.run("cpu", two)
+    rows = emulator_cases.compare(one, two)
+    assert len(rows) > 100 and all(row["ok"] and row["error"] == 0 for row in rows)
+    x = torch.tensor([1.0, 0.5])
+    assert emulator_cases.distance(x, torch.tensor([1.0, 0.5 + 2**-22])) == 2
+    assert emulator_cases.distance(x, torch.tensor([1.0, float("nan")])) == float("inf")
+    codes = torch.zeros(1000, dtype=torch.uint8)
+    codes[3] = 1
+    assert emulator_cases.distance(codes, torch.zeros_like(codes)) == 1
+    assert emulator_cases.distance(torch.ones_like(codes), torch.zeros_like(codes)) == float("inf")
+    saved = torch.load(two)
+    saved["optimizers"] = "RuntimeError: no"
+    saved["dequantize_4bit"]["flat 64 4096 float32"][0][7] += 1
+    torch.save(saved, two)
+    assert [(r["case"], r["tensor"]) for r in emulator_cases.compare(one, two) if not r["ok"]] == [
+        ("dequantize_4bit", "flat 64 4096 float32"),
+        ("optimizers", None),
+    ]

@@ -1,0 +1,140 @@
+"""Schedules, atomic files, the memory meter, checkpoints."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+from shoestring.core.errors import InputError
+from shoestring.files.atomic import atomic_directory, atomic_file
+from shoestring.training import memory
+from shoestring.training.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from shoestring.training.config import Fingerprint, LoopConfig
+from shoestring.training.metrics import COLUMNS, MetricsLog, read_metrics
+from shoestring.training.schedule import learning_rate
+from torch import nn
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 1, 0.9, 0.5, 0.1]),
+        ("cosine", [0.5, 1, 1, 0.5 + 0.5 * math.cos(math.pi / 10), 0.5, 0.5 + 0.5 * math.cos(0.9 * math.pi)]),
+        ("wsd", [0.5, 1, 1, 1, 1, 0.5]),
+    ],
+)
+def test_learning_rate(schedule: str, expected: list[float]) -> None:
+    steps = [0, 1, 2, 3, 7, 11]
+    rates = [learning_rate(step, lr=2.0, steps=12, warmup=2, schedule=schedule) for step in steps]
+    assert rates == pytest.approx([2 * value for value in expected])
+
+
+def test_a_file_is_whole_or_absent(tmp_path: Path) -> None:
+    with pytest.raises(OSError), atomic_file(tmp_path / "a") as file:
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(KeyboardInterrupt), atomic_directory(tmp_path / "d") as folder:
+        (folder / "x").write_text("half")
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_replaces_the_one_before(tmp_path: Path) -> None:
+    for content in ("one", "two"):
+        with atomic_directory(tmp_path / "d") as folder:
+            (folder / "config.json").write_text(content)
+    assert [p.name for p in tmp_path.rglob("*")] == ["d", "config.json"]
+    assert (tmp_path / "d/config.json").read_text() == "two"
+
+
+def test_memory_meter_sees_an_allocation() -> None:
+    before, peak = memory.resident_bytes(), memory.peak_bytes()
+    with mmap.mmap(
+        -1, 64 << 20
+    ) as block:  # new pages; a tensor might be given what the process has and does not use
+        block.write(b"x" * len(block))
+        assert memory.resident_bytes() - before > 60 << 20
+    assert memory.peak_bytes() >= max(peak, before + (60 << 20))
+
+
+def test_storages_count_once() -> None:
+    base = torch.zeros(100)
+    assert memory.storage_bytes([base, base[:10], base.view(10, 10), torch.zeros(5)]) == 420
+    model = nn.Linear(10, 10)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 10)).sum().backward()
+    optimizer.step()
+    assert (
+        memory.optimizer_bytes(optimizer) == 2 * 4 * 110 + 2 * 4
+    )  # two moments, and a step for each parameter
+
+
+def test_saved_activations_leave_weights_out() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    with memory.SavedActivations(model) as saved:
+        model(torch.ones(32, 8))
+    assert saved.bytes == 32 * (8 + 16) * 4
+
+
+def make(width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(width, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(2, width)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_checkpoint_brings_everything_back(tmp_path: Path) -> None:
+    model, optimizer = make()
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, step, model, optimizer, {"val_loss": 0.1 + 0.2})
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
+    expected = torch.rand(3)
+    other, other_optimizer = make()
+    with torch.no_grad():
+        other.weight.zero_()
+    other_optimizer.zero_grad()
+    state = load_checkpoint(checkpoints(tmp_path)[-1], other, other_optimizer)
+    assert state == {"step": 3, "val_loss": 0.1 + 0.2}
+    assert torch.equal(torch.rand(3), expected) and torch.equal(other.weight, model.weight)
+    for a, b in zip(optimizer.state.values(), other_optimizer.state.values()):
+        assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.pt", "state.json"])
+def test_damaged_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
+    model, optimizer = make()
+    folder = save_checkpoint(tmp_path, 1, model, optimizer, {})
+    raw = (folder / name).read_bytes()
+    (folder / name).write_bytes(raw[: len(raw) // 2])
+    with pytest.raises(InputError, match="step-00000001: the checkpoint is damaged"):
+        load_checkpoint(folder, *make())
+
+
+def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, 1, *make(), {})
+    with pytest.raises(InputError, match=r"weight is \[3, 4\] torch.float32 in the checkpoint, \[3, 5\]"):
+        load_checkpoint(folder, *make(5))
+
+
+def test_fingerprint_names_the_field() -> None:
+    recorded = Fingerprint.of(LoopConfig(), data=[["a", 1]]).values
+    Fingerprint.of(LoopConfig(), data=[["a", 1]]).require_equal(recorded, "run")
+    with pytest.raises(InputError, match="lr differs: the run has 0.001, this command has 0.1"):
+        Fingerprint.of(LoopConfig(lr=0.1), data=[["a", 1]]).require_equal(recorded, "run")
+
+
+def test_metrics_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows: list[dict[str, float]] = [{**dict.fromkeys(COLUMNS, 1.5), "step": step} for step in (1, 2, 3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"ste')
+    with MetricsLog(path, keep_through=2) as log:
+        log.add({**rows[2], "val_loss": 2.0})
+    assert log.lost == 0 and read_metrics(path) == [*rows[:2], {**rows[2], "val_loss": 2.0}]

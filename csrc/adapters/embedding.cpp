@@ -3,8 +3,8 @@
 #include <ATen/Functions.h>
 #include <torch/nn/init.h>
 
-#include <shoestring/model_files.h>
 #include <shoestring/nn/embedding.h>
+#include <shoestring/placeholder.h>
 
 #include "adapters/low_rank.h"
 

@@ -3,8 +3,8 @@
 
 #include <torch/nn/init.h>
 
-#include <shoestring/model_files.h>
-#include <shoestring/nn.h>
+#include <shoestring/nn/linear.h>
+#include <shoestring/placeholder.h>
 
 #include "adapters/low_rank.h"
 

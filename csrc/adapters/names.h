@@ -4,7 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include <shoestring/nn.h>
+#include <shoestring/nn/adapter.h>
 
 namespace shoestring::lora {
 

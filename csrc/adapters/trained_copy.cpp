@@ -4,6 +4,9 @@
 
 #include <ATen/Functions.h>
 
+#include <shoestring/nn/linear.h>
+#include <shoestring/nn/quantized_linear.h>
+
 #include "adapters/names.h"
 
 namespace shoestring::lora {

@@ -1,6 +1,6 @@
 #include "attention/attention_cpu.h"
 
-#include "quantization/base_weight.h"
+#include "gemm/products.h"
 
 namespace shoestring::attend {
 

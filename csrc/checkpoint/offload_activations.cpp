@@ -65,7 +65,12 @@ void OffloadActivations::mark() { store_->store->mark(); }
 void OffloadActivations::wait(int64_t bytes) { store_->store->wait(bytes); }
 
 CheckpointPlanOptions OffloadActivations::measure_link(int64_t bytes) const {
-  return store_->store->measure_link(bytes);
+  const LinkSpeed link = store_->store->measure_link(bytes);
+  return CheckpointPlanOptions()
+      .out_bytes_per_second(link.out_bytes_per_second)
+      .in_bytes_per_second(link.in_bytes_per_second)
+      .copy_share(link.copy_share)
+      .prefetch(link.prefetch);
 }
 
 std::map<std::string, int64_t> OffloadActivations::statistics() const {

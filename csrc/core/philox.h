@@ -12,6 +12,8 @@ struct Random4 {
 
 constexpr int kPhiloxRounds = 7;  // the fewest that pass every test of BigCrush, by its authors
 
+constexpr int64_t kRandomBlock = 256;  // elements whose random bits are made together
+
 /// Philox 4x32 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011): 128
 /// random bits that are a function of the counter and the key alone.
 SHOESTRING_HOST_DEVICE Random4 philox(Random4 counter, uint32_t key0, uint32_t key1,

@@ -4,11 +4,8 @@
 
 #include "core/philox.h"
 #include "core/vec_simd.h"
-#include "quantization/dynamic_map.h"
 
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
-
-using kernels::kStateBlock;
 
 // Counters are in lanes of 64 bits, a word in the lower half of each; what is in the upper half is of no
 // account. A product then needs no sorting: its lower word is where it should be, and the upper one a shift
@@ -51,7 +48,7 @@ SHOESTRING_INLINE void store_counters(uint32_t* to, U64 a, U64 b, U64 c, U64 d) 
 // order.
 inline __attribute__((noinline)) void random_block(uint64_t seed, uint32_t step, uint32_t stream,
                                                    uint64_t block, uint16_t* bits) {
-  constexpr int kCounters = kStateBlock / 8,
+  constexpr int kCounters = kernels::kRandomBlock / 8,
                 kTogether = 4;  // registers, whose products hide each other's latency
   U64 lanes;
   for (int i = 0; i < kCounterLanes; ++i) lanes[i] = i;

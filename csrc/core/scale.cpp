@@ -3,7 +3,7 @@
 
 #include "core/cuda.h"
 #include "core/scale_table.h"
-#include "quantization/base_weight.h"
+#include "core/tensors.h"
 
 namespace shoestring {
 namespace {

@@ -11,8 +11,8 @@
 #include "core/huge_pages.h"
 #include "gemm/gemm.h"
 #include "gemm/gemm_table.h"
+#include "gemm/products.h"
 #include "gemm/skinny_gemm_table.h"
-#include "quantization/base_weight.h"
 
 namespace shoestring {
 namespace {

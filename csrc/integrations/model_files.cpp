@@ -2,7 +2,6 @@
 #include <fnmatch.h>
 
 #include <algorithm>
-#include <limits>
 #include <map>
 #include <memory>
 #include <set>
@@ -214,11 +213,6 @@ void remove_shards(const std::string& directory) {
 }
 
 }  // namespace
-
-Tensor placeholder(at::IntArrayRef shape, at::ScalarType dtype) {
-  const double value = at::isFloatingType(dtype) ? std::numeric_limits<double>::quiet_NaN() : 0;
-  return at::full({}, value, dtype).expand(shape);
-}
 
 void load_model(torch::nn::Module& module, const std::string& path, const LoadOptions& options) {
   lora::check_quantize("load_model", options.quantize(), options.block_size(), options.nested());

@@ -6,8 +6,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "core/tensors.h"
 #include "layers/gated_table.h"
-#include "quantization/packed.h"
 
 namespace shoestring::gated {
 

@@ -7,8 +7,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "core/tensors.h"
 #include "layers/norm_table.h"
-#include "quantization/packed.h"
 
 namespace shoestring::norm {
 

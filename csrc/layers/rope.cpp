@@ -11,9 +11,9 @@
 #include "core/call.h"
 #include "core/cuda.h"
 #include "core/huge_pages.h"
+#include "core/tensors.h"
 #include "layers/norm_table.h"
 #include "layers/rope_table.h"
-#include "quantization/packed.h"
 
 namespace shoestring {
 namespace {

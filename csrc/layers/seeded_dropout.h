@@ -4,8 +4,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "core/tensors.h"
 #include "layers/seeded_dropout_table.h"
-#include "quantization/packed.h"
 
 namespace shoestring {
 

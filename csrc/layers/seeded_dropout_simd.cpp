@@ -10,7 +10,7 @@ namespace {
 
 using kernels::Dropout;
 using kernels::kDropoutBlock;
-static_assert(kDropoutBlock == kStateBlock, "random_block makes the bits of a block");
+static_assert(kDropoutBlock == kernels::kRandomBlock, "random_block makes the bits of a block");
 
 template <class E, class T>
 void drop(const T* x, int64_t begin, int64_t count, uint64_t seed, Dropout rule, T* out) {

@@ -4,7 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "quantization/packed.h"
+#include "core/tensors.h"
 
 namespace shoestring {
 

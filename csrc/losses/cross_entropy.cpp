@@ -5,7 +5,7 @@
 #include <torch/library.h>
 
 #include "core/huge_pages.h"
-#include "quantization/base_weight.h"
+#include "core/tensors.h"
 
 namespace shoestring {
 namespace logits {

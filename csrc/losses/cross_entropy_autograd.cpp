@@ -7,7 +7,7 @@
 #include <algorithm>
 
 #include "core/autograd.h"
-#include "quantization/base_weight.h"
+#include "core/tensors.h"
 
 namespace shoestring {
 namespace {

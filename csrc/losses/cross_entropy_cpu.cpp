@@ -6,8 +6,8 @@
 
 #include <type_traits>
 
+#include "core/tensors.h"
 #include "losses/head.h"
-#include "quantization/base_weight.h"
 
 namespace shoestring {
 

@@ -4,7 +4,7 @@
 #include <torch/library.h>
 
 #include "core/cuda.h"
-#include "quantization/base_weight.h"
+#include "core/tensors.h"
 
 namespace shoestring {
 namespace {

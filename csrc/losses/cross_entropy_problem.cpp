@@ -7,8 +7,8 @@
 #include <cmath>
 #include <limits>
 
+#include "core/tensors.h"
 #include "losses/cross_entropy.h"
-#include "quantization/base_weight.h"
 
 namespace shoestring::token_losses {
 namespace {

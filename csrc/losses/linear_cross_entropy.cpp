@@ -8,7 +8,7 @@
 
 #include <shoestring/ops.h>
 
-#include "quantization/base_weight.h"
+#include "core/tensors.h"
 
 namespace shoestring {
 namespace linear_loss {

@@ -116,9 +116,9 @@ void register_activation_store(torch::Library& library) {
       .def("wait", &ActivationStore::wait)
       .def("measure_link",
            [](const c10::intrusive_ptr<ActivationStore>& store, int64_t bytes) {
-             const CheckpointPlanOptions link = store->measure_link(bytes);
-             return std::tuple(link.out_bytes_per_second(), link.in_bytes_per_second(), link.copy_share(),
-                               link.prefetch());
+             const LinkSpeed link = store->measure_link(bytes);
+             return std::tuple(link.out_bytes_per_second, link.in_bytes_per_second, link.copy_share,
+                               link.prefetch);
            })
       .def("statistics", &ActivationStore::statistics);
   // Here and not in a block of their own: a kernel's signature may name a class only after it.

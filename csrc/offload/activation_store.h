@@ -10,12 +10,17 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
-#include <shoestring/checkpoint_plan.h>
-
 namespace shoestring {
 
 struct ActivationEntry;
 struct ActivationStoreCore;
+
+/// The speed of copies beside a computation.
+struct LinkSpeed {
+  double out_bytes_per_second, in_bytes_per_second;
+  double copy_share;  // of a copy's time, the part by which the computation is delayed
+  int64_t prefetch;   // layers
+};
 
 /// What is kept of one saved tensor: its own sizes and strides over a storage that has left the device, or
 /// the tensor.
@@ -62,7 +67,7 @@ class ActivationStore : public torch::CustomClassHolder {
   void wait(int64_t bytes);
   /// How quick copies are beside a computation, and what they take from it, by moving some: to the disk where
   /// there is one and so many bytes are more than host_bytes.
-  CheckpointPlanOptions measure_link(int64_t bytes) const;
+  LinkSpeed measure_link(int64_t bytes) const;
   /// For tests and reports: bytes "stored" by forward so far, "copied_out" and freed, and "reloaded"; now in
   /// "host" slabs, in "live" extents of them, and in the "disk" file; "entries" alive.
   c10::Dict<std::string, int64_t> statistics() const;

@@ -68,7 +68,7 @@ class Computation {
 
 }  // namespace
 
-CheckpointPlanOptions ActivationStore::measure_link(int64_t bytes) const {
+LinkSpeed ActivationStore::measure_link(int64_t bytes) const {
   const at::NoGradGuard no_grad;
   const bool to_disk = core_->file && bytes > core_->host_bytes;
   const auto core = std::make_shared<ActivationStoreCore>(
@@ -113,11 +113,8 @@ CheckpointPlanOptions ActivationStore::measure_link(int64_t bytes) const {
   };
   const Computation::Beside out = median(outs), in = median(ins);
   const auto rate = [&](const Computation::Beside& one) { return static_cast<double>(moved) / one.seconds; };
-  return CheckpointPlanOptions()
-      .out_bytes_per_second(rate(out))
-      .in_bytes_per_second(rate(in))
-      .copy_share(std::min(1.0, (out.lost + in.lost) / (out.seconds + in.seconds)))
-      .prefetch(std::max<int64_t>(1, core_->prefetch));
+  return {rate(out), rate(in), std::min(1.0, (out.lost + in.lost) / (out.seconds + in.seconds)),
+          std::max<int64_t>(1, core_->prefetch)};
 }
 
 }  // namespace shoestring

@@ -170,7 +170,6 @@ void State::read_ahead() {
 }
 
 // ---- steps
-// --------------------------------------------------------------------------------------------------------
 
 void State::start(std::vector<int64_t> chunks) {
   offload_->check();

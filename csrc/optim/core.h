@@ -40,7 +40,6 @@ struct Core : std::enable_shared_from_this<Core> {
   explicit Core(LowMemoryOptimizer& optimizer) : optimizer(&optimizer) {}
 
   // ---- steps
-  // ------------------------------------------------------------------------------------------------------
 
   LowMemoryOptimizer* optimizer;               // which may move
   std::unordered_map<size_t, Layout> layouts;  // by the group's position
@@ -74,7 +73,6 @@ struct Core : std::enable_shared_from_this<Core> {
   void discard();
 
   // ---- gradients
-  // --------------------------------------------------------------------------------------------------
 
   std::optional<double> max_grad_norm;
   Tensor grad_norm;
@@ -88,7 +86,6 @@ struct Core : std::enable_shared_from_this<Core> {
   void forget();
 
   // ---- steps by the CPU (host.cpp)
-  // --------------------------------------------------------------------------------
 
   void flush();
   void drain();

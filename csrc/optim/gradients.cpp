@@ -84,7 +84,6 @@ void Core::forget() {
 }
 
 // ---- sums over micro-batches
-// --------------------------------------------------------------------------------------
 
 void Core::add(const Tensor& param) {
   const Tensor grad = param.grad();
@@ -141,7 +140,6 @@ void Core::drop_sums() {
 }
 
 // ---- scaled losses
-// ------------------------------------------------------------------------------------------------
 
 std::vector<Tensor> Core::gradients_of(const std::vector<Call>& calls) {
   std::vector<Tensor> grads;
@@ -183,7 +181,6 @@ Tensor Core::scaled_step(const Tensor& scale, const Tensor& skip) {
 }
 
 // ---- clipping
-// -----------------------------------------------------------------------------------------------------
 
 // An undefined tensor where nothing is clipped.
 Tensor Core::clip(const std::vector<Call>& calls) {
@@ -198,7 +195,6 @@ Tensor Core::clip(const std::vector<Call>& calls) {
 }
 
 // ---- steps within backward
-// ----------------------------------------------------------------------------------------
 
 void Core::step_alone(const Tensor& param) {
   const Key key = param.unsafeGetTensorImpl();

@@ -34,7 +34,6 @@ std::vector<Core::Bucket> Core::buckets(size_t group, Arena& arena) {
 }
 
 // ---- a step of all
-// ------------------------------------------------------------------------------------------------
 
 // Gradients in host memory, now.
 std::vector<Tensor> Core::on_host(Arena& arena, std::vector<Tensor> grads) {
@@ -93,7 +92,6 @@ void Core::step_bucket(const Bucket& bucket, const std::vector<Tensor>& grads, b
 }
 
 // ---- within backward
-// ----------------------------------------------------------------------------------------------
 
 // A gradient that is complete, or one to be added up: it leaves, and is freed once it has left.
 void Core::arrive(const Tensor& param) {

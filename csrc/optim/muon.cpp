@@ -1,4 +1,4 @@
-#include <shoestring/optim.h>
+#include <shoestring/optim/rules.h>
 
 #include "optim/rule.h"
 

@@ -5,8 +5,8 @@
 
 #include <ATen/Functions.h>
 
+#include "gemm/products.h"
 #include "optim/composite.h"
-#include "quantization/base_weight.h"
 
 namespace shoestring {
 namespace {

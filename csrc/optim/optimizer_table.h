@@ -110,7 +110,6 @@ constexpr int kNumberBits = 20;                           // of a parameter's nu
 SHOESTRING_HOST_DEVICE uint32_t stream_word(uint32_t number, uint32_t stream) { return number << 3 | stream; }
 
 // ---- CPU
-// ----------------------------------------------------------------------------------------------------------
 
 // One tensor of `count` elements. A tensor is worked on in blocks of kStateBlock elements.
 template <class Rule>
@@ -132,7 +131,6 @@ struct OptimizerTable {
 };
 
 // ---- CUDA
-// ---------------------------------------------------------------------------------------------------------
 
 // A parameter as the kernel finds it. Without a gradient it is left alone, and has no blocks of the launch.
 struct OptimizerEntry {

@@ -1,4 +1,4 @@
-#include <shoestring/optim.h>
+#include <shoestring/optim/rules.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "optim/core.h"

@@ -16,7 +16,6 @@ void Core::check_process() const {
 }
 
 // ---- steps
-// --------------------------------------------------------------------------------------------------------
 
 Core::Unfinished Core::begin_step() {
   if (step_in_backward) bring_back();  // so that a step that fails can drop its chunks
@@ -120,7 +119,6 @@ void Core::drop_all_sums() {
 }
 
 // ---- backward
-// -----------------------------------------------------------------------------------------------------
 
 namespace {
 

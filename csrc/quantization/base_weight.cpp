@@ -1,6 +1,5 @@
 #include "quantization/base_weight.h"
 
-#include <ATen/Context.h>
 #include <ATen/Functions.h>
 
 #include "core/huge_pages.h"
@@ -26,43 +25,7 @@ int64_t panel_rows(Backend backend, int64_t rows, int64_t columns, int64_t eleme
   return std::max<int64_t>(1, std::min(rows, ((rows + panels - 1) / panels + 15) / 16 * 16));
 }
 
-// out = beta * out + alpha * a b, or bias + alpha * a b where there is a bias. Any out keeps its strides.
-void multiply_into(const Tensor& out, const Products& products, const Tensor& bias, const Tensor& a,
-                   const Tensor& b, double beta, double alpha = 1) {
-  if (bias.defined()) {
-    gemm_bias(out, bias, a, b, alpha);
-  } else {
-    (products.backend == Backend::kCuda ? gemm : gemm_rounded)(out, a, b, beta, alpha);
-  }
-}
-
 }  // namespace
-
-bool multiplies_bf16() {
-  if (cpu::capability() != cpu::Capability::kAvx512) return false;
-#if defined(__x86_64__)
-  static const bool units = __builtin_cpu_supports("avx512bf16");
-#else
-  constexpr bool units = false;
-#endif
-  return units && at::globalContext().userEnabledMkldnn();
-}
-
-at::ScalarType product_type(const Tensor& x) {
-  return x.scalar_type() == at::kBFloat16 && multiplies_bf16() ? at::kBFloat16 : compute_type(x);
-}
-
-Products::Products(Backend backend, const Tensor& x)
-    : backend(backend), weight(backend == Backend::kCuda ? x.scalar_type() : product_type(x)),
-      other(backend == Backend::kCuda ? x.scalar_type() : compute_type(x)) {}
-
-Tensor multiply(const Products& products, const Tensor& a, const Tensor& b, at::ScalarType dtype,
-                double alpha) {
-  const auto type = dtype == a.scalar_type() ? dtype : compute_type(a);
-  Tensor out = at::empty({a.size(0), b.size(1)}, a.options().dtype(type));
-  multiply_into(out, products, Tensor(), a, b, 0, alpha);
-  return out.to(dtype);
-}
 
 BaseWeight BaseWeight::dense(const Tensor& weight, at::ScalarType product) {
   BaseWeight base;

@@ -6,50 +6,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "gemm/products.h"
 #include "quantization/packed.h"
 
 namespace shoestring {
-
-/// The type that products with `x` are computed in: fp32, or fp64 for fp64.
-inline at::ScalarType compute_type(const at::Tensor& x) {
-  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-/// True where this CPU has units for bf16 products, and may use them.
-bool multiplies_bf16();
-
-/// On the CPU, the type of the operands of products with the weight: bf16 as it is where the CPU has units
-/// for it, and elsewhere the compute type, since PyTorch's 16-bit products are then slower than fp32 by a
-/// factor of ten to hundreds.
-at::ScalarType product_type(const at::Tensor& x);
-
-/// The types that an operator on x multiplies in. On CUDA all are x's: tensor cores take 16-bit operands and
-/// add in fp32. On the CPU product_type for products with the weight, and compute_type for the others.
-struct Products {
-  Products(Backend backend, const at::Tensor& x);
-
-  Backend backend;
-  at::ScalarType weight;  // of products of x, or a gradient, with the weight
-  at::ScalarType other;   // of all other products
-};
-
-/// alpha * a b in `dtype`, rounded once. a and b are of one type, products.other.
-at::Tensor multiply(const Products& products, const at::Tensor& a, const at::Tensor& b, at::ScalarType dtype,
-                    double alpha = 1);
-
-/// x (..., features) as (tokens, features).
-inline at::Tensor as_matrix(const at::Tensor& x) {
-  int64_t tokens = 1;
-  for (int64_t i = 0; i + 1 < x.dim(); ++i) tokens *= x.size(i);
-  return x.reshape({tokens, x.size(-1)});
-}
-
-/// x's shape with `features` in place of its last size.
-inline std::vector<c10::SymInt> with_last(const at::Tensor& x, const c10::SymInt& features) {
-  auto shape = x.sym_sizes().vec();
-  shape.back() = features;
-  return shape;
-}
 
 /// A frozen (rows, columns) weight, dense or quantised, read a panel of rows at a time in the type of the
 /// product: as it lies where it is dense in that type, or in one that gemm widens to it, else through one

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/string_view.h>
 
+#include "core/tensors.h"
 #include "quantization/quantize_4bit_table.h"
 #include "quantization/quantize_int8_table.h"
 
@@ -28,10 +29,6 @@ void check_block_size(const char* op, int64_t block_size);
 void check_packed(const char* op, const at::Tensor& packed, const at::Tensor& absmax,
                   const std::optional<at::Tensor>& nested, const c10::SymInt& numel,
                   c10::string_view quant_type, int64_t block_size, c10::Device device);
-
-/// Whose kernels run: an operator's dispatch key says it, since the emulator runs those of CUDA on CPU
-/// tensors.
-enum class Backend { kCpu, kCuda };
 
 /// A quantised tensor, of 4 bits or int8, as its kernels read it. It holds the parts, made contiguous where
 /// they were not.

@@ -3,7 +3,7 @@
 
 #include <torch/nn/init.h>
 
-#include <shoestring/nn.h>
+#include <shoestring/nn/quantized_linear.h>
 
 #include "quantization/packed.h"
 

@@ -139,7 +139,6 @@ __global__ void __launch_bounds__(kTileThreads)
 }
 
 // ---- delta
-// ---------------------------------------------------------------------------------------------------------
 
 // sum(grad_out out) of 16 queries, the diagonal of a product. Of fp32 it takes the very steps in which
 // backward multiplies grad_out by v: where a query sees one key the two are to cancel.

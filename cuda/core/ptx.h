@@ -36,7 +36,6 @@ __device__ inline unsigned shared_address(const void* p) {
 }
 
 // ---- asynchronous copies
-// -------------------------------------------------------------------------------------------
 
 /// Starts a copy of 4, 8 or 16 bytes to shared memory; both addresses are multiples of that. Only the first
 /// `from_bytes` are read, the rest becomes zero. 16 bytes go past the L1 cache.
@@ -63,7 +62,6 @@ __device__ void cp_async_wait() {
 }
 
 // ---- named barriers
-// ------------------------------------------------------------------------------------------------
 
 /// Waits until `threads` (a multiple of 32, those that only arrive included) are at barrier `id`, 1 to 15: 0
 /// is that of
@@ -78,7 +76,6 @@ __device__ inline void barrier_arrive(int id, int threads) {
 }
 
 // ---- matrices: all 32 lanes, in one place of the code
-// ------------------------------------------------------------
 
 /// Loads `count` = 1, 2 or 4 matrices of 8 by 8 16-bit values from shared memory. Lane 8 i + r gives the
 /// address of row r of matrix i, 16 bytes; the other lanes' addresses are ignored. A lane gets row g, columns

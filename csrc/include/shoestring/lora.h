@@ -13,7 +13,8 @@
 #include <torch/optim/optimizer.h>
 
 #include <shoestring/export.h>
-#include <shoestring/nn.h>
+#include <shoestring/nn/embedding.h>
+#include <shoestring/nn/linear.h>
 
 namespace shoestring::lora {
 
@@ -46,7 +47,6 @@ struct LoraOptions {
 SHOESTRING_API std::vector<std::string> apply(torch::nn::Module& module, const LoraOptions& options = {});
 
 // ---- Several adapters
-// ---------------------------------------------------------------------------------------------
 
 /// The names of the module's adapters.
 SHOESTRING_API std::vector<std::string> adapter_names(const torch::nn::Module& module);
@@ -84,7 +84,6 @@ class SHOESTRING_API AdaptersPerRowGuard {
 };
 
 // ---- Training
-// -----------------------------------------------------------------------------------------------------
 
 struct GroupOptions {
   /// How much faster than lora_A lora_B and all vectors learn; at least 1.
@@ -126,7 +125,6 @@ std::vector<torch::optim::OptimizerParamGroup> parameter_groups(const torch::nn:
 }
 
 // ---- Merging
-// ------------------------------------------------------------------------------------------------------
 
 using MergeOptions = nn::MergeOptions;
 
@@ -144,7 +142,6 @@ SHOESTRING_API MergeReport merge(torch::nn::Module& module, const MergeOptions& 
 SHOESTRING_API void unmerge(torch::nn::Module& module);
 
 // ---- Files
-// --------------------------------------------------------------------------------------------------------
 
 /// Writes adapter_config.json and adapter_model.safetensors, as PEFT does: of "default" into the directory,
 /// of others into a folder of their name in it. adapter_names: which; empty is all. The module's names are

@@ -9,13 +9,9 @@
 #include <torch/nn/module.h>
 
 #include <shoestring/export.h>
+#include <shoestring/placeholder.h>
 
 namespace shoestring {
-
-/// A tensor of this shape in the memory of one element, NaN (a whole number: 0): what a module registers
-/// where load_model is going to bring the values. (Not a tensor on the meta device: LibTorch cannot give such
-/// a parameter values later.)
-SHOESTRING_API at::Tensor placeholder(at::IntArrayRef shape, at::ScalarType dtype = at::kFloat);
 
 struct LoadOptions {
   /// "none", "nf4", "fp4", "int4" or "int8": what the weights of shoestring::nn::Linear layers become on

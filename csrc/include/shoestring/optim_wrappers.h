@@ -13,13 +13,12 @@
 #include <torch/optim/optimizer.h>
 
 #include <shoestring/export.h>
-#include <shoestring/optim.h>
 #include <shoestring/optim/low_rank.h>
+#include <shoestring/optim/rules.h>
 
 namespace shoestring::optim {
 
 // ---- GaLore
-// -------------------------------------------------------------------------------------------------------
 
 /// A group of parameters has its own.
 struct SHOESTRING_API GaLoreOptions {
@@ -79,7 +78,6 @@ class GaLore : public detail::GaLoreCore {
 };
 
 // ---- APOLLO
-// -------------------------------------------------------------------------------------------------------
 
 /// A group of parameters has its own.
 struct SHOESTRING_API APOLLOOptions {
@@ -141,7 +139,6 @@ class APOLLO : public detail::APOLLOCore {
 };
 
 // ---- SAM
-// ----------------------------------------------------------------------------------------------------------
 
 struct SHOESTRING_API SAMOptions {
   SAMOptions(double rho = 0.05) : rho_(rho) {}

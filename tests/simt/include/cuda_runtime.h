@@ -53,7 +53,6 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 // ---- together: the block, the warp
-// ---------------------------------------------------------------------------------
 inline void __syncthreads(simt::Where where = simt::Where::current()) {
   simt::barrier(0, 0, "__syncthreads", where);
 }
@@ -176,7 +175,6 @@ SIMT_REDUCE(__reduce_max_sync, int, std::max(r, v))
 SIMT_REDUCE(__reduce_min_sync, int, std::min(r, v))
 
 // ---- memory
-// --------------------------------------------------------------------------------------------------------
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 template <class T>
@@ -229,7 +227,7 @@ T atomicCAS(T* p, std::type_identity_t<T> expected, std::type_identity_t<T> x,
 }
 
 // ---- arithmetic
-// ---------------------------------------------------------------------------------------------------- As
+// As
 // separate operations: g++ contracts nothing on the processors that this is built for, nvcc contracts but for
 // these.
 inline float __fadd_rn(float a, float b) { return a + b; }
@@ -290,7 +288,6 @@ auto min(A a, B b) {
 }
 
 // ---- what host code next to the kernels asks
-// -----------------------------------------------------------------------
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess = 0 };
 enum cudaDeviceAttr {

@@ -22,7 +22,6 @@ struct Rule;
 }  // namespace detail
 
 // ---- Options
-// ------------------------------------------------------------------------------------------------------
 
 /// The options that all optimizers have, each group of parameters its own.
 class SHOESTRING_API LowMemoryOptions : public torch::optim::OptimizerOptions {
@@ -88,7 +87,6 @@ class OptionsOf : public LowMemoryOptions {
 };
 
 // ---- State
-// --------------------------------------------------------------------------------------------------------
 
 /// A parameter's state by name, as in Python: step (an fp32 scalar), then for each moment e.g. exp_avg,
 /// exp_avg_scale (where it is codes), and weight_remainder. Views into memory that the parameters of a group
@@ -111,7 +109,6 @@ class SHOESTRING_API ParamState : public torch::optim::OptimizerCloneableParamSt
 };
 
 // ---- Optimizer
-// ----------------------------------------------------------------------------------------------------
 
 /// What all optimizers share: moments in few bits, one pass over all tensors of a group. Parameters: fp32,
 /// bf16 or fp16. State is made when a parameter first has a gradient.
@@ -209,7 +206,6 @@ class OptimizerOf : public LowMemoryOptimizer {
 };
 
 // ---- Files
-// --------------------------------------------------------------------------------------------------------
 
 /// Writes state and options of all groups to the safetensors file `path`, which Python's
 /// shoestring.optim.load_optimizer reads as well. A file that is there is replaced once the new one is

@@ -14,7 +14,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <shoestring/export.h>
-#include <shoestring/optim.h>
+#include <shoestring/optim/rules.h>
 
 namespace shoestring::optim::detail {
 

@@ -1,0 +1,32 @@
+#pragma once
+
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+namespace shoestring {
+
+/// Selects the CPU's or CUDA's kernels. An operator takes it from its dispatch key and not from its tensors,
+/// because the emulator runs the CUDA kernels on CPU tensors.
+enum class Backend { kCpu, kCuda };
+
+/// The dtype in which an operator on `x` computes: fp64 for fp64, otherwise fp32.
+inline at::ScalarType compute_type(const at::Tensor& x) {
+  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+/// Views x (..., features) as (tokens, features).
+inline at::Tensor as_matrix(const at::Tensor& x) {
+  int64_t tokens = 1;
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) tokens *= x.size(i);
+  return x.reshape({tokens, x.size(-1)});
+}
+
+/// Returns x's shape with `features` in place of its last size.
+inline std::vector<c10::SymInt> with_last(const at::Tensor& x, const c10::SymInt& features) {
+  auto shape = x.sym_sizes().vec();
+  shape.back() = features;
+  return shape;
+}
+
+}  // namespace shoestring

@@ -1,0 +1,48 @@
+#include "gemm/products.h"
+
+#include <ATen/Context.h>
+#include <ATen/Functions.h>
+
+#include "core/capability.h"
+#include "gemm/gemm.h"
+
+namespace shoestring {
+
+using at::Tensor;
+
+bool multiplies_bf16() {
+  if (cpu::capability() != cpu::Capability::kAvx512) return false;
+#if defined(__x86_64__)
+  static const bool units = __builtin_cpu_supports("avx512bf16");
+#else
+  constexpr bool units = false;
+#endif
+  return units && at::globalContext().userEnabledMkldnn();
+}
+
+at::ScalarType product_type(const Tensor& x) {
+  return x.scalar_type() == at::kBFloat16 && multiplies_bf16() ? at::kBFloat16 : compute_type(x);
+}
+
+Products::Products(Backend backend, const Tensor& x)
+    : backend(backend), weight(backend == Backend::kCuda ? x.scalar_type() : product_type(x)),
+      other(backend == Backend::kCuda ? x.scalar_type() : compute_type(x)) {}
+
+Tensor multiply(const Products& products, const Tensor& a, const Tensor& b, at::ScalarType dtype,
+                double alpha) {
+  const auto type = dtype == a.scalar_type() ? dtype : compute_type(a);
+  Tensor out = at::empty({a.size(0), b.size(1)}, a.options().dtype(type));
+  multiply_into(out, products, Tensor(), a, b, 0, alpha);
+  return out.to(dtype);
+}
+
+void multiply_into(const Tensor& out, const Products& products, const Tensor& bias, const Tensor& a,
+                   const Tensor& b, double beta, double alpha) {
+  if (bias.defined()) {
+    gemm_bias(out, bias, a, b, alpha);
+  } else {
+    (products.backend == Backend::kCuda ? gemm : gemm_rounded)(out, a, b, beta, alpha);
+  }
+}
+
+}  // namespace shoestring

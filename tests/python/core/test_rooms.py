@@ -1,0 +1,210 @@
+"""Dependencies between rooms point one way: each include and each import is in the list below, and there is no circle."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from build_folder import REPOSITORY
+
+# Each room, and the rooms that it may use. Rooms are listed after all rooms that they use.
+LIBRARY: dict[str, tuple[str, ...]] = {
+    "core": (),
+    "files": ("core",),
+    "gemm": ("core",),
+    "quantization": ("core", "files", "gemm"),
+    "layers": ("core",),
+    "adapters": ("core", "files", "gemm", "layers", "quantization"),
+    "attention": ("core", "gemm", "layers"),
+    "losses": ("core", "gemm", "quantization"),
+    "blocks": ("adapters", "attention", "core", "layers"),
+    "offload": ("core", "quantization"),
+    "optim": ("core", "files", "gemm", "offload", "quantization"),
+    "checkpoint": ("core", "offload"),
+    "integrations": ("adapters", "attention", "core", "files", "layers", "losses", "quantization"),
+}
+# The application uses every room of the library. No room of the library uses the application.
+APPLICATION: dict[str, tuple[str, ...]] = {
+    "data": (*LIBRARY,),
+    "training": (*LIBRARY, "data"),
+    "cli": (*LIBRARY, "data", "training"),
+}
+ROOMS = LIBRARY | APPLICATION
+
+# Installed headers stay where users find them; this is the room that each belongs to. The others only include these.
+HEADERS = {
+    "export.h": "core",
+    "placeholder.h": "core",
+    "version.h": "core",
+    "safetensors.h": "files",
+    "nn/quantized_linear.h": "quantization",
+    "nn/norm.h": "layers",
+    "nn/adapter.h": "adapters",
+    "nn/embedding.h": "adapters",
+    "nn/linear.h": "adapters",
+    "lora.h": "adapters",
+    "vocab_parallel.h": "losses",
+    "nn/attention.h": "blocks",
+    "nn/gated_mlp.h": "blocks",
+    "optim/base.h": "optim",
+    "optim/low_rank.h": "optim",
+    "optim/rules.h": "optim",
+    "optim_wrappers.h": "optim",
+    "checkpoint.h": "checkpoint",
+    "checkpoint_plan.h": "checkpoint",
+    "checkpoint_sequence.h": "checkpoint",
+    "offload_activations.h": "checkpoint",
+    "model_files.h": "integrations",
+}
+COLLECTIONS = {"nn.h", "ops.h", "optim.h", "shoestring.h"}
+# Python modules outside of the rooms: the public names, and what loads the libraries.
+PUBLIC = {"", "_public", "__main__", "lora", "nn", "ops"}
+CORE_MODULES = {"_load"}
+
+Edges = dict[str, set[str]]
+
+
+def cpp_files() -> list[str]:
+    folders = [REPOSITORY / "csrc", REPOSITORY / "cuda"]
+    paths = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".h", ".cpp", ".cu")]
+    return sorted(str(path.relative_to(REPOSITORY)) for path in paths)
+
+
+def includes(files: Iterable[str]) -> Edges:
+    """The files of this repository that each file includes."""
+    known = set(files)
+    edges: Edges = {}
+    for file in known:
+        edges[file] = set()
+        for name in re.findall(r'^#include ["<]([^">]+)[">]', (REPOSITORY / file).read_text(), re.M):
+            found = [path for path in (f"csrc/{name}", f"csrc/include/{name}", name) if path in known]
+            assert name[0] == "<" or found or "/" not in name or not name.split("/")[0] in ROOMS, (file, name)
+            edges[file] |= set(found[:1])
+    return edges
+
+
+def cpp_room(file: str) -> str | None:
+    """The room of a C++ or CUDA file; None for headers that only include others."""
+    header = file.removeprefix("csrc/include/shoestring/")
+    if header == file:
+        return file.split("/")[1]
+    return None if header in COLLECTIONS else HEADERS[header]
+
+
+def python_modules() -> dict[str, Path]:
+    root = REPOSITORY / "python/shoestring"
+    paths = [path for path in root.rglob("*.py")]
+    return {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix("__init__").strip("."): path
+        for path in paths
+    }
+
+
+def imports(modules: dict[str, Path], everywhere: bool) -> Edges:
+    """The modules of the package that each module imports; also inside of functions if ``everywhere``."""
+    edges: Edges = {}
+
+    def visit(module: str, node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if (
+                isinstance(child, ast.ImportFrom)
+                and child.module
+                and child.module.split(".")[0] == "shoestring"
+            ):
+                base = child.module.removeprefix("shoestring").strip(".")
+                for alias in child.names:
+                    full = f"{base}.{alias.name}".strip(".")
+                    edges[module].add(full if full in modules else base)
+            elif isinstance(child, ast.Import):
+                for alias in child.names:
+                    if alias.name.split(".")[0] == "shoestring":
+                        edges[module].add(alias.name.removeprefix("shoestring").strip("."))
+            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+                if everywhere:
+                    visit(module, child)
+            elif everywhere or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                visit(module, child)
+
+    for module, path in modules.items():
+        edges[module] = set()
+        visit(module, ast.parse(path.read_text()))
+    return edges
+
+
+def python_room(module: str) -> str | None:
+    if module in CORE_MODULES:
+        return "core"
+    return None if module in PUBLIC else module.split(".")[0]
+
+
+def circle(edges: Edges) -> list[str]:
+    """A circle of edges, or nothing."""
+    done: set[str] = set()
+
+    def search(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return []
+        for target in sorted(edges.get(node, ())):
+            if found := search(target, [*path, node]):
+                return found
+        done.add(node)
+        return []
+
+    return next((found for node in sorted(edges) if (found := search(node, []))), [])
+
+
+def test_the_list_of_rooms_points_one_way() -> None:
+    names = list(ROOMS)
+    for room, used in ROOMS.items():
+        assert list(used) == sorted(used) or room in APPLICATION, f"{room}: keep the list sorted"
+        late = [other for other in used if names.index(other) >= names.index(room)]
+        assert not late, f"{room} uses {late}, which stand after it"
+    assert not any(set(used) & set(APPLICATION) for used in LIBRARY.values())
+
+
+def test_every_folder_is_a_room() -> None:
+    others = {"csrc": {"include"}, "tests/python": {"examples", "scripts"}, "benchmarks": {"results"}}
+    for floor in ("csrc", "cuda", "python/shoestring", "tests/cpp", "tests/python", "benchmarks"):
+        ignored = {"lib", "include", "share", "__pycache__", *others.get(floor, ())}
+        folders = {path.name for path in (REPOSITORY / floor).iterdir() if path.is_dir()} - ignored
+        assert folders <= set(ROOMS), f"{floor}: {sorted(folders - set(ROOMS))} are not rooms"
+
+
+def test_includes_follow_the_list() -> None:
+    files = cpp_files()
+    edges = includes(files)
+    wrong = [
+        f"{file} includes {target}: {a} may not use {b}"
+        for file in files
+        for target in sorted(edges[file])
+        if (a := cpp_room(file)) and (b := cpp_room(target)) and a != b and b not in ROOMS[a]
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert not (found := circle(edges)), " -> ".join(found)
+
+
+def test_imports_follow_the_list() -> None:
+    modules = python_modules()
+    wrong = [
+        f"{module} imports {target}: {a} may not use {b}"
+        for module, targets in sorted(imports(modules, everywhere=True).items())
+        for target in sorted(targets)
+        if (a := python_room(module)) and (b := python_room(target)) and a != b and b not in ROOMS[a]
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert not (found := circle(imports(modules, everywhere=False))), " -> ".join(found)
+
+
+def test_every_arrow_is_used() -> None:
+    """An arrow that neither C++ nor Python uses any more has to leave the list."""
+    used: set[tuple[str | None, str | None]] = set()
+    for node, targets in includes(cpp_files()).items():
+        used |= {(cpp_room(node), cpp_room(target)) for target in targets}
+    for node, targets in imports(python_modules(), everywhere=True).items():
+        used |= {(python_room(node), python_room(target)) for target in targets}
+    unused = [f"{a} -> {b}" for a, names in LIBRARY.items() for b in names if (a, b) not in used]
+    assert not unused, ", ".join(unused)

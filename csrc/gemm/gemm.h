@@ -22,8 +22,9 @@ constexpr int64_t kGemmWorkspace = int64_t{9} << 20;
 bool gemm_widens(at::ScalarType type);
 void gemm_cpu(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta, double alpha);
 
-/// gemm on a CPU, where a product of bf16 matrices may be rounded to bf16 before it is added, as PyTorch's
-/// own are: with AMX, and for a few rows, the library's is then several times faster.
+/// gemm on a CPU, where one product of bf16 matrices may be rounded to bf16 before it is written or added, as
+/// PyTorch's own are: for a few rows the library's product is then several times faster. With AMX, terms that
+/// are added to an fp32 `out` are never rounded.
 void gemm_rounded(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta = 0,
                   double alpha = 1);
 

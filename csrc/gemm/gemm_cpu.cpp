@@ -7,6 +7,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
+#include <ATen/native/CPUBlas.h>
 
 #include "core/huge_pages.h"
 #include "gemm/gemm.h"
@@ -184,11 +185,57 @@ bool by_bf16_units(const Tensor& a, const Tensor& b) {
 
 bool has_amx() {
 #if defined(__x86_64__)
-  static const bool units = __builtin_cpu_supports("amx-bf16");
+  static const bool units =
+      __builtin_cpu_supports("amx-bf16") && at::native::cpublas::could_pack(at::kBFloat16);
   return units;
 #else
   return false;
 #endif
+}
+
+// c (m, n) = beta c + alpha a b of bf16 matrices by oneDNN's AMX kernels, which add in fp32 and write fp32.
+// c's rows are contiguous. A task keeps a panel of a (256 x 1,024: 512 KiB) and a packed block of b (1,024 x
+// 64: 128 KiB) in the L2 cache.
+void multiply_amx(const Tensor& c, const Tensor& a, const Tensor& b, double alpha, double beta) {
+  namespace blas = at::native::cpublas;
+  constexpr int64_t kRows = 256, kColumns = 64, kPiece = 1024;  // kColumns: the most that pack() takes
+  const int64_t m = a.size(0), n = b.size(1), odd = a.size(1) % 2, depth = a.size(1) + odd;
+  const Tensor left =
+      odd != 0 ? at::constant_pad_nd(a, {0, 1}) : a.contiguous();  // AMX adds pairs of products
+  const Tensor right = odd != 0 ? at::constant_pad_nd(b, {0, 0, 0, 1}) : b.contiguous();
+  const int64_t blocks = parts_of(n, kColumns), tiles = parts_of(m, kRows);
+  const Tensor packed = at::empty({blocks, depth, kColumns}, right.options());
+  const auto* from = right.const_data_ptr<at::BFloat16>();
+  auto* panels = packed.mutable_data_ptr<at::BFloat16>();
+  at::parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) {
+    for (int64_t block = first; block < last; ++block) {
+      blas::pack(depth, std::min(kColumns, n - block * kColumns), n, kColumns, at::kBFloat16, at::kBFloat16,
+                 from + block * kColumns, panels + block * depth * kColumns);
+    }
+  });
+  const Tensor sum = alpha == 1 ? c : at::empty({m, n}, c.options());
+  const bool add = alpha == 1 && beta != 0;
+  if (add && beta != 1) c.mul_(beta);
+  const auto* rows = left.const_data_ptr<at::BFloat16>();
+  float* out = sum.mutable_data_ptr<float>();
+  const int64_t stride = sum.stride(0);
+  // A task is a tile of rows and a group of column blocks: four tasks for each thread, if there are as many.
+  const int64_t groups = std::min(blocks, parts_of(4 * at::get_num_threads(), tiles));
+  at::parallel_for(0, tiles * groups, 1, [&](int64_t first, int64_t last) {
+    for (int64_t task = first; task < last; ++task) {
+      const int64_t row = task / groups * kRows, group = task % groups;
+      for (int64_t d = 0; d < depth; d += kPiece) {
+        for (int64_t block = group * blocks / groups; block < (group + 1) * blocks / groups; ++block) {
+          const int64_t column = block * kColumns;
+          blas::brgemm(std::min(kRows, m - row), std::min(kColumns, n - column), std::min(kPiece, depth - d),
+                       depth, kColumns, stride, add || d > 0, rows + row * depth + d,
+                       panels + (block * depth + d) * kColumns, out + row * stride + column);
+        }
+      }
+    }
+    blas::brgemm_release();
+  });
+  if (alpha != 1) beta == 0 ? c.copy_(sum).mul_(alpha) : c.mul_(beta).add_(sum, alpha);
 }
 
 }  // namespace
@@ -227,6 +274,12 @@ void gemm_rounded(const Tensor& out, const Tensor& a, const Tensor& b, double be
   if (out.scalar_type() == at::kBFloat16) {
     at::addmm_out(c, out, a, b, beta, alpha);
     return;
+  }
+  // One product may be rounded to bf16, as PyTorch's own is. The terms of a sum may not: their errors would
+  // add up.
+  const bool contiguous = out.scalar_type() == at::kFloat && (out.stride(1) == 1 || out.size(1) == 1);
+  if (has_amx() && contiguous && a.size(1) > 0 && (beta != 0 || a.size(0) >= a.size(1))) {
+    return multiply_amx(out, a, b, alpha, beta);
   }
   const int64_t step = std::max<int64_t>(64, kSharedBytes / 2 / std::max<int64_t>(1, b.size(1)));
   for (int64_t i = 0; i < a.size(0); i += step) {  // a product that stays in cache until it is added

@@ -9,6 +9,8 @@
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 
 using kernels::ElementType;
+using kernels::kStateBlock;
+static_assert(kernels::kRandomBlock == kStateBlock, "random_block makes the bits of a block");
 
 // bf16, up with the probability of what is cut off: `random` has 16 bits an element. NaN stays NaN.
 // In the upper halves; what is below them is of no account.

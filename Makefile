@@ -1,4 +1,8 @@
 # make test    everything that continuous integration runs, set-up included
+# make check   the tests for daily work: layout, types, and the tests that need no other process and no training
+# make nightly   everything long: sanitizers, all crash points, random kills, fuzzers, 20 seeds, a build without CUDA
+# make test-asan   the C++ suite and all CPU kernels with AddressSanitizer and UndefinedBehaviorSanitizer
+# make lint    layout, lint and types; make format mends what the tools can mend
 # make demo    train and fine-tune a small model, each beside plain PyTorch, and name the report
 # make build   the libraries, into python/shoestring
 # make bench   the benchmarks, ours beside the peers'
@@ -14,7 +18,7 @@ export PYTHONPATH := $(CURDIR)/python
 export CMAKE_BUILD_PARALLEL_LEVEL ?= 2
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup build test test-cpp test-python test-consumer test-newest demo bench gpu-check clean
+.PHONY: setup build test check nightly test-asan lint format test-newest demo bench gpu-check clean
 
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt scripts/setup.sh
@@ -30,6 +34,12 @@ build: $(VENV)/.ready $(BUILD)/build.ninja
 
 test: build
 	scripts/test.sh $(BUILD)
+
+lint: $(VENV)/.ready
+	scripts/lint.sh
+
+format: $(VENV)/.ready
+	scripts/lint.sh --fix
 
 test-newest:
 	$(MAKE) test VENV=.venv-newest BUILD=build-newest TORCH=torch

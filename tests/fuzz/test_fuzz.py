@@ -1,6 +1,6 @@
 """Damaged files: a reader loads them, or raises what it documents, in one line, within time and memory, and writes nothing.
 
-``--fuzz-seconds`` sets the length, ``SHOESTRING_SEED`` the mutations. A failure names the seed and the number of its case, and
+``--fuzz-seconds`` sets the length, ``--seed`` the mutations. A failure names the seed and the number of its case, and
 keeps the folder.
 """
 
@@ -154,7 +154,7 @@ def test_reader(reader: Reader, seed: int, tmp_path: Path, request: pytest.Fixtu
             kept = tmp_path / f"case-{case}"
             if not special:
                 shutil.copytree(folder, kept)
-            failures[f"SHOESTRING_SEED={seed} case {case} ({name}, {kept})"] = reason
+            failures[f"--seed={seed} case {case} ({name}, {kept})"] = reason
         remove(folder / name)
         (folder / name).write_bytes(sound[name])
         case += 1

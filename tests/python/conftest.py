@@ -1,4 +1,4 @@
-"""What the suites share: the backend and the CPU capabilities, a printed seed, and the error of a result against fp64.
+"""What the suites share: the backend and the CPU capabilities, and the error of a result against fp64.
 
 ``--backend`` names what runs the operators: ``cpu`` (the default, every test), or the CUDA kernels: ``cuda`` on the GPU,
 ``simt`` in the emulator (``tests/simt``), which lends them the memory of CPU tensors. With the last two, only tests
@@ -6,8 +6,6 @@ marked ``device`` run, and factory functions make their tensors where the backen
 """
 
 import ctypes
-import os
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -29,10 +27,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # a shell's background job: programs under test inherit it
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     backend = config.getoption("--backend")
     if backend == "cuda":
         if not torch.cuda.is_available():
@@ -88,15 +82,6 @@ def capability(request: pytest.FixtureRequest) -> Iterator[str]:
         pytest.skip(f"this machine has no {request.param}")
     yield request.param
     torch.ops.shoestring.set_cpu_capability(before)
-
-
-@pytest.fixture(autouse=True)
-def seed() -> int:
-    """Seeds PyTorch; pytest shows the print where a test fails. SHOESTRING_SEED repeats or varies a run."""
-    value = int(os.environ.get("SHOESTRING_SEED", "1234"))
-    torch.manual_seed(value)
-    print(f"SHOESTRING_SEED={value}")
-    return value
 
 
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:

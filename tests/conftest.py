@@ -1,0 +1,30 @@
+"""What all Python suites share: the seed, and the folder of the helpers."""
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "python"))  # whose helpers all suites use
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=1234, help="the seed of all random tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # a shell's background job: programs under test inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> int:
+    """Seed PyTorch, and return the seed. pytest shows the print of a test that fails."""
+    value: int = request.config.getoption("--seed")
+    torch.manual_seed(value)
+    print(f"--seed={value}")
+    return value

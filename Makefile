@@ -1,13 +1,13 @@
 # make test    everything that continuous integration runs, set-up included
-# make check   the tests for daily work: layout, types, and the tests that need no other process and no training
+# make check   the tests for daily work, at most 5 minutes: layout, types, C++ and the Python tests that are not slow
 # make nightly   everything long: sanitizers, all crash points, random kills, fuzzers, 20 seeds, a build without CUDA
+# make test-newest   build and test against the newest PyTorch
 # make test-asan   the C++ suite and all CPU kernels with AddressSanitizer and UndefinedBehaviorSanitizer
 # make lint    layout, lint and types; make format mends what the tools can mend
 # make demo    train and fine-tune a small model, each beside plain PyTorch, and name the report
-# make build   the libraries, into python/shoestring
+# make build   the libraries, into python/shoestring; make build-tests builds the C++ programs of the tests as well
 # make bench   the benchmarks, ours beside the peers'
 # make gpu-check   on a machine with a GPU: build, suite, emulator, benchmarks, compute-sanitizer. PYTHON=... has PyTorch
-# make test-newest   build and test against the newest PyTorch
 VENV ?= .venv
 BUILD ?= build
 TORCH ?=
@@ -17,23 +17,46 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PYTHONPATH := $(CURDIR)/python
 export CMAKE_BUILD_PARALLEL_LEVEL ?= 2
 export TOKENIZERS_PARALLELISM ?= false
+CONFIGURE := cmake -S . -G Ninja -DPython3_EXECUTABLE=$(PYTHON) \
+  $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache) $(CMAKE_ARGS)
+INSTALL := --prefix python/shoestring >/dev/null
+SEEDS ?= 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20
 
-.PHONY: setup build test check nightly test-asan lint format test-newest demo bench gpu-check clean
+.PHONY: setup build build-tests test check nightly test-newest test-asan lint format demo bench gpu-check clean
 
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt scripts/setup.sh
 	scripts/setup.sh $(VENV) "$(TORCH)"
 
 $(BUILD)/build.ninja: | $(VENV)/.ready
-	cmake -S . -B $(BUILD) -G Ninja -DPython3_EXECUTABLE=$(PYTHON) -DSHOESTRING_TESTS=ON \
-	  $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache) $(CMAKE_ARGS)
+	$(CONFIGURE) -B $(BUILD) -DSHOESTRING_TESTS=ON
 
 build: $(VENV)/.ready $(BUILD)/build.ninja
-	cmake --build $(BUILD)
-	cmake --install $(BUILD) --prefix python/shoestring >/dev/null
+	cmake --build $(BUILD) --target libraries
+	cmake --install $(BUILD) $(INSTALL)
 
-test: build
+build-tests: build
+	cmake --build $(BUILD)
+
+test: build-tests
 	scripts/test.sh $(BUILD)
+
+check: build-tests
+	scripts/test.sh $(BUILD) lint C++ check
+
+nightly: test test-asan
+	python -m pytest tests/crash --all --kills 1000
+	python -m pytest tests/fuzz --fuzz-seconds 600
+	tests/consumer/run.sh $(BUILD) --build
+	for seed in $(SEEDS); do python -m pytest -n 2 --dist loadfile --seed $$seed || exit; done
+
+test-newest:
+	$(MAKE) test VENV=.venv-newest BUILD=build-newest TORCH=torch
+
+test-asan: $(VENV)/.ready
+	SHOESTRING_CUDA=0 $(CONFIGURE) -B build-asan -DSHOESTRING_TESTS=ON -DSHOESTRING_SANITIZE=ON
+	cmake --build build-asan --target shoestring shoestring_tests
+	scripts/test_asan.sh build-asan
 
 lint: $(VENV)/.ready
 	scripts/lint.sh
@@ -41,10 +64,11 @@ lint: $(VENV)/.ready
 format: $(VENV)/.ready
 	scripts/lint.sh --fix
 
-test-newest:
-	$(MAKE) test VENV=.venv-newest BUILD=build-newest TORCH=torch
-
-demo: build
+# Builds no tests, and no CUDA kernels where there is no GPU. A build that is already there is used.
+demo: $(VENV)/.ready
+	if [ -e $(BUILD)/build.ninja ]; then $(MAKE) build; else \
+	  [ -e /dev/nvidiactl ] || export SHOESTRING_CUDA=$${SHOESTRING_CUDA:-0}; \
+	  $(CONFIGURE) -B build-demo && cmake --build build-demo && cmake --install build-demo $(INSTALL); fi
 	$(PYTHON) -m shoestring demo
 
 bench: build
@@ -54,4 +78,5 @@ gpu-check:
 	$(GPU_PYTHON) scripts/gpu_check.py $(GPU_CHECK_ARGS)
 
 clean:
-	rm -rf build build-newest build-gpu python/shoestring/lib python/shoestring/include python/shoestring/share
+	rm -rf build build-newest build-asan build-demo build-gpu
+	rm -rf python/shoestring/lib python/shoestring/include python/shoestring/share

@@ -33,7 +33,7 @@ fi
 import tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-for requirement in project["dependencies"] + extras["cli"] + extras["peers"] + extras["test"]:
+for requirement in project["dependencies"] + extras["cli"] + extras["peers"] + extras["test"] + extras["lint"]:
     if not requirement.startswith("shoestring["):
         print(requirement)
 EOF

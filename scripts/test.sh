@@ -1,63 +1,82 @@
 #!/usr/bin/env bash
-# The suites, all of them even when one fails, and their totals at the end.
-# Usage: test.sh BUILD_DIR   (the libraries are built and installed into python/shoestring)
+# Runs all suites, also after one has failed, and prints their totals at the end.
+# Usage: test.sh BUILD_DIR [SUITE...]   (the libraries are built and installed into python/shoestring)
 set -uo pipefail
 cd "$(dirname "$0")/.."
 build=$1
+wanted=${*:2}
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 status=0
 SHOESTRING_BUILD=$(realpath "$build") || exit  # whose programs the Python suites run
 export SHOESTRING_BUILD
 export OMP_WAIT_POLICY=passive  # threads that spin are slow where the machine does anything else
+simt=$SHOESTRING_BUILD/tests/simt
+cpp=$SHOESTRING_BUILD/tests/cpp/shoestring_tests
 
-run() {  # NAME COMMAND...
+wants() { [ -z "$wanted" ] || [[ " $wanted " == *" $1 "* ]]; }  # SUITE
+run() {  # SUITE COMMAND...
   local name=$1
   shift
+  wants "$name" || return 0
   echo "== $name"
   local start=$SECONDS
   "$@" 2>&1 | tee "$logs/$name" || status=1
   echo "($((SECONDS - start)) s)" >>"$logs/$name.time"
 }
-simt=$SHOESTRING_BUILD/tests/simt
-run C++ "$build/tests/cpp/shoestring_tests"
+# The C++ suite over the emulated kernels, as two processes of one thread. Each has every other case.
+emulated() {
+  local list=$logs/cases status=0 half first second
+  "$cpp" --list-test-names-only >"$list" || true  # Catch2 2 returns the number of cases
+  for half in 0 1; do
+    awk "NR % 2 == $half" "$list" >"$list.$half"
+    LD_PRELOAD=$simt/libshoestring_simt.so OMP_NUM_THREADS=1 "$cpp" --input-file "$list.$half" >"$list.$half.log" 2>&1 &
+  done
+  for half in 0 1; do wait -n || status=1; done
+  cat "$list.0.log" "$list.1.log"
+  return $status
+}
+
+run lint scripts/lint.sh
+run C++ "$cpp"
 run emulator "$simt/simt_tests"
-run C++-emulated env LD_PRELOAD="$simt/libshoestring_simt.so" "$build/tests/cpp/shoestring_tests"
-run Python python -m pytest
-run Python-emulated python -m pytest --backend=simt
+run C++-emulated emulated
+run Python python -m pytest -n 2 --dist loadfile -m "not alone"
+run Python-alone python -m pytest -m alone
+! wants check || [ -z "$wanted" ] || run check python -m pytest -n 2 --dist loadfile -m "not alone and not slow"
+OMP_NUM_THREADS=1 run Python-emulated python -m pytest --backend=simt -n 2 --dist loadfile
 run crash python -m pytest tests/crash
 run fuzz python -m pytest tests/fuzz
 run consumer tests/consumer/run.sh "$build"
 run gates python scripts/check_ptxas.py "$build"
 
 passed=0 failed=0
-count() { grep -oE "[0-9]+ $2" "$logs/$1" | tail -n 1 | grep -oE '[0-9]+' || echo 0; }  # NAME WORD: the number before it
-add() {  # NAME PASSED FAILED
+sum() { grep -oE "$2" "$logs/$1" | grep -oE '[0-9]+' | awk '{ total += $1 } END { print total + 0 }'; }  # SUITE PATTERN
+add() {  # SUITE PASSED FAILED
   passed=$((passed + $2)) failed=$((failed + $3))
   echo "$1: $2 passed, $3 failed $(cat "$logs/$1.time")"
 }
-add_catch() {  # NAME, a suite of Catch2
-  if grep -q '^All tests passed' "$logs/$1"; then
-    add "$1" "$(count "$1" 'test case')" 0
-  else
-    sed -i '/^assertions:/d' "$logs/$1"  # Catch2 counts both; the cases are wanted
-    add "$1" "$(count "$1" passed)" "$(count "$1" failed)"
-  fi
+add_catch() {  # SUITE, of Catch2: "All tests passed (9 assertions in 2 test cases)", or "test cases: 3 | 2 passed | 1 failed"
+  ! wants "$1" || add "$1" "$(($(sum "$1" 'in [0-9]+ test case') + $(sed -n '/^test cases:/p' "$logs/$1" >"$logs/cases.$1"; sum "cases.$1" '[0-9]+ passed')))" \
+    "$(sum "cases.$1" '[0-9]+ failed')"
 }
-add_pytest() {  # NAME
-  add "$1" "$(count "$1" passed)" "$(($(count "$1" failed) + $(count "$1" error)))"
+add_pytest() {  # SUITE
+  ! wants "$1" || { tail -n 1 "$logs/$1" >"$logs/last.$1"; add "$1" "$(sum "last.$1" '[0-9]+ passed')" "$(sum "last.$1" '[0-9]+ (failed|error)')"; }
 }
 echo "== totals"
+! wants lint || add lint "$(grep -c '^ok ' "$logs/lint")" "$(grep -c '^not ok ' "$logs/lint")"
 add_catch C++
 add_catch emulator
 add_catch C++-emulated
 add_pytest Python
+add_pytest Python-alone
+[ -z "$wanted" ] || add_pytest check
 add_pytest Python-emulated
 add_pytest crash
 add_pytest fuzz
-add consumer "$(grep -c '^ok ' "$logs/consumer")" "$(grep -c '^not ok ' "$logs/consumer")"
-add gates "$(count gates passed)" "$(count gates failed)"
-sed -n 's/^skipped/gates skipped/p' "$logs/gates"
+! wants consumer || add consumer "$(grep -c '^ok ' "$logs/consumer")" "$(grep -c '^not ok ' "$logs/consumer")"
+! wants gates || add gates "$(sum gates '[0-9]+ passed')" "$(sum gates '[0-9]+ failed')"
+! wants gates || sed -n 's/^skipped/gates skipped/p' "$logs/gates"
 # A suite that died before it counted anything is a failure too.
 [ $status = 0 ] || [ $failed -gt 0 ] || failed=1
 echo "$passed passed, $failed failed"

@@ -20,7 +20,7 @@ OPTIONS = "detect_leaks=0:detect_odr_violation=0:max_allocation_size_mb=4096:har
 
 def test_cpp_readers(seed: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Any report of a sanitizer, any other exception than the documented ones and any hang ends the program."""
-    assert PROGRAM.exists(), f"{PROGRAM} is not built; run make build, or set SHOESTRING_BUILD"
+    assert PROGRAM.exists(), f"{PROGRAM} is not built; run make build-tests, or set SHOESTRING_BUILD"
     seconds = request.config.getoption("--fuzz-seconds") * CPP_SHARE
     environment = {**os.environ, "ASAN_OPTIONS": OPTIONS, "UBSAN_OPTIONS": "print_stacktrace=1"}
     command = [PROGRAM, str(seed), str(seconds), tmp_path]

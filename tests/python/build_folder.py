@@ -11,5 +11,5 @@ EMULATOR = BUILD / "tests/simt/libshoestring_simt.so"
 def program(name: str) -> Path:
     """Return the path of a program of ``tests/cpp``, which has to be built."""
     path = BUILD / "tests/cpp" / name
-    assert path.exists(), f"{path} is not built; run make build, or set SHOESTRING_BUILD"
+    assert path.exists(), f"{path} is not built; run make build-tests, or set SHOESTRING_BUILD"
     return path

@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if backend == "simt":
         if not EMULATOR.exists():
             raise pytest.UsageError(
-                f"--backend=simt: {EMULATOR} is not built; run make build, or set SHOESTRING_BUILD"
+                f"--backend=simt: {EMULATOR} is not built; run make build-tests, or set SHOESTRING_BUILD"
             )
         torch.ops.load_library(str(EMULATOR))
 

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Checks that layout, lint and types leave nothing to change. Prints "ok ..." or "not ok ..." for each tool.
+# Usage: lint.sh [--fix]   (--fix lays out the code and mends what the tools can mend)
+set -uo pipefail
+cd "$(dirname "$0")/.."
+failed=0
+check() {  # NAME COMMAND...
+  local name=$1
+  shift
+  if "$@"; then
+    echo "ok $name"
+  else
+    echo "not ok $name"
+    failed=1
+  fi
+}
+cpp() { git ls-files '*.cpp' '*.h' '*.cu' | xargs clang-format "$@"; }
+if [ "${1:-}" = --fix ]; then
+  cpp -i
+  ruff check --fix -q .
+  ruff format -q .
+fi
+check clang-format cpp --dry-run -Werror
+check ruff-format ruff format --check -q .
+check ruff ruff check -q .
+check mypy mypy
+exit $failed

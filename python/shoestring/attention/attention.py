@@ -1,7 +1,7 @@
 """Attention whose memory is linear in tokens, with every option on every path."""
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -14,6 +14,66 @@ class AttentionResult(NamedTuple):
     lse: Tensor
 
 
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    deterministic: bool | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    deterministic: bool | None = None,
+    return_lse: Literal[True],
+) -> AttentionResult: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool,
+) -> Tensor | AttentionResult: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -93,7 +153,8 @@ def attention(
     }
     if return_lse:
         return AttentionResult(*torch.ops.shoestring.attention_with_lse(*arguments, **options))
-    return torch.ops.shoestring.attention(*arguments, **options)
+    result: Tensor = torch.ops.shoestring.attention(*arguments, **options)
+    return result
 
 
 def attention_reference(

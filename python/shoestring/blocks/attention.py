@@ -1,5 +1,7 @@
 """Multi-head attention between its projections."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -84,12 +86,12 @@ class Attention(nn.Module):
         self.causal, self.window, self.softcap, self.scale = causal, window, softcap, scale
         self.norm_eps, self.norm_offset = norm_eps, norm_offset
         self.rotary_dim, self.interleaved, self.dropout_p = rotary_dim, interleaved, dropout_p
-        where = {"device": device, "dtype": dtype}
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(features, num_heads * self.head_dim, bias, **where)
         self.k_proj = nn.Linear(self.source_features, num_kv_heads * self.head_dim, bias, **where)
         self.v_proj = nn.Linear(self.source_features, num_kv_heads * self.value_dim, bias, **where)
         self.o_proj = nn.Linear(num_heads * self.value_dim, features, out_bias, **where)
-        norm = {"eps": norm_eps, "offset": norm_offset, **where}
+        norm: dict[str, Any] = {"eps": norm_eps, "offset": norm_offset, **where}
         self.q_norm = RMSNorm(self.head_dim, **norm) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, **norm) if qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(num_heads, **where)) if sinks else None
@@ -134,7 +136,7 @@ class Attention(nn.Module):
             q, (k, v) = self.q_proj(x), forward_together(source, [self.k_proj, self.v_proj])
         q, k = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k))
         v = v.unflatten(-1, (-1, self.value_dim))
-        weights = {}
+        weights: dict[str, Any] = {}
         if self.q_norm is not None and self.k_norm is not None:
             if cos is None:
                 q, k = self.q_norm(q), self.k_norm(k)
@@ -143,22 +145,27 @@ class Attention(nn.Module):
         if cu_seqlens_q is None:
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if cos is not None and sin is not None:
-            turned = {
-                "rotary_dim": self.rotary_dim,
-                "interleaved": self.interleaved,
-                "position_ids": position_ids,
-            }
-            q, k = rope(q, k, cos, sin, **turned, **weights)
-        dropout = (
+            q, k = rope(
+                q,
+                k,
+                cos,
+                sin,
+                rotary_dim=self.rotary_dim,
+                interleaved=self.interleaved,
+                position_ids=position_ids,
+                **weights,
+            )
+        dropout: dict[str, Any] = (
             {"dropout_p": self.dropout_p, "seed": draw_seed(x)}
             if self.training and self.dropout_p > 0
             else {}
         )
-        out = attention(
+        out: Tensor = attention(
             q, k, v, causal=self.causal, window=self.window, softcap=self.softcap, scale=self.scale, sinks=self.sinks,
             bias=bias, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **dropout,
         )  # fmt: skip
-        return self.o_proj((out if cu_seqlens_q is not None else out.transpose(1, 2)).flatten(-2))
+        result: Tensor = self.o_proj((out if cu_seqlens_q is not None else out.transpose(1, 2)).flatten(-2))
+        return result
 
     def _check(
         self, x: Tensor, source: Tensor | None, cos: Tensor | None, sin: Tensor | None, position_ids: Tensor | None,

@@ -62,8 +62,11 @@ class GatedMLP(nn.Module):
                 return y
         gate, up = forward_together(x, [self.gate_proj, self.up_proj])
         if self.activation == "silu":
-            return self.down_proj(swiglu(gate, up))
-        return self.down_proj(geglu(gate, up, "tanh" if self.activation == "gelu_tanh" else "none"))
+            product = swiglu(gate, up)
+        else:
+            product = geglu(gate, up, "tanh" if self.activation == "gelu_tanh" else "none")
+        result: Tensor = self.down_proj(product)
+        return result
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"

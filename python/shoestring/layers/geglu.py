@@ -21,7 +21,8 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
     Raises:
         RuntimeError: shapes, dtypes or devices that differ, or an unknown approximation.
     """
-    return torch.ops.shoestring.geglu(gate, up, approximate)
+    result: Tensor = torch.ops.shoestring.geglu(gate, up, approximate)
+    return result
 
 
 def geglu_reference(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:

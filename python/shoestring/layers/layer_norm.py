@@ -22,7 +22,8 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     Raises:
         RuntimeError: a weight or bias that does not go with x.
     """
-    return torch.ops.shoestring.layer_norm(x, weight, bias, eps=eps)
+    result: Tensor = torch.ops.shoestring.layer_norm(x, weight, bias, eps=eps)
+    return result
 
 
 def layer_norm_reference(

@@ -1,9 +1,41 @@
 """Root-mean-square normalisation, with the residual's sum in the same pass."""
 
+from typing import overload
+
 import torch
 from torch import Tensor
 
 
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float,
+    residual: None = None,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> Tensor: ...
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float,
+    residual: Tensor,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float,
+    residual: Tensor | None,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -38,7 +70,8 @@ def rms_norm(
     """
     if residual is not None:
         return add_rms_norm(x, residual, weight, eps=eps, offset=offset, casting=casting)
-    return torch.ops.shoestring.rms_norm(x, weight, eps=eps, offset=offset, casting=casting)
+    result: Tensor = torch.ops.shoestring.rms_norm(x, weight, eps=eps, offset=offset, casting=casting)
+    return result
 
 
 def add_rms_norm(
@@ -61,9 +94,42 @@ def add_rms_norm(
     Returns:
         The normalised sum and the sum, both of x's shape and dtype.
     """
-    return torch.ops.shoestring.add_rms_norm(x, residual, weight, eps=eps, offset=offset, casting=casting)
+    result: tuple[Tensor, Tensor] = torch.ops.shoestring.add_rms_norm(
+        x, residual, weight, eps=eps, offset=offset, casting=casting
+    )
+    return result
 
 
+@overload
+def rms_norm_reference(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float,
+    residual: None = None,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> Tensor: ...
+@overload
+def rms_norm_reference(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float,
+    residual: Tensor,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def rms_norm_reference(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float,
+    residual: Tensor | None,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def rms_norm_reference(
     x: Tensor,
     weight: Tensor | None = None,

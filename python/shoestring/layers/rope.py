@@ -47,7 +47,7 @@ def rope(
         RuntimeError: tables, positions or weights that do not go with q and k.
         IndexError: on the CPU, positions that the tables do not have.
     """
-    return torch.ops.shoestring.rope(
+    result: tuple[Tensor, Tensor] = torch.ops.shoestring.rope(
         q,
         k,
         cos,
@@ -60,6 +60,7 @@ def rope(
         eps=eps,
         offset=offset,
     )
+    return result
 
 
 def rope_reference(

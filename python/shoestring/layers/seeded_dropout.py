@@ -25,7 +25,8 @@ def seeded_dropout(x: Tensor, p: float = 0.5, *, seed: Tensor | None = None) -> 
 
     The numbers are Philox 4x32 (Salmon et al., SC 2011), with 7 rounds.
     """
-    return torch.ops.shoestring.seeded_dropout(x, draw_seed(x) if seed is None else seed, p)
+    result: Tensor = torch.ops.shoestring.seeded_dropout(x, draw_seed(x) if seed is None else seed, p)
+    return result
 
 
 def seeded_dropout_reference(x: Tensor, seed: Tensor, p: float = 0.5) -> Tensor:

@@ -20,7 +20,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     Raises:
         RuntimeError: shapes, dtypes or devices that differ.
     """
-    return torch.ops.shoestring.swiglu(gate, up)
+    result: Tensor = torch.ops.shoestring.swiglu(gate, up)
+    return result
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:

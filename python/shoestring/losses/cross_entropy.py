@@ -98,7 +98,10 @@ def cross_entropy(
     """
     logits, inplace, options = _arguments(logits, inplace, **options)
     operators = torch.ops.shoestring
-    return (operators.cross_entropy_ if inplace else operators.cross_entropy)(logits, target, **options)
+    result: Tensor = (operators.cross_entropy_ if inplace else operators.cross_entropy)(
+        logits, target, **options
+    )
+    return result
 
 
 def cross_entropy_with_stats(

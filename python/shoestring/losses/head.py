@@ -12,7 +12,7 @@ def weight_arguments(weight: Tensor, prefix: str = "") -> dict[str, Any]:
     """A dense weight, or the parts of a quantised one."""
     if not isinstance(weight, QuantizedTensor):
         return {f"{prefix}weight": weight}
-    parts = {"weight": weight.packed, "absmax": weight.absmax, "nested": weight.nested}
+    parts: dict[str, Any] = {"weight": weight.packed, "absmax": weight.absmax, "nested": weight.nested}
     parts |= {"quant_type": weight.quant_type, "block_size": weight.block_size}
     return {prefix + name: part for name, part in parts.items()}
 

@@ -85,7 +85,8 @@ def linear_cross_entropy(
     (arXiv 2410.10989).
     """
     arguments = operator_arguments(hidden, weight, target, bias, **options)
-    return torch.ops.shoestring.linear_cross_entropy(**arguments)
+    result: Tensor = torch.ops.shoestring.linear_cross_entropy(**arguments)
+    return result
 
 
 def linear_cross_entropy_with_stats(
@@ -142,6 +143,7 @@ def linear_cross_entropy_reference(
     **options: Unpack[LinearCrossEntropyOptions],
 ) -> Tensor:
     """``linear_cross_entropy`` in plain PyTorch, with the logits whole in memory; weight_grad and grad_scale are its own."""
-    head = {name: options.pop(name) for name in ("lora_A", "lora_B", "scaling") if name in options}  # type: ignore[misc]
+    given: dict[str, Any] = {**options}
+    head = {name: given.pop(name) for name in ("lora_A", "lora_B", "scaling") if name in given}
     logits = reference_logits(hidden, weight, bias, **head)
-    return cross_entropy_reference(logits, target, **options).loss
+    return cross_entropy_reference(logits, target, **given).loss

@@ -82,7 +82,7 @@ def linear_distillation(
     Distillation is that of Hinton et al. (arXiv 1503.02531), the divergences are those of Agarwal et al. (GKD, arXiv
     2306.13649), and gradients in forward are Liger Kernel's (arXiv 2410.10989).
     """
-    return torch.ops.shoestring.linear_distillation(
+    result: Tensor = torch.ops.shoestring.linear_distillation(
         hidden=hidden,
         teacher_hidden=teacher_hidden,
         bias=bias,
@@ -98,6 +98,7 @@ def linear_distillation(
         reduction=reduction,
         workspace_mb=workspace_mb,
     )
+    return result
 
 
 def linear_distillation_reference(

@@ -133,10 +133,10 @@ def vocab_parallel_linear_cross_entropy(
     first = dist.get_rank(group) * classes if first_class is None else first_class
     if shift:
         target = torch.cat([target[..., 1:], torch.full_like(target[..., :1], ignore_index)], -1)
-    hidden = _Replicated.apply(hidden, group)
+    hidden = _Replicated.apply(hidden, group)  # type: ignore[no-untyped-call]
     for name in ("lora_A", "logit_scale"):
         if isinstance(options.get(name), Tensor):
-            options[name] = _Replicated.apply(options[name], group)  # type: ignore[literal-required]
+            options[name] = _Replicated.apply(options[name], group)  # type: ignore[no-untyped-call]
     part = linear_cross_entropy_shard(
         hidden, weight, target, bias, first_class=first, ignore_index=ignore_index, **options
     )
@@ -145,7 +145,8 @@ def vocab_parallel_linear_cross_entropy(
     largest = part.lse.detach().clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     owners = (_owned(target, first, classes) & counted).to(largest.dtype)
-    sums = _Summed.apply(torch.stack([(part.lse - largest).exp(), part.target_logit, owners]), group)
+    terms = torch.stack([(part.lse - largest).exp(), part.target_logit, owners])
+    sums = _Summed.apply(terms, group)  # type: ignore[no-untyped-call]
     _check_owners(where, sums[2].detach(), counted)
     lse = largest + sums[0].log()
     token_loss = torch.where(counted, lse - sums[1] + z_loss * lse.square(), 0)

@@ -25,7 +25,7 @@ def fit_int4_reference(flat: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
     scale, offset = _first(low, high)
     step = scale * 0.5
-    best = (torch.full_like(scale, torch.inf), scale, offset)
+    best: tuple[Tensor, ...] = (torch.full_like(scale, torch.inf), scale, offset)
     for i in range(STEPS + 1):
         code, left = _codes(blocks, scale, offset, there)
         error = _sum(left.abs())

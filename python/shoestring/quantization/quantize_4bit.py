@@ -7,9 +7,17 @@ from shoestring.quantization.int4_reference import fit_int4_reference, int4_scal
 from shoestring.quantization.quantized_tensor import QuantizedTensor, quantize_parts
 
 # By code. NF4: quantiles of the normal distribution; FP4: sign, two bits of exponent, one of mantissa.
-_NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635)
-_NF4 += (-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725)
-_NF4 += (
+_NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
     0.24611230194568634,
     0.33791524171829224,
     0.44070982933044434,
@@ -94,8 +102,8 @@ def quantize_4bit_reference(
         scaled[-1, tail:] = 0
     values = code_values(quant_type).to(x.device)
     # Of FP4's two zeros the first, 0, takes what is 0 and the second, 8, the small positive numbers.
-    order = range(16) if quant_type == "nf4" else (11, 10, 13, 12, 15, 14, 9, 0, 8, 1, 6, 7, 4, 5, 2, 3)
-    order = torch.tensor(order, device=x.device)
+    ranks = range(16) if quant_type == "nf4" else (11, 10, 13, 12, 15, 14, 9, 0, 8, 1, 6, 7, 4, 5, 2, 3)
+    order = torch.tensor(ranks, device=x.device)
     midpoints = (values[order[:-1]] + values[order[1:]]) / 2
     codes = order[torch.bucketize(scaled.flatten()[: numel + numel % 2], midpoints)].to(torch.uint8)
     return codes[::2] << 4 | codes[1::2], absmax

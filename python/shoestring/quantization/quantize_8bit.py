@@ -24,7 +24,8 @@ def quantize_8bit(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
 
     The map is that of "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861).
     """
-    return torch.ops.shoestring.quantize_8bit(x, signed=signed)
+    result: tuple[Tensor, Tensor] = torch.ops.shoestring.quantize_8bit(x, signed=signed)
+    return result
 
 
 def dequantize_8bit(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
@@ -33,7 +34,8 @@ def dequantize_8bit(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
     Raises:
         RuntimeError: a dtype or shape that does not fit.
     """
-    return torch.ops.shoestring.dequantize_8bit(codes, scale, signed=signed)
+    result: Tensor = torch.ops.shoestring.dequantize_8bit(codes, scale, signed=signed)
+    return result
 
 
 def dynamic_map(signed: bool) -> Tensor:

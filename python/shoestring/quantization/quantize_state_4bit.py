@@ -33,7 +33,8 @@ def quantize_state_4bit(x: Tensor, *, signed: bool, step: int | None = None) -> 
     Raises:
         RuntimeError: x is not fp32.
     """
-    return torch.ops.shoestring.quantize_state_4bit(x, signed=signed, step=step)
+    result: tuple[Tensor, Tensor] = torch.ops.shoestring.quantize_state_4bit(x, signed=signed, step=step)
+    return result
 
 
 def dequantize_state_4bit(codes: Tensor, scale: Tensor, *, signed: bool, numel: int) -> Tensor:
@@ -42,7 +43,8 @@ def dequantize_state_4bit(codes: Tensor, scale: Tensor, *, signed: bool, numel: 
     Raises:
         RuntimeError: a dtype or shape that does not fit.
     """
-    return torch.ops.shoestring.dequantize_state_4bit(codes, scale, signed=signed, numel=numel)
+    result: Tensor = torch.ops.shoestring.dequantize_state_4bit(codes, scale, signed=signed, numel=numel)
+    return result
 
 
 def map_4bit(signed: bool) -> Tensor:

@@ -22,7 +22,7 @@ def quantized_linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = N
     Raises:
         RuntimeError: a shape or dtype that does not fit.
     """
-    return torch.ops.shoestring.quantized_linear(
+    result: Tensor = torch.ops.shoestring.quantized_linear(
         x,
         weight.packed,
         weight.absmax,
@@ -32,6 +32,7 @@ def quantized_linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = N
         quant_type=weight.quant_type,
         block_size=weight.block_size,
     )
+    return result
 
 
 def quantized_linear_reference(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:

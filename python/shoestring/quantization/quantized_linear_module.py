@@ -50,7 +50,7 @@ class QuantizedLinear(KeyedLinear):
         ValueError: block_size with "int8", nested with that or "int4".
     """
 
-    weight: QuantizedTensor  # type: ignore[assignment]
+    weight: QuantizedTensor
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class QuantizedLinear(KeyedLinear):
         layer.in_features, layer.out_features = linear.in_features, linear.out_features
         layer.compute_dtype = compute_dtype
         layer.register_parameter("bias", linear.bias)
-        layer.weight = frozen(_quantized(linear.weight, quant_type, block_size, nested))
+        layer.weight = frozen(_quantized(linear.weight, quant_type, block_size, nested))  # type: ignore[assignment]
         return layer.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,9 +97,9 @@ class QuantizedLinear(KeyedLinear):
         return f"{super().extra_repr()}, {w.quant_type}, block_size={w.block_size}, nested={w.nested is not None}"
 
 
-def frozen(q: QuantizedTensor) -> nn.Parameter:
-    """q as a parameter that is not trained."""
-    return nn.Parameter(q, requires_grad=False)
+def frozen(weight: Tensor) -> nn.Parameter:
+    """Return ``weight``, dense or quantised, as a parameter that is not trained."""
+    return nn.Parameter(weight, requires_grad=False)
 
 
 def _quantized(weight: Tensor, quant_type: str, block_size: int | None, nested: bool) -> QuantizedTensor:
@@ -115,7 +115,7 @@ def _quantized(weight: Tensor, quant_type: str, block_size: int | None, nested: 
 
 def quantize_weight(linear: nn.Linear, quant_type: str, block_size: int | None, nested: bool) -> None:
     """Replaces a linear layer's dense weight by its quantised form."""
-    linear.weight = frozen(_quantized(linear.weight, quant_type, block_size, nested))  # type: ignore[assignment]
+    linear.weight = frozen(_quantized(linear.weight, quant_type, block_size, nested))
 
 
 def save_quantized(module: nn.Linear, destination: dict[str, Any], prefix: str) -> None:
@@ -163,7 +163,7 @@ def load_quantized(module: nn.Linear, state_dict: dict[str, Any], prefix: str) -
         return
     # nn.Module copies q into the layer's own parts, where they have its form; else q becomes the parameter.
     if not (isinstance(own, QuantizedTensor) and own.__tensor_flatten__() == q.__tensor_flatten__()):
-        module.weight = frozen(q.to(own.device))  # type: ignore[assignment]
+        module.weight = frozen(q.to(own.device))
     state_dict[prefix + "weight"] = q
 
 

@@ -87,9 +87,11 @@ class QuantizedTensor(Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The dense tensor, by default in the tensor's own dtype."""
         if self.quant_type == "int8":
-            dense = torch.ops.shoestring.dequantize_int8(self.packed, self.absmax, dtype=dtype or self.dtype)
-            return dense.view(self.shape)
-        return torch.ops.shoestring.dequantize_4bit(
+            rows: Tensor = torch.ops.shoestring.dequantize_int8(
+                self.packed, self.absmax, dtype=dtype or self.dtype
+            )
+            return rows.view(self.shape)
+        result: Tensor = torch.ops.shoestring.dequantize_4bit(
             self.packed,
             self.absmax,
             self.nested,
@@ -98,6 +100,7 @@ class QuantizedTensor(Tensor):
             quant_type=self.quant_type,
             block_size=self.block_size,
         )
+        return result
 
     def parts(self) -> tuple[Tensor, ...]:
         """The tensors that hold the bytes: packed, absmax and, if there, nested."""
@@ -166,14 +169,14 @@ class QuantizedTensor(Tensor):
         metadata: Any,
         param_dtype: torch.dtype,
         *,
-        out: Tensor | None = None,
+        out: "QuantizedTensor | None" = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """FSDP2's hook: a QuantizedTensor around what came; ``out`` is an earlier one, over the same memory."""
         shape, head = metadata
         if out is not None:
-            if head is not None:
+            if head is not None and out.nested is not None:
                 # As FSDP2 does for what it gathers: backward reads the values that it saved in forward.
-                with torch.autograd._unsafe_preserve_version_counter(out.nested):
+                with torch.autograd._unsafe_preserve_version_counter(out.nested):  # type: ignore[attr-defined]
                     torch.cat([head, gathered[2]], out=out.nested)
             return None
         nested = None if head is None else torch.cat([head, gathered[2]])
@@ -189,13 +192,20 @@ class QuantizedTensor(Tensor):
         dtype: torch.dtype | None = None,
     ) -> "QuantizedTensor":
         """A tensor of the same kind, of other parts."""
-        kind = {"quant_type": self.quant_type, "block_size": self.block_size}
-        return QuantizedTensor(packed, absmax, nested, shape=shape, dtype=dtype or self.dtype, **kind)
+        return QuantizedTensor(
+            packed,
+            absmax,
+            nested,
+            shape=shape,
+            dtype=dtype or self.dtype,
+            quant_type=self.quant_type,
+            block_size=self.block_size,
+        )
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # the stub has the signature of a disabled dispatch
         cls,
         func: Any,
         types: Sequence[type],
@@ -331,5 +341,12 @@ def quantize_parts(x: Tensor, quant_type: str, block_size: int, nested: bool) ->
         )
     packed, absmax = torch.ops.shoestring.quantize_4bit(x, quant_type=quant_type, block_size=block_size)
     absmax, second = torch.ops.shoestring.quantize_absmax(absmax) if nested else (absmax, None)
-    kind = {"quant_type": quant_type, "block_size": block_size}
-    return QuantizedTensor(packed, absmax, second, shape=x.shape, dtype=x.dtype, **kind)
+    return QuantizedTensor(
+        packed,
+        absmax,
+        second,
+        shape=x.shape,
+        dtype=x.dtype,
+        quant_type=quant_type,
+        block_size=block_size,
+    )

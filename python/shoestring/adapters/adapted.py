@@ -37,6 +37,7 @@ class AdaptedLayer(nn.Module):
     ]  # attribute of parameters by name -> what their keys in PEFT's files end with
     MODULES: ClassVar[tuple[str, ...]] = ()  # other attributes that hold tensors of adapters
     CAN_MIX_ROWS: ClassVar[bool] = False  # each row of the batch can have an adapter of its own
+    weight: Tensor
     adapters: dict[str, Any]
     active: tuple[str, ...]
     enabled: bool
@@ -52,7 +53,7 @@ class AdaptedLayer(nn.Module):
         return [name for name in self.active if name in self.adapters]
 
     @classmethod
-    def shapes(cls, layer: nn.Module, options: Any) -> dict[str, tuple[int, ...]]:
+    def shapes(cls, layer: Any, options: Any) -> dict[str, tuple[int, ...]]:
         """The shape of each parameter that an adapter with these options has here, by attribute."""
         raise NotImplementedError
 
@@ -71,7 +72,7 @@ class AdaptedLayer(nn.Module):
 
     def base_weight(self) -> Tensor:
         """A tensor of the base, for its device and dtype."""
-        return self.weight  # type: ignore[return-value]
+        return self.weight
 
     def add(self, name: str, options: Options, tensors: dict[str, Tensor]) -> None:
         """Takes on an adapter, or the new values of one whose shapes are the same, in the tensors that it has."""

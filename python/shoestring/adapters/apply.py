@@ -11,6 +11,7 @@ from shoestring.adapters.adapted import DEFAULT, AdaptedLayer, attach
 from shoestring.adapters.experts import LoraExperts
 from shoestring.adapters.initialize import take_out
 from shoestring.adapters.kinds import expert_classes, layer_class, refusal
+from shoestring.adapters.linear import LoraLinear
 from shoestring.adapters.options import (
     IA3Options,
     LoraOptions,
@@ -103,7 +104,8 @@ def apply(
         if (
             isinstance(own, LoraOptions) and own.changes_base
         ):  # before the weight is quantised: what is left is
-            taken[name] = take_out(layer, own, _quantizer(layer, quantize, block_size, nested))  # type: ignore[arg-type]
+            assert isinstance(layer, nn.Linear)
+            taken[name] = take_out(layer, own, _quantizer(layer, quantize, block_size, nested))
             quantized(layer)
     for name, layer in all_linear(model).items():
         if not any(name == whole or name.startswith(whole + ".") for whole in saved):  # these are trained
@@ -112,11 +114,12 @@ def apply(
         adapted = attach(layer, kind)
         adapted.add(adapter_name, own, adapted.start(own) | taken.get(name, {}))
         if name in taken:
-            adapted.keep_initial(adapter_name)  # type: ignore[operator]
+            assert isinstance(adapted, LoraLinear)
+            adapted.keep_initial(adapter_name)
     if isinstance(chosen, VeraOptions):
         share([layer for layer, _, _ in plan.values()], adapter_name, chosen, None)  # type: ignore[misc]
-    if tokens is not None:
-        attach_tokens(model, adapter_name, chosen, *tokens)  # type: ignore[arg-type]
+    if tokens is not None and isinstance(chosen, VirtualOptions):
+        attach_tokens(model, adapter_name, chosen, *tokens)
     for name in saved:
         wrap(model, name).add(adapter_name, chosen)
     set_adapter(model, adapter_name)
@@ -225,7 +228,7 @@ def check_fits(name: str, module: nn.Module, kind: type[AdaptedLayer], own: Opti
         )
 
 
-def _check_together(module: nn.Module, own: Options, name: str) -> None:
+def _check_together(module: Any, own: Options, name: str) -> None:
     """DoRA's norms are those of the base: it cannot share a layer with what changes that."""
     if not isinstance(own, LoraOptions):
         return
@@ -245,7 +248,7 @@ def _check_together(module: nn.Module, own: Options, name: str) -> None:
 
 
 def _quantizer(
-    layer: nn.Module, quantize: str | None, block_size: int | None, nested: bool
+    layer: nn.Linear, quantize: str | None, block_size: int | None, nested: bool
 ) -> Callable[[Tensor], QuantizedTensor] | None:
     """What a layer's weight will be quantised by; one that is quantised already keeps its form."""
     own = layer.weight

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd
 
 from shoestring.adapters.adapted import wide
 from shoestring.adapters.low_rank import LowRankLayer, draw
@@ -11,7 +12,7 @@ from shoestring.adapters.options import LoraOptions
 from shoestring.layers.seeded_dropout import seeded_dropout
 
 
-class LoraConv(LowRankLayer):
+class LoraConv(LowRankLayer, _ConvNd):
     """A convolution with LoRA or DoRA adapters.
 
     ``lora_A.<name>`` is the same convolution with ``rank`` outputs, (rank, in_channels, *kernel), ``lora_B.<name>`` one of
@@ -24,6 +25,9 @@ class LoraConv(LowRankLayer):
         "lora_bias": "lora_B.bias",
         "lora_magnitude_vector": "lora_magnitude_vector",
     }
+
+    lora_A: nn.ParameterDict
+    lora_B: nn.ParameterDict
 
     @classmethod
     def shapes(cls, layer: Any, options: LoraOptions) -> dict[str, tuple[int, ...]]:
@@ -51,7 +55,7 @@ class LoraConv(LowRankLayer):
         return weight.flatten(1), lora_A.flatten(1), lora_B.flatten(1)
 
     def gain(self, name: str) -> Tensor:
-        magnitude = self.lora_magnitude_vector[name].flatten()
+        magnitude: Tensor = self.lora_magnitude_vector[name].flatten()
         return magnitude / self.norm(name).to(magnitude.dtype)
 
     def dense_weight(self) -> Tensor:
@@ -61,9 +65,9 @@ class LoraConv(LowRankLayer):
         return matrix.view(self.weight.shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        names, vector = self.current(), (-1,) + (1,) * len(self.kernel_size)  # type: ignore[arg-type]
+        names, vector = self.current(), (-1,) + (1,) * len(self.kernel_size)
         dropout = self.dropout_of(names)
-        pointwise = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel_size) - 1]  # type: ignore[arg-type]
+        pointwise = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel_size) - 1]
 
         def product(name: str) -> Tensor:
             lora_A, lora_B = self.lora_A[name], self.lora_B[name]
@@ -74,7 +78,8 @@ class LoraConv(LowRankLayer):
         return y if self.bias is None else y + self.bias.view(vector)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, adapters: {', '.join(self.adapters)}"
+        base: str = super().extra_repr()  # type: ignore[no-untyped-call]  # nn.Conv1d has no annotation here
+        return f"{base}, adapters: {', '.join(self.adapters)}"
 
 
 class LoraConv1d(LoraConv, nn.Conv1d):

@@ -24,6 +24,9 @@ class LoraEmbedding(LowRankLayer, nn.Embedding):
         "lora_magnitude_vector": "lora_magnitude_vector",
     }
 
+    lora_embedding_A: nn.ParameterDict
+    lora_embedding_B: nn.ParameterDict
+
     @classmethod
     def shapes(cls, layer: nn.Embedding, options: LoraOptions) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {
@@ -63,7 +66,7 @@ class LoraEmbedding(LowRankLayer, nn.Embedding):
         return f"{super().extra_repr()}, adapters: {', '.join(self.adapters)}"
 
 
-def embedding_refusal(layer: nn.Embedding, options: Any) -> str | None:
+def embedding_refusal(layer: Any, options: Any) -> str | None:
     """What of an embedding or of the options does not go together."""
     if layer.max_norm is not None or layer.sparse:
         return "an embedding without max_norm and sparse"

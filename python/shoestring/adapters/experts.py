@@ -98,7 +98,7 @@ class LoraExperts(AdaptedLayer):
 
     @classmethod
     def shapes(cls, layer: nn.Module, options: LoraOptions) -> dict[str, tuple[int, ...]]:
-        shapes = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for target in cls.TARGETS:
             experts, rows, columns = _sizes(layer, layer._parameters[target])  # type: ignore[arg-type]
             shapes[f"lora_A_{target}"] = (experts * options.rank, columns)
@@ -106,7 +106,8 @@ class LoraExperts(AdaptedLayer):
         return shapes
 
     def start(self, options: LoraOptions) -> dict[str, Tensor]:
-        shapes, tensors = self.shapes(self, options), {}
+        shapes = self.shapes(self, options)
+        tensors: dict[str, Tensor] = {}
         for target in self.TARGETS:
             keys = f"lora_A_{target}", f"lora_B_{target}"
             drawn = draw(shapes[keys[0]], shapes[keys[1]], options, self.base_weight().dtype)
@@ -135,7 +136,7 @@ class LoraExperts(AdaptedLayer):
         return left, right
 
     def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
+        value: Any = super().__getattr__(name)
         if name not in type(self).TARGETS or not (names := self.current()):
             return value
         return LowRankSum(value, *self.factors(name, names, value.dtype))
@@ -155,7 +156,7 @@ class LoraExperts(AdaptedLayer):
 def _sizes(layer: nn.Module, parameter: Tensor) -> tuple[int, int, int]:
     """Experts, outputs and inputs of a parameter."""
     if parameter.dim() == 2:
-        return 1, *parameter.shape  # type: ignore[return-value]
+        return 1, *parameter.shape
     experts, rows, columns = parameter.shape
     return (experts, columns, rows) if getattr(layer, "is_transposed", False) else (experts, rows, columns)
 

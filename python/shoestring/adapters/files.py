@@ -30,6 +30,7 @@ from shoestring.adapters.switch import adapter_names as names_of
 from shoestring.adapters.switch import base_biases, check_known, members
 from shoestring.adapters.targets import shortest_names
 from shoestring.adapters.trained_copy import TrainedCopy
+from shoestring.adapters.vera import VeraLinear
 from shoestring.adapters.virtual_tokens import VirtualTokens, cache_sizes
 from shoestring.files.atomic import atomic_file
 from shoestring.files.read_file import is_name, read_json, read_regular, shown
@@ -79,7 +80,7 @@ def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], d
     if tokens:
         values = {"prompt_embeddings": tokens[0].values(adapter_name)}
         return values, _describe_tokens(model, tokens[0].adapters[adapter_name])
-    options: dict[str, Options] = {}
+    options: dict[str, Any] = {}  # keys are layers; all values have one class
     tensors: dict[str, Tensor] = {}
     for name, layer in layers.items():
         held, options[name] = _plain(layer, adapter_name)
@@ -90,9 +91,11 @@ def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], d
         if isinstance(member, TrainedCopy):
             state = member.modules_to_save[adapter_name].state_dict()
             tensors |= {f"{PREFIX}{name}.{key}": value for key, value in state.items()}
-    first = next(iter(options.values()))
+    first: Options = next(iter(options.values()))
     if isinstance(first, VeraOptions) and first.save_projection:
-        shared = next(iter(layers.values())).vera[adapter_name]
+        layer = next(iter(layers.values()))
+        assert isinstance(layer, VeraLinear)
+        shared = layer.vera[adapter_name]
         tensors |= {f"base_model.{key}": value for key, value in shared.state_dict().items()}
     for name, bias in base_biases(model, first.bias).items():
         parent = name.removesuffix("bias").rstrip(".")
@@ -126,7 +129,7 @@ def _describe_model(model: nn.Module) -> dict[str, Any]:
     return {"base_model_name_or_path": base or None, "task_type": task}
 
 
-def _describe_tokens(model: nn.Module, options: VirtualOptions) -> dict[str, Any]:
+def _describe_tokens(model: Any, options: VirtualOptions) -> dict[str, Any]:
     layers, heads, features = cache_sizes(model)
     prefix = isinstance(options, PrefixOptions)
     sizes = {
@@ -140,7 +143,8 @@ def _describe_tokens(model: nn.Module, options: VirtualOptions) -> dict[str, Any
 
 def _plain(layer: AdaptedLayer, name: str) -> tuple[dict[str, Tensor], Any]:
     """An adapter's tensors and options; of one that changed the base those of what it adds to the base as it was."""
-    held, own = dict(layer.tensors(name)), layer.adapters[name]
+    held: dict[str, Tensor] = dict(layer.tensors(name))
+    own = layer.adapters[name]
     if not isinstance(layer, LoraLinear) or name not in getattr(layer, "initial_A", {}):
         return held, own
     changed = {

@@ -17,6 +17,7 @@ class IA3Linear(AdaptedLinear):
     """
 
     PARAMETERS = {"ia3_l": "ia3_l"}
+    ia3_l: nn.ParameterDict
 
     @classmethod
     def shapes(cls, layer: nn.Linear, options: IA3Options) -> dict[str, tuple[int, ...]]:

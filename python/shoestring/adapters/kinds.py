@@ -1,5 +1,7 @@
 """Which class a module takes on for which options."""
 
+from typing import Any
+
 from torch import nn
 
 from shoestring.adapters.adapted import AdaptedLayer
@@ -39,13 +41,15 @@ def expert_classes(model: nn.Module, options: Options) -> dict[str, type[LoraExp
         ValueError: a name that no parameter has, or a parameter of another form.
     """
     wanted = options.target_parameters if isinstance(options, LoraOptions) else ()
-    found, parameters = {}, {}
+    found = {}
+    parameters: dict[str, Any] = {}
     for name, module in model.named_modules() if wanted else ():
         own = tuple(
             key for key, p in module._parameters.items() if p is not None and matches(f"{name}.{key}", wanted)
         )
         if own and name:
-            found[name] = experts_class(former_class(module), own)
+            # mypy takes nn.Module.__hash__ for the hash of the class.
+            found[name] = experts_class(former_class(module), own)  # type: ignore[arg-type]
             parameters |= {f"{name}.{key}": module._parameters[key] for key in own}
     missing = [target for target in wanted if not any(matches(name, [target]) for name in parameters)]
     if missing:
@@ -74,5 +78,5 @@ def refusal(module: nn.Module, kind: type[AdaptedLayer], own: Options) -> str | 
         plain = own.dropout == 0 and not own.dora and not own.lora_bias
         return None if plain else "no dropout, dora and lora_bias with target_parameters"
     if issubclass(kind, LoraEmbedding):
-        return embedding_refusal(module, own)  # type: ignore[arg-type]
+        return embedding_refusal(module, own)
     return conv_refusal(module)

@@ -1,6 +1,7 @@
 """Linear layers that have taken on low-rank adapters."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +54,11 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
         "lora_bias": "lora_B.bias",
         "lora_magnitude_vector": "lora_magnitude_vector",
     }
-    MODULES = ("initial_A", "initial_B")
+    MODULES: ClassVar[tuple[str, ...]] = ("initial_A", "initial_B")
+    lora_A: nn.ParameterDict
+    lora_B: nn.ParameterDict
+    initial_A: nn.ParameterDict
+    initial_B: nn.ParameterDict
 
     @classmethod
     def shapes(cls, layer: nn.Linear, options: LoraOptions) -> dict[str, tuple[int, ...]]:
@@ -125,13 +130,21 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
         names = self.current()
         parts = self.parts(names, x)
         lora_A, lora_B, scaling = concatenated(parts)
-        options = {"scaling": scaling, "dropout": self.dropout_of(names)}
+        dropout = self.dropout_of(names)
         gains = {name: self.gain(name) for name in names if self.adapters[name].dora}
         biases = {
             n: self.adapters[n].scaling * self.lora_bias[n] for n in names if self.adapters[n].lora_bias
         }
         if self.rows is not None and self.enabled:
-            y = lora_linear(x, self.weight, lora_A, lora_B, low_scale=row_scale(parts, x), **options)
+            y = lora_linear(
+                x,
+                self.weight,
+                lora_A,
+                lora_B,
+                scaling=scaling,
+                low_scale=row_scale(parts, x),
+                dropout=dropout,
+            )
             return self._row_by_row(y, x, gains, biases)
         bias = add(self.bias, *biases.values())
         # Each adapter's own gain on its own product; on the base's, all of what they change.
@@ -140,7 +153,8 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
         scaled = [part._replace(lora_B=part.lora_B * gains[n][:, None]) if n in gains else part
                   for n, part in zip(names, parts, strict=True)]  # fmt: skip
         lora_A, lora_B, scaling = concatenated(scaled)
-        dropped = seeded_dropout(x, options["dropout"]).to(lora_A.dtype)
+        assert lora_A is not None and lora_B is not None
+        dropped = seeded_dropout(x, dropout).to(lora_A.dtype)
         return y + (scaling * F.linear(F.linear(dropped, lora_A), lora_B)).to(y.dtype)
 
     def _row_by_row(

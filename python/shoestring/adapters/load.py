@@ -220,12 +220,12 @@ def _plan(
 
 
 def _check_projection(
-    matrices: dict[str, Tensor], options: VeraOptions, layers: Sequence[nn.Module], place: str
+    matrices: dict[str, Tensor], options: VeraOptions, layers: Sequence[Any], place: str
 ) -> None:
     if not matrices and not options.save_projection:
         return
     shapes = {name: tuple(tensor.shape) for name, tensor in matrices.items()}
-    width, height = max(m.in_features for m in layers), max(m.out_features for m in layers)  # type: ignore[type-var]
+    width, height = max(m.in_features for m in layers), max(m.out_features for m in layers)
     vera_A, vera_B = shapes.get("vera_A", (0, 0)), shapes.get("vera_B", (0, 0))
     if vera_A[0] != options.rank or vera_A[1] < width or vera_B[0] < height or vera_B[1] != options.rank:
         raise ValueError(

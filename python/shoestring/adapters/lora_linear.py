@@ -82,7 +82,7 @@ def lora_linear(
     The method is LoRA (arXiv 2106.09685).
     """
     weight, absmax, nested, quant_type, block_size = base_parts(weight)
-    return torch.ops.shoestring.lora_linear(
+    result: Tensor = torch.ops.shoestring.lora_linear(
         x,
         weight,
         absmax,
@@ -99,6 +99,7 @@ def lora_linear(
         quant_type=quant_type,
         block_size=block_size,
     )
+    return result
 
 
 def lora_linear_group(
@@ -124,7 +125,7 @@ def lora_linear_group(
         RuntimeError: as there.
     """
     bases = [base_parts(layer.weight) for layer in layers]
-    return torch.ops.shoestring.lora_linear_group(
+    result: list[Tensor] = torch.ops.shoestring.lora_linear_group(
         x,
         [part for layer in layers for part in layer.parts()],
         gate,
@@ -134,6 +135,7 @@ def lora_linear_group(
         [base[3] for base in bases],
         [base[4] for base in bases],
     )
+    return result
 
 
 def lora_weight_norm(weight: Tensor, lora_A: Tensor, lora_B: Tensor, *, scaling: float = 1.0) -> Tensor:
@@ -153,9 +155,10 @@ def lora_weight_norm(weight: Tensor, lora_A: Tensor, lora_B: Tensor, *, scaling:
         RuntimeError: a shape or dtype that does not fit.
     """
     weight, absmax, nested, quant_type, block_size = base_parts(weight)
-    return torch.ops.shoestring.lora_weight_norm(
+    result: Tensor = torch.ops.shoestring.lora_weight_norm(
         weight, absmax, nested, lora_A, lora_B, scaling=scaling, quant_type=quant_type, block_size=block_size
     )
+    return result
 
 
 def lora_linear_reference(
@@ -195,4 +198,5 @@ def lora_weight_norm_reference(
     """The same in plain PyTorch, with the whole sum of the matrices."""
     exact = torch.float64 if torch.float64 in (weight.dtype, lora_A.dtype) else torch.float32
     dense = weight.dequantize(torch.float32) if isinstance(weight, QuantizedTensor) else weight
-    return (dense.to(exact) + scaling * lora_B.to(exact) @ lora_A.to(exact)).norm(dim=1)
+    result: Tensor = (dense.to(exact) + scaling * lora_B.to(exact) @ lora_A.to(exact)).norm(dim=1)
+    return result

@@ -25,6 +25,8 @@ class LowRankLayer(AdaptedLayer):
     """LoRA and DoRA in terms of the weight as a matrix (out_features, in_features)."""
 
     CAN_MIX_ROWS = True
+    lora_bias: nn.ParameterDict
+    lora_magnitude_vector: nn.ParameterDict
 
     def factors(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
         """The base weight and an adapter's two parameters."""
@@ -84,7 +86,8 @@ class LowRankLayer(AdaptedLayer):
 
     def gain(self, name: str) -> Tensor:
         """DoRA's magnitude over the norm of the adapted weight's rows, the norm being no part of the gradient."""
-        return self.lora_magnitude_vector[name] / self.norm(name).to(self.lora_magnitude_vector[name].dtype)
+        magnitude: Tensor = self.lora_magnitude_vector[name]
+        return magnitude / self.norm(name).to(magnitude.dtype)
 
     def norm(self, name: str) -> Tensor:
         """The norms of the rows of the adapted weight, (out_features); kept in evaluation until one of its parts changes."""
@@ -112,7 +115,8 @@ class LowRankLayer(AdaptedLayer):
                 and former[1] == state
                 and all(a is b for a, b in zip(former[0], tensors, strict=True))
             ):
-                return former[2]
+                result: Tensor = former[2]
+                return result
         with torch.no_grad():
             norm = lora_weight_norm(*self.matrices(*tensors), scaling=scaling)
         if keep:

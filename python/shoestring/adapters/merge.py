@@ -114,16 +114,19 @@ def _merge_layer(layer: AdaptedLayer, names: Sequence[str], reversible: bool, re
                 )
             elif type(layer) is QuantizedLinear:
                 layer.__class__ = nn.Linear
-        rounded, before = (
-            t.dequantize(value.dtype) if isinstance(t, QuantizedTensor) else t for t in (new, old)
-        )
-        if before is not None:
-            squares[0] += (rounded.to(value.dtype) - value).double().square().sum().cpu()
-            squares[1] += (value - before.to(value.dtype)).double().square().sum().cpu()
-        layer._parameters[key] = frozen(new)  # type: ignore[arg-type]
+        if old is not None:
+            rounded, before = _dense(new, value.dtype), _dense(old, value.dtype)
+            squares[0] += (rounded - value).double().square().sum().cpu()
+            squares[1] += (value - before).double().square().sum().cpu()
+        layer._parameters[key] = frozen(new)
     if reversible:
         layer.unmerged = Unmerged(former, kept)  # type: ignore[assignment]
     return squares
+
+
+def _dense(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    dense = weight.dequantize(dtype) if isinstance(weight, QuantizedTensor) else weight
+    return dense.to(dtype)
 
 
 def unmerge(model: nn.Module) -> nn.Module:
@@ -142,9 +145,9 @@ def unmerge(model: nn.Module) -> nn.Module:
         if isinstance(kept, UnmergedCopy):
             replace_module(model, name, kept.wrapper)
             continue
-        device = next(iter(layer._parameters.values())).device  # type: ignore[union-attr]
+        device = next(iter(layer._parameters.values())).device
         for key, parameter in kept.parameters.items():
-            old = None if parameter is None else frozen(parameter.detach().to(device))  # type: ignore[arg-type]
+            old = None if parameter is None else frozen(parameter.detach().to(device))
             layer._parameters[key] = old
         reattach(layer, kept.kept, device)
     set_adapter(model, next(iter(members(model).values())).active)

@@ -119,9 +119,9 @@ def adapters_per_row(model: nn.Module, adapter_names: Sequence[str | None]) -> I
             )
     for member in found.values():
         if isinstance(member, AdaptedLayer):
-            here = tuple(name for name in chosen if name in member.adapters)
-            uses = [[float(row == name) for name in here] for row in adapter_names]
-            member.rows = Rows(here, torch.tensor(uses, device=member.base_weight().device))
+            own = tuple(name for name in chosen if name in member.adapters)
+            uses = [[float(row == name) for name in own] for row in adapter_names]
+            member.rows = Rows(own, torch.tensor(uses, device=member.base_weight().device))
     try:
         yield
     finally:

@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ def former_class(module: nn.Module) -> type[nn.Module]:
     return module.base_class if isinstance(module, AdaptedLayer) else type(module)
 
 
-def is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """True for nn.Linear and QuantizedLinear, but not what derives from them, with adapters or without."""
     return former_class(module) in (nn.Linear, QuantizedLinear)
 
@@ -37,7 +37,7 @@ def output_head(model: nn.Module) -> nn.Module | None:
 def all_linear(model: nn.Module) -> dict[str, nn.Linear]:
     """Every linear layer by its name, in the order of modules, but for the output head."""
     head = output_head(model)
-    return {n: m for n, m in own_modules(model).items() if is_linear(m) and m is not head}  # type: ignore[misc]
+    return {n: m for n, m in own_modules(model).items() if is_linear(m) and m is not head}
 
 
 def own_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -222,7 +222,8 @@ def first_match(patterns: Sequence[str], name: str, rule: int) -> tuple[int, str
             raise ValueError(
                 f"lora: pattern: expected text without lone surrogates, received {pattern[:100]!a}"
             )
-    return torch.ops.shoestring.match_patterns("lora: pattern", list(patterns), name, rule)
+    result: tuple[int, str] = torch.ops.shoestring.match_patterns("lora: pattern", list(patterns), name, rule)
+    return result
 
 
 def by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:

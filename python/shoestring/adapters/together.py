@@ -24,7 +24,7 @@ def weight_of(layer: nn.Module) -> tuple[LoraWeight, float] | None:
         return layer.lora_weight()
     if type(layer) not in (nn.Linear, QuantizedLinear) or layer.weight.requires_grad:
         return None
-    return LoraWeight(layer.weight, bias=layer.bias), 0.0
+    return LoraWeight(layer.weight, bias=layer.bias), 0.0  # type: ignore[arg-type]  # the class is checked above
 
 
 def together(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor] | None:
@@ -56,5 +56,6 @@ def adapted_swiglu(
         return None
     gate, up = forward_together(x, [gate_proj, up_proj])
     w, dropout = down
-    options = {"scaling": w.scaling, "gain": w.gain, "gate": gate, "dropout": dropout}
-    return lora_linear(up, w.weight, w.lora_A, w.lora_B, w.bias, **options)
+    return lora_linear(
+        up, w.weight, w.lora_A, w.lora_B, w.bias, scaling=w.scaling, gain=w.gain, gate=gate, dropout=dropout
+    )

@@ -59,7 +59,9 @@ def wrap(model: nn.Module, name: str) -> TrainedCopy:
     module = model.get_submodule(name)
     if isinstance(module, TrainedCopy):
         return module
-    return replace_module(model, name, TrainedCopy(module))  # type: ignore[return-value]
+    copies = TrainedCopy(module)
+    replace_module(model, name, copies)
+    return copies
 
 
 def unwrap(model: nn.Module, name: str) -> nn.Module:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,9 @@ class VeraLinear(LoraLinear):
 
     PARAMETERS = {"vera_lambda_b": "vera_lambda_b", "vera_lambda_d": "vera_lambda_d"}
     MODULES = (*LoraLinear.MODULES, "vera")
+    vera_lambda_b: nn.ParameterDict
+    vera_lambda_d: nn.ParameterDict
+    vera: nn.ModuleDict  # holds one Projection for each adapter
 
     @classmethod
     def shapes(cls, layer: nn.Linear, options: VeraOptions) -> dict[str, tuple[int, ...]]:  # type: ignore[override]
@@ -42,7 +46,7 @@ class VeraLinear(LoraLinear):
         }
 
     def part(self, name: str) -> Part:
-        shared = self.vera[name]
+        shared: Any = self.vera[name]
         lora_A = self.vera_lambda_d[name][:, None] * shared.vera_A[:, : self.in_features]
         lora_B = self.vera_lambda_b[name][:, None] * shared.vera_B[: self.out_features]
         return Part(lora_A, lora_B, 1.0, None)

@@ -28,7 +28,8 @@ class VirtualTokens(nn.Module):
     def values(self, name: str) -> Tensor:
         """The tokens as files have them: (tokens, 2 * layers * features) or (tokens, hidden size)."""
         found = self.embedding[name]
-        return self.transform[name](found) if name in self.transform else found
+        result: Tensor = self.transform[name](found) if name in self.transform else found
+        return result
 
     def tensors(self, name: str) -> dict[str, nn.Parameter]:
         """An adapter's parameters."""
@@ -65,7 +66,8 @@ class VirtualTokens(nn.Module):
             dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
         )  # fewer arguments than parameters
         options, values = self.adapters[names[0]], self.values(names[0])
-        read = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+        ids = kwargs.get("input_ids")
+        read = kwargs["inputs_embeds"] if ids is None else ids
         batch, count = read.shape[0], options.tokens
         cache = kwargs.get("past_key_values")
         begins = (
@@ -121,7 +123,7 @@ def cache_sizes(model: Any) -> tuple[int, int, int]:
     Raises:
         ValueError: not a transformers causal language model.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "num_hidden_layers") or not hasattr(model, "get_input_embeddings"):
         raise ValueError(
             "lora.apply: model: expected a transformers causal language model for virtual tokens, received "
@@ -142,17 +144,18 @@ def start(model: Any, options: VirtualOptions) -> tuple[Tensor, nn.Module | None
     """First values, drawn as PEFT does, on the CPU."""
     if isinstance(options, PromptOptions):
         return _prompt(model, options), None
-    full, transform = width(model, options), None
+    assert isinstance(options, PrefixOptions)
+    full = width(model, options)
     if options.projection:
         _, heads, features = cache_sizes(model)
         hidden = options.hidden_size or heads * features
         found = nn.Embedding(options.tokens, heads * features, device="cpu").weight.data
         first = nn.Linear(heads * features, hidden, device="cpu")
-        transform = nn.Sequential(first, nn.Tanh(), nn.Linear(hidden, full, device="cpu"))
+        last = nn.Linear(hidden, full, device="cpu")
         if options.init == "zero":
-            nn.init.zeros_(transform[-1].weight)
-            nn.init.zeros_(transform[-1].bias)
-        return found, transform
+            nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
+        return found, nn.Sequential(first, nn.Tanh(), last)
     found = nn.Embedding(options.tokens, full, device="cpu").weight.data
     return (torch.zeros_like(found) if options.init == "zero" else found), None
 
@@ -167,7 +170,8 @@ def _prompt(model: Any, options: PromptOptions) -> Tensor:
     else:
         ids = torch.tensor(options.init).repeat(-(-options.tokens // len(options.init)))[: options.tokens]
     with torch.no_grad():
-        return embedding(ids.to(embedding.weight.device)).float().cpu()
+        result: Tensor = embedding(ids.to(embedding.weight.device)).float().cpu()
+        return result
 
 
 def attach_tokens(

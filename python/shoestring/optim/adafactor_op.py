@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.optim.optimizer import Arena, StepArguments, reference_step
+from shoestring.optim.optimizer import Arena, ReferenceArguments, StepArguments, reference_step
 
 
 def adafactor_(
@@ -106,7 +106,7 @@ def adafactor_reference(
     eps2: float = 1e-3,
     d: float = 1.0,
     weight_decay: float = 0.0,
-    **arguments: Unpack[StepArguments],
+    **arguments: Unpack[ReferenceArguments],
 ) -> None:
     """``adafactor_`` in plain PyTorch, a tensor at a time."""
     exact = arguments.get("weight_remainder") is not None

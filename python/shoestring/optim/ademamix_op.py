@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.optim.optimizer import Arena, StepArguments, reference_step
+from shoestring.optim.optimizer import Arena, ReferenceArguments, StepArguments, reference_step
 
 
 def ademamix_(
@@ -101,7 +101,7 @@ def ademamix_reference(
     weight_decay: float,
     t_alpha: int | None = None,
     t_beta3: int | None = None,
-    **arguments: Unpack[StepArguments],
+    **arguments: Unpack[ReferenceArguments],
 ) -> None:
     """``ademamix_`` in plain PyTorch, a tensor at a time."""
 

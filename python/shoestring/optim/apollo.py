@@ -83,14 +83,17 @@ class APOLLO(LowRankOptimizer):
         elif entry["projection_age"] >= group["update_proj_gap"]:
             entry.update(projection_age=0, seed=mix(entry["seed"]))
         entry["projection_age"] += 1
-        basis = normal((min(grad.shape), rank), entry["seed"], grad.device) / rank**0.5
-        return project(grad, basis, is_left(*grad.shape, group))
+        rows, columns = grad.shape
+        basis = normal((min(rows, columns), rank), entry["seed"], grad.device) / rank**0.5
+        return project(grad, basis, is_left(rows, columns, group))
 
     def _up(
-        self, param: Tensor, low: Tensor, low_grad: Tensor, grad_factor: Tensor | float, group: dict
+        self, param: Tensor, low: Tensor, low_grad: Tensor, grad_factor: Tensor | float, group: dict[str, Any]
     ) -> None:
+        assert param.grad is not None
         grad, entry = param.grad.flatten(1), self.state[param]
-        along = 0 if is_left(*grad.shape, group) else 1  # what a channel's norm sums over
+        height, width = grad.shape
+        along = 0 if is_left(height, width, group) else 1  # what a channel's norm sums over
         dim = along if group["scale_type"] == "channel" else None
         norms = [
             torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=torch.float32)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.optim.optimizer import StepArguments, reference_step
+from shoestring.optim.optimizer import ReferenceArguments, StepArguments, reference_step
 
 
 def apply_(
@@ -45,7 +45,7 @@ def apply_reference(
     *,
     lr: float,
     weight_decay: float,
-    **arguments: Unpack[StepArguments],
+    **arguments: Unpack[ReferenceArguments],
 ) -> None:
     """``apply_`` in plain PyTorch, a tensor at a time."""
 

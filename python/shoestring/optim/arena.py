@@ -142,7 +142,8 @@ class Arena:
     def total(self) -> int:
         """Its blocks."""
         if self.offloaded is not None:
-            return self.offloaded.total()
+            result: int = self.offloaded.total()
+            return result
         return sum(blocks(local(p).numel()) for p in self.params)
 
     def blocks_of(self, arena: Tensor, index: int, first_block: int, count: int) -> Tensor:
@@ -184,7 +185,8 @@ def offloaded_bytes(
     params: list[Tensor], kind: Kind, moments: tuple[Moment, ...], offload: Any, splits: bool
 ) -> int:
     """Return the bytes that the state of parameters takes in the place it is offloaded to."""
-    return offload.state_bytes(*_state_shape(params, kind, moments, splits))
+    result: int = offload.state_bytes(*_state_shape(params, kind, moments, splits))
+    return result
 
 
 def _state_shape(

@@ -88,7 +88,7 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
     tensors for a parameter than moments, it has them in lists, one for each parameter.
     """
 
-    _moments: ClassVar[tuple[Moment, ...]]
+    _moments: tuple[Moment, ...]
     _operator: ClassVar[Callable[..., None]]
     _splits: ClassVar[bool] = True  # the operator steps parts of parameters
     _step_supports_amp_scaling = True  # GradScaler.step then sets grad_scale and found_inf on the optimizer
@@ -141,10 +141,6 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
     def _extra(self, param: Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         """Names and shapes of a parameter's fp32 tensors beside its moments, if the rule has any."""
         return {}
-
-    @property
-    def _name(self) -> str:
-        return type(self).__name__
 
     def _expect(self, good: bool, name: str, expected: str, received: object) -> None:
         if not good:
@@ -344,7 +340,10 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         for arena in () if layout is None else layout.arenas:
             if arena.offloaded is not None:  # what has been stepped in backward
                 arena.offloaded.finish()
-        arenas, states = [], {}  # nothing has changed where there is no room for one of them
+        arenas: list[Arena] = []
+        states: dict[
+            Tensor, dict[str, Any]
+        ] = {}  # nothing has changed where there is no room for one of them
         for kind, params in members.items():
             offload = self._offload_of(kind.source)
             on_host = self.offload == "cpu"

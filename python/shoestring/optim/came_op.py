@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from shoestring.optim.adafactor_op import advance_factored
-from shoestring.optim.optimizer import Arena, StepArguments, reference_step
+from shoestring.optim.optimizer import Arena, ReferenceArguments, StepArguments, reference_step
 
 LEAST = torch.finfo(torch.float32).tiny
 
@@ -107,7 +107,7 @@ def came_reference(
     eps2: float = 1e-16,
     clip_threshold: float = 1.0,
     weight_decay: float = 0.0,
-    **arguments: Unpack[StepArguments],
+    **arguments: Unpack[ReferenceArguments],
 ) -> None:
     """``came_`` in plain PyTorch, a tensor at a time."""
 

@@ -16,7 +16,14 @@ NESTED = "__bnb_optimizer_quant_state__"  # under which bitsandbytes hides its t
 # Options that the others need not have; beta1 is Adafactor's.
 OURS = ("state", "min_quantize_size", "weights", "seed", "maximize", "beta1")
 # Options of the others that say how, not what, they compute, or mean nothing (amsgrad and L2 decay are refused).
-THEIRS = ("foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay")
+THEIRS: tuple[str, ...] = (
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "amsgrad",
+    "decoupled_weight_decay",
+)
 THEIRS += ("alpha", "t_alpha", "t_beta3", "eps")
 MAP_TOLERANCE = (
     1e-6  # maps were computed in fp32 by either side: neighbours are 5e-7 of their scale apart at the least
@@ -91,7 +98,7 @@ def _entry(
     known = {"step", "weight_remainder", NESTED, *beside, *names}
     known |= {f"{kind}{i + 1}" for kind in ("qmap", "absmax") for i in range(len(moments))}
     if "step" not in entry or not known >= entry.keys() >= set(names):
-        received = sorted(entry.keys() - {NESTED})
+        received: object = sorted(entry.keys() - {NESTED})
         raise ValueError(f"{where}: expected the entries {['step', *names]}, received {received}")
 
     result: dict[str, Any] = {name: entry[name] for name in ("weight_remainder",) if name in entry}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.optim.optimizer import Arena, StepArguments, reference_step
+from shoestring.optim.optimizer import Arena, ReferenceArguments, StepArguments, reference_step
 
 
 def ema_(
@@ -57,7 +57,7 @@ def ema_reference(
     beta: float,
     nesterov: bool = False,
     lr: float = 1.0,
-    **arguments: Unpack[StepArguments],
+    **arguments: Unpack[ReferenceArguments],
 ) -> None:
     """``ema_`` in plain PyTorch, a tensor at a time."""
 

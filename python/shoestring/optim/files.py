@@ -31,7 +31,8 @@ def save_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
             or a part of a parameter (DTensor), for which there is ``torch.distributed.checkpoint``.
         OSError: the file cannot be written; what was there is as before.
     """
-    groups, tensors = [], {}
+    groups = []
+    tensors: dict[str, Tensor] = {}
     for g, group in enumerate(optimizer.param_groups):
         options = {name: _plain(group[name]) for name in optimizer.defaults}
         extra = {name: _plain(value) for name, value in group.items() if name not in {"params", *options}}
@@ -135,14 +136,15 @@ def _groups(metadata: dict[str, str], optimizer: LowMemoryOptimizer, where: str)
     if len(groups) != len(optimizer.param_groups):
         count = len(optimizer.param_groups)
         raise ValueError(f"{where}: expected {count} groups of parameters, received {len(groups)}")
-    return groups
+    result: list[dict[str, Any]] = groups
+    return result
 
 
 def _plain(value: object) -> object:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def _like(ours: object, value: object, where: str) -> object:
+def _like(ours: object, value: Any, where: str) -> object:
     """JSON's value as a group has it: tuples are tuples, and a learning rate stays a tensor."""
     several = isinstance(ours, (tuple, list))
     if isinstance(value, list) != several and ours is not None:

@@ -24,7 +24,8 @@ def foreach_norm(tensors: Sequence[Tensor]) -> Tensor:
     """
     if not tensors:  # which PyTorch could not dispatch
         raise RuntimeError("foreach_norm: tensors: expected at least one tensor, received none")
-    return torch.ops.shoestring.foreach_norm(tensors)
+    result: Tensor = torch.ops.shoestring.foreach_norm(tensors)
+    return result
 
 
 def foreach_norm_reference(tensors: Sequence[Tensor]) -> Tensor:

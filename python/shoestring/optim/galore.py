@@ -89,7 +89,8 @@ class GaLore(LowRankOptimizer):
         return {"projection": (param.dtype, (side, group["rank"])), "projection_age": None, "seed": None}
 
     def _down(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        left = is_left(*grad.shape, group)
+        rows, columns = grad.shape
+        left = is_left(rows, columns, group)
         entry = self.state[param]
         if not entry or entry["projection_age"] >= group["update_proj_gap"]:
             self._renew(param, grad if left else grad.mT, group)
@@ -114,7 +115,7 @@ class GaLore(LowRankOptimizer):
         entry.update(projection=basis.to(param.dtype), projection_age=age, seed=mix(seed))
 
     def _up(
-        self, param: Tensor, low: Tensor, low_grad: Tensor, grad_factor: Tensor | float, group: dict
+        self, param: Tensor, low: Tensor, low_grad: Tensor, grad_factor: Tensor | float, group: dict[str, Any]
     ) -> None:
         left = is_left(len(param), param.numel() // len(param), group)
         basis = self.state[param]["projection"].float()

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -24,6 +24,10 @@ from shoestring.optim.sharded import (
 )
 
 
+@overload
+def number_on(device: torch.device, number: Tensor) -> Tensor: ...
+@overload
+def number_on(device: torch.device, number: Tensor | None) -> Tensor | None: ...
 def number_on(device: torch.device, number: Tensor | None) -> Tensor | None:
     """A number as the operators take it."""
     return None if number is None else number.to(device, torch.float32, non_blocking=device.type != "cpu")
@@ -34,9 +38,10 @@ def total_norm(grads: list[Tensor], norms_of: Callable[[list[Tensor]], Tensor] =
     by_device: dict[torch.device, list[Tensor]] = {}
     for g in grads:
         by_device.setdefault(g.device, []).append(g)
-    return torch.linalg.vector_norm(
+    result: Tensor = torch.linalg.vector_norm(
         torch.cat([norms_of(same).to(grads[0].device) for same in by_device.values()])
     )
+    return result
 
 
 def norm_over(
@@ -83,6 +88,7 @@ class Gradients:
     _check_process: Callable[[], None]
     _abandon: Callable[[], None]
     _init_unfinished: Callable[[], None]
+    _init_host_steps: Callable[[], None]
     _stepped_in_backward: bool
     _broken: str | None
     _norms_of: Callable[[list[Tensor]], Tensor]
@@ -185,6 +191,7 @@ class Gradients:
             self._step_alone(param)
         elif self._is_replicated and param in self._pending:  # so that the sum is all-reduced
             self._drain()
+            assert param.grad is not None
             param.grad.add_(self._sums[param].to(param.grad.device))
             self._sums[param].zero_()
             self._pending.discard(param)
@@ -238,10 +245,11 @@ class Gradients:
             for i, (p, view) in enumerate(zip(arena.params, views, strict=True)):
                 if p not in self._pending:
                     continue
+                grad = grads[i]
                 if whole:
                     self._used.append(view)
-                    grads[i] = view if grads[i] is None else view.add_(grads[i])
-                elif grads[i] is None:
+                    grads[i] = view if grad is None else view.add_(grad)
+                elif grad is None:
                     grads[i] = torch.zeros_like(local(p), device=arena.kind.device)
             found.append((grads, None if whole else arena.accumulated))
         return found
@@ -267,7 +275,7 @@ class Gradients:
         if not any(grads for _, grads in present) or (self.max_grad_norm is None and not looks):
             return found_inf, None
         norm = norm_over(present, self._norms_of)
-        if looks:  # a GradScaler has seen the last micro-batch alone
+        if looks and found_inf is not None:  # a GradScaler has seen the last micro-batch alone
             found_inf = torch.maximum(number_on(norm.device, found_inf), (~norm.isfinite()).float())
         if self.max_grad_norm is None:
             return found_inf, None

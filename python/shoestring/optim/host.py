@@ -112,9 +112,9 @@ class HostSteps:
         fetched = arena.host.collect(0, len(grads))
         arena.has_fetched = True
         found = []
-        for p, grad, own in zip(arena.params, fetched, grads, strict=True):
+        for p, here, grad in zip(arena.params, fetched, grads, strict=True):
             # The host may have a gradient of a step that failed.
-            found.append(self._collected.get(p, None if own is None else grad))
+            found.append(self._collected.get(p, None if grad is None else here))
         return found
 
     def _step_on_host(

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+# typeshed wants a signal.Signals; any number of a signal will do.
+_interrupt_main: Callable[[int], None] = _thread.interrupt_main  # type: ignore[assignment]
 SIGNALS = (int(signal.SIGINT), int(signal.SIGTERM))
 
 
@@ -40,7 +42,7 @@ class Uninterrupted:
             self.stop()
             raise
 
-    def stop(self, deliver: Callable[[int], None] = _thread.interrupt_main) -> None:
+    def stop(self, deliver: Callable[[int], None] = _interrupt_main) -> None:
         """Restores the handlers and delivers what has come meanwhile."""
         if not self._defers:
             return
@@ -79,4 +81,4 @@ class Uninterrupted:
 
 def deliver_later(number: int) -> None:
     """Runs the handler of a signal soon after the current frame has ended: a destructor cannot raise."""
-    _thread.start_new_thread(_thread.interrupt_main, (number,))
+    _thread.start_new_thread(_interrupt_main, (number,))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.optim.optimizer import Arena, StepArguments, reference_step
+from shoestring.optim.optimizer import Arena, ReferenceArguments, StepArguments, reference_step
 
 
 def lamb_(
@@ -78,7 +78,7 @@ def lamb_reference(
     beta2: float,
     eps: float,
     weight_decay: float,
-    **arguments: Unpack[StepArguments],
+    **arguments: Unpack[ReferenceArguments],
 ) -> None:
     """``lamb_`` in plain PyTorch, a tensor at a time."""
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.optim.optimizer import Arena, StepArguments, reference_step
+from shoestring.optim.optimizer import Arena, ReferenceArguments, StepArguments, reference_step
 
 
 def lion_(
@@ -69,7 +69,7 @@ def lion_reference(
     beta1: float,
     beta2: float,
     weight_decay: float,
-    **arguments: Unpack[StepArguments],
+    **arguments: Unpack[ReferenceArguments],
 ) -> None:
     """``lion_`` in plain PyTorch, a tensor at a time."""
 

@@ -64,7 +64,7 @@ class LowRankOptimizer(Optimizer):
         raise NotImplementedError
 
     def _up(
-        self, param: Tensor, low: Tensor, low_grad: Tensor, grad_factor: Tensor | float, group: dict
+        self, param: Tensor, low: Tensor, low_grad: Tensor, grad_factor: Tensor | float, group: dict[str, Any]
     ) -> None:
         """Decays the parameter, and moves it by what the base made of the virtual one; both are (r, n) or (m, r).
 
@@ -88,7 +88,8 @@ class LowRankOptimizer(Optimizer):
             raise ValueError(f"{self._name}: {name}: expected {expected}, received {received!r}")
 
     def _check_options(self, group: dict[str, Any]) -> None:
-        rank, gap, scale, decay = (group.get(k) for k in ("rank", "update_proj_gap", "scale", "weight_decay"))
+        rank, gap, scale = (group[name] for name in ("rank", "update_proj_gap", "scale"))
+        decay = group.get("weight_decay")
         natural = rank is None or (isinstance(rank, int) and rank >= 1)
         self._expect(natural, "rank", "None or a whole number of at least 1", rank)
         self._expect(
@@ -189,6 +190,7 @@ class LowRankOptimizer(Optimizer):
     def _check_grad(self, param: Tensor, group: dict[str, Any]) -> None:
         same = self._shape(param, group) == self._virtual.of[param].shape
         self._expect(same, "rank", "what the group was made with (as projection)", group["rank"])
+        assert param.grad is not None
         self._expect(not param.grad.is_sparse, "grad", "a dense gradient", "a sparse one")
 
     def _clip_coef(self) -> Tensor | None:
@@ -226,7 +228,8 @@ class LowRankOptimizer(Optimizer):
         Raises:
             ValueError: what is loaded does not fit; nothing has changed then.
         """
-        base, expected = state_dict.get("base_optimizer"), self.base_optimizer.__name__
+        base: Any = state_dict.get("base_optimizer")
+        expected = self.base_optimizer.__name__
         version = state_dict.get("format_version")
         fits = isinstance(base, dict) and base.get("name") == expected and version == FORMAT_VERSION
         received = (
@@ -301,7 +304,7 @@ class LowRankOptimizer(Optimizer):
         """Our part of a projected parameter's entries, after checking it."""
         own = {}
         for name, kind in self._own_shapes(param, group).items():
-            value = entry.get(name)
+            value: Any = entry.get(name)
             if kind is None:
                 good, expected = isinstance(value, int), "a whole number"
             else:

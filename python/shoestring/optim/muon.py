@@ -62,7 +62,7 @@ class Muon(WholeTensorOptimizer):
         adjust_lr_fn: str | None = None,
         **options: Unpack[LowMemoryOptions],
     ) -> None:
-        own = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov)
+        own: dict[str, Any] = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov)
         own |= dict(ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn)
         super().__init__(params, own, **options)
 

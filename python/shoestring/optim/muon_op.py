@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.optim.optimizer import Arena, StepArguments, reference_step
+from shoestring.optim.optimizer import Arena, ReferenceArguments, StepArguments, reference_step
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 
@@ -99,7 +99,7 @@ def muon_reference(
     eps: float = 1e-7,
     ns_steps: int = 5,
     adjust_lr_fn: str = "original",
-    **arguments: Unpack[StepArguments],
+    **arguments: Unpack[ReferenceArguments],
 ) -> None:
     """``muon_`` in plain PyTorch, a tensor at a time; the products are fp64."""
 

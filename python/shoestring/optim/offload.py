@@ -82,6 +82,7 @@ def pieces(
     What had been stepped when the same step failed before is left out.
     """
     state, start = arena.offloaded, arena.start
+    assert state is not None
     members = (start, start + len(arena.params))
     in_chunk = {chunk: state.piece(chunk, *members) for chunk in state.chunks(*members)}
     with_gradients = [
@@ -117,4 +118,5 @@ def commit(arenas: list["Arena"]) -> None:
         if arena.stepped is not None:
             arena.step.copy_(arena.stepped)
             arena.stepped = None
+        assert arena.offloaded is not None
         arena.offloaded.commit()

@@ -1,5 +1,6 @@
 """What the optimizers' operators share: their arguments beside a rule's numbers, and what makes a rule a reference."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -18,7 +19,22 @@ from shoestring.quantization.quantize_state_4bit import (
 )
 
 
-class StepArguments(TypedDict, total=False):
+class ReferenceArguments(TypedDict, total=False):
+    """Keyword arguments of every reference: those of ``StepArguments`` that apply to whole parameters."""
+
+    maximize: bool
+    lr_tensor: Tensor | None
+    grad_scale: Tensor | None
+    clip_coef: Tensor | None
+    found_inf: Tensor | None
+    weight_remainder: Tensor | None
+    accumulated: Tensor | None
+    stochastic_rounding: bool
+    seed: int
+    numbers: Sequence[int]
+
+
+class StepArguments(ReferenceArguments, total=False):
     """Of every optimizer's operator. Tensors are on the parameters' device, and None where they are absent.
 
     maximize: ascend instead.
@@ -40,16 +56,6 @@ class StepArguments(TypedDict, total=False):
         rule). None: those of whole parameters.
     """
 
-    maximize: bool
-    lr_tensor: Tensor | None
-    grad_scale: Tensor | None
-    clip_coef: Tensor | None
-    found_inf: Tensor | None
-    weight_remainder: Tensor | None
-    accumulated: Tensor | None
-    stochastic_rounding: bool
-    seed: int
-    numbers: Sequence[int]
     first_block: int
     blocks: int | None
 
@@ -75,7 +81,7 @@ class Arena(NamedTuple):
         if self.scale is None:
             return self.values[where].float()
         if self.is_4bit:
-            codes, scales = self._blocks_4bit(where)
+            codes, scales = self._blocks_4bit(where, self.scale)
             return dequantize_state_4bit_reference(
                 self.values[codes], self.scale[scales], signed=self.signed, numel=where.stop - where.start
             )
@@ -83,24 +89,26 @@ class Arena(NamedTuple):
 
     def write(self, where: slice, moment: Tensor, step: int, random: Callable[[], Tensor]) -> None:
         """The same back: rounded to codes where the arena has scales, and at random where it is bf16."""
-        if self.is_4bit:
-            codes, scales = self._blocks_4bit(where)
+        if self.scale is None:
+            is_bf16 = self.values.dtype == torch.bfloat16
+            self.values[where] = round_stochastically(moment, random()) if is_bf16 else moment
+        elif self.is_4bit:
+            codes, scales = self._blocks_4bit(where, self.scale)
             dithered = step if not self.signed or self.keeps > 0.93 else None
             self.values[codes], self.scale[scales] = quantize_state_4bit_reference(
                 moment, signed=self.signed, step=dithered
             )
-        elif self.scale is not None:
-            codes, self.scale[_blocks(where)] = quantize_8bit_reference(moment, signed=self.signed)
-            self.values[where] = codes
-        elif self.values.dtype == torch.bfloat16:
-            self.values[where] = round_stochastically(moment, random())
         else:
-            self.values[where] = moment
+            self.values[where], self.scale[_blocks(where)] = quantize_8bit_reference(
+                moment, signed=self.signed
+            )
 
-    def _blocks_4bit(self, where: slice) -> tuple[slice, slice]:
+    def _blocks_4bit(self, where: slice, scale: Tensor) -> tuple[slice, slice]:
         blocks, half = _blocks(where), STATE_BLOCK // 2
-        scales = self.scale.numel() * half // self.values.numel()
-        return (slice(blocks.start * n, blocks.stop * n) for n in (half, scales))
+        scales = scale.numel() * half // self.values.numel()
+        return slice(blocks.start * half, blocks.stop * half), slice(
+            blocks.start * scales, blocks.stop * scales
+        )
 
 
 def _blocks(where: slice) -> slice:
@@ -204,15 +212,15 @@ def reference_step(
         ) -> Tensor:
             return random_bits(seed, t, number, stream, count)
 
-        exact = weight_remainder is not None and param.dtype == torch.bfloat16
-        p = join(param, weight_remainder[where].view(param.shape)) if exact else param.float()
+        remainder = weight_remainder if param.dtype == torch.bfloat16 else None
+        p = param.float() if remainder is None else join(param, remainder[where].view(param.shape))
         g = g * (-factor if maximize else factor)
         given = [a.read(where).view(p.shape) for a in arenas] + [e[i] for e in extra]
         p, *moments = (x.flatten() for x in rule(lr, t, p, g, *given))
-        if exact:
-            p, weight_remainder[where] = split(p)
+        if remainder is not None:
+            p, remainder[where] = split(p)
         elif stochastic_rounding and param.dtype == torch.bfloat16:
             p = round_stochastically(p, random(0))
         param.copy_(p.view(param.shape))
         for k, (arena, moment) in enumerate(zip(arenas, moments, strict=True)):
-            arena.write(where, moment, t, lambda k=k: random(1 + k))
+            arena.write(where, moment, t, functools.partial(random, 1 + k))

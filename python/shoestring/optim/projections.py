@@ -48,7 +48,8 @@ def leading_vectors(
     basis = torch.linalg.qr(sketch).Q
     within = _scaled(basis.mT @ matrix)
     vectors = torch.linalg.eigh(within @ within.mT).eigenvectors  # ascending
-    return (basis @ vectors.flip(1)[:, :count]).contiguous()
+    result: Tensor = (basis @ vectors.flip(1)[:, :count]).contiguous()
+    return result
 
 
 def _scaled(x: Tensor) -> Tensor:

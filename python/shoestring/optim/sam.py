@@ -198,11 +198,12 @@ class SAM(Optimizer):
             found_inf = found_inf + (~finite).to(found_inf)
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if getattr(base, "_step_supports_amp_scaling", False):
-            base.grad_scale, base.found_inf = scale, found_inf  # type: ignore[attr-defined]
+            scaling: Any = base
+            scaling.grad_scale, scaling.found_inf = scale, found_inf
             try:
                 base.step()
             finally:
-                del base.grad_scale, base.found_inf  # type: ignore[attr-defined]
+                del scaling.grad_scale, scaling.found_inf
             return
         if found_inf.item():
             return
@@ -234,8 +235,8 @@ class SAM(Optimizer):
             state_dict = hook(self, state_dict) or state_dict
         self.base_optimizer.load_state_dict(state_dict)
         self._share()
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def _expect_whole(self, what: str) -> None:
         if self._weights is not None:
@@ -259,5 +260,6 @@ def _wide(param: Tensor) -> torch.dtype:
 
 def _weighted(param: Tensor, group: dict[str, Any]) -> Tensor:
     """What the norm is of, in fp32: the gradient, or for ASAM the gradient times the weight."""
+    assert param.grad is not None
     grad = param.grad.to(_wide(param))
     return grad * param if group["adaptive"] else grad

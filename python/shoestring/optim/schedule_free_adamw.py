@@ -104,7 +104,7 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
                     kept = arena.run(i, i + 1, self._moments).values.get("weight_remainder")
                     remainder = None if kept is None else kept.to(local(p).device)
                     self._apply(arena, [p], beta1, train_mode, remainder)
-                    if kept is not None:
+                    if kept is not None and remainder is not None:
                         kept.copy_(remainder)
             group["train_mode"] = train_mode
 

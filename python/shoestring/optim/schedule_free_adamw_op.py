@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.optim.optimizer import Arena, StepArguments, reference_step
+from shoestring.optim.optimizer import Arena, ReferenceArguments, StepArguments, reference_step
 
 
 def schedule_free_adamw_(
@@ -91,7 +91,7 @@ def schedule_free_adamw_reference(
     eps: float,
     weight_decay: float,
     warmup_steps: int = 0,
-    **arguments: Unpack[StepArguments],
+    **arguments: Unpack[ReferenceArguments],
 ) -> None:
     """``schedule_free_adamw_`` in plain PyTorch, a tensor at a time."""
 

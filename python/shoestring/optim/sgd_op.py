@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.optim.optimizer import Arena, StepArguments, reference_step
+from shoestring.optim.optimizer import Arena, ReferenceArguments, StepArguments, reference_step
 
 
 def sgd_(
@@ -71,7 +71,7 @@ def sgd_reference(
     dampening: float,
     weight_decay: float,
     nesterov: bool = False,
-    **arguments: Unpack[StepArguments],
+    **arguments: Unpack[ReferenceArguments],
 ) -> None:
     """``sgd_`` in plain PyTorch, a tensor at a time."""
 

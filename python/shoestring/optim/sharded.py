@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeIs
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -30,7 +31,7 @@ class Shards:
         return [dim for dim, placement in enumerate(self.placements) if not placement.is_replicate()]
 
 
-def is_dtensor(tensor: object) -> bool:
+def is_dtensor(tensor: object) -> "TypeIs[DTensor]":
     """Whether it is one; where torch has no distributed package, nothing is."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "to_local")
 
@@ -45,14 +46,17 @@ def local_gradient(param: Tensor) -> Tensor | None:
     grad = param.grad
     if grad is None or not is_dtensor(param):
         return grad
-    if grad.placements != param.placements:  # a collective, as in any operation on the two
-        grad = grad.redistribute(placements=param.placements)
-    return grad.to_local()
+    pieces: Any = grad
+    if pieces.placements != param.placements:  # a collective, as in any operation on the two
+        pieces = pieces.redistribute(placements=param.placements)
+    result: Tensor = pieces.to_local()
+    return result
 
 
 def gradient_in_hook(param: Tensor) -> Tensor:
     """The same within a hook: FSDP2 calls those on a stream of its own, and may still be copying to the CPU."""
     grad = local_gradient(param)
+    assert grad is not None
     if is_dtensor(param) and grad.device.type != param.device_mesh.device_type:
         torch.accelerator.current_stream().synchronize()
     elif (
@@ -67,7 +71,8 @@ def shards(param: Tensor) -> Shards | None:
     if not is_dtensor(param):
         return None
     found = Shards(param.device_mesh, tuple(param.placements), 0)
-    piece, coordinate = 0, param.device_mesh.get_coordinate()
+    piece = 0
+    coordinate: Any = param.device_mesh.get_coordinate()
     for dim in found.dims:
         piece = piece * param.device_mesh.size(dim) + coordinate[dim]
     return Shards(found.mesh, found.placements, piece)
@@ -122,6 +127,7 @@ def piece_of(value: Tensor, param: "DTensor") -> Tensor:
 
     if is_dtensor(value):
         if value.device_mesh == param.device_mesh:
-            return value.redistribute(placements=param.placements).to_local()
+            result: Tensor = value.redistribute(placements=param.placements).to_local()
+            return result
         value = value.full_tensor()
     return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None).to_local()

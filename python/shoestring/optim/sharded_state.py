@@ -21,10 +21,12 @@ from shoestring.quantization.quantize_8bit import STATE_BLOCK
 from shoestring.quantization.quantize_state_4bit import GROUP_4BIT, map_4bit
 
 if TYPE_CHECKING:
-    from shoestring.optim.base import LowMemoryOptimizer
+    from torch.distributed.tensor import DTensor
+
+    from shoestring.optim.state_dicts import StateDicts
 
 
-def save_dtensors(optimizer: "LowMemoryOptimizer", state_dict: dict[str, Any]) -> None:
+def save_dtensors(optimizer: "StateDicts", state_dict: dict[str, Any]) -> None:
     """Makes DTensors of the entries of DTensor parameters: views, where nothing has to be repeated."""
     for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for param, key in zip(group["params"], packed["params"], strict=True):
@@ -34,7 +36,7 @@ def save_dtensors(optimizer: "LowMemoryOptimizer", state_dict: dict[str, Any]) -
 
 
 def owned_entries(
-    optimizer: "LowMemoryOptimizer", moments: tuple[Moment, ...], state_dict: dict[str, Any]
+    optimizer: "StateDicts", moments: tuple[Moment, ...], state_dict: dict[str, Any]
 ) -> dict[Any, dict[str, Any]]:
     """The entries of a state dict that is loaded, those of DTensors, whole or in pieces, as this process has them.
 
@@ -55,7 +57,7 @@ def owned_entries(
     return entries
 
 
-def _saved(entry: dict[str, Any], param: Tensor, parts: list[Part]) -> dict[str, Any]:
+def _saved(entry: dict[str, Any], param: "DTensor", parts: list[Part]) -> dict[str, Any]:
     own, result = local(param), dict(entry)
     for part in parts:
         rows = _rows(entry[part.name], part, tuple(own.shape), _row(param))

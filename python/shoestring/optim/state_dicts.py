@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from shoestring.optim.convert import imported
 from shoestring.optim.sharded import local
 from shoestring.optim.sharded_state import owned_entries, save_dtensors
 
+if TYPE_CHECKING:
+    from shoestring.optim.unfinished import Unfinished
+
 FORMAT_VERSION = 1
 
 
@@ -24,22 +27,20 @@ class AsSaved:
         self.tensor = tensor
 
 
-class StateDicts:
+class StateDicts(Optimizer):
     """The part of an optimizer that saves and loads."""
 
     # Of the optimizer:
     offload: str | None
     step_in_backward: bool
     grad_norm: Tensor | None
-    param_groups: list[dict[str, Any]]
-    state: dict[Tensor, Any]
-    _name: str
     _moments: tuple[Moment, ...]
     _layouts: dict[int, Layout]
     _drain: Callable[[], None]
     _settle: Callable[[], None]
     _end_backward: Callable[[], None]
     _is_made: bool
+    _unfinished: "Unfinished | None"
     _reserve: Callable[[list[dict[str, Any]]], None]
     _kind: Callable[[Tensor, dict[str, Any]], Kind]
     _parts: Callable[[Tensor, dict[str, Any]], list[Part]]
@@ -52,14 +53,18 @@ class StateDicts:
     _restore_norm: Callable[[Tensor | None], None]
     _watch: Callable[..., None]
 
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
     def state_dict(self) -> dict[str, Any]:
         """The state as in ``torch.optim.Optimizer``, with the ``format_version`` of the entries."""
         self._settle()
-        extra = {"format_version": FORMAT_VERSION}
+        extra: dict[str, Any] = {"format_version": FORMAT_VERSION}
         if self.step_in_backward and self.grad_norm is not None:
             extra["grad_norm"] = self.grad_norm
         first = self.register_state_dict_post_hook(
-            save_dtensors, prepend=True
+            lambda _, saved: save_dtensors(self, saved), prepend=True
         )  # before those that the user registered
         try:
             return {**super().state_dict(), **extra}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
 
 from shoestring.optim.interrupts import Uninterrupted, deliver_later
 from shoestring.optim.offload import commit
@@ -74,11 +75,10 @@ class Backward:
         self._signals.stop(deliver_later)
 
 
-class UnfinishedSteps:
+class UnfinishedSteps(Optimizer):
     """The part of an optimizer that knows how a step goes on, or ends, after an error."""
 
     # Of the optimizer:
-    param_groups: list[dict[str, Any]]
     step_in_backward: bool
     _layouts: dict[int, Any]
     _jobs: "list[Bucket]"
@@ -199,7 +199,7 @@ class UnfinishedSteps:
         It also drops what is left of a step or a backward that raised an error, sums of ``accumulate()`` included,
         where no parameter had been stepped.
         """
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(set_to_none)
         self._end_backward()
         step = self._unfinished
         if step is not None and (step.is_whole or not step.has_stepped):

@@ -44,9 +44,9 @@ class _State:
     def __init__(self, tensors: list[Tensor], rng: bool) -> None:
         devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
         self._rng = [(device, _get(device)) for device in [torch.device("cpu"), *devices]] if rng else []
-        kinds = {"cpu", *(t.device.type for t in tensors if torch.amp.is_autocast_available(t.device.type))}
+        kinds = {"cpu", *(t.device.type for t in tensors if torch.amp.is_autocast_available(t.device.type))}  # type: ignore[attr-defined]
         cache = torch.is_autocast_cache_enabled()
-        self._autocast = [
+        self._autocast: list[dict[str, Any]] = [
             {
                 "device_type": kind,
                 "enabled": torch.is_autocast_enabled(kind),
@@ -110,7 +110,7 @@ class Frame:
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         tensors = [leaves[i] for i in places]
         self._state = _State(tensors, preserve_rng_state)
-        self._inputs = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors)
+        self._inputs = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
         self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._places, self._spec = places, spec
         self._fn, self._early_stop = fn, early_stop

@@ -164,4 +164,5 @@ def tag_activation(x: Tensor, tag: str) -> Tensor:
     Raises:
         RuntimeError: ``x`` was modified in place since it was made.
     """
-    return torch.ops.shoestring.tag_activation(x, tag)
+    result: Tensor = torch.ops.shoestring.tag_activation(x, tag)
+    return result

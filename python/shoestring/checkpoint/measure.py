@@ -119,7 +119,9 @@ def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
 @contextmanager
 def gathered(model: nn.Module, block: nn.Module) -> Iterator[None]:
     """The weights of a block are whole meanwhile, and gradients by them leave no trace. All processes have to take part."""
-    around = [m for m in sharded_modules(model).values() if any(inner is block for inner in m.modules())]
+    around: list[Any] = [
+        m for m in sharded_modules(model).values() if any(inner is block for inner in m.modules())
+    ]
     for module in around:
         module.unshard()
     try:
@@ -166,7 +168,7 @@ def _measure_once(run: Forward, call: Call, device: torch.device) -> Cost:
                 return leaf
             if not leaf.requires_grad:
                 return leaf.detach().clone()
-            return _Source.apply(anchor, leaf.detach())
+            return _Source.apply(anchor, leaf.detach())  # type: ignore[no-untyped-call]
 
         args, kwargs = tree_unflatten([copied(leaf) for leaf in leaves], spec)
         synchronize(device)

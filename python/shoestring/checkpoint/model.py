@@ -64,7 +64,7 @@ class CheckpointReport:
             self._undo.pop()()
 
     def __str__(self) -> str:
-        lines = []
+        lines: list[list[str]] = []
         for name, choice in self.blocks:
             if lines and lines[-1][2] == choice:
                 lines[-1][1] = name
@@ -245,7 +245,8 @@ def _around(name: str, cost: Cost) -> PlanBlock:
 
 def _step(model: nn.Module, example: Any) -> Callable[[], Tensor]:
     if callable(example):
-        return example
+        result: Callable[[], Tensor] = example
+        return result
 
     def step() -> Tensor:
         result = model(**example) if isinstance(example, Mapping) else model(*example)

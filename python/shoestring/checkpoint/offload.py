@@ -106,4 +106,5 @@ class offload_activations(torch.autograd.graph.saved_tensors_hooks):  # noqa: N8
     def _pack(self, x: Tensor) -> torch.ScriptObject:
         if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
             self._store.exclude([x])
-        return torch.ops.shoestring.store_activation(self._store, x)
+        result: torch.ScriptObject = torch.ops.shoestring.store_activation(self._store, x)
+        return result

@@ -81,7 +81,8 @@ def tiled_features(
     total = first.float() if first.dtype in (torch.bfloat16, torch.float16) else first
     for piece in pieces:
         total = total + checkpoint(fn, x, *piece, **options)
-    return total.to(first.dtype)
+    result: Tensor = total.to(first.dtype)
+    return result
 
 
 def _check(name: str, tiles: int, length: int, what: str) -> None:

@@ -70,6 +70,7 @@ def options_of(values: dict[str, Any], dtype: str, offload: str, memory_budget: 
 def load(request: Request, seq_len: int) -> nn.Module:
     """The model on the meta device, with adapters where there are to be some."""
     quiet_transformers()
+    model: nn.Module
     with torch.device("meta"):
         if request.model in PRESETS:
             model = build_llama(PRESETS[request.model], request.vocab_size, seq_len, 0).to(
@@ -114,7 +115,10 @@ def _from_config(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> nn.
         config = AutoConfig.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=trust_remote_code
         )
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        result: nn.Module = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+        return result
     except Exception as error:  # whatever a configuration may have wrong
         reason = why_not_loaded(error)
         raise InputError(

@@ -84,7 +84,8 @@ def generate(
         if isinstance(error, RuntimeError) and "probability tensor" not in str(error):
             raise
         raise InputError(f"{folder}: the model cannot generate text ({error})") from None
-    return tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+    result: str = tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+    return result
 
 
 def check_adapter(folder: Path) -> None:

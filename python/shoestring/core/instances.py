@@ -43,7 +43,7 @@ def _take_back(module: nn.Module, original: type, private: tuple[str, ...]) -> N
 
 def _reduce(self: Any, protocol: Any) -> Any:
     """As the plain module, so that copies and files know nothing of the derived class."""
-    state = object.__reduce_ex__(self, 2)[2]
+    state: Any = object.__reduce_ex__(self, 2)[2]
     return (
         object.__new__,
         (getattr(self, PLAIN),),

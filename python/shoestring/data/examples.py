@@ -121,9 +121,10 @@ def _render(messages: list[dict[str, str]], where: str, tokenizer: Any, ask: boo
         return ""
     template = tokenizer.chat_template or DEFAULT_CHAT_TEMPLATE
     try:
-        return tokenizer.apply_chat_template(
+        result: str = tokenizer.apply_chat_template(
             messages, chat_template=template, tokenize=False, add_generation_prompt=ask
         )
+        return result
     except Exception as error:  # templates raise what their author chose
         raise InputError(
             f"{where}: the chat template refuses these messages ({type(error).__name__}: {error})"

@@ -66,7 +66,8 @@ def read_text(path: Path, whole_lines: bool = False) -> Iterator[str]:
     A byte-order mark is left out. A line of more than ``LONGEST`` characters is cut unless ``whole_lines``.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
-    consumed, pending, begun = 0, [], False
+    pending: list[str] = []
+    consumed, begun = 0, False
     with _open(path) as file:
         while True:
             block = file.read(CHUNK)

@@ -110,7 +110,10 @@ def encode_batch(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     """Token ids of each text, without a beginning or an end token."""
     if not texts:
         return []
-    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    result: list[list[int]] = tokenizer(
+        texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+    )["input_ids"]
+    return result
 
 
 def encode_all(tokenizer: Any, texts: list[str]) -> Iterator[list[int]]:

@@ -14,7 +14,7 @@ from shoestring.core.errors import InputError
 from shoestring.training.config import FinetuneConfig
 
 
-def apply_lora(model: nn.Module, config: FinetuneConfig) -> nn.Module:
+def apply_lora(model: nn.Module, config: FinetuneConfig) -> Any:
     """Freeze ``model`` and add adapters to it. Ours draw the numbers that PEFT draws, so one seed starts both alike."""
     model.requires_grad_(False)
     torch.manual_seed(config.seed)
@@ -50,7 +50,7 @@ def _plain(model: nn.Module, config: FinetuneConfig) -> nn.Module:
         quantize_with_bitsandbytes(model)
     lora = LoraConfig(
         r=config.rank,
-        lora_alpha=config.alpha,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT takes any number
         target_modules=config.target_modules,
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
@@ -58,10 +58,10 @@ def _plain(model: nn.Module, config: FinetuneConfig) -> nn.Module:
     return get_peft_model(model, lora)
 
 
-def quantize_with_bitsandbytes(model: nn.Module) -> None:
+def quantize_with_bitsandbytes(model: Any) -> None:
     """Replace each linear layer but the output layer by ``bitsandbytes.nn.Linear4bit``, one by one to save memory."""
     try:
-        import bitsandbytes as bnb
+        from bitsandbytes.nn.modules import Linear4bit, Params4bit
     except ImportError:
         raise InputError(
             "--plain --quantize nf4: needs bitsandbytes; install it with `pip install bitsandbytes`"
@@ -73,11 +73,11 @@ def quantize_with_bitsandbytes(model: nn.Module) -> None:
         if type(layer) is nn.Linear and layer is not head
     ]
     for name, layer in layers:
-        packed = bnb.nn.Linear4bit(
+        packed = Linear4bit(
             layer.in_features, layer.out_features, bias=layer.bias is not None, compute_dtype=layer.weight.dtype,
             compress_statistics=False, quant_type="nf4", device="meta",
         )  # fmt: skip
-        packed.weight = bnb.nn.Params4bit(
+        packed.weight = Params4bit(  # type: ignore[misc]  # the overloads of `to` expect another class
             layer.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=False, module=packed
         ).to("cpu")  # this is what quantises
         packed.bias = layer.bias
@@ -85,7 +85,7 @@ def quantize_with_bitsandbytes(model: nn.Module) -> None:
         packed.support_avx512bf16_for_cpu = False
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, packed)
-        layer.weight = None
+        layer.weight = None  # type: ignore[assignment]  # this frees the dense weight
     model.is_loaded_in_4bit = True  # PEFT asks the model before it takes its 4-bit layer
 
 
@@ -100,7 +100,7 @@ def save_adapter(model: Any, folder: Path, plain: bool) -> None:
     lora.save_adapter(model, folder)
 
 
-def merge_adapter(base: nn.Module, adapter: Path, plain: bool) -> nn.Module:
+def merge_adapter(base: nn.Module, adapter: Path, plain: bool) -> Any:
     """Add a saved adapter to a full-precision model; return the model."""
     if plain:
         from peft import PeftModel

@@ -35,7 +35,7 @@ class Trainer:
     """Everything a loop needs; the command puts it together."""
 
     config: LoopConfig
-    model: nn.Module
+    model: Any  # transformers or PEFT define its class
     loss: Loss
     optimizer: torch.optim.Optimizer
     train: Rows
@@ -212,5 +212,11 @@ def make_optimizer(model: nn.Module, config: LoopConfig, offload: str | None = N
         return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     from shoestring.optim import AdamW
 
-    own = {"state": config.optimizer_state, "offload": offload}
-    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, **own)
+    return AdamW(
+        groups,
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        state=config.optimizer_state,
+        offload=offload,
+    )

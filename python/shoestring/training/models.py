@@ -26,7 +26,7 @@ Loss = Callable[..., Tensor]
 WEIGHT_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]  # fetched for a hub model
 
 
-def build_llama(preset: Preset, vocab_size: int, seq_len: int, end_of_text: int) -> nn.Module:
+def build_llama(preset: Preset, vocab_size: int, seq_len: int, end_of_text: int) -> Any:
     """Build a randomly initialised Llama (fp32); its numbers come from PyTorch's generator, so seed that first."""
     from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaForCausalLM
@@ -90,7 +90,7 @@ def is_quantized(folder: Path) -> bool:
 
 def load_model(
     folder: Path, dtype: torch.dtype, quantize: str | None = None, trust_remote_code: bool = False
-) -> nn.Module:
+) -> Any:
     """Load a causal language model from a local directory; every weight must be there and fit the configuration.
 
     With ``quantize``, and of a checkpoint that is quantised already, linear weights are codes from the moment they are
@@ -109,7 +109,7 @@ def _load(
     quantize: str | None,
     trust_remote_code: bool,
     stored: dict[str, tuple[int, ...]],
-) -> nn.Module:
+) -> Any:
     if quantize is not None or is_quantized(folder):
         try:
             return load_quantized(
@@ -141,10 +141,11 @@ def _load(
                 f"but config.json asks for {list(tensor.shape)}"
             )
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
+        model, info = loaded
     except Exception as error:
         raise InputError(f"{folder}: the weights cannot be loaded ({why_not_loaded(error)})") from None
     missing = sorted(info["missing_keys"])
@@ -155,7 +156,7 @@ def _load(
     return model
 
 
-def plain_loss(model: nn.Module) -> Loss:
+def plain_loss(model: Any) -> Loss:
     """Sum of cross-entropies over the model's full logits, as plain PyTorch does it (bf16 logits widened to fp32)."""
 
     def loss(inputs: Tensor, labels: Tensor, **more: Any) -> Tensor:
@@ -167,7 +168,7 @@ def plain_loss(model: nn.Module) -> Loss:
     return loss
 
 
-def fused_loss(model: nn.Module, workspace_mb: int) -> Loss:
+def fused_loss(model: Any, workspace_mb: int) -> Loss:
     """The same sum without logits: the model, an adapter that it may get later included, is patched for good."""
     from shoestring.integrations.transformers import patch
 
@@ -175,7 +176,8 @@ def fused_loss(model: nn.Module, workspace_mb: int) -> Loss:
         # Labels are those of the positions already; divided by one, the loss is the sum.
         labels = labels.contiguous()
         options = {"shift_labels": labels, "num_items_in_batch": 1, "use_cache": False, **more}
-        return model(input_ids=inputs, labels=labels, **options).loss
+        result: Tensor = model(input_ids=inputs, labels=labels, **options).loss
+        return result
 
     try:
         patch(model, workspace_mb=workspace_mb)
@@ -185,7 +187,7 @@ def fused_loss(model: nn.Module, workspace_mb: int) -> Loss:
     return loss
 
 
-def _check_same(fused: Loss, plain: Loss, model: nn.Module) -> None:
+def _check_same(fused: Loss, plain: Loss, model: Any) -> None:
     """Refuse an architecture that leaves out an argument of its loss (a few tokens decide)."""
     tokens = torch.arange(8)[None] % model.get_input_embeddings().weight.shape[0]
     training = model.training

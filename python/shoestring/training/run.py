@@ -137,7 +137,8 @@ def _read_record(out: Path, command: str, fingerprint: Fingerprint) -> dict[str,
             f"--resume {out}: a run of `shoestring {recorded['command']}`, not of `shoestring {command}`"
         )
     fingerprint.require_equal(recorded["fingerprint"], str(out))
-    return recorded
+    result: dict[str, Any] = recorded
+    return result
 
 
 def _begin(options: RunOptions, command: str, fingerprint: Fingerprint, recorded: dict[str, Any]) -> None:
@@ -190,7 +191,7 @@ def execute(
     config: LoopConfig,
     options: RunOptions,
     fingerprint: Fingerprint,
-    model: nn.Module,
+    model: Any,
     make_loss: Callable[[], Loss],
     data: tuple[Rows, Rows],
     progress: Progress,

@@ -53,6 +53,7 @@ def summarise(trainer: Trainer, baseline: int, peak: int, seconds: float) -> dic
 def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
     """Split the peak of this process: what each part should take by its formula, and what it took."""
     config, model = trainer.config, trainer.model
+    own: Any = trainer.optimizer  # config.plain selects PyTorch's AdamW; otherwise it is a LowMemoryOptimizer
     trained = formulas.trained(model)
     count = sum(p.numel() for p in trained)
     weights, expected_weights, weights_formula = _weights(model)
@@ -64,13 +65,13 @@ def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
     else:  # two 8-bit codes for each element, and two fp32 scales for each block
         each = "8" if config.optimizer_state == "fp32" else "(2 + 8/256)"
         optimizer_formula = f"{each} B x trained, tensors in blocks of 256"
-        expected_optimizer = sum(formulas.optimizer_state(trainer.optimizer).bytes().values())
+        expected_optimizer = sum(formulas.optimizer_state(own).bytes().values())
     optimizer = [
         Part("optimizer", optimizer_formula, expected_optimizer, memory.optimizer_bytes(trainer.optimizer))
     ]
     offload = getattr(trainer.optimizer, "offload", None)
     if offload == "cpu":
-        copies, taken = sum(2 * p.nbytes for p in trained), trainer.optimizer.host_bytes
+        copies, taken = sum(2 * p.nbytes for p in trained), own.host_bytes
         optimizer.append(
             Part("offload", "trained weights and their gradients once more, for the CPU", copies, taken)
         )

@@ -97,14 +97,14 @@ def attend(
     }
     if dropout > 0:
         options |= {"dropout_p": dropout, "seed": torch.randint(2**62, (1,), device=query.device)}
-    if packed:
+    if cu_seq_lens_q is not None:
         flat = [t[0].transpose(0, 1) for t in (query, key, value)]
-        out = attention(
+        out: Tensor = attention(
             *flat, **options, cu_seqlens_q=cu_seq_lens_q.int(), cu_seqlens_k=_ints(cu_seq_lens_k)
-        )[None]
-    else:
-        out = attention(query, key, value, **options).transpose(1, 2)
-    return out, None
+        )
+        return out[None], None
+    out = attention(query, key, value, **options)
+    return out.transpose(1, 2), None
 
 
 def _window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
@@ -159,11 +159,12 @@ def mask(
     if attention_mask is not None:
         known = known and attention_mask.shape[-1] >= kv_offset + kv_length
     if not known:
-        return masking.sdpa_mask(
+        result: Tensor | None = masking.sdpa_mask(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
             mask_function=function, attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=False,
             allow_is_bidirectional_skip=False, **kwargs,
         )  # fmt: skip
+        return result
     seen = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
     if seen is not None and not torch.compiler.is_compiling() and seen.all():
         seen = None

@@ -27,6 +27,7 @@ def weights(head: nn.Module, hidden: Tensor) -> Weights:
         raise refused("hooks, or a forward of its own", "take them off")
     if isinstance(head, TrainedCopy):
         return weights(head.in_use(), hidden)
+    base: Any
     if _is_peft(head):
         base, lora = _peft(head)
     elif isinstance(head, LoraLinear):

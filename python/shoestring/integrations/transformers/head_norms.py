@@ -47,7 +47,8 @@ class Deferred:
     def made(self) -> Tensor:
         if self.strict:
             raise TypeError("a rotation was expected to be what takes this")
-        return self.norm(self.x)
+        result: Tensor = self.norm(self.x)
+        return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.made(), name)
@@ -153,7 +154,8 @@ def _result(module: nn.Module, call: tuple[Any, dict[str, Any]] | None) -> Tenso
     try:
         with torch.no_grad():
             out = module(*call[0], **call[1])
-        return out[0] if isinstance(out, tuple) else out
+        result: Tensor | None = out[0] if isinstance(out, tuple) else out
+        return result
     except Exception:  # another form
         return None
     finally:
@@ -167,7 +169,7 @@ def _close(ours: Tensor | None, theirs: Tensor | None) -> bool:
     return bool((ours - theirs).norm() <= tolerance * theirs.norm())
 
 
-def _joining(original: type, pair: tuple[str, ...]) -> dict[str, Any]:
+def _joining(original: type[Any], pair: tuple[str, ...]) -> dict[str, Any]:
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         setattr(self, JOINING, True)

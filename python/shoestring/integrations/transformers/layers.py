@@ -91,9 +91,12 @@ def _rms_norm(original: Callable[..., Any], options: dict[str, Any]) -> dict[str
 
     @functools.wraps(original)
     def forward(self: Any, x: Tensor) -> Tensor:
+        result: Tensor
         if widens(self, x):
-            return original(self, x)
-        return rms_norm(x, self.weight, eps=_eps(self, x), **options)
+            result = original(self, x)
+        else:
+            result = rms_norm(x, self.weight, eps=_eps(self, x), **options)
+        return result
 
     def add(self: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         if widens(self, x) or x.dtype != residual.dtype:
@@ -112,7 +115,8 @@ def _layer_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, x: Tensor) -> Tensor:
         if self.weight.dtype != x.dtype:
-            return original(self, x)
+            result: Tensor = original(self, x)
+            return result
         return layer_norm(x, self.weight, self.bias, eps=self.eps)
 
     return forward
@@ -265,6 +269,7 @@ def _floating(weight: Tensor) -> torch.dtype:
 def _mlp(original: Callable[..., Any], function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, x: Tensor) -> Tensor:
-        return self.down_proj(function(self.gate_proj(x), self.up_proj(x)))
+        result: Tensor = self.down_proj(function(self.gate_proj(x), self.up_proj(x)))
+        return result
 
     return forward

@@ -101,13 +101,14 @@ def load_quantized(
             if parts.get(module_name):
                 _set_codes(layers[module_name], reader, parts[module_name], module_name, dtype, device)
             elif layer is not None and not ready:
-                layer.weight = frozen(reader.borrow(stored_name).to(device, dtype))  # type: ignore[assignment]
+                layer.weight = frozen(reader.borrow(stored_name).to(device, dtype))
                 quantize_weight(layer, quant_type or "nf4", block_size, nested)
                 _make_quantized(layer)
             else:
                 _set(model, names, reader.read(stored_name).to(device, like.dtype))
     _recreate_buffers(model, device)
-    return model.eval()
+    result: nn.Module = model.eval()
+    return result
 
 
 def _check(quant_type: str | None, block_size: int | None, nested: bool, dtype: torch.dtype) -> None:
@@ -292,7 +293,7 @@ def _set_codes(
         raise ValueError(
             f"{METHOD}: {name}.weight: expected bitsandbytes' parts, received {', '.join(sorted(parts))}"
         )
-    layer.weight = frozen(codes.to(device, dtype))  # type: ignore[assignment]
+    layer.weight = frozen(codes.to(device, dtype))
     _make_quantized(layer)
 
 

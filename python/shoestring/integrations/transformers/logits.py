@@ -8,6 +8,7 @@ options. Anything else that is done to it is refused, by name.
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -119,10 +120,10 @@ class Logits:
         return replace(self * (1 / divisor), make=lambda: self.make() / divisor)
 
     def mul(self, factor: Any) -> Logits:
-        return self * factor
+        return self.__mul__(factor)
 
     def div(self, divisor: Any) -> Logits:
-        return self / divisor
+        return self.__truediv__(divisor)
 
     def tanh(self) -> Logits:
         if self.outer is not None:
@@ -139,7 +140,7 @@ class Logits:
         ignore_index: int = -100,
         reduce: bool | None = None,
         reduction: str = "mean",
-        label_smoothing: float = 0.0,
+        label_smoothing: builtins.float = 0.0,  # `float` is a method here
     ) -> Tensor:
         """``torch.nn.functional.cross_entropy`` of what this stands for."""
         if self.ndim != 2 or size_average is not None or reduce is not None or target.is_floating_point():

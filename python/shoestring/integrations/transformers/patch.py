@@ -107,7 +107,8 @@ def patch(
         TypeError: not a causal language model, or one whose loss needs more than ``linear_cross_entropy`` has.
         ValueError: patched already, or a loss that differs from the model's own on eight tokens, which are tried.
     """
-    target = model.get_base_model() if hasattr(model, "get_base_model") else model
+    get_base_model: Any = getattr(model, "get_base_model", None)
+    target: Any = model if get_base_model is None else get_base_model()
     name = type(target).__name__
     if RECORDING in target.__dict__:
         raise ValueError(
@@ -180,10 +181,10 @@ def patch(
     return report
 
 
-def _head_name(model: nn.Module) -> str:
+def _head_name(model: Any) -> str:
     """The attribute of the model that is its output layer."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    names = [key for key, child in model._modules.items() if child is head and head is not None]
+    names: list[str] = [key for key, child in model._modules.items() if child is head and head is not None]
     forward = inspect.signature(type(model).forward).parameters
     if not names or "labels" not in forward:
         raise TypeError(
@@ -198,7 +199,7 @@ def _head_name(model: nn.Module) -> str:
     return names[0]
 
 
-def _patched_class(original: type, head_name: str, logits: bool, workspace_mb: int) -> type:
+def _patched_class(original: type[Any], head_name: str, logits: bool, workspace_mb: int) -> type:
     """A class for one instance: the original's forward, with an output layer that makes no logits."""
     position = list(inspect.signature(original.forward).parameters).index("labels")
 
@@ -225,7 +226,7 @@ def _patched_class(original: type, head_name: str, logits: bool, workspace_mb: i
 
     def reduce(self: Any, protocol: Any) -> Any:
         """As the plain model, so that copies and files know nothing of this class."""
-        state = object.__reduce_ex__(self, 2)[2]
+        state: Any = object.__reduce_ex__(self, 2)[2]
         return object.__new__, (original,), {key: value for key, value in state.items() if key != RECORDING}
 
     names = {

@@ -48,7 +48,7 @@ def _has_linears(module: nn.Module, names: Sequence[str]) -> bool:
     return all(isinstance(module._modules.get(name), nn.Linear) for name in names)
 
 
-def _mlp(original: type) -> dict[str, Any]:
+def _mlp(original: type[Any]) -> dict[str, Any]:
     @functools.wraps(original.forward)
     def forward(self: Any, x: Tensor) -> Tensor:
         y = adapted_swiglu(x, self.gate_proj, self.up_proj, self.down_proj)
@@ -87,16 +87,18 @@ class Member:
         if state.get("x") is not x or self.name not in state:
             outputs = together([module._modules[name] for name in ATTENTION], x)
             if outputs is None:
-                return module._modules[self.name](x)
+                alone: Tensor = module._modules[self.name](x)
+                return alone
             state.clear()
             state.update(zip(ATTENTION, outputs, strict=True), x=x)
-        return state.pop(self.name)
+        result: Tensor = state.pop(self.name)
+        return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module._modules[self.name], name)
 
 
-def _attention(original: type) -> dict[str, Any]:
+def _attention(original: type[Any]) -> dict[str, Any]:
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         setattr(self, OUTPUTS, {})

@@ -168,7 +168,7 @@ class TensorReader:
         descriptor = self._descriptors.get(stored.file)
         if descriptor is None:
             descriptor = self._descriptors[stored.file] = os.open(stored.file, os.O_RDONLY)
-        bytes_, done = memoryview(room.numpy()), 0
+        bytes_, done = memoryview(room.numpy()), 0  # type: ignore[arg-type]  # numpy declares Buffer from Python 3.12 on
         while done < len(bytes_):  # the system gives at most 2 GiB at a time
             count = os.preadv(descriptor, [bytes_[done:]], stored.offset + done)
             if count == 0:

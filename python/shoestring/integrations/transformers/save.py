@@ -44,14 +44,15 @@ def save_quantized(
     """
     from safetensors.torch import save_file
 
-    config = copy.deepcopy(model.config)
+    config: Any = copy.deepcopy(model.config)
     config.quantization_config = _quantization_config(model)
     shards = _shards(_distinct(model.state_dict()), max_shard_bytes)
     _check_directory(Path(directory), overwrite)
     with atomic_directory(Path(directory)) as partial:
         config.save_pretrained(partial)
-        if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(partial)
+        generation: Any = getattr(model, "generation_config", None)
+        if generation is not None:
+            generation.save_pretrained(partial)
         names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
         if len(shards) == 1:
             names = ["model.safetensors"]

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoestring.ops import dequantize_8bit, dequantize_state_4bit, quantize_8bit, quantize_state_4bit
 from shoestring.optim.arena import Moment, blocks
 from shoestring.optim.sharded import as_dtensor, is_dtensor, local
-from shoestring.quantization.quantize_8bit import STATE_BLOCK
+from shoestring.quantization.quantize_8bit import STATE_BLOCK, dequantize_8bit, quantize_8bit
+from shoestring.quantization.quantize_state_4bit import dequantize_state_4bit, quantize_state_4bit
 
 NESTED = "__bnb_optimizer_quant_state__"  # under which bitsandbytes hides its tensors from FSDP
 # Options that the others need not have; beta1 is Adafactor's.

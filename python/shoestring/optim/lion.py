@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.ops import lion_
 from shoestring.optim.arena import Moment
 from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
+from shoestring.optim.lion_op import lion_
 
 
 class Lion(LowMemoryOptimizer):

@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.ops import sgd_
 from shoestring.optim.arena import Moment
 from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
 from shoestring.optim.convert import exported
+from shoestring.optim.sgd_op import sgd_
 
 
 class SGD(LowMemoryOptimizer):

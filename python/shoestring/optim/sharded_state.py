@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoestring.ops import dequantize_8bit, quantize_8bit, quantize_state_4bit
 from shoestring.optim.arena import STATES, Moment, Part
 from shoestring.optim.convert import kept
 from shoestring.optim.sharded import as_dtensor, is_dtensor, local, piece_of
-from shoestring.quantization.quantize_8bit import STATE_BLOCK
-from shoestring.quantization.quantize_state_4bit import GROUP_4BIT, map_4bit
+from shoestring.quantization.quantize_8bit import STATE_BLOCK, dequantize_8bit, quantize_8bit
+from shoestring.quantization.quantize_state_4bit import GROUP_4BIT, map_4bit, quantize_state_4bit
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

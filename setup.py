@@ -19,7 +19,7 @@ if int(setuptools.__version__.split(".")[0]) < 77:
         "run `pip install 'setuptools>=77,<82' ninja` first"
     )
 
-from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402
+from setuptools.command.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).parent.resolve()
 VERSION = re.search(r'VERSION "(.+)"', (ROOT / "csrc/include/shoestring/version.h").read_text())[1]

@@ -151,7 +151,8 @@ def main() -> None:
     options = arguments(__doc__.splitlines()[0], devices=("cpu", "cuda"), more=add_options)
     report = Report("linear_cross_entropy", options)
     if options.device == "cuda":
-        return on_gpu(report)
+        on_gpu(report)
+        return
     shapes = [(1024, 768, 50304), (8192, 768, 50304), (4096, 256, 16384), (2048, 2048, 151936)]
     others = {} if options.ours else peers("cpu")
     for tokens, features, vocab in [(256, 64, 5000)] if options.quick else shapes:

@@ -11,9 +11,7 @@ its difference from fp32. Weights that are stored in 16 bits are widened for the
 import argparse
 import hashlib
 import json
-import math
 import statistics
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path

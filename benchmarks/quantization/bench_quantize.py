@@ -107,9 +107,14 @@ def int8_writers(bnb: ModuleType | None) -> dict[str, Maker]:
         "shoestring": lambda x: lambda: shoestring.quantize_int8(x),
         "plain PyTorch": lambda x: lambda: quantize_int8_reference(x),
     }
-    if bnb is not None:  # on a GPU it takes fp16 alone
-        found["bitsandbytes"] = lambda x: lambda y=x.half() if x.is_cuda else x: bnb.int8_vectorwise_quant(y)
-    return found
+    if bnb is None:
+        return found
+
+    def theirs(x: torch.Tensor) -> Callable[[], object]:
+        y = x.half() if x.is_cuda else x  # on a GPU it takes fp16 alone
+        return lambda: bnb.int8_vectorwise_quant(y)
+
+    return found | {"bitsandbytes": theirs}
 
 
 def weights(
@@ -153,7 +158,8 @@ def weights(
             work, unit = (dense + held) / 1e9, "GB/s"
         else:
             x = torch.randn(count).to(dtype)
-            write = {"limit: copy into a given tensor": lambda x=x, to=torch.empty_like(x): to.copy_(x)}
+            to = torch.empty_like(x)
+            write = {"limit: copy into a given tensor": lambda x=x, to=to: to.copy_(x)}
             # Both operators allocate what they return, so one limit does too; the other has its buffer.
             read = {"limit: copy into a new tensor": x.clone} | write
             work, unit = count / 1e6, "M elements/s"

@@ -22,7 +22,7 @@ from shoestring.checkpoint import (  # noqa: E402
     tiled,
     tiled_features,
 )
-from shoestring.integrations.transformers import (  # noqa: E402  # noqa: E402
+from shoestring.integrations.transformers import (  # noqa: E402
     PatchReport,
     load_quantized,
     patch,

@@ -105,6 +105,8 @@ __all__ = [
     "dequantize_state_4bit_reference",
     "ema_",
     "ema_reference",
+    "foreach_norm",
+    "foreach_norm_reference",
     "geglu",
     "geglu_reference",
     "lamb_",
@@ -148,7 +150,5 @@ __all__ = [
     "sgd_reference",
     "swiglu",
     "swiglu_reference",
-    "foreach_norm",
-    "foreach_norm_reference",
     "vocab_parallel_linear_cross_entropy",
 ]

@@ -143,10 +143,10 @@ def _sort(model: nn.Module, tensors: dict[str, Tensor], options: Options, place:
 
 def _check_base(module: nn.Module | None, key: str, value: Tensor, place: str) -> None:
     """PEFT writes the base weight of embeddings and output layers that have an adapter: nothing to load where it is ours."""
-    own = getattr(module, "weight", None)
-    if isinstance(own, Tensor) and own.shape == value.shape:
-        if isinstance(own, QuantizedTensor) or torch.equal(own.detach().cpu(), value.to(own.dtype)):
-            return
+    own: Any = getattr(module, "weight", None)
+    fits = isinstance(own, Tensor) and own.shape == value.shape
+    if fits and (isinstance(own, QuantizedTensor) or torch.equal(own.detach().cpu(), value.to(own.dtype))):
+        return
     raise ValueError(
         f"{place}: {key}: expected the model's own weight, received another; was its vocabulary resized?"
     )

@@ -40,7 +40,7 @@ class VirtualTokens(nn.Module):
 
     def add(self, name: str, options: VirtualOptions, values: Tensor, transform: nn.Module | None) -> None:
         """Takes on an adapter, or the new values of one, in the tensor that it has where that has their shape."""
-        own = self.embedding[name] if name in self.embedding else None
+        own = self.embedding.get(name)
         if own is not None and own.shape == values.shape:
             own.detach().copy_(values)
         else:

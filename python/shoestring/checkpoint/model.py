@@ -163,7 +163,7 @@ def checkpoint_model(
     row = [_around("before", step.before), *(planned[kind] for kind in step.kinds), _around("behind", after)]
     plan = checkpoint_plan(row, limit, **link)
     undo, chosen, chosen_bytes = [], [], step.before.held + after.held
-    for i, (module, kind, name) in enumerate(zip(step.modules, step.kinds, plan.names[1:-1], strict=True), 1):
+    for i, (module, name) in enumerate(zip(step.modules, plan.names[1:-1], strict=True), 1):
         treatment = Treatment(
             CHOICES[name], offload, moves=name in OFFLOADED, pending=plan.pending_bytes[i + 1]
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 
-class offload_activations(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (reads as a function)
+class offload_activations(torch.autograd.graph.saved_tensors_hooks):
     """What autograd saves inside of this leaves the device, and comes back for backward::
 
         offload = shoestring.offload_activations(exclude=model.buffers())

@@ -7,7 +7,7 @@ import importlib
 import io
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -82,7 +82,7 @@ def train(
         typer.Option(help="Tokens of the BPE tokenizer that is trained on the data.", callback=VOCABULARY),
     ] = 16384,
     tokenizer: Annotated[
-        Optional[Path], typer.Option(help="Take this tokenizer directory instead of training one.")
+        Path | None, typer.Option(help="Take this tokenizer directory instead of training one.")
     ] = None,
     seq_len: SeqLen = 512,
     batch_size: BatchSize = 8,
@@ -240,7 +240,7 @@ def estimate(
     gradient_checkpointing: Checkpointing = False,
     memory_budget: MemoryBudget = None,
     rank: Annotated[
-        Optional[int],
+        int | None,
         typer.Option(help="Train adapters of this rank; by default all weights.", callback=RANK),
     ] = None,
     quantize: Annotated[
@@ -274,9 +274,7 @@ def estimate(
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     model: Annotated[str, typer.Option(help="Hugging Face model directory, or an id of the Hub.")],
-    adapter: Annotated[
-        Optional[Path], typer.Option(help="PEFT adapter directory to put on the model.")
-    ] = None,
+    adapter: Annotated[Path | None, typer.Option(help="PEFT adapter directory to put on the model.")] = None,
     max_new_tokens: Annotated[
         int, typer.Option(help="Most tokens to write.", callback=within(1, 10**6))
     ] = 100,
@@ -335,9 +333,9 @@ def tokenize(
     data: Data,
     out: Annotated[Path, typer.Option(help="Token file to write.")],
     glob: Glob = "*",
-    tokenizer: Annotated[Optional[Path], typer.Option(help="Tokenizer directory to use.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer directory to use.")] = None,
     vocab_size: Annotated[
-        Optional[int],
+        int | None,
         typer.Option(help="Train a BPE tokenizer of this size on the data instead.", callback=VOCABULARY),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -422,7 +420,7 @@ def main(argv: list[str] | None = None) -> int:
             for argument in arguments:
                 if not is_utf8(argument):
                     raise InputError(
-                        f"argument {ascii(argument)}: expected UTF-8; rename the file or convert the text"
+                        f"argument {argument!a}: expected UTF-8; rename the file or convert the text"
                     )
             result = command.main(args=arguments, prog_name="shoestring", standalone_mode=False)
         return result if isinstance(result, int) else 0

@@ -102,9 +102,10 @@ def _demo(out: Path, steps: int, finetune_steps: int) -> None:
 
 def _check(out: Path) -> None:
     """Refuse a folder that holds anything but a demo."""
-    if out.exists() and not (out / MARK).is_file():
-        if not out.is_dir() or any(path.name != LOCK for path in out.iterdir()):
-            raise InputError(f"--out {out}: exists and is not the directory of a demo; give another")
+    if not out.exists() or (out / MARK).is_file():
+        return
+    if not out.is_dir() or any(path.name != LOCK for path in out.iterdir()):
+        raise InputError(f"--out {out}: exists and is not the directory of a demo; give another")
 
 
 def _prepare(out: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -60,7 +60,7 @@ Checkpointing = Annotated[
     bool, typer.Option("--gradient-checkpointing/--no-gradient-checkpointing", help="Recompute activations.")
 ]
 MemoryBudget = Annotated[
-    Optional[str],
+    str | None,
     typer.Option(
         help="Largest memory for activations, such as 2GiB: as many blocks are recomputed as that needs."
     ),
@@ -82,6 +82,6 @@ TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that the directory brings (auto_map).")
 ]
 Threads = Annotated[
-    Optional[int],
+    int | None,
     typer.Option(help="CPU threads; by default what PyTorch takes.", callback=within(1, MOST_THREADS)),
 ]

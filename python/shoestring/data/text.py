@@ -47,7 +47,7 @@ def find_files(paths: list[Path], pattern: str = "*") -> list[Path]:
         raise InputError("--data: no file given")
     for path in files:
         if not is_utf8(str(path)):
-            raise InputError(f"--data {ascii(str(path))}: expected a name in UTF-8; rename the file")
+            raise InputError(f"--data {str(path)!a}: expected a name in UTF-8; rename the file")
     return list(dict.fromkeys(files))
 
 

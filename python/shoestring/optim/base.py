@@ -25,7 +25,7 @@ from shoestring.optim.gradients import Gradients, number_on
 from shoestring.optim.host import HostSteps
 from shoestring.optim.interrupts import Uninterrupted
 from shoestring.optim.offload import Offloading, is_place, pieces
-from shoestring.optim.sharded import is_dtensor, local, seed_of, shards
+from shoestring.optim.sharded import local, seed_of, shards
 from shoestring.optim.state_dicts import StateDicts
 from shoestring.optim.unfinished import UnfinishedSteps, Work
 
@@ -273,11 +273,12 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         found_inf: Tensor | None,
     ) -> None:
         if arena.host is not None:
-            return self._step_on_host(group, arena, grads, accumulated, coefficient, found_inf)
-        if arena.offloaded is None:
-            return self._step_values(group, arena, grads, accumulated, coefficient, found_inf)
-        for piece, own, sums in pieces(arena, grads, accumulated):
-            self._step_values(group, piece, own, sums, coefficient, found_inf)
+            self._step_on_host(group, arena, grads, accumulated, coefficient, found_inf)
+        elif arena.offloaded is None:
+            self._step_values(group, arena, grads, accumulated, coefficient, found_inf)
+        else:
+            for piece, own, sums in pieces(arena, grads, accumulated):
+                self._step_values(group, piece, own, sums, coefficient, found_inf)
 
     def _step_values(
         self,

@@ -147,10 +147,8 @@ class HostSteps:
 
     def _arrive(self, param: Tensor) -> None:
         """A gradient that is complete, or one to be added up: it leaves, and is freed once it has left."""
-        if (
-            param not in self._buckets
-            or self._buckets[param][0].arena.accumulated is None
-            and self._accumulating
+        if param not in self._buckets or (
+            self._buckets[param][0].arena.accumulated is None and self._accumulating
         ):
             self._find_buckets()
         bucket, index = self._buckets[param]

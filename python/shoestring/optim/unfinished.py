@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +151,8 @@ class UnfinishedSteps(Optimizer):
         if step is None:
             return
         if step.is_whole:
-            return self._finish_step(step)
+            self._finish_step(step)
+            return
         if step.has_stepped:
             raise RuntimeError(
                 f"{type(self).__name__}: step: expected the gradients of the step that failed, which has stepped some "
@@ -243,10 +245,8 @@ class UnfinishedSteps(Optimizer):
         partial = [bucket for bucket in self._jobs if bucket.arrived]
         for bucket in partial:
             bucket.arrived = set()
-        try:
+        with suppress(Exception):  # of the backward that has failed anyway
             self._drain()
-        except Exception:  # of the backward that has failed anyway
-            pass
         for bucket in partial:
             bucket.arena.host.collect(bucket.first, bucket.last)
         self._norms.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,7 +122,7 @@ def chunk_edges(blocks: list[int], per_block: int, splits: bool) -> list[int]:
         while splits and edges[-1] + most < total:
             edges.append(edges[-1] + most)
     total = max(up(total), CHUNK_EDGE)
-    return edges + [total] if total > edges[-1] else edges
+    return [*edges, total] if total > edges[-1] else edges
 
 
 def estimate(model: nn.Module, options: Options) -> Estimate:
@@ -191,7 +192,7 @@ def _offloaded(found: Estimate, states: list[State], arenas: list[StateArena], o
     slots: list[int] = []
     for arena in arenas:
         edges = chunk_edges(arena.blocks, arena.per_block, arena.splits and not cuda)
-        largest = max(b - a for a, b in zip(edges, edges[1:]))
+        largest = max(b - a for a, b in itertools.pairwise(edges))
         kept.append(arena.bytes(edges[-1]))
         slots.append(min(SLOTS, len(edges) - 1) * largest * arena.per_block)
     sizes = formulas.total(*kept)

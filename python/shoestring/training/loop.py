@@ -99,9 +99,8 @@ class Trainer:
         total = 0.0
         for number, (inputs, labels, more) in enumerate(batches):
             saved = memory.SavedActivations(self.model)
-            with saved if first and number == 0 else nullcontext():
-                with self.autocast():
-                    loss = self.loss(inputs, labels, **more) / max(1, labelled)
+            with saved if first and number == 0 else nullcontext(), self.autocast():
+                loss = self.loss(inputs, labels, **more) / max(1, labelled)
             if first and number == 0:
                 self.saved_activations = saved.bytes
             value = loss.item()

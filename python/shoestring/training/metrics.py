@@ -49,7 +49,7 @@ class MetricsLog:
         )  # steps without a row: the file was damaged
         with atomic_file(path) as file:
             file.write("".join(json.dumps(row) + "\n" for row in kept).encode())
-        self._file = open(path, "ab", buffering=0)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (__exit__ closes it)
 
     def add(self, row: dict[str, Any]) -> None:
         self._file.write((json.dumps(row) + "\n").encode())

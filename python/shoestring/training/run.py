@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from shoestring.checkpoint.model import CheckpointReport, checkpoint_model, parse_bytes
 from shoestring.core.errors import InputError

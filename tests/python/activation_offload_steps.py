@@ -1,38 +1,10 @@
 """What the suites of offload_activations share: a model, its gradients, and copies that are late."""
 
 import contextlib
-from collections.abc import Iterator
 
-import pytest
 import torch
 from shoestring.checkpoint import offload_activations
 from torch import Tensor, nn
-
-
-@pytest.fixture
-def device(backend: str) -> str:
-    if backend == "simt":
-        pytest.skip(
-            "there are no kernels here, and the emulator runs those of compression from one thread only"
-        )
-    return "cuda" if backend == "cuda" else "cpu"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small operators on many threads wait for one another most of the time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(params=[0, 400], ids=["at once", "delayed"])
-def delay(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Every copy, read and write begins a random time late, at most so many microseconds."""
-    torch.ops.shoestring.disturb_offload(request.param)
-    yield request.param
-    torch.ops.shoestring.disturb_offload()
 
 
 class Block(nn.Module):

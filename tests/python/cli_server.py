@@ -67,8 +67,8 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
 
 def _serve() -> None:
     import matplotlib.backends.backend_agg
-    import matplotlib.figure
-    import peft
+    import matplotlib.figure  # noqa: F401
+    import peft  # noqa: F401
     import torch
     import transformers.conversion_mapping  # noqa: F401
     from shoestring.cli import finetune, train  # noqa: F401

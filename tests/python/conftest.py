@@ -84,6 +84,33 @@ def capability(request: pytest.FixtureRequest) -> Iterator[str]:
     torch.ops.shoestring.set_cpu_capability(before)
 
 
+@pytest.fixture
+def offload_device(backend: str) -> str:
+    """Return the device on which the suites of offload_activations run."""
+    if backend == "simt":
+        pytest.skip(
+            "there are no kernels here, and the emulator runs those of compression from one thread only"
+        )
+    return "cuda" if backend == "cuda" else "cpu"
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small operators on many threads wait for one another most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=[0, 400], ids=["at once", "delayed"])
+def delay(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Every copy, read and write begins a random time late, at most so many microseconds."""
+    torch.ops.shoestring.disturb_offload(request.param)
+    yield request.param
+    torch.ops.shoestring.disturb_offload()
+
+
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
     """Relative L2 distance to an fp64 reference; absolute (times 1e6) where the reference is all but zero."""
     exact = exact.detach().double()

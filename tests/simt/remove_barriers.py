@@ -69,7 +69,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="only sites whose file:line contains TEXT")
-    parser.add_argument("--build", type=Path, default=ROOT / "build", help="the build folder of `make build-tests`")
+    parser.add_argument(
+        "--build", type=Path, default=ROOT / "build", help="the build folder of `make build-tests`"
+    )
     options = parser.parse_args()
     build = options.build.resolve()
     kernels = build / "remove_barriers" / "cuda"

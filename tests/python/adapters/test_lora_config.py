@@ -123,10 +123,10 @@ def test_refuses_other_methods_and_options_twice() -> None:
         lora.apply(llama(), peft.BOFTConfig(target_modules=ATTENTION))
     with pytest.raises(ValueError, match="rank: expected it in config, which is given; received it beside"):
         lora.apply(llama(), peft.LoraConfig(target_modules=ATTENTION), rank=4)
+    model = lora.apply(biased(), bias="all")
     with pytest.raises(
         ValueError, match="bias: expected 'none', since the adapter 'default' trains the base's biases"
     ):
-        model = lora.apply(biased(), bias="all")
         lora.apply(model, bias="lora_only", adapter_name="b")
     with pytest.raises(
         ValueError, match="layers_to_transform: expected None unless target_modules is a list"

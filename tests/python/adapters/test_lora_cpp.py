@@ -40,8 +40,7 @@ IDS = torch.randint(20, (3, 6), generator=torch.Generator().manual_seed(2))
 TARGETS = ["up_proj", "down_proj"]
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Callable[..., dict[str, Tensor]]:
+def program_in(tmp_path: Path) -> Callable[..., dict[str, Tensor]]:
     """Runs the program's commands; a command of a file's name alone ("forward") returns the output by that name."""
     save_file(Model().state_dict(), tmp_path / "model.safetensors")
     save_file({"ids": IDS}, tmp_path / "ids.safetensors")
@@ -61,6 +60,11 @@ def run(tmp_path: Path) -> Callable[..., dict[str, Tensor]]:
         return {name: load_file(path)["y"] for name, path in outputs.items()}
 
     return call
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., dict[str, Tensor]]:
+    return program_in(tmp_path)
 
 
 def output(model: nn.Module) -> Tensor:

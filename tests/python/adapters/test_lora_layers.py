@@ -235,7 +235,7 @@ def test_experts_take_no_memory_of_the_stack() -> None:
     class Largest(TorchDispatchMode):
         elements = 0
 
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
             if isinstance(result, Tensor) and not func.is_view:
                 self.elements = max(self.elements, result.numel())

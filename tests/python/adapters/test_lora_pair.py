@@ -13,10 +13,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from shoestring import lora
 from shoestring.adapters.config_digest import KEY, config_digest
-from test_lora_cpp import APPLY, Model, adapted, close, output, run, train  # noqa: F401  (run is a fixture)
+from test_lora_cpp import APPLY, Model, adapted, close, output, program_in, train
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return program_in(tmp_path)
 
 
 def refused(folder: Path, run: Run) -> None:

@@ -192,7 +192,7 @@ def test_a_bias_that_all_keys_share(packed: bool, capability: str) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("queries, keys", LENGTHS)
+@pytest.mark.parametrize(("queries", "keys"), LENGTHS)
 def test_lengths(queries: int, keys: int, causal: bool, capability: str, backend: str) -> None:
     if backend == "simt" and queries * keys > 23000:
         pytest.skip("too many scores for the emulator")
@@ -204,7 +204,7 @@ def test_lengths(queries: int, keys: int, causal: bool, capability: str, backend
 
 # 32 to 256, some that no vector divides, and other dimensions of the values.
 @pytest.mark.parametrize(
-    "dim, value_dim",
+    ("dim", "value_dim"),
     [(32, 32), (40, 24), (64, 128), (80, 80), (96, 64), (128, 128), (192, 128), (256, 256), (3, 5)],
 )
 def test_dimensions(dim: int, value_dim: int, capability: str, backend: str) -> None:

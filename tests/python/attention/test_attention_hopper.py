@@ -82,7 +82,7 @@ def test_which_calls_it_takes(name: str, capability: str, backend: str) -> None:
 @pytest.mark.device
 @pytest.mark.each_gpu
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize("queries, keys", [(1, 1), (129, 300), (64, 127), (128, 257), (300, 70)])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (129, 300), (64, 127), (128, 257), (300, 70)])
 def test_edges_of_tiles(queries: int, keys: int, dim: int, capability: str, backend: str) -> None:
     """Around 128 queries and keys, over more tiles than the ring has stages; twice the same bits."""
     if backend == "simt" and dim > 64 and queries * keys > (30000 if dim == 128 else 9000):
@@ -129,7 +129,7 @@ def test_an_upstream_gradient_that_no_copy_takes(capability: str, backend: str) 
 @pytest.mark.device
 @pytest.mark.each_gpu
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize("queries, keys", [(1, 1), (129, 300), (64, 97), (300, 70), (97, 129)])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (129, 300), (64, 97), (300, 70), (97, 129)])
 def test_gradients_at_edges_of_tiles(
     queries: int, keys: int, dim: int, capability: str, backend: str
 ) -> None:

@@ -239,7 +239,7 @@ def gradients(
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("choice", ["cudnn", "flash"])
-@pytest.mark.parametrize("kv_heads, keys", [(2, 9), (1, 9), (2, 13)])
+@pytest.mark.parametrize(("kv_heads", "keys"), [(2, 9), (1, 9), (2, 13)])
 def test_results_are_those_of_our_kernels(
     choice: str, causal: bool, transposed: bool, kv_heads: int, keys: int, stand_ins: StandIns
 ) -> None:
@@ -318,7 +318,7 @@ def test_deterministic_follows_pytorch(stand_ins: StandIns) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("queries, keys, dim", [(64, 64, 64), (100, 100, 128), (33, 70, 64)])
+@pytest.mark.parametrize(("queries", "keys", "dim"), [(64, 64, 64), (100, 100, 128), (33, 70, 64)])
 def test_by_default_as_exact_as_our_kernels(
     queries: int, keys: int, dim: int, dtype: torch.dtype, backend: str
 ) -> None:

@@ -58,7 +58,9 @@ def test_no_worse_than_a_plain_composition(
         assert relative_error(a, c) <= max(1.5 * relative_error(b, c), floor)
 
 
-@pytest.mark.parametrize("name, activation", [("Llama", "silu"), ("Qwen3", "silu"), ("Gemma2", "gelu_tanh")])
+@pytest.mark.parametrize(
+    ("name", "activation"), [("Llama", "silu"), ("Qwen3", "silu"), ("Gemma2", "gelu_tanh")]
+)
 def test_transformers_weights_and_results(name: str, activation: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, name + "Config")(

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from activation_offload_steps import assert_same, delay, device, gradients, model, offload, one_thread  # noqa: F401
+from activation_offload_steps import assert_same, gradients, model, offload
 from torch import Tensor
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.mark.parametrize("marks", [False, True])
 @pytest.mark.parametrize("place", ["host", "disk", "both"])
 @pytest.mark.parametrize(("prefetch", "max_pending"), [(1, 2), (0, 0), (4, 1)])
 def test_gradients_are_the_same_bits(
-    device: str, delay: int, marks: bool, place: str, prefetch: int, max_pending: int, tmp_path: Path
+    offload_device: str, delay: int, marks: bool, place: str, prefetch: int, max_pending: int, tmp_path: Path
 ) -> None:
     net, x = model(), torch.randn(20, 48, requires_grad=True)
     expected = gradients(net, x, contextlib.nullcontext())
@@ -29,7 +29,7 @@ def test_gradients_are_the_same_bits(
         "disk": {"folder": str(tmp_path)},
         "both": {"folder": str(tmp_path), "host_bytes": 1 << 16},
     }
-    context = offload(device, prefetch=prefetch, max_pending=max_pending, **where[place])
+    context = offload(offload_device, prefetch=prefetch, max_pending=max_pending, **where[place])
     if marks:
         context.mark_layers(net)
     seen = []
@@ -45,7 +45,7 @@ def test_gradients_are_the_same_bits(
     assert seen[0]["stored"] * 4 == seen[3]["stored"]
 
 
-def test_a_storage_travels_once(device: str, delay: int) -> None:
+def test_a_storage_travels_once(offload_device: str, delay: int) -> None:
     leaf = torch.randn(64, 64, requires_grad=True)
 
     def gradient(context: contextlib.AbstractContextManager) -> Tensor:
@@ -63,14 +63,14 @@ def test_a_storage_travels_once(device: str, delay: int) -> None:
         del x, views
         return torch.autograd.grad(loss, leaf)[0]
 
-    context = offload(device, max_pending=0)
+    context = offload(offload_device, max_pending=0)
     expected = gradient(contextlib.nullcontext())
     assert torch.equal(gradient(context), expected)
     assert context.statistics()["stored"] == leaf.nbytes
 
 
-def test_saved_tensors_keep_their_sizes_strides_offsets_and_types(device: str, delay: int) -> None:
-    context = offload(device)
+def test_saved_tensors_keep_their_sizes_strides_offsets_and_types(offload_device: str, delay: int) -> None:
+    context = offload(offload_device)
     base = torch.randn(32, 40)
     values = [
         base.t(),
@@ -101,10 +101,10 @@ def test_saved_tensors_keep_their_sizes_strides_offsets_and_types(device: str, d
             )
 
 
-def test_what_lives_on_stays(device: str) -> None:
+def test_what_lives_on_stays(offload_device: str) -> None:
     net = model(1)
     net[0].norm.requires_grad_(False)
-    context = offload(device, exclude=net, min_bytes=0)
+    context = offload(offload_device, exclude=net, min_bytes=0)
     for x in [
         net[0].up.weight,
         net[0].up.weight.t(),
@@ -117,7 +117,7 @@ def test_what_lives_on_stays(device: str) -> None:
     ]:
         context.pack_hook(x)
     assert context.statistics()["stored"] == 0
-    other = offload(device)  # what can be seen from the tensor alone
+    other = offload(offload_device)  # what can be seen from the tensor alone
     for x in [
         net[0].up.weight,
         net[0].up.weight.t().detach().requires_grad_(),
@@ -150,21 +150,21 @@ class _Reads(torch.autograd.Function):
         return grads[0] * weight.scale, None
 
 
-def test_frozen_tensors_that_stay_keep_their_attributes(device: str) -> None:
-    x = torch.ones(4, device=device, requires_grad=True)
+def test_frozen_tensors_that_stay_keep_their_attributes(offload_device: str) -> None:
+    x = torch.ones(4, device=offload_device, requires_grad=True)
     for weight in (
-        torch.nn.Parameter(torch.ones(4096, device=device), requires_grad=False),
-        torch.ones(8, device=device),
+        torch.nn.Parameter(torch.ones(4096, device=offload_device), requires_grad=False),
+        torch.ones(8, device=offload_device),
     ):
         weight.scale = 3.0  # type: ignore[attr-defined]
-        with offload(device):
+        with offload(offload_device):
             y = _Reads.apply(x, weight)
         (grad,) = torch.autograd.grad(y.sum(), x)
         assert torch.equal(grad, torch.full_like(x, 3.0))
 
 
-def test_what_somebody_holds_is_not_copied_back(device: str) -> None:
-    context = offload(device)
+def test_what_somebody_holds_is_not_copied_back(offload_device: str) -> None:
+    context = offload(offload_device)
     x = torch.randn(100)
     stored = context.pack_hook(x)
     for _ in range(3):
@@ -173,11 +173,11 @@ def test_what_somebody_holds_is_not_copied_back(device: str) -> None:
 
 
 def test_sources_are_freed_and_memory_does_not_grow_with_depth(
-    device: str, delay: int, tmp_path: Path
+    offload_device: str, delay: int, tmp_path: Path
 ) -> None:
     for options in ({}, {"folder": str(tmp_path)}):
         for depth in (6, 24):
-            context = offload(device, max_pending=1, **options)
+            context = offload(offload_device, max_pending=1, **options)
             alive: list[torch.UntypedStorage] = []
             handles, most = [], 0
             for _ in range(depth):
@@ -198,10 +198,10 @@ def test_sources_are_freed_and_memory_does_not_grow_with_depth(
                 assert sum(not ref.expired() for ref in alive) <= 2  # the last layer never left
 
 
-def test_what_is_copied_out_counts_when_it_is_done(device: str) -> None:
+def test_what_is_copied_out_counts_when_it_is_done(offload_device: str) -> None:
     torch.ops.shoestring.disturb_offload(60_000)
     try:
-        context = offload(device, max_pending=100)
+        context = offload(offload_device, max_pending=100)
         handle = context.pack_hook(torch.randn(1000))
         context.mark()
         began = time.perf_counter()
@@ -216,8 +216,8 @@ def test_what_is_copied_out_counts_when_it_is_done(device: str) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_layers_come_back_ahead_of_backward(device: str, delay: int, prefetch: int) -> None:
-    context = offload(device, prefetch=prefetch, max_pending=0)
+def test_layers_come_back_ahead_of_backward(offload_device: str, delay: int, prefetch: int) -> None:
+    context = offload(offload_device, prefetch=prefetch, max_pending=0)
     handles = []
     for _ in range(8):
         context.mark()
@@ -232,7 +232,7 @@ def test_layers_come_back_ahead_of_backward(device: str, delay: int, prefetch: i
     assert context.statistics()["reloaded"] <= 8000 * (2 * prefetch + 2) + 4000
 
 
-def test_backward_twice_and_double_backward(device: str, delay: int) -> None:
+def test_backward_twice_and_double_backward(offload_device: str, delay: int) -> None:
     net, x = model(3, 32), torch.randn(8, 32, requires_grad=True)
 
     def twice(context: contextlib.AbstractContextManager) -> list[Tensor]:
@@ -251,7 +251,7 @@ def test_backward_twice_and_double_backward(device: str, delay: int) -> None:
         ]
 
     expected = twice(contextlib.nullcontext())
-    context = offload(device)
+    context = offload(offload_device)
     for _ in range(3):
         assert_same(twice(context), expected)
     gc.collect()
@@ -259,7 +259,7 @@ def test_backward_twice_and_double_backward(device: str, delay: int) -> None:
 
 
 def test_exceptions_and_steps_without_backward_give_everything_back(
-    device: str, delay: int, tmp_path: Path
+    offload_device: str, delay: int, tmp_path: Path
 ) -> None:
     net, x = model(), torch.randn(20, 48, requires_grad=True)
     expected = gradients(net, x, contextlib.nullcontext())
@@ -274,7 +274,7 @@ def test_exceptions_and_steps_without_backward_give_everything_back(
             raise ValueError("broken backward")
 
     for options in ({}, {"folder": str(tmp_path)}):
-        context = offload(device, **options)
+        context = offload(offload_device, **options)
         with pytest.raises(ValueError, match="broken forward"), context:
             net(x)
             raise ValueError("broken forward")
@@ -290,8 +290,8 @@ def test_exceptions_and_steps_without_backward_give_everything_back(
         assert_same(gradients(net, x, context), expected)
 
 
-def test_changes_in_place_are_an_error(device: str) -> None:
-    context = offload(device)
+def test_changes_in_place_are_an_error(offload_device: str) -> None:
+    context = offload(offload_device)
     leaf = torch.randn(40, requires_grad=True)
     with context:
         x = leaf * 1
@@ -310,8 +310,8 @@ def test_changes_in_place_are_an_error(device: str) -> None:
         loss.backward()
 
 
-def test_a_storage_that_was_changed_and_saved_again_is_another(device: str, delay: int) -> None:
-    context = offload(device, max_pending=0)
+def test_a_storage_that_was_changed_and_saved_again_is_another(offload_device: str, delay: int) -> None:
+    context = offload(offload_device, max_pending=0)
     x = torch.zeros(1000)
     before = context.pack_hook(x)
     context.mark()  # it has been copied by now
@@ -324,7 +324,7 @@ def test_a_storage_that_was_changed_and_saved_again_is_another(device: str, dela
         context.unpack_hook(before)
 
 
-def test_several_threads(device: str, delay: int, tmp_path: Path) -> None:
+def test_several_threads(offload_device: str, delay: int, tmp_path: Path) -> None:
     nets = [model(3) for _ in range(3)]
     inputs = [torch.randn(20, 48, requires_grad=True) for _ in nets]
     for net in nets:
@@ -342,7 +342,7 @@ def test_several_threads(device: str, delay: int, tmp_path: Path) -> None:
             block.forward = lambda x, b=block: x + b.down(torch.relu(b.up(b.norm(x))))
     expected = [step(i, contextlib.nullcontext()) for i in range(3)]
     for options in ({}, {"folder": str(tmp_path), "host_bytes": 1 << 15}):
-        store = offload(device, **options)
+        store = offload(offload_device, **options)
         failures: list[object] = []
 
         def work(i: int) -> None:
@@ -350,7 +350,7 @@ def test_several_threads(device: str, delay: int, tmp_path: Path) -> None:
                 for _ in range(4):
                     hooks = torch.autograd.graph.saved_tensors_hooks(store.pack_hook, store.unpack_hook)
                     assert_same(step(i, hooks), expected[i])
-            except BaseException as error:  # noqa: BLE001
+            except BaseException as error:
                 failures.append(error)
 
         threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]

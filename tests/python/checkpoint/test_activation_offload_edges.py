@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from activation_offload_steps import assert_same, delay, device, gradients, model, offload, one_thread  # noqa: F401
+from activation_offload_steps import assert_same, gradients, model, offload
 from shoestring.checkpoint import offload_activations
 from torch import nn
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
 )
 @pytest.mark.parametrize("compression", ["bf16", "8bit"])
-def test_compression(device: str, delay: int, compression: str, dtype: torch.dtype) -> None:
-    context = offload(device, compression=compression, max_pending=0)
+def test_compression(offload_device: str, delay: int, compression: str, dtype: torch.dtype) -> None:
+    context = offload(offload_device, compression=compression, max_pending=0)
     x = torch.randn(40, 1001).mul_(torch.rand(40, 1) * 30).to(dtype)
     values = [x, x[3:7, 5:]]
     handles = [context.pack_hook(v) for v in values]
@@ -48,11 +48,11 @@ def test_compression(device: str, delay: int, compression: str, dtype: torch.dty
     assert back[0].dtype == dtype
 
 
-def test_compression_of_what_is_not_finite(device: str) -> None:
+def test_compression_of_what_is_not_finite(offload_device: str) -> None:
     x = torch.randn(1100)
     x[[3, 300, 1099]] = torch.tensor([float("nan"), float("inf"), -float("inf")])
     for compression in ("bf16", "8bit"):
-        context = offload(device, compression=compression, max_pending=0)
+        context = offload(offload_device, compression=compression, max_pending=0)
         handle = context.pack_hook(x.clone())
         context.mark()
         context.mark()
@@ -66,21 +66,21 @@ def test_compression_of_what_is_not_finite(device: str) -> None:
             assert torch.equal(back.isnan(), bad) and back[~bad].isfinite().all()
 
 
-def test_training_with_compressed_activations(device: str) -> None:
+def test_training_with_compressed_activations(offload_device: str) -> None:
     net, x = model(4), torch.randn(64, 48, requires_grad=True)
     expected = gradients(net, x, contextlib.nullcontext())
     exact = torch.cat([g.flatten() for g in expected])
     for compression, tolerance in (("bf16", 0.01), ("8bit", 0.1)):
-        received = gradients(net, x, offload(device, compression=compression, max_pending=0))
+        received = gradients(net, x, offload(offload_device, compression=compression, max_pending=0))
         error = (torch.cat([g.flatten() for g in received]) - exact).norm() / exact.norm()
         print(compression, error.item())
         assert 0 < error <= tolerance
 
 
-def test_a_full_disk_is_an_error_and_the_step_can_be_repeated(device: str, tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_and_the_step_can_be_repeated(offload_device: str, tmp_path: Path) -> None:
     net, x = model(), torch.randn(20, 48, requires_grad=True)
     expected = gradients(net, x, contextlib.nullcontext())
-    context = offload(device, folder=str(tmp_path))
+    context = offload(offload_device, folder=str(tmp_path))
     assert_same(gradients(net, x, context), expected)
     torch.ops.shoestring.disturb_offload(0, 3, 28)  # ENOSPC: what the fourth write from here gets
     with pytest.raises(
@@ -94,7 +94,7 @@ def test_a_full_disk_is_an_error_and_the_step_can_be_repeated(device: str, tmp_p
     assert context.statistics()["entries"] == 0
 
 
-def test_a_file_system_without_room(device: str, tmp_path: Path) -> None:
+def test_a_file_system_without_room(offload_device: str, tmp_path: Path) -> None:
     if (
         subprocess.run(
             ["mount", "-t", "tmpfs", "-o", "size=1m", "shoestring", tmp_path], capture_output=True
@@ -105,7 +105,7 @@ def test_a_file_system_without_room(device: str, tmp_path: Path) -> None:
     try:
         net, x = model(2), torch.randn(20, 48, requires_grad=True)
         expected = gradients(net, x, contextlib.nullcontext())
-        context = offload(device, folder=str(tmp_path))
+        context = offload(offload_device, folder=str(tmp_path))
         with pytest.raises(
             RuntimeError, match=rf"offload_activations: {tmp_path}: expected room for \d+ bytes"
         ):
@@ -166,8 +166,8 @@ def test_host_limit_without_a_folder() -> None:
         offload_activations(host_bytes=5)
 
 
-def test_waiting_for_what_is_on_its_way(device: str) -> None:
-    context = offload(device, max_pending=9)
+def test_waiting_for_what_is_on_its_way(offload_device: str) -> None:
+    context = offload(offload_device, max_pending=9)
     torch.ops.shoestring.disturb_offload(20_000)
     try:
         with context:
@@ -183,8 +183,8 @@ def test_waiting_for_what_is_on_its_way(device: str) -> None:
 
 
 @pytest.mark.parametrize("host_bytes", [0, 1 << 20])
-def test_the_link_is_measured(device: str, host_bytes: int, tmp_path: Path) -> None:
-    context = offload(device, folder=str(tmp_path), host_bytes=host_bytes, prefetch=3)
+def test_the_link_is_measured(offload_device: str, host_bytes: int, tmp_path: Path) -> None:
+    context = offload(offload_device, folder=str(tmp_path), host_bytes=host_bytes, prefetch=3)
     link = context.measure_link(1 << 20)
     assert 1e6 < link["out_bytes_per_second"] < 1e13 and 1e6 < link["in_bytes_per_second"] < 1e13
     assert 0 <= link["copy_share"] <= 1 and link["prefetch"] == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -176,7 +177,7 @@ def test_chunks_are_those_of_the_offload(seed: int) -> None:
             found.append(state.take(chunk)[0].nbytes)
             state.put(chunk)
         state.finish()
-        assert found == [(b - a) * per_block for a, b in zip(edges, edges[1:])], (blocks, splits)
+        assert found == [(b - a) * per_block for a, b in itertools.pairwise(edges)], (blocks, splits)
 
 
 @pytest.mark.parametrize("state", STATES)

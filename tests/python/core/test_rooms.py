@@ -80,7 +80,7 @@ def includes(files: Iterable[str]) -> Edges:
         edges[file] = set()
         for name in re.findall(r'^#include ["<]([^">]+)[">]', (REPOSITORY / file).read_text(), re.M):
             found = [path for path in (f"csrc/{name}", f"csrc/include/{name}", name) if path in known]
-            assert name[0] == "<" or found or "/" not in name or not name.split("/")[0] in ROOMS, (file, name)
+            assert name[0] == "<" or found or "/" not in name or name.split("/")[0] not in ROOMS, (file, name)
             edges[file] |= set(found[:1])
     return edges
 
@@ -95,7 +95,7 @@ def cpp_room(file: str) -> str | None:
 
 def python_modules() -> dict[str, Path]:
     root = REPOSITORY / "python/shoestring"
-    paths = [path for path in root.rglob("*.py")]
+    paths = list(root.rglob("*.py"))
     return {
         ".".join(path.relative_to(root).with_suffix("").parts).removesuffix("__init__").strip("."): path
         for path in paths

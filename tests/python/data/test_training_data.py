@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import struct
@@ -215,7 +216,7 @@ def test_long_lines_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see
         for pieces in (list(read_text(tmp_path / "a.txt")), list(text_module.cut_long(content))):
             assert "".join(pieces) == content and max(map(len, pieces)) <= longest
             if ends:
-                pairs = zip(pieces, pieces[1:])
+                pairs = itertools.pairwise(pieces)
                 assert all(piece.endswith("\n") or after.startswith(" ") for piece, after in pairs)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a" * 5000}) + "\n")
     assert "".join(next(documents(tmp_path / "a.jsonl"))) == "a" * 5000

@@ -28,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "head_dim": 24,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-    },  # fmt: skip
+    },
 }
 TRAIN = [
     "--steps",

@@ -282,9 +282,9 @@ def test_a_signal_ends_with_a_checkpoint(
         ) as process:
             next(line for line in process.stdout if line.startswith("step "))
             process.send_signal(number)
-            output, errors = process.communicate()
+            _, errors = process.communicate()
         assert process.returncode == 128 + number, errors
-        (checkpoint,) = list(out.glob("checkpoint-*"))[-1:]
+        assert any(out.glob("checkpoint-*"))
         step = max(int(path.stem.split("-")[1]) for path in out.glob("checkpoint-*"))
         assert errors.splitlines()[-1] == f"train_gpt: checkpoint at step {step}, continue with --resume"
         assert not (out / ".lock").exists() and not (out / "model.safetensors").exists()

@@ -150,7 +150,7 @@ def test_several_writers_leave_one_whole_folder(tmp_path: Path, foreign: bool) -
     def write(number: int) -> None:
         start.wait()
         for i in range(15):
-            fill(path, **{name: f"{number} {i}" for name in ("config_json", "a", "b", "c")})
+            fill(path, **dict.fromkeys(("config_json", "a", "b", "c"), f"{number} {i}"))
 
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=write, args=(number,)) for number in range(4)]
@@ -308,6 +308,6 @@ def test_a_parent_that_cannot_be_written() -> None:
 
 def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="Permission denied"):
         fill(tmp_path / "file", config_json="new")
     assert (tmp_path / "file").read_text() == "mine" and os.listdir(tmp_path) == ["file"]

@@ -1,5 +1,6 @@
 """Quantised models from one language to the other: the bytes of C++'s files are Python's, and bitsandbytes'."""
 
+import itertools
 import json
 import subprocess
 from pathlib import Path
@@ -56,7 +57,7 @@ def arguments(source: Path, target: Path, dtype: str = "file", layers: dict[str,
 
 
 def run(*models: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([program("model_file"), *sum(models, [])], capture_output=True, text=True)
+    return subprocess.run([program("model_file"), *itertools.chain(*models)], capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,5 +1,7 @@
 """shoestring.optim.APOLLO and APOLLOMini against their definition in fp64, and what they are for."""
 
+import itertools
+
 import pytest
 import torch
 from conftest import relative_error
@@ -155,7 +157,7 @@ def test_projections_are_made_every_gap_steps() -> None:
     for step in range(7):
         train(opt, params, range(step, step + 1))
         seeds.append(opt.state[params[0]]["seed"])
-    assert [a == b for a, b in zip(seeds, seeds[1:], strict=False)] == [True, True, False, True, True, False]
+    assert [a == b for a, b in itertools.pairwise(seeds)] == [True, True, False, True, True, False]
 
 
 def test_bad_scale_type() -> None:

@@ -8,7 +8,6 @@ import torch
 from composite_rules import Run, randn
 from conftest import relative_error
 from optimizer_rules import ADAFACTOR, ADAFACTOR_MEAN, CAME, LAMB, MUON, Rule
-from torch import Tensor
 
 pytestmark = pytest.mark.device
 

@@ -1,7 +1,6 @@
 """Optimizers that are more than a rule: calls of other operators, a parameter at a time."""
 
 import math
-from typing import Any
 
 import pytest
 import torch

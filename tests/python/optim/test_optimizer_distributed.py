@@ -243,10 +243,14 @@ def _ddp(rank: int) -> None:
             for net, opt in zip(nets, (kept, summed), strict=True):
                 opt.zero_grad()
                 for micro in range(3):
-                    with net.no_sync() if micro < 2 and not (opt is summed and micro == 1) else nullcontext():
-                        with summed.accumulate() if micro < 2 and opt is summed else nullcontext():
-                            x = batch(100 * rank + 3 * step + micro, torch.bfloat16)
-                            (net(x).square().mean() / 3).backward()
+                    local_only = micro < 2 and not (opt is summed and micro == 1)
+                    adds = micro < 2 and opt is summed
+                    with (
+                        net.no_sync() if local_only else nullcontext(),
+                        summed.accumulate() if adds else nullcontext(),
+                    ):
+                        x = batch(100 * rank + 3 * step + micro, torch.bfloat16)
+                        (net(x).square().mean() / 3).backward()
                 opt.step()
                 for p in net.parameters():
                     assert_replicated(p)
@@ -268,9 +272,11 @@ def _on_the_cpu(rank: int) -> None:
                 for net, each in zip(nets, (plain, opt), strict=True):
                     each.zero_grad()
                     for micro in range(3):
-                        with each.accumulate() if micro < 2 else nullcontext():
-                            with net.no_sync() if micro < 2 and not sharded else nullcontext():
-                                (net(batch(100 * rank + 3 * step + micro)).square().mean() / 3).backward()
+                        with (
+                            each.accumulate() if micro < 2 else nullcontext(),
+                            net.no_sync() if micro < 2 and not sharded else nullcontext(),
+                        ):
+                            (net(batch(100 * rank + 3 * step + micro)).square().mean() / 3).backward()
                     each.step()
                 assert torch.equal(plain.grad_norm, opt.grad_norm)
             for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):

@@ -146,7 +146,7 @@ AVERAGE = {"fp32": (1e-9, 1e-9), "bf16": (6e-4, 6e-4), "8bit": (4e-3, 2e-2), "4b
 @pytest.mark.parametrize("sigma", [BENIGN, STRESSED])
 def test_an_average_is_followed(sigma: float, seed: int) -> None:
     """Schedule-Free AdamW's weights for evaluation, against the paper's three sequences in fp64."""
-    lr, (beta1, beta2), eps = 1e-3, BETAS, 1e-12
+    lr, beta2, eps = 1e-3, BETAS[1], 1e-12
     params = {state: Parameter(torch.zeros(SHAPE)) for state in AVERAGE}
     optimizers = {s: ScheduleFreeAdamW([p], lr, BETAS, eps, state=s) for s, p in params.items()}
     x, z, v = torch.zeros(3, *SHAPE, dtype=torch.float64)

@@ -136,9 +136,9 @@ def test_a_closure_is_called_twice() -> None:
         calls = []
 
         def closure() -> Tensor:  # does not clear the gradients of the first half itself
-            loss = loss_of(ours, *batch(step))  # noqa: B023
+            loss = loss_of(ours, *batch(step))
             loss.backward()
-            calls.append(loss.item())  # noqa: B023
+            calls.append(loss.item())
             return loss
 
         a.zero_grad()

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[3]))
-from shoestring.training import loop  # noqa: E402
+from shoestring.training import loop
 
-from benchmarks.optim import train_optimizers  # noqa: E402
+from benchmarks.optim import train_optimizers
 
 STEPS = 10
 MASTER, SPLIT = "8bit, fp32 master of bf16 weights", "8bit, bf16 weights, remainder"

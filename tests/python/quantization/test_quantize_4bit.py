@@ -340,8 +340,8 @@ def test_errors() -> None:
         ops.dequantize_4bit(q.packed, q.absmax[:3], shape=(4, 64), dtype=torch.float32)
     with pytest.raises(RuntimeError, match="absmax: expected 4 scales of Byte"):
         ops.dequantize_4bit(q.packed, q.absmax, torch.zeros(258), shape=(4, 64), dtype=torch.float32)
+    codes = torch.zeros(4, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="nested: expected 258 fp32 values"):
-        codes = torch.zeros(4, dtype=torch.uint8)
         ops.dequantize_4bit(q.packed, codes, torch.zeros(257), shape=(4, 64), dtype=torch.float32)
     with pytest.raises(RuntimeError, match="dtype: expected fp32, bf16 or fp16"):
         q.dequantize(torch.float64)

@@ -36,7 +36,7 @@ def test_learning_rate(schedule: str, expected: list[float]) -> None:
 
 
 def test_a_file_is_whole_or_absent(tmp_path: Path) -> None:
-    with pytest.raises(OSError), atomic_file(tmp_path / "a") as file:
+    with pytest.raises(OSError, match="No space left on device"), atomic_file(tmp_path / "a") as file:
         file.write(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(KeyboardInterrupt), atomic_directory(tmp_path / "d") as folder:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from lora_models import assert_files_agree, llama, logits, randomise
 from shoestring import lora
+from shoestring.adapters.initialize import Directions
 from shoestring.nn import QuantizedLinear
 from torch import nn
 
@@ -170,11 +171,9 @@ def test_eva_follows_what_the_layers_read(
         m[:, :5] = 0
         batch["attention_mask"] = m.clone()
         batch["attention_mask"][:, :5] = 1
-    reads = lora.initialize.Directions.update
+    reads = Directions.update
     rows: list[int] = []
-    monkeypatch.setattr(
-        lora.initialize.Directions, "update", lambda d, x: rows.append(x.shape[0]) or reads(d, x)
-    )
+    monkeypatch.setattr(Directions, "update", lambda d, x: rows.append(x.shape[0]) or reads(d, x))
     ranks = lora.initialize_eva(model, batches, rho=rho)
     handle.remove()
     assert set(rows) == {32 - 5 + 20 - 5}

@@ -1,6 +1,8 @@
 """What all Python suites share: the seed, and the folder of the helpers."""
 
+import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -28,3 +30,24 @@ def seed(request: pytest.FixtureRequest) -> int:
     torch.manual_seed(value)
     print(f"--seed={value}")
     return value
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is marked ``fresh`` in a new process."""
+    if pyfuncitem.get_closest_marker("fresh") is None or "SHOESTRING_FRESH" in os.environ:
+        return None
+    config = pyfuncitem.config
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:xdist",
+        f"--seed={config.getoption('--seed')}",
+        pyfuncitem.nodeid,
+    ]
+    environment = os.environ | {"SHOESTRING_FRESH": "1"}
+    done = subprocess.run(command, cwd=config.rootpath, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    return True

@@ -8,11 +8,11 @@ a GPU. With --memory, instead: the memory of a whole model's training (qlora_mem
 import argparse
 from collections.abc import Callable
 
-import shoestring
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import shoestring
 from benchmarks.adapters import qlora_memory
 from benchmarks.common import Candidates, Report, arguments, interleave
 from benchmarks.quantization.bench_quantize import weights

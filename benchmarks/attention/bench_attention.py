@@ -12,12 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import geometric_mean
 
-import shoestring
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import shoestring
 from benchmarks.common import Candidates, Report, arguments, gemm_probe, interleave
 
 BACKENDS = {

@@ -18,15 +18,15 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-import shoestring
 import torch
-from shoestring.checkpoint.measure import metered
-from shoestring.training import memory
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+import shoestring
 from benchmarks.common import Report, arguments, interleave
+from shoestring.checkpoint.measure import metered
+from shoestring.training import memory
 
 SELECTED = [torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
 

@@ -8,13 +8,13 @@ PyTorch's elementwise operators with the same numbers of tensors read and writte
 
 from collections.abc import Callable
 
-import shoestring
 import torch
-from shoestring.ops import geglu_reference, rms_norm_reference, rope_reference, swiglu_reference
 from torch import Tensor
 from torch.nn import functional as F
 
+import shoestring
 from benchmarks.common import Candidates, Report, arguments, graphed, interleave, rotate
+from shoestring.ops import geglu_reference, rms_norm_reference, rope_reference, swiglu_reference
 
 EPS = 1e-6
 Function = Callable[..., Tensor | tuple[Tensor, ...]]

@@ -6,12 +6,12 @@ on a CPU with as many threads. Backward ends at the logits: what made them is a 
 
 from collections.abc import Callable
 
-import shoestring
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
+import shoestring
 from benchmarks.common import Candidates, Report, arguments, copy_probe, interleave, rotate
 
 Loss = Callable[[Tensor, Tensor], Tensor]

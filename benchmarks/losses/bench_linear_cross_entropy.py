@@ -14,11 +14,11 @@ import argparse
 import functools
 from collections.abc import Callable
 
-import shoestring
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import shoestring
 from benchmarks.common import Candidates, Report, arguments, gemm_probe, interleave
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden, weight, target

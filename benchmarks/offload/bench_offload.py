@@ -28,15 +28,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from benchmarks.common import Candidates, Report, arguments, interleave
 from shoestring import patch
 from shoestring.ops import foreach_norm
 from shoestring.optim import AdamW
 from shoestring.training.config import PRESETS
 from shoestring.training.models import build_llama
-from torch import Tensor
-from torch.nn import Parameter
-
-from benchmarks.common import Candidates, Report, arguments, interleave
 
 MAX_NORM = 1.0
 SLOTS = 4  # chunks of state on the device

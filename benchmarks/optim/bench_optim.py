@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from benchmarks.common import Candidates, Report, arguments, copy_probe, graphed, interleave
 from shoestring.optim import (
     CAME,
     LAMB,
@@ -23,10 +27,6 @@ from shoestring.optim import (
     Muon,
     ScheduleFreeAdamW,
 )
-from torch import Tensor
-from torch.nn import Parameter
-
-from benchmarks.common import Candidates, Report, arguments, copy_probe, graphed, interleave
 
 Maker = Callable[[list[Parameter]], torch.optim.Optimizer]
 Makers = dict[str, Maker]

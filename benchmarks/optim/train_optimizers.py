@@ -18,6 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.common import cpu_model
 from shoestring.cli.demo_data import standard_library
 from shoestring.cli.tokenize import tokenize
 from shoestring.data.batches import Blocks, split_blocks
@@ -30,10 +34,6 @@ from shoestring.training.config import Fingerprint, LoopConfig, Preset
 from shoestring.training.loop import Trainer, parameter_groups
 from shoestring.training.metrics import read_metrics
 from shoestring.training.models import build_llama
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-from benchmarks.common import cpu_model
 
 SHAPE = Preset(hidden=128, layers=2, heads=4, kv_heads=4, mlp=384)
 VOCABULARY = 2048

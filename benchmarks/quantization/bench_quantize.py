@@ -8,11 +8,11 @@ import argparse
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-import shoestring
 import torch
-from shoestring.ops import dequantize_4bit_reference, dequantize_int8_reference, quantize_int8_reference
 
+import shoestring
 from benchmarks.common import Candidates, Report, arguments, copy_probe, interleave, rotate
+from shoestring.ops import dequantize_4bit_reference, dequantize_int8_reference, quantize_int8_reference
 
 Maker = Callable[[torch.Tensor], Callable[[], object]]
 COLUMNS = 4096

@@ -23,12 +23,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import shoestring
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
+
+import shoestring
 
 TEMPERATURE = 0.05
 DOC_TOKENS, CODE_TOKENS = 48, 128

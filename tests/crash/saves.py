@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import shoestring
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import shoestring
 from shoestring import lora
 from shoestring.core.errors import InputError
 from shoestring.data.token_file import read_token_file, write_token_file
@@ -28,7 +30,6 @@ from shoestring.files.atomic import atomic_directory, write_json
 from shoestring.integrations.transformers.reader import TensorReader, read_config, stored_tensors
 from shoestring.optim import AdamW, load_optimizer, save_optimizer
 from shoestring.training.checkpoint import checkpoints, load_checkpoint, save_checkpoint
-from torch import Tensor, nn
 
 OLD, NEW = 1, 2
 

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from cli_helpers import TINY, TUNE, losses, succeed, text
 from cli_server import Commands
 from cpp_examples import ENVIRONMENT, build_example, learnable_tokens, token_file
-from safetensors.torch import load_file
 
 STEPS = ["--steps", "10", "--checkpoint-every", "1"]
 SMALL = ["--layers", "2", "--hidden", "128", "--heads", "2", "--kv-heads", "2", "--batch-size", "4", "--threads", "1",

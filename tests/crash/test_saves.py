@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from build_folder import BUILD
 
 PROGRAMS = BUILD / "tests/crash"

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import shoestring
 import torch
 from mutate import mutate_bytes, mutate_json, mutate_lines, mutate_safetensors
 from safetensors.torch import load_file, save_file
+from torch import nn
+
+import shoestring
 from shoestring import lora, optim
 from shoestring.data.examples import kind_of, read_segments
 from shoestring.data.text import check_text, find_files
@@ -23,7 +25,6 @@ from shoestring.training.checkpoint import load_checkpoint, save_checkpoint
 from shoestring.training.metrics import COLUMNS, read_metrics
 from shoestring.training.models import check_model_directory
 from shoestring.training.report import figures, read_run
-from torch import nn
 
 Mutator = Callable[[bytes, random.Random], bytes]
 

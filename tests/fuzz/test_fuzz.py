@@ -19,10 +19,11 @@ import traceback
 from pathlib import Path
 
 import pytest
-import shoestring
 import torch
 from mutate import BYTES
 from readers import NOT_READERS, READERS, Reader
+
+import shoestring
 
 SECONDS = 10.0  # of a case
 MEBIBYTES = 1024  # that a case may add to the process's peak

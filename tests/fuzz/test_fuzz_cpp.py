@@ -6,8 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from build_folder import BUILD
 from test_fuzz import CPP_SHARE
+
+from build_folder import BUILD
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = BUILD / "tests/fuzz/fuzz_readers"

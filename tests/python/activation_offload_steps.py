@@ -3,8 +3,9 @@
 import contextlib
 
 import torch
-from shoestring.checkpoint import offload_activations
 from torch import Tensor, nn
+
+from shoestring.checkpoint import offload_activations
 
 
 class Block(nn.Module):

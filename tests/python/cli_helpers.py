@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from shoestring.cli.app import main
 
 WORDS = "the cat sat on a mat while two dogs ran over hills and far away to see rivers".split()

@@ -71,6 +71,7 @@ def _serve() -> None:
     import peft  # noqa: F401
     import torch
     import transformers.conversion_mapping  # noqa: F401
+
     from shoestring.cli import finetune, train  # noqa: F401
     from shoestring.cli.app import main
     from shoestring.training import memory

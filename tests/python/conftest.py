@@ -9,8 +9,9 @@ import ctypes
 from collections.abc import Iterator
 
 import pytest
-import shoestring  # noqa: F401  (registers the operators)
 import torch
+
+import shoestring  # noqa: F401  (registers the operators)
 from build_folder import EMULATOR
 
 CAPABILITIES = ("plain", "avx2", "avx512")

@@ -7,8 +7,9 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
-import shoestring
 import torch
+
+import shoestring
 from build_folder import BUILD, REPOSITORY
 
 ENVIRONMENT = os.environ | {"OMP_WAIT_POLICY": "passive"}  # threads that spin are slow on a busy machine

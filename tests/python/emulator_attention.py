@@ -1,8 +1,9 @@
 """Attention's cases of emulator_cases.py: our kernels alone, since the emulator has no others."""
 
-import shoestring
 import torch
 from torch import Tensor
+
+import shoestring
 
 
 def attention(device: str) -> dict[str, tuple[Tensor, float]]:

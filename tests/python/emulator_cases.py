@@ -13,14 +13,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import shoestring
 import torch
+from torch import Tensor
+
+import shoestring
 from build_folder import EMULATOR
 from emulator_attention import attention
 from optimizer_rules import ADAMW, LION, SGD, Rule, blocks
 from shoestring.ops import dequantize_8bit, dequantize_state_4bit, quantize_8bit, quantize_state_4bit
 from shoestring.optim.optimizer import join
-from torch import Tensor
 
 Results = dict[str, tuple[Tensor, float]]  # name: tensor, allowed
 OPERATORS = torch.ops.shoestring

@@ -5,9 +5,10 @@ import functools
 from pathlib import Path
 
 import pytest
-import shoestring
 import torch
 from torch import Tensor, nn
+
+import shoestring
 
 
 @functools.cache

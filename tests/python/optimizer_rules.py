@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+
 from shoestring.ops import (
     adafactor_,
     adafactor_reference,
@@ -31,7 +33,6 @@ from shoestring.ops import (
     sgd_reference,
 )
 from shoestring.quantization.quantize_state_4bit import GROUP_4BIT
-from torch import Tensor
 
 STATE_BLOCK = 256
 

@@ -3,13 +3,14 @@ import os
 from pathlib import Path
 
 import pytest
-import shoestring
 import torch
-from lora_models import llama, logits, randomise
 from safetensors.torch import load_file, save_file
+from torch import nn
+
+import shoestring
+from lora_models import llama, logits, randomise
 from shoestring.lora import LoraLinear
 from shoestring.nn import QuantizedLinear
-from torch import nn
 
 
 @pytest.mark.parametrize("options", [{}, {"init": "gaussian"}, {"rslora": True}], ids=str)

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from lora_models import assert_files_agree, llama, logits, randomise
 from safetensors.torch import load_file, save_file
+from torch import nn
+
+from lora_models import assert_files_agree, llama, logits, randomise
 from shoestring import lora
 from shoestring.lora import LoraLinear
-from torch import nn
 
 peft = pytest.importorskip("peft")
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from build_folder import program
 from safetensors.torch import load_file, save_file
-from shoestring import lora
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from build_folder import program
+from shoestring import lora
 
 
 class Block(nn.Module):

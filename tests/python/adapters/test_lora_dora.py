@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from lora_models import assert_files_agree, llama, logits, randomise
-from shoestring import lora
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from lora_models import assert_files_agree, llama, logits, randomise
+from shoestring import lora
 
 
 def layer(dtype: torch.dtype = torch.float64, **options: object) -> nn.Sequential:

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+
 from lora_models import assert_files_agree, llama, logits, randomise
 from shoestring import lora
 from shoestring.adapters.initialize import Directions
 from shoestring.nn import QuantizedLinear
-from torch import nn
 
 
 def linear(rows: int = 24, columns: int = 64) -> nn.Sequential:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from lora_models import assert_files_agree, llama, logits, randomise
 from shoestring import lora
 from shoestring.adapters.experts import LowRankSum
-from torch import Tensor, nn
 
 
 class Net(nn.Module):

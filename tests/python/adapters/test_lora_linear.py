@@ -1,9 +1,10 @@
 import pytest
-import shoestring
 import torch
+from torch import Tensor
+
+import shoestring
 from conftest import relative_error
 from shoestring.ops import LoraWeight, lora_linear_reference, lora_weight_norm_reference
-from torch import Tensor
 
 pytestmark = pytest.mark.device
 

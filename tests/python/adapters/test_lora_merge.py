@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from lora_models import llama, logits, randomise
 from shoestring import lora
 from shoestring.nn import QuantizedLinear
-from torch import Tensor, nn
 
 
 def held(model: nn.Module) -> dict[str, Tensor]:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from test_lora_cpp import APPLY, Model, adapted, close, output, program_in, train
+
 from shoestring import lora
 from shoestring.adapters.config_digest import KEY, config_digest
-from test_lora_cpp import APPLY, Model, adapted, close, output, program_in, train
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 Run = Callable[..., dict[str, Any]]

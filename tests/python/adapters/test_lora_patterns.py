@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 
 import pytest
+
 from lora_models import llama
 from shoestring import lora
 from shoestring.adapters.targets import (

@@ -5,12 +5,13 @@ import json
 from pathlib import Path
 
 import pytest
-import shoestring
 import torch
+from torch import nn
+
+import shoestring
 from lora_models import llama, logits, randomise
 from shoestring import lora
 from shoestring.lora import LoraLinear
-from torch import nn
 
 
 def two(**options: object) -> nn.Module:

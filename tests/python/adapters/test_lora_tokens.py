@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from lora_models import assert_files_agree, llama, logits
 from safetensors.torch import load_file, save_file
-from shoestring import lora
 from torch import Tensor, nn
+
+from lora_models import assert_files_agree, llama, logits
+from shoestring import lora
 
 KINDS = {
     "prefix": lora.PrefixOptions(tokens=5),

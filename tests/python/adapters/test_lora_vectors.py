@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from lora_models import assert_files_agree, llama, logits, randomise
 from shoestring import lora
 from shoestring.adapters.files import read_weights
 from shoestring.nn import QuantizedLinear
-from torch import Tensor, nn
 
 IA3 = lora.IA3Options(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"])
 VERA = lora.VeraOptions(rank=8, target_modules=["q_proj", "v_proj", "down_proj"])

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from shoestring import attention
 from torch import Tensor
+
+from shoestring import attention
 
 EVERYTHING: dict[str, Any] = {"causal": True, "window": (6, -1), "softcap": 2.0}
 

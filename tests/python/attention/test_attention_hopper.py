@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import shoestring
 import torch
+from torch import Tensor
+
+import shoestring
 from conftest import EMULATOR, relative_error
 from shoestring.ops import attention_reference
-from torch import Tensor
 
 attention = functools.partial(shoestring.attention, deterministic=True)  # our kernels
 HOPPER_THREADS = 384

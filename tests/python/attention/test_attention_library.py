@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from conftest import relative_error
 from shoestring import attention
 from shoestring.ops import attention_reference
-from torch import Tensor
 
 pytestmark = pytest.mark.device
 

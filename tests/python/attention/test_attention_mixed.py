@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from conftest import relative_error
 from shoestring import attention
-from torch import Tensor
 
 pytestmark = [pytest.mark.device, pytest.mark.each_gpu]
 

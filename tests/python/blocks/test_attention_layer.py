@@ -5,13 +5,14 @@ import io
 from typing import Any
 
 import pytest
-import shoestring
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shoestring
 from conftest import relative_error
 from shoestring.nn import Attention
 from shoestring.ops import attention_reference, rms_norm_reference, rope_reference
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 QWEN: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 16, "qk_norm": True, "causal": True}
 # The module's options, and what its calls have besides x.

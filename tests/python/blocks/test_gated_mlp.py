@@ -5,12 +5,13 @@ import io
 from typing import Any
 
 import pytest
-import shoestring
 import torch
-from conftest import relative_error
-from shoestring.nn import GatedMLP
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+import shoestring
+from conftest import relative_error
+from shoestring.nn import GatedMLP
 
 ACTIVATIONS: dict[str, Any] = {
     "silu": F.silu,

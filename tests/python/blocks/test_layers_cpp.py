@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import shoestring
 import torch
-from build_folder import program
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+import shoestring
+from build_folder import program
 
 QWEN = {"num_kv_heads": 2, "head_dim": 16, "qk_norm": True, "causal": True, "norm_eps": 1e-5}
 ATTENTION: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {

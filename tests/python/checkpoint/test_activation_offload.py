@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from activation_offload_steps import assert_same, gradients, model, offload
 from torch import Tensor
+
+from activation_offload_steps import assert_same, gradients, model, offload
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("one_thread")]
 

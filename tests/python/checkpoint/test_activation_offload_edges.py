@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+
 from activation_offload_steps import assert_same, gradients, model, offload
 from shoestring.checkpoint import offload_activations
-from torch import nn
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("one_thread")]
 

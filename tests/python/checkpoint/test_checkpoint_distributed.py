@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import shoestring
 import torch
-from processes import run
-from shoestring.checkpoint.measure import metered
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+import shoestring
+from processes import run
+from shoestring.checkpoint.measure import metered
 
 
 class Block(nn.Module):

@@ -6,12 +6,13 @@ import itertools
 from typing import Any
 
 import pytest
+from test_checkpoint_model import TOKENS, Model, step
+from torch import nn
+
 import shoestring
 from shoestring.checkpoint import PlanBlock, simulate_checkpoint_plan
 from shoestring.checkpoint import model as planner
 from shoestring.checkpoint.blocks import Treatment, treat
-from test_checkpoint_model import TOKENS, Model, step
-from torch import nn
 
 
 def plan(model: nn.Module, budget: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[PlanBlock]]:

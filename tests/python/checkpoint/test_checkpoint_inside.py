@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import shoestring
 import torch
-from shoestring import checkpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
+
+import shoestring
+from shoestring import checkpoint
 
 Function = Callable[[Tensor], Tensor]
 

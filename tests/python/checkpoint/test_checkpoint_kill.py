@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+
 from shoestring.files.atomic import remove_partial
 from shoestring.optim import AdamW
 from shoestring.training.checkpoint import checkpoints, load_checkpoint, save_checkpoint
-from torch import nn
 
 KILLS = 15
 LONGEST = 0.15  # seconds from the first checkpoint of a process to its end: several checkpoints

@@ -6,11 +6,12 @@ import copy
 from typing import Any
 
 import pytest
-import shoestring
 import torch
+from torch import Tensor, nn
+
+import shoestring
 from shoestring.checkpoint import model as planner
 from shoestring.checkpoint.measure import metered
-from torch import Tensor, nn
 
 
 class Layer(nn.Module):

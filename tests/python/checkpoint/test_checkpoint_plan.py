@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from shoestring.checkpoint import (
     CheckpointPlan,
     PlanBlock,

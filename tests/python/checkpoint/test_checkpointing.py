@@ -11,11 +11,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
-import shoestring
 import torch
-from shoestring import checkpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
+
+import shoestring
+from shoestring import checkpoint
 
 
 class Block(nn.Module):

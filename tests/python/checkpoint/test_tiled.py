@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import shoestring
 import torch
-from shoestring.checkpoint.measure import metered
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+import shoestring
+from shoestring.checkpoint.measure import metered
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 

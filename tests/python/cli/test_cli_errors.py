@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+
 from cli_helpers import TINY, TUNE, refuse, run, succeed, text, write_jsonl
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from cli_helpers import (
     TINY,
     TUNE,
@@ -114,8 +115,9 @@ def test_quantised_weights_are_codes_from_the_beginning(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import shoestring
     from transformers import LlamaForCausalLM
+
+    import shoestring
 
     def refused(*_: object, **__: object) -> None:
         raise AssertionError("the whole model is loaded")

@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import typer
+
 from cli_helpers import refuse, run, succeed, text
 from shoestring.cli import app as module
 from shoestring.optim import arena

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from cli_helpers import TUNE, refuse, succeed, text
 from shoestring import load_quantized
 from shoestring.data.tokenizer import train_bpe

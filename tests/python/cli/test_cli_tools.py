@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from cli_helpers import TINY, refuse, run, succeed, text, write_jsonl
 from shoestring.cli import console, demo_data, turns
 from shoestring.cli.app import spread

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from cli_helpers import TINY, assert_same_weights, losses, refuse, run, succeed, text
 from shoestring.training import loop
 

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import shoestring
 import torch
+from torch import nn
+
+import shoestring
 from cli_helpers import TINY, refuse, run, succeed, text
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.training import formulas, memory
 from shoestring.training.config import Preset
 from shoestring.training.estimate import OPTIMIZERS, Estimate, Options, chunk_edges, estimate, make_optimizers
 from shoestring.training.models import build_llama, fused_loss
-from torch import nn
 
 STATES = ("8bit", "4bit", "bf16", "fp32")
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from build_folder import BUILD, REPOSITORY
 from shoestring import _load
 

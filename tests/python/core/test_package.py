@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import shoestring
 import torch
+
+import shoestring
 from shoestring import _load
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from cli_helpers import text, write_jsonl
 from shoestring.core.errors import InputError
 from shoestring.data import progress

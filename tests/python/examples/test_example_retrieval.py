@@ -73,8 +73,9 @@ def test_modules_are_held_out() -> None:
 
 
 def test_it_learns_to_tell_functions_apart(encoder: Path) -> None:
-    import shoestring
     from finetune_retrieval import Encoder, recall, standard_library, train
+
+    import shoestring
 
     pairs = standard_library()[0][:24]
     net = Encoder(encoder)

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import shoestring
 import torch
-from cpp_examples import ENVIRONMENT, REPOSITORY, build_example, learnable_tokens, token_file
 from safetensors.torch import load_file, save_file
-from shoestring.nn import QuantizedLinear
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+
+import shoestring
+from cpp_examples import ENVIRONMENT, REPOSITORY, build_example, learnable_tokens, token_file
+from shoestring.nn import QuantizedLinear
 
 VOCAB, TOKENS, SEQ_LEN = 512, 6_000, 32
 SHAPE: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,

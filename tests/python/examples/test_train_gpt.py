@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from cli_helpers import refuse
 from cpp_examples import ENVIRONMENT, build_example, learnable_tokens, token_file
-from safetensors.torch import load_file
 from shoestring.files.lock import locked
 
 VOCAB, TOKENS, SEQ_LEN, HELD_OUT = 512, 20_000, 32, 0.02

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
 from shoestring.files import atomic as files
 from shoestring.files.atomic import atomic_directory, exchange_obstacle
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from lora_models import llama
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+
+from lora_models import llama
 from shoestring import lora, optim
 from shoestring.integrations.transformers import load_quantized
 from shoestring.integrations.transformers.reader import TensorReader, stored_tensors

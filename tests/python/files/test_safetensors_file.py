@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from shoestring.files.safetensors_file import DTYPES, write_safetensors
 from torch import Tensor
+
+from shoestring.files.safetensors_file import DTYPES, write_safetensors
 
 
 def some(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from shoestring.ops import addmm_, addmm_reference
 from torch import Tensor
+
+from shoestring.ops import addmm_, addmm_reference
 
 pytestmark = pytest.mark.device
 

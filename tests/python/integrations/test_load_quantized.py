@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import shoestring
 import torch
 from safetensors.torch import load_file, save_file
+
+import shoestring
 
 TOKENS = torch.arange(20)[None] % 90
 
@@ -241,8 +242,9 @@ def test_memory_is_the_quantised_model_and_one_weight(tmp_path: Path) -> None:
 
 
 def test_files_with_other_names_are_refused_here_and_loaded_dense_by_the_command(tmp_path: Path) -> None:
-    from shoestring.training.models import load_model
     from transformers import MixtralConfig, MixtralForCausalLM
+
+    from shoestring.training.models import load_model
 
     shape = dict(
         hidden_size=64,

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from build_folder import program
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from build_folder import program
 from shoestring.integrations.transformers.reader import TensorReader, stored_tensors
 from shoestring.nn import QuantizedLinear
-from torch import Tensor, nn
 
 # Whole blocks in rows, rows that straddle blocks, an odd number of elements, a single one; more than 256 blocks.
 LAYERS = {"whole": (128, 96, True), "straddling": (100, 7, False), "odd": (33, 3, True), "one": (1, 1, False),

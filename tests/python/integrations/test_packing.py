@@ -5,13 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import shoestring
 import torch
+from test_patch import VOCAB, build
+
+import shoestring
 from conftest import relative_error
 from shoestring.data.batches import Examples
 from shoestring.data.packing import MultipackBatchSampler, PackingCollator
 from shoestring.training.models import can_pack, fused_loss
-from test_patch import VOCAB, build
 
 
 def lengths(count: int) -> torch.Tensor:

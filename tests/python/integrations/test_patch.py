@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import shoestring
 import torch
-from conftest import relative_error
 from torch import Tensor, nn
+
+import shoestring
+from conftest import relative_error
 
 transformers = pytest.importorskip("transformers")
 

@@ -5,13 +5,14 @@ import functools
 from typing import Any
 
 import pytest
-import shoestring
 import torch
+from test_patch import MODELS, VOCAB, build
+from torch import Tensor
+
+import shoestring
 from conftest import relative_error
 from shoestring.integrations.transformers.attention import _is_sliding
 from shoestring.integrations.transformers.attention import mask as mask_of
-from test_patch import MODELS, VOCAB, build
-from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 

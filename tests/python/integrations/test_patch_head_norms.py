@@ -4,12 +4,13 @@ import copy
 from typing import Any
 
 import pytest
-import shoestring
 import torch
 from test_patch import batch
 from test_patch_layers import SMALL, batch_of, operators, patch_layers
 from test_patch_layers import make as make_other
 from torch import nn
+
+import shoestring
 
 transformers = pytest.importorskip("transformers")
 modeling = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")

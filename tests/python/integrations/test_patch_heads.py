@@ -3,10 +3,11 @@
 import copy
 
 import pytest
-import shoestring
 import torch
-from shoestring.nn import QuantizedLinear
 from torch import Tensor, nn
+
+import shoestring
+from shoestring.nn import QuantizedLinear
 
 transformers = pytest.importorskip("transformers")
 

@@ -5,11 +5,12 @@ import io
 from typing import Any
 
 import pytest
-import shoestring
 import torch
-from shoestring.integrations.transformers.layers import fuse_norms
 from test_patch import batch, build
 from torch import nn
+
+import shoestring
+from shoestring.integrations.transformers.layers import fuse_norms
 
 transformers = pytest.importorskip("transformers")
 

@@ -4,10 +4,11 @@ import copy
 from typing import Any
 
 import pytest
-import shoestring
 import torch
-from conftest import relative_error
 from torch import Tensor, nn
+
+import shoestring
+from conftest import relative_error
 
 transformers = pytest.importorskip("transformers")
 

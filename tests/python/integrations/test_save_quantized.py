@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import shoestring
 import torch
 from safetensors.torch import load_file, save_file
 from test_load_quantized import TOKENS, dense, write_model
+
+import shoestring
 
 KINDS = [
     {"quant_type": "nf4"},

@@ -1,9 +1,10 @@
 """shoestring.nn's norms: torch.nn's results and files."""
 
 import pytest
-import shoestring
 import torch
 from torch import Tensor, nn
+
+import shoestring
 
 pytestmark = pytest.mark.device
 

@@ -1,11 +1,12 @@
 from typing import Any
 
 import pytest
-import shoestring
 import torch
+from torch import Tensor
+
+import shoestring
 from conftest import relative_error
 from shoestring.ops import rope_reference
-from torch import Tensor
 
 pytestmark = pytest.mark.device
 

@@ -1,8 +1,9 @@
 import pytest
-import shoestring
 import torch
-from shoestring.ops import seeded_dropout_reference
 from torch.utils.checkpoint import checkpoint
+
+import shoestring
+from shoestring.ops import seeded_dropout_reference
 
 pytestmark = pytest.mark.device
 

@@ -1,6 +1,7 @@
 import pytest
-import shoestring
 import torch
+
+import shoestring
 from conftest import relative_error
 from shoestring.ops import swiglu_reference
 

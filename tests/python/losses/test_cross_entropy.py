@@ -3,12 +3,13 @@
 from typing import Any
 
 import pytest
-import shoestring
 import torch
-from conftest import relative_error
-from shoestring.ops import cross_entropy_reference
 from test_linear_cross_entropy_options import resolved, upstream_of
 from torch import Tensor
+
+import shoestring
+from conftest import relative_error
+from shoestring.ops import cross_entropy_reference
 
 pytestmark = pytest.mark.device
 OPERATORS = torch.ops.shoestring

@@ -4,11 +4,12 @@ import subprocess
 import sys
 
 import pytest
-import shoestring
 import torch
 from test_cross_entropy import gradient, make, not_a_leaf
 from torch import Tensor
 from torch.nn import functional as F
+
+import shoestring
 
 pytestmark = [pytest.mark.device, pytest.mark.parametrize("inplace", [False, True])]
 

@@ -5,12 +5,13 @@ import sys
 from collections.abc import Callable
 
 import pytest
-import shoestring
 import torch
-from conftest import relative_error
-from shoestring.ops import cross_entropy_reference
 from test_cross_entropy import make, not_a_leaf
 from torch import Tensor
+
+import shoestring
+from conftest import relative_error
+from shoestring.ops import cross_entropy_reference
 
 pytestmark = pytest.mark.device
 

@@ -1,11 +1,12 @@
 import pytest
-import shoestring
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import shoestring
 from conftest import relative_error
 from shoestring.losses.linear_cross_entropy import cross_entropy_reference
 from shoestring.ops import linear_cross_entropy_reference
-from torch import Tensor
-from torch.nn import functional as F
 
 pytestmark = pytest.mark.device
 OPERATOR = torch.ops.shoestring.linear_cross_entropy.default

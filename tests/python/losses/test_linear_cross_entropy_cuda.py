@@ -1,10 +1,11 @@
 """What only a GPU can show of linear_cross_entropy: full size, memory, no waiting, CUDA graphs."""
 
 import pytest
-import shoestring
 import torch
-from conftest import relative_error
 from torch import Tensor
+
+import shoestring
+from conftest import relative_error
 
 pytestmark = pytest.mark.device
 

@@ -4,11 +4,12 @@ import subprocess
 import sys
 
 import pytest
-import shoestring
 import torch
+from test_linear_cross_entropy import gradients, make
+
+import shoestring
 from conftest import relative_error
 from shoestring.ops import linear_cross_entropy_reference
-from test_linear_cross_entropy import gradients, make
 
 pytestmark = pytest.mark.device
 

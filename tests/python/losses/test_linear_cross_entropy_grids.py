@@ -20,11 +20,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import shoestring
 import torch
-from conftest import relative_error
 from torch import Tensor
 from torch.nn import functional as F
+
+import shoestring
+from conftest import relative_error
 
 Case = tuple[Tensor, Tensor, Tensor | None, Tensor]  # hidden, weight, bias, target
 LOSS = 2e-7

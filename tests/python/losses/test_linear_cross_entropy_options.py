@@ -3,13 +3,14 @@
 from typing import Any
 
 import pytest
-import shoestring
 import torch
-from conftest import relative_error
-from shoestring.losses.linear_cross_entropy import LinearCrossEntropyStats, cross_entropy_reference
 from test_linear_cross_entropy import make
 from torch import Tensor
 from torch.nn import functional as F
+
+import shoestring
+from conftest import relative_error
+from shoestring.losses.linear_cross_entropy import LinearCrossEntropyStats, cross_entropy_reference
 
 pytestmark = pytest.mark.device
 

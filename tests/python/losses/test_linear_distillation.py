@@ -4,13 +4,14 @@ import subprocess
 import sys
 
 import pytest
-import shoestring
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import shoestring
 from conftest import relative_error
 from shoestring.losses.linear_distillation import distillation_reference
 from shoestring.ops import linear_distillation_reference
-from torch import Tensor
-from torch.nn import functional as F
 
 pytestmark = pytest.mark.device
 OPERATOR = torch.ops.shoestring.linear_distillation.default

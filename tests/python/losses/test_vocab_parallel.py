@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import shoestring
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+import shoestring
 from conftest import relative_error
 from processes import run
-from torch import Tensor
 
 TOKENS, FEATURES, VOCAB = 13, 24, 61
 

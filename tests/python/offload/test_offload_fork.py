@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
 from shoestring.checkpoint import offload_activations
 from shoestring.optim import AdamW
 from shoestring.optim.base import LowMemoryOptimizer
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+
+pytestmark = pytest.mark.fresh
 
 PLACES = ["cpu", "stream", "nvme"]
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from shoestring.optim import AdamW
 from torch import nn
+
+from shoestring.optim import AdamW
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from torch import Tensor, nn
+
 from shoestring.optim import (
     APOLLO,
     CAME,
@@ -28,7 +30,6 @@ from shoestring.optim import (
     save_optimizer,
 )
 from shoestring.optim.base import LowMemoryOptimizer
-from torch import Tensor, nn
 
 Make = Callable[..., LowMemoryOptimizer]
 RULES = (AdamW, Lion, SGD, AdEMAMix, ScheduleFreeAdamW)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from shoestring.optim import SGD, AdamW, Muon, ScheduleFreeAdamW
-from shoestring.optim.base import LowMemoryOptimizer
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from shoestring.optim import SGD, AdamW, Muon, ScheduleFreeAdamW
+from shoestring.optim.base import LowMemoryOptimizer
 
 
 @pytest.fixture(autouse=True)

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+
 from conftest import relative_error
 from shoestring.optim import AdamW
-from torch import nn
 
 pytestmark = pytest.mark.device
 

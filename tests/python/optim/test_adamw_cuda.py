@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
+from torch.nn import Parameter
+
 from optimizer_rules import ADAMW
 from shoestring.ops import adamw_
 from shoestring.optim import AdamW
-from torch.nn import Parameter
 
 pytestmark = pytest.mark.device
 GIB = 2**30

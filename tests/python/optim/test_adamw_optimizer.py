@@ -6,11 +6,12 @@ import pickle
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import Parameter
+
 from conftest import relative_error
 from shoestring.ops import dequantize_8bit
 from shoestring.optim import AdamW
-from torch import Tensor
-from torch.nn import Parameter
 
 SIZES = [(3, 100), (1,), (257,), (64, 64), (0,)]
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from shoestring.optim import AdamW
 from test_adamw_optimizer import gradients, parameters, same
+
+from shoestring.optim import AdamW
 
 pytestmark = pytest.mark.device
 

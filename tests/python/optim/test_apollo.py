@@ -4,12 +4,13 @@ import itertools
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import Parameter
+
 from conftest import relative_error
 from low_rank import PROJECTED, Adam64, gradients, parameters, train
 from shoestring.optim import APOLLO, AdamW, APOLLOMini
 from shoestring.optim.projections import normal
-from torch import Tensor
-from torch.nn import Parameter
 
 SIDE = {0: (24, 40), 1: (40, 24), 2: (12, 27), 6: (16, 48)}
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from shoestring.optim import CAME, LAMB, Adafactor, AdEMAMix, Muon
 from torch.nn import Parameter
+
+from shoestring.optim import CAME, LAMB, Adafactor, AdEMAMix, Muon
 
 MATRICES = [(20, 13), (7, 40), (1, 300)]
 SIZES = [(20, 13), (300,), (3, 4, 50), (1,)]

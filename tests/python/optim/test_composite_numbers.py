@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from composite_rules import Run, randn
 from conftest import relative_error
 from optimizer_rules import ADAFACTOR, ADAFACTOR_MEAN, CAME, LAMB, MUON, Rule

@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
 from composite_rules import DTYPES, RULES, STATES, Run, product_error, randn, shapes
 from conftest import relative_error
 from optimizer_rules import STATE_BLOCK, Rule, blocks
 from shoestring.optim.optimizer import join, split
-from torch import Tensor
 
 pytestmark = pytest.mark.device
 

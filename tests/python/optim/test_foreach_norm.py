@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from conftest import relative_error
 from shoestring.ops import foreach_norm, foreach_norm_reference
 

@@ -4,12 +4,13 @@ import itertools
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import Parameter
+
 from conftest import relative_error
 from low_rank import PROJECTED, Adam64, gradients, parameters, train
 from shoestring.optim import SGD, AdamW, GaLore
 from shoestring.optim.projections import leading_vectors
-from torch import Tensor
-from torch.nn import Parameter
 
 
 def spectrum(rows: int, columns: int, power: float) -> Tensor:

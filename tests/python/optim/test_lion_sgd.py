@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from shoestring.ops import dequantize_8bit, quantize_8bit
-from shoestring.optim import SGD, Lion
 from torch import Tensor
 from torch.nn import Parameter
+
+from shoestring.ops import dequantize_8bit, quantize_8bit
+from shoestring.optim import SGD, Lion
 
 SIZES = [(20, 13), (1,), (257,), (0,), (4099,)]
 MOMENT = {Lion: "exp_avg", SGD: "momentum_buffer"}

@@ -6,9 +6,10 @@ import pickle
 
 import pytest
 import torch
+from torch.nn import Parameter
+
 from low_rank import PROJECTED, gradients, parameters, same, train
 from shoestring.optim import APOLLO, SGD, AdamW, APOLLOMini, GaLore, Lion
-from torch.nn import Parameter
 
 CLASSES = [GaLore, APOLLO, APOLLOMini]
 OPTIONS = {

@@ -7,8 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from processes import batch, model, run, train, whole
-from shoestring.optim import AdamW
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,6 +17,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+
+from processes import batch, model, run, train, whole
+from shoestring.optim import AdamW
 
 # What quantising once more may change, of the largest: half the widest gap in the maps, and in 4 bits what lies across zero
 # from the largest becomes at most 0.63.

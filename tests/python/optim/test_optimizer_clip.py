@@ -5,8 +5,9 @@ import math
 
 import pytest
 import torch
-from shoestring.optim import AdamW
 from torch.nn import Parameter
+
+from shoestring.optim import AdamW
 
 SIZES = [(3, 100), (1,), (257,), (0,), (40,)]
 

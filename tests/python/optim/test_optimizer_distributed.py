@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import relative_error
-from processes import assert_replicated, batch, model, run, train, whole
-from shoestring.optim import APOLLO, CAME, LAMB, SGD, Adafactor, AdamW, APOLLOMini, GaLore, Lion, Muon
-from shoestring.optim.base import LowMemoryOptimizer
-from shoestring.optim.sharded import local
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
+
+from conftest import relative_error
+from processes import assert_replicated, batch, model, run, train, whole
+from shoestring.optim import APOLLO, CAME, LAMB, SGD, Adafactor, AdamW, APOLLOMini, GaLore, Lion, Muon
+from shoestring.optim.base import LowMemoryOptimizer
+from shoestring.optim.sharded import local
 
 # ---- FSDP2 -----------------------------------------------------------------------------------------------------------
 

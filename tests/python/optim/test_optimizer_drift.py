@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from shoestring.ops import dequantize_8bit, dequantize_state_4bit, quantize_8bit, quantize_state_4bit
-from shoestring.optim import AdamW, AdEMAMix, ScheduleFreeAdamW
 from torch import Tensor
 from torch.nn import Parameter
+
+from shoestring.ops import dequantize_8bit, dequantize_state_4bit, quantize_8bit, quantize_state_4bit
+from shoestring.optim import AdamW, AdEMAMix, ScheduleFreeAdamW
 
 SHAPE = (64, 256)
 STEPS, LAST = 2000, 100  # taken, and measured

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import Optimizer, lr_scheduler, swa_utils
+
 from shoestring.optim import SGD, AdamW, Lion
 from small_model import assert_equal, loss_of, model
-from torch.optim import Optimizer, lr_scheduler, swa_utils
 
 Scheduler = lr_scheduler.LRScheduler
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import Tensor
+
 from optimizer_rules import ADAMW, LION, SGD, STATE_BLOCK, Rule, blocks
 from shoestring.optim.optimizer import join, split
-from torch import Tensor
 
 pytestmark = pytest.mark.device
 

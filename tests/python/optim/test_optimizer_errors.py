@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from optimizer_rules import ADAMW, ADEMAMIX, APPLY, EMA, LION, SCHEDULE_FREE, SGD, Rule
 
 pytestmark = pytest.mark.device

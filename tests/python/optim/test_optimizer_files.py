@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import shoestring
 import torch
-from build_folder import program
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import shoestring
+from build_folder import program
 from shoestring.optim import (
     APOLLO,
     CAME,
@@ -32,7 +34,6 @@ from shoestring.optim import (
     save_optimizer,
 )
 from shoestring.optim.arena import STATES, WEIGHTS
-from torch import Tensor
 
 SIZES = [[(300,), (1,), (3, 700)], [(0,), (513,)]]  # of two groups: partial blocks, several, none
 MATRICES = [[(3, 100), (1, 1), (3, 700)], [(0, 4), (27, 19)]]

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from shoestring.optim import SGD, AdamW, Lion
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.optimizer import join
-from torch import Tensor, nn
 
 pytestmark = pytest.mark.device
 

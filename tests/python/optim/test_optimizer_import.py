@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from shoestring.ops import dequantize_8bit, quantize_8bit
-from shoestring.optim import AdamW
 from torch import Tensor
 from torch.nn import Parameter
+
+from shoestring.ops import dequantize_8bit, quantize_8bit
+from shoestring.optim import AdamW
 
 SIZES = [(20, 250), (1,), (4099,), (300,)]  # bitsandbytes quantises from 4,096 elements on
 

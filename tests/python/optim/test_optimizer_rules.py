@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
 from conftest import relative_error
 from optimizer_rules import ADAMW, ADEMAMIX, APPLY, EMA, LION, NESTEROV, SCHEDULE_FREE, SGD, Rule, blocks
-from torch import Tensor
 
 pytestmark = pytest.mark.device
 

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import Parameter
+from torch.profiler import profile
+
 from shoestring.optim import (
     APOLLO,
     CAME,
@@ -22,8 +25,6 @@ from shoestring.optim import (
     Muon,
     ScheduleFreeAdamW,
 )
-from torch.nn import Parameter
-from torch.profiler import profile
 
 pytestmark = pytest.mark.device
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from shoestring.optim import AdamW, ScheduleFreeAdamW
-from small_model import assert_equal, batch, loss_of, model
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer, lr_scheduler
+
+from shoestring.optim import AdamW, ScheduleFreeAdamW
+from small_model import assert_equal, batch, loss_of, model
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
 

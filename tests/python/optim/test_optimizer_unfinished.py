@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from shoestring.optim import SAM, AdamW
 from shoestring.optim.interrupts import Uninterrupted
-from torch import Tensor, nn
 
 MODES = [(None, False), ("cpu", False), ("stream", False), ("nvme", False)]
 MODES += [(place, True) for place, _ in MODES]

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
 from optimizer_rules import (
     ADAMW,
     ADEMAMIX,
@@ -18,7 +20,6 @@ from optimizer_rules import (
     blocks,
 )
 from shoestring.optim.optimizer import join, random_bits, round_stochastically, split
-from torch import Tensor
 
 pytestmark = pytest.mark.device
 

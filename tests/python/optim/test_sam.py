@@ -6,10 +6,11 @@ import pickle
 
 import pytest
 import torch
-from conftest import relative_error
-from shoestring.optim import SAM, SGD, AdamW, GaLore, Lion
 from torch import Tensor
 from torch.nn import Parameter
+
+from conftest import relative_error
+from shoestring.optim import SAM, SGD, AdamW, GaLore, Lion
 
 X = (64, 12)
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from shoestring.optim import GaLore, ScheduleFreeAdamW
 from torch import Tensor
 from torch.nn import Parameter
+
+from shoestring.optim import GaLore, ScheduleFreeAdamW
 
 pytestmark = pytest.mark.device
 

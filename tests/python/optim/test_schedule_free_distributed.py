@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from shoestring.optim import ScheduleFreeAdamW
 from test_optimizer_distributed import model, run, train, whole
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -14,6 +13,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
+
+from shoestring.optim import ScheduleFreeAdamW
 
 
 def _modes(rank: int, state: str) -> None:

@@ -2,11 +2,12 @@ import copy
 import io
 
 import pytest
-import shoestring
 import torch
+from torch import Tensor, nn
+
+import shoestring
 from shoestring.ops import dequantize_4bit_reference, quantize_4bit_reference
 from shoestring.quantization.quantize_4bit import code_values
-from torch import Tensor, nn
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # all that the format has
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from shoestring.ops import dequantize_8bit, dequantize_8bit_reference, quantize_8bit, quantize_8bit_reference
 from shoestring.quantization.quantize_8bit import dynamic_map
 

@@ -2,14 +2,15 @@ import copy
 import io
 
 import pytest
-import shoestring
 import torch
+from torch import Tensor, nn
+
+import shoestring
 from conftest import relative_error
 from shoestring import QuantizedTensor
 from shoestring.nn import QuantizedLinear
 from shoestring.ops import dequantize_4bit_reference, quantize_4bit_reference
 from shoestring.quantization.int4_reference import int4_scales
-from torch import Tensor, nn
 
 BLOCK_SIZES = (32, 64, 256, 4096)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

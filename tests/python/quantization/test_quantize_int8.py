@@ -2,11 +2,12 @@ import copy
 import io
 
 import pytest
-import shoestring
 import torch
+from torch import Tensor, nn
+
+import shoestring
 from shoestring.nn import QuantizedLinear
 from shoestring.ops import dequantize_int8_reference, quantize_int8_reference
-from torch import Tensor, nn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # One column; odd; around registers and steps of the CPU's kernels; whole vectors; around the CUDA kernels' two steps of

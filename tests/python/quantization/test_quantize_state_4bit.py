@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch import Tensor
+
 from shoestring.ops import (
     dequantize_state_4bit,
     dequantize_state_4bit_reference,
@@ -9,7 +11,6 @@ from shoestring.ops import (
     quantize_state_4bit_reference,
 )
 from shoestring.quantization.quantize_state_4bit import GROUP_4BIT, map_4bit
-from torch import Tensor
 
 pytestmark = pytest.mark.device
 

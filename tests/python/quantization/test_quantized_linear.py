@@ -1,12 +1,13 @@
 import json
 
 import pytest
-import shoestring
 import torch
+from torch import Tensor, nn
+
+import shoestring
 from conftest import relative_error
 from shoestring.nn import QuantizedLinear
 from shoestring.ops import quantized_linear_reference
-from torch import Tensor, nn
 
 pytestmark = pytest.mark.device
 

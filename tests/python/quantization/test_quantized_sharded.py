@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import shoestring
 import torch
-from processes import assert_replicated, run
-from shoestring import QuantizedTensor
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+
+import shoestring
+from processes import assert_replicated, run
+from shoestring import QuantizedTensor
 
 KINDS = [
     {"quantize": "nf4"},

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import emulator_cases
 import pytest
 import torch
+
+import emulator_cases
 
 ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]

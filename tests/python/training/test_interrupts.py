@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from cli_helpers import TINY, TUNE, assert_same_weights, losses, refuse, succeed, text
 from cli_server import Commands, wait_for
 from shoestring.training import signals

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from cli_helpers import TINY, assert_same_weights, losses, refuse, run, succeed, text
 from shoestring.files.atomic import disk_error
 from shoestring.training.checkpoint import CHECKSUMS, checkpoints

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from cli_helpers import TINY, assert_same_weights, losses, refuse, text
 from cli_server import Commands, wait_for
 from shoestring.core.errors import InputError

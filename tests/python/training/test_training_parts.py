@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+
 from shoestring.core.errors import InputError
 from shoestring.files.atomic import atomic_directory, atomic_file
 from shoestring.training import memory
@@ -17,7 +19,6 @@ from shoestring.training.checkpoint import checkpoints, load_checkpoint, save_ch
 from shoestring.training.config import Fingerprint, LoopConfig
 from shoestring.training.metrics import COLUMNS, MetricsLog, read_metrics
 from shoestring.training.schedule import learning_rate
-from torch import nn
 
 
 @pytest.mark.parametrize(

@@ -32,18 +32,18 @@ from shoestring.losses.linear_cross_entropy import (
 )
 from shoestring.losses.linear_distillation import linear_distillation, linear_distillation_reference
 from shoestring.losses.vocab_parallel import linear_cross_entropy_shard, vocab_parallel_linear_cross_entropy
-from shoestring.optim.adafactor_op import adafactor_, adafactor_reference
-from shoestring.optim.adamw_op import adamw_, adamw_reference
-from shoestring.optim.ademamix_op import ademamix_, ademamix_reference
+from shoestring.optim.adafactor import adafactor_, adafactor_reference
+from shoestring.optim.adamw import adamw_, adamw_reference
+from shoestring.optim.ademamix import ademamix_, ademamix_reference
 from shoestring.optim.apply import apply_, apply_reference
-from shoestring.optim.came_op import came_, came_reference
+from shoestring.optim.came import came_, came_reference
 from shoestring.optim.ema import ema_, ema_reference
 from shoestring.optim.foreach_norm import foreach_norm, foreach_norm_reference
-from shoestring.optim.lamb_op import lamb_, lamb_reference
-from shoestring.optim.lion_op import lion_, lion_reference
-from shoestring.optim.muon_op import muon_, muon_reference
-from shoestring.optim.schedule_free_adamw_op import schedule_free_adamw_, schedule_free_adamw_reference
-from shoestring.optim.sgd_op import sgd_, sgd_reference
+from shoestring.optim.lamb import lamb_, lamb_reference
+from shoestring.optim.lion import lion_, lion_reference
+from shoestring.optim.muon import muon_, muon_reference
+from shoestring.optim.schedule_free_adamw import schedule_free_adamw_, schedule_free_adamw_reference
+from shoestring.optim.sgd import sgd_, sgd_reference
 from shoestring.quantization.quantize_4bit import (
     dequantize_4bit,
     dequantize_4bit_reference,

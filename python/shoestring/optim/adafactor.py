@@ -1,15 +1,144 @@
 """Adafactor, with an optional mean of updates in few bits."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.optim.adafactor_op import adafactor_
 from shoestring.optim.arena import Moment
 from shoestring.optim.base import LowMemoryOptions
+from shoestring.optim.optimizer import ReferenceArena, ReferenceArguments, StepArguments, reference_step
 from shoestring.optim.whole import WholeTensorOptimizer, factored
+
+
+def adafactor_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    step: Tensor,
+    exp_avg: Tensor | None = None,
+    exp_avg_scale: Tensor | None = None,
+    *,
+    row_var: Sequence[Tensor],
+    col_var: Sequence[Tensor],
+    variance: Sequence[Tensor],
+    lr: float,
+    beta1: float = 0.0,
+    beta2_decay: float = -0.8,
+    eps1: float | None = None,
+    eps2: float = 1e-3,
+    d: float = 1.0,
+    weight_decay: float = 0.0,
+    **arguments: Unpack[StepArguments],
+) -> None:
+    """One step of Adafactor, in place, on every parameter that has a gradient, one after another.
+
+    What ``torch.optim.Adafactor`` does: the second moment is the product of its means over rows and over columns (of
+    the last two dimensions), with ``1 - t^beta2_decay`` for beta2; the update ``u = g / sqrt(second moment)`` is
+    clipped to a root mean square of d; ``p = p (1 - lr weight_decay) - max(eps2, rms(p)) min(lr, 1 / sqrt(t)) u``
+    ("Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", arXiv 1804.04235). With beta1 above 0 a running
+    mean of the clipped updates takes u's place. Temporary memory: 4 bytes an element of one parameter at a time, and 4
+    more for a gradient that is not fp32 or is scaled, or with a remainder. A NaN or infinite gradient spoils its whole
+    parameter.
+
+    Args:
+        params: fp32, bf16 or fp16, any shapes and sizes; arithmetic is fp32.
+        grads: one for each parameter, its shape, fp32, bf16 or fp16; or None: the parameter and its step stay as they
+            are.
+        step: (parameters), fp32: steps taken; incremented.
+        exp_avg: (elements of the arena): fp32 or bf16, or codes (uint8, 8 or 4 bits each); None where beta1 is 0.
+        exp_avg_scale: of codes, fp32: (elements of the arena / 256), or as ``quantize_state_4bit`` has it.
+        row_var, col_var: fp32, for parameters of shape (..., rows, columns): (..., rows, 1) and (..., 1, columns); for
+            those of less than two dimensions (0).
+        variance: fp32, for those their shape, and (0) for the others.
+        lr: the largest relative step.
+        beta1: the share of the mean in the new mean, [0, 1); 0: there is no mean.
+        beta2_decay, eps2, d, weight_decay: as in ``torch.optim.Adafactor``.
+        eps1: the same; None: the distance from 1 to the next larger number of the parameter's dtype (fp32, with a
+            remainder).
+        **arguments: see ``StepArguments``.
+
+    Raises:
+        RuntimeError: a shape, dtype, device or option that does not fit; nothing has changed then.
+    """
+    torch.ops.shoestring.adafactor_(
+        params,
+        grads,
+        step,
+        exp_avg,
+        exp_avg_scale,
+        row_var,
+        col_var,
+        variance,
+        lr=lr,
+        beta1=beta1,
+        beta2_decay=beta2_decay,
+        eps1=eps1,
+        eps2=eps2,
+        d=d,
+        weight_decay=weight_decay,
+        **arguments,
+    )
+
+
+def advance_factored(
+    g2: Tensor, row: Tensor, col: Tensor, full: Tensor, weight: float, least: float
+) -> Tensor:
+    """Advances running means of g2 by ``weight``, and returns what they say of each element."""
+    if g2.dim() < 2:
+        return full.lerp_(g2, weight)
+    row.lerp_(g2.mean(-1, keepdim=True), weight)
+    col.lerp_(g2.mean(-2, keepdim=True), weight)
+    return row / row.mean(-2, keepdim=True).clamp(min=least) * col
+
+
+def adafactor_reference(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    step: Tensor,
+    exp_avg: Tensor | None = None,
+    exp_avg_scale: Tensor | None = None,
+    *,
+    row_var: Sequence[Tensor],
+    col_var: Sequence[Tensor],
+    variance: Sequence[Tensor],
+    lr: float,
+    beta1: float = 0.0,
+    beta2_decay: float = -0.8,
+    eps1: float | None = None,
+    eps2: float = 1e-3,
+    d: float = 1.0,
+    weight_decay: float = 0.0,
+    **arguments: Unpack[ReferenceArguments],
+) -> None:
+    """``adafactor_`` in plain PyTorch, a tensor at a time."""
+    exact = arguments.get("weight_remainder") is not None
+    eps = {
+        p.dtype: torch.finfo(torch.float32 if exact else p.dtype).eps if eps1 is None else eps1
+        for p in params
+    }
+    if len(eps) > 1:
+        raise ValueError("adafactor_reference: params: expected one dtype, received several")
+    least = next(iter(eps.values()), 0.0)
+
+    def rule(lr: float, t: int, p: Tensor, g: Tensor, *state: Tensor) -> list[Tensor]:
+        *m, row, col, full = state
+        if p.numel() == 0:
+            return [p, *m]
+        root = p.numel() ** 0.5
+        u = g / advance_factored(g * g, row, col, full, t**beta2_decay, least).clamp(min=least**2).sqrt()
+        u = u / max(1, u.norm().item() / (root * d))
+        if m:
+            m = [m[0] * beta1 + u * (1 - beta1)]
+            u = m[0]
+        relative = min(lr, t**-0.5)
+        return [p * (1 - lr * weight_decay) - max(eps2, p.norm().item() / root) * relative * u, *m]
+
+    arenas = [] if exp_avg is None else [ReferenceArena(exp_avg, exp_avg_scale, True, beta1)]
+    extra = [row_var, col_var, variance]
+    reference_step(rule, params, grads, step, arenas, lr=lr, extra=extra, **arguments)
+
 
 MEAN = (Moment("exp_avg", signed=True),)
 

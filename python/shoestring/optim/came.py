@@ -1,15 +1,136 @@
 """CAME, with its mean of updates in few bits."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from shoestring.optim.adafactor import advance_factored
 from shoestring.optim.arena import Moment
 from shoestring.optim.base import LowMemoryOptions
-from shoestring.optim.came_op import came_
+from shoestring.optim.optimizer import ReferenceArena, ReferenceArguments, StepArguments, reference_step
 from shoestring.optim.whole import WholeTensorOptimizer, factored
+
+LEAST = torch.finfo(torch.float32).tiny
+
+
+def came_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    step: Tensor,
+    exp_avg: Tensor,
+    exp_avg_scale: Tensor | None = None,
+    *,
+    exp_avg_sq_row: Sequence[Tensor],
+    exp_avg_sq_col: Sequence[Tensor],
+    exp_avg_sq: Sequence[Tensor],
+    exp_avg_res_row: Sequence[Tensor],
+    exp_avg_res_col: Sequence[Tensor],
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    beta3: float = 0.9999,
+    eps1: float = 1e-30,
+    eps2: float = 1e-16,
+    clip_threshold: float = 1.0,
+    weight_decay: float = 0.0,
+    **arguments: Unpack[StepArguments],
+) -> None:
+    """One step of CAME, in place, on every parameter that has a gradient, one after another.
+
+    The mean v of ``g^2 + eps1`` is the product of its means over rows and over columns (of the last two dimensions),
+    divided by the mean of the former; ``u = g / sqrt(v)``, divided by ``max(1, rms(u) / clip_threshold)``; m is the
+    mean of u; the mean s of ``(u - m)^2 + eps2``, the instability, is kept as v is;
+    ``p = p (1 - lr weight_decay) - lr m / sqrt(s)``. Of parameters with less than two dimensions v is kept in full,
+    and m itself is the update. No mean is corrected for its start at zero ("CAME: Confidence-guided Adaptive Memory
+    Efficient Optimization", arXiv 2307.02047, and its authors' implementation). Temporary memory: 8 bytes an element of
+    one parameter at a time. A NaN or infinite gradient spoils its whole parameter.
+
+    Args:
+        params: fp32, bf16 or fp16, any shapes and sizes; arithmetic is fp32.
+        grads: one for each parameter, its shape, fp32, bf16 or fp16; or None: the parameter and its step stay as they
+            are.
+        step: (parameters), fp32: steps taken; incremented.
+        exp_avg: m, (elements of the arena): fp32 or bf16, or codes (uint8, 8 or 4 bits each).
+        exp_avg_scale: of codes, fp32: (elements of the arena / 256), or as ``quantize_state_4bit`` has it.
+        exp_avg_sq_row, exp_avg_sq_col: v's, fp32, for parameters of shape (..., rows, columns): (..., rows, 1) and
+            (..., 1, columns); for those of less than two dimensions (0).
+        exp_avg_sq: v, fp32, for those their shape, and (0) for the others.
+        exp_avg_res_row, exp_avg_res_col: s's, as v's.
+        lr: learning rate.
+        beta1, beta2, beta3: decay of m, above 0, and of v and s; below 1.
+        eps1, eps2, clip_threshold: above 0.
+        weight_decay: decoupled, applied before the update.
+        **arguments: see ``StepArguments``.
+
+    Raises:
+        RuntimeError: a shape, dtype, device or option that does not fit; nothing has changed then.
+    """
+    torch.ops.shoestring.came_(
+        params,
+        grads,
+        step,
+        exp_avg,
+        exp_avg_scale,
+        exp_avg_sq_row,
+        exp_avg_sq_col,
+        exp_avg_sq,
+        exp_avg_res_row,
+        exp_avg_res_col,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        beta3=beta3,
+        eps1=eps1,
+        eps2=eps2,
+        clip_threshold=clip_threshold,
+        weight_decay=weight_decay,
+        **arguments,
+    )
+
+
+def came_reference(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    step: Tensor,
+    exp_avg: Tensor,
+    exp_avg_scale: Tensor | None = None,
+    *,
+    exp_avg_sq_row: Sequence[Tensor],
+    exp_avg_sq_col: Sequence[Tensor],
+    exp_avg_sq: Sequence[Tensor],
+    exp_avg_res_row: Sequence[Tensor],
+    exp_avg_res_col: Sequence[Tensor],
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    beta3: float = 0.9999,
+    eps1: float = 1e-30,
+    eps2: float = 1e-16,
+    clip_threshold: float = 1.0,
+    weight_decay: float = 0.0,
+    **arguments: Unpack[ReferenceArguments],
+) -> None:
+    """``came_`` in plain PyTorch, a tensor at a time."""
+
+    def rule(lr: float, t: int, p: Tensor, g: Tensor, m: Tensor, *state: Tensor) -> list[Tensor]:
+        row, col, full, res_row, res_col = state
+        if p.numel() == 0:
+            return [p, m]
+        u = g / advance_factored(g * g + eps1, row, col, full, 1 - beta2, LEAST).clamp(min=LEAST).sqrt()
+        u = u / max(1, u.norm().item() / (p.numel() ** 0.5 * clip_threshold))
+        m = m * beta1 + u * (1 - beta1)
+        update = m
+        if p.dim() > 1:
+            unstable = advance_factored((u - m) ** 2 + eps2, res_row, res_col, full, 1 - beta3, LEAST)
+            update = m / unstable.clamp(min=LEAST).sqrt()
+        return [p * (1 - lr * weight_decay) - lr * update, m]
+
+    arenas = [ReferenceArena(exp_avg, exp_avg_scale, True, beta1)]
+    extra = [exp_avg_sq_row, exp_avg_sq_col, exp_avg_sq, exp_avg_res_row, exp_avg_res_col]
+    reference_step(rule, params, grads, step, arenas, lr=lr, extra=extra, **arguments)
 
 
 class CAME(WholeTensorOptimizer):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.optim.optimizer import Arena, ReferenceArguments, StepArguments, reference_step
+from shoestring.optim.optimizer import ReferenceArena, ReferenceArguments, StepArguments, reference_step
 
 
 def ema_(
@@ -65,4 +65,6 @@ def ema_reference(
         m = m * beta + g * (1 - beta)
         return lr * (m * beta + g * (1 - beta) if nesterov else m), m
 
-    reference_step(rule, params, grads, step, [Arena(exp_avg, exp_avg_scale, True, beta)], lr=lr, **arguments)
+    reference_step(
+        rule, params, grads, step, [ReferenceArena(exp_avg, exp_avg_scale, True, beta)], lr=lr, **arguments
+    )

@@ -60,7 +60,7 @@ class StepArguments(ReferenceArguments, total=False):
     blocks: int | None
 
 
-class Arena(NamedTuple):
+class ReferenceArena(NamedTuple):
     """A moment of all parameters: fp32 or bf16 without scales, or codes.
 
     signed: whether it may be negative. keeps: how much of it stays in a step.
@@ -170,7 +170,7 @@ def reference_step(
     params: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     step: Tensor,
-    arenas: Sequence[Arena],
+    arenas: Sequence[ReferenceArena],
     *,
     lr: float,
     maximize: bool = False,

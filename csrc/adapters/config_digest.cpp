@@ -38,7 +38,7 @@ const char* const kComputation[] = {"peft_type",
                                     "prefix_projection",
                                     "encoder_hidden_size"};
 
-bool is_off(const Json& value) {
+bool is_unset(const Json& value) {
   return value.is_null() || value == false || (!value.is_primitive() && value.empty()) || value == "";
 }
 
@@ -77,7 +77,7 @@ std::string config_digest(const Json& config) {
   std::vector<std::string> parts;
   for (const char* name : kComputation) {
     const auto found = config.find(name);
-    if (found != config.end() && !is_off(*found)) parts.push_back(canonical(name) + canonical(*found, 1));
+    if (found != config.end() && !is_unset(*found)) parts.push_back(canonical(name) + canonical(*found, 1));
   }
   return c10::sha1(joined(std::move(parts), "{}")).str();
 }

@@ -25,12 +25,10 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using Names = c10::List<std::string>;
 
-constexpr const char* kOp = kLoraLinear;
-
 BaseWeight base(const Products& products, const LoraLayer& layer, int64_t columns, at::TensorOptions like) {
   if (!layer.absmax.has_value()) return BaseWeight::dense(layer.weight, products.weight);
-  return BaseWeight::quantized(PackedReader(products.backend, kOp, layer.weight, *layer.absmax, layer.nested,
-                                            layer.quant_type, layer.block_size),
+  return BaseWeight::quantized(PackedReader(products.backend, kLoraLinear, layer.weight, *layer.absmax,
+                                            layer.nested, layer.quant_type, layer.block_size),
                                layer.out_features(columns).expect_int(), columns,
                                like.dtype(products.weight));
 }

@@ -17,26 +17,27 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr const char* kOp = "lora_weight_norm";
+constexpr const char* kLoraWeightNorm = "lora_weight_norm";
 constexpr int64_t kPart = int64_t{1} << 20;  // elements of a weight that are widened at a time
 
 void check(const Tensor& weight, const OptionalTensor& absmax, const OptionalTensor& nested, const Tensor& A,
            const Tensor& B, c10::string_view quant_type, int64_t block_size) {
   for (const auto& [name, t] : {std::pair("lora_A", A), std::pair("lora_B", B)}) {
-    TORCH_CHECK(at::isFloatingType(t.scalar_type()) && t.dim() == 2 && t.device() == weight.device(), kOp,
-                ": ", name, ": expected a floating-point matrix on ", weight.device(), ", received ",
-                t.scalar_type(), " ", t.sym_sizes(), " on ", t.device());
+    TORCH_CHECK(at::isFloatingType(t.scalar_type()) && t.dim() == 2 && t.device() == weight.device(),
+                kLoraWeightNorm, ": ", name, ": expected a floating-point matrix on ", weight.device(),
+                ", received ", t.scalar_type(), " ", t.sym_sizes(), " on ", t.device());
   }
-  TORCH_CHECK(B.sym_size(1) == A.sym_size(0), kOp, ": lora_B: expected shape (out_features, ", A.sym_size(0),
-              "), the rank as in lora_A, received ", B.sym_sizes());
+  TORCH_CHECK(B.sym_size(1) == A.sym_size(0), kLoraWeightNorm, ": lora_B: expected shape (out_features, ",
+              A.sym_size(0), "), the rank as in lora_A, received ", B.sym_sizes());
   if (absmax.has_value()) {
-    return check_packed(kOp, weight, *absmax, nested, B.sym_size(0) * A.sym_size(1), quant_type, block_size,
-                        weight.device());
+    return check_packed(kLoraWeightNorm, weight, *absmax, nested, B.sym_size(0) * A.sym_size(1), quant_type,
+                        block_size, weight.device());
   }
-  TORCH_CHECK(!nested.has_value(), kOp, ": nested: expected none without absmax, received a tensor");
+  TORCH_CHECK(!nested.has_value(), kLoraWeightNorm,
+              ": nested: expected none without absmax, received a tensor");
   TORCH_CHECK(at::isFloatingType(weight.scalar_type()) && weight.dim() == 2 &&
                   weight.sym_size(0) == B.sym_size(0) && weight.sym_size(1) == A.sym_size(1),
-              kOp, ": weight: expected a floating-point matrix of shape (", B.sym_size(0), ", ",
+              kLoraWeightNorm, ": weight: expected a floating-point matrix of shape (", B.sym_size(0), ", ",
               A.sym_size(1), "), received ", weight.scalar_type(), " ", weight.sym_sizes());
 }
 
@@ -45,9 +46,9 @@ at::ScalarType norm_type(const Tensor& weight, const Tensor& A) {
 }
 
 template <Backend backend>
-Tensor norm(const Tensor& weight, const OptionalTensor& absmax, const OptionalTensor& nested,
-            const Tensor& lora_A, const Tensor& lora_B, double scaling, c10::string_view quant_type,
-            int64_t block_size) {
+Tensor run_lora_weight_norm(const Tensor& weight, const OptionalTensor& absmax, const OptionalTensor& nested,
+                            const Tensor& lora_A, const Tensor& lora_B, double scaling,
+                            c10::string_view quant_type, int64_t block_size) {
   check(weight, absmax, nested, lora_A, lora_B, quant_type, block_size);
   const c10::OptionalDeviceGuard guard(weight.device());
   const auto type = norm_type(weight, lora_A);
@@ -55,11 +56,11 @@ Tensor norm(const Tensor& weight, const OptionalTensor& absmax, const OptionalTe
   const Tensor A = lora_A.to(type), B = lora_B.to(type);
   const int64_t rows = B.size(0), columns = A.size(1);
   const Products products(backend, at::empty({0}, options));
-  const auto base =
-      absmax.has_value()
-          ? BaseWeight::quantized(PackedReader(backend, kOp, weight, *absmax, nested, quant_type, block_size),
-                                  rows, columns, options)
-          : BaseWeight::dense(backend == Backend::kCuda ? weight.to(type) : weight, type);
+  const auto base = absmax.has_value()
+                        ? BaseWeight::quantized(PackedReader(backend, kLoraWeightNorm, weight, *absmax,
+                                                             nested, quant_type, block_size),
+                                                rows, columns, options)
+                        : BaseWeight::dense(backend == Backend::kCuda ? weight.to(type) : weight, type);
   // Of W + s B A a row's products with A, halved where they count twice: W A^T + s / 2 B (A A^T).
   Tensor mixed =
       multiply(products, B, multiply(products, A, A.t(), type), type, scaling / 2);  // (rows, rank)
@@ -78,33 +79,33 @@ Tensor norm(const Tensor& weight, const OptionalTensor& absmax, const OptionalTe
   return squares.add_(mixed.mul_(B).sum(1), 2 * scaling).clamp_min_(0).sqrt_();
 }
 
-Tensor norm_meta(const Tensor& weight, const OptionalTensor& absmax, const OptionalTensor& nested,
-                 const Tensor& lora_A, const Tensor& lora_B, double, c10::string_view quant_type,
-                 int64_t block_size) {
+Tensor lora_weight_norm_meta(const Tensor& weight, const OptionalTensor& absmax, const OptionalTensor& nested,
+                             const Tensor& lora_A, const Tensor& lora_B, double, c10::string_view quant_type,
+                             int64_t block_size) {
   check(weight, absmax, nested, lora_A, lora_B, quant_type, block_size);
   return at::empty_symint({lora_B.sym_size(0)}, lora_A.options().dtype(norm_type(weight, lora_A)));
 }
 
 // DoRA takes the norm for a constant.
-Tensor detached(const Tensor& weight, const OptionalTensor& absmax, const OptionalTensor& nested,
-                const Tensor& lora_A, const Tensor& lora_B, double scaling, c10::string_view quant_type,
-                int64_t block_size) {
+Tensor lora_weight_norm_autograd(const Tensor& weight, const OptionalTensor& absmax,
+                                 const OptionalTensor& nested, const Tensor& lora_A, const Tensor& lora_B,
+                                 double scaling, c10::string_view quant_type, int64_t block_size) {
   at::AutoDispatchBelowADInplaceOrView below;
-  static auto op = find<decltype(norm_meta)>("shoestring::lora_weight_norm");
+  static auto op = find<decltype(lora_weight_norm_meta)>("shoestring::lora_weight_norm");
   return op.call(weight, absmax, nested, lora_A, lora_B, scaling, quant_type, block_size);
 }
 
-TORCH_LIBRARY_IMPL(shoestring, CPU, m) { m.impl(kOp, norm<Backend::kCpu>); }
-TORCH_LIBRARY_IMPL(shoestring, CUDA, m) { m.impl(kOp, norm<Backend::kCuda>); }
-TORCH_LIBRARY_IMPL(shoestring, Meta, m) { m.impl(kOp, norm_meta); }
-TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl(kOp, detached); }
+TORCH_LIBRARY_IMPL(shoestring, CPU, m) { m.impl(kLoraWeightNorm, run_lora_weight_norm<Backend::kCpu>); }
+TORCH_LIBRARY_IMPL(shoestring, CUDA, m) { m.impl(kLoraWeightNorm, run_lora_weight_norm<Backend::kCuda>); }
+TORCH_LIBRARY_IMPL(shoestring, Meta, m) { m.impl(kLoraWeightNorm, lora_weight_norm_meta); }
+TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl(kLoraWeightNorm, lora_weight_norm_autograd); }
 
 }  // namespace
 
 Tensor lora_weight_norm(const LoraWeight& layer) {
-  TORCH_CHECK(layer.lora_A().has_value() && layer.lora_B().has_value(), kOp,
+  TORCH_CHECK(layer.lora_A().has_value() && layer.lora_B().has_value(), kLoraWeightNorm,
               ": lora_A and lora_B: expected both, received a layer without an adapter");
-  static auto op = find<decltype(norm_meta)>("shoestring::lora_weight_norm");
+  static auto op = find<decltype(lora_weight_norm_meta)>("shoestring::lora_weight_norm");
   return op.call(layer.weight(), layer.absmax(), layer.nested(), *layer.lora_A(), *layer.lora_B(),
                  layer.scaling(), layer.quantize().quant_type(), layer.quantize().block_size());
 }

@@ -25,7 +25,6 @@ using safetensors::quote;
 
 bool is_printable(char c) { return c >= ' ' && c <= '~'; }
 bool is_control(char c) { return static_cast<unsigned char>(c) < ' ' || c == 0x7f; }
-bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
 // A pattern whose matches all have one length: characters, "." for any, and what may stand around them.
 class Plain {

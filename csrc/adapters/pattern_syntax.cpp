@@ -14,7 +14,6 @@ namespace {
 constexpr int64_t kMostRepeats = 65535;  // PCRE2's limit
 constexpr size_t kDeepest = 200;         // groups in groups; PCRE2's own limit is 250
 
-bool is_digit(char c) { return c >= '0' && c <= '9'; }
 bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); }
 
 class Translator {

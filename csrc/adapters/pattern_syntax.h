@@ -11,6 +11,8 @@ struct Translation {
   bool caseless = false;  // Python folds other letters than PCRE2
 };
 
+inline bool is_digit(char c) { return c >= '0' && c <= '9'; }
+
 /// Raises std::invalid_argument, which says what is wrong, for a pattern that Python refuses or that is not
 /// supported.
 Translation translate_pattern(const std::string& pattern);

@@ -122,15 +122,15 @@ constexpr int64_t kKeys =
     168;  // of a block: its scores stay in the first-level cache; a multiple of gemm's rows
 
 // Some heads that read the same keys, and a stretch of their queries.
-struct Task {
+struct ForwardTask {
   const Sequence* sequence;
   int64_t kv_head, first_head, heads;
   Range queries;
 };
 
-std::vector<Task> tasks_of(const kernels::AttentionProblem& p, const std::vector<Sequence>& sequences,
-                           int64_t columns) {
-  std::vector<Task> tasks;
+std::vector<ForwardTask> tasks_of(const kernels::AttentionProblem& p, const std::vector<Sequence>& sequences,
+                                  int64_t columns) {
+  std::vector<ForwardTask> tasks;
   const int64_t group = p.heads / p.kv_heads, together = std::min(group, kQueries / columns);
   const int64_t chunk = std::max<int64_t>(1, kQueries / columns / together) * columns;
   for (const Sequence& s : sequences) {
@@ -165,7 +165,7 @@ class Forward {
         sums_(most_ * value_lines_ * columns_), totals_(most_ * columns_), highest_(most_ * columns_),
         rows_(columns_ * round_up(p.value_dim, columns_)), logs_(columns_) {}
 
-  void run(const Task& task) {
+  void run(const ForwardTask& task) {
     const Sequence& s = *task.sequence;
     panels_.clear();
     Range keys{s.keys, 0};

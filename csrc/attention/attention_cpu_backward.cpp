@@ -7,7 +7,7 @@ constexpr int64_t kTasks = 8;  // wanted, whatever the number of threads, on whi
 constexpr int64_t kPartBytes = int64_t{64} << 20;  // of sums for parts of the keys
 
 // Tasks that may run at once: those of one round add to different places of the bias' gradient.
-using Rounds = std::vector<std::vector<Task>>;
+using Rounds = std::vector<std::vector<BackwardTask>>;
 
 struct Plan {
   Rounds rounds;
@@ -63,16 +63,16 @@ Plan plan_of(const Kernels& kernels, const kernels::AttentionProblem& p,
 // The parts' sums, in order, for each panel of queries.
 void add_parts(const Kernels& kernels, const kernels::AttentionProblem& p, const Rounds& rounds,
                const Inputs& in, const Outputs& out) {
-  std::vector<const Task*> heads;
+  std::vector<const BackwardTask*> heads;
   for (const auto& round : rounds) {
-    for (const Task& task : round) {
+    for (const BackwardTask& task : round) {
       if (task.grad_q != nullptr && task.part == 0) heads.push_back(&task);
     }
   }
   share_out(static_cast<int64_t>(heads.size()) * kTasks, [&](auto next) {
     Backward backward(kernels, p, in, out);
     for (int64_t i = next(); i >= 0; i = next()) {
-      const Task& task = *heads[i / kTasks];
+      const BackwardTask& task = *heads[i / kTasks];
       const Sequence& s = *task.sequence;
       const int64_t group = p.heads / p.kv_heads, panels = parts_of(s.queries, kernels.columns),
                     all = group * panels;

@@ -12,7 +12,7 @@
 namespace shoestring::attend {
 
 // Every part_count-th block of keys, of a head.
-struct Task {
+struct BackwardTask {
   const Sequence* sequence;
   int64_t kv_head, part, part_count;
   float* grad_q;  // (group, panels of queries, lines, columns), or null: then the task stores them
@@ -77,7 +77,7 @@ class Backward {
            round_up(p.head_dim, kernels.width_for(p.head_dim)) * kernels.columns;
   }
 
-  void run(const Task& task) {
+  void run(const BackwardTask& task) {
     const Sequence& s = *task.sequence;
     const int64_t size = out_.q ? grad_q_size(kernels_, p_, s) : 0;
     grad_q_ = task.grad_q;

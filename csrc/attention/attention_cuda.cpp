@@ -7,7 +7,7 @@
 namespace shoestring::attend {
 namespace {
 
-constexpr int64_t kMostFeatures = 256, kMostTokens = int64_t{1} << 29;
+constexpr int64_t kMostCudaFeatures = 256, kMostCudaTokens = int64_t{1} << 29;
 
 const kernels::AttentionCuda::Functions& functions_of(const Tensor& q) {
   const auto& k = cuda::table<kernels::AttentionCuda>(kOp);
@@ -16,10 +16,10 @@ const kernels::AttentionCuda::Functions& functions_of(const Tensor& q) {
 }
 
 void check_sizes(const kernels::AttentionProblem& p) {
-  TORCH_CHECK(p.head_dim <= kMostFeatures && p.value_dim <= kMostFeatures, kOp,
-              ": q and v: expected at most ", kMostFeatures, " features on CUDA, received ", p.head_dim,
+  TORCH_CHECK(p.head_dim <= kMostCudaFeatures && p.value_dim <= kMostCudaFeatures, kOp,
+              ": q and v: expected at most ", kMostCudaFeatures, " features on CUDA, received ", p.head_dim,
               " and ", p.value_dim);
-  TORCH_CHECK(p.queries < kMostTokens && p.keys < kMostTokens, kOp,
+  TORCH_CHECK(p.queries < kMostCudaTokens && p.keys < kMostCudaTokens, kOp,
               ": q and k: expected fewer than 2^29 tokens on CUDA, "
               "received ",
               p.queries, " and ", p.keys);

@@ -12,7 +12,7 @@ namespace {
 // No path was ever timed on a GPU. Until benchmarks/attention/bench_attention.py has run on one, PyTorch's
 // choice among its own operators goes first, so that nobody is slower than with scaled_dot_product_attention.
 constexpr bool kPreferOwn = false;
-constexpr int64_t kMostFeatures = 256;
+constexpr int64_t kMostLibraryFeatures = 256;
 
 // Nothing but softmax(scale q k^T) v, causal or not. With unequal lengths PyTorch aligns causal masks
 // elsewhere.
@@ -22,7 +22,7 @@ bool is_plain(const Call& c) {
   const auto dtype = c.q.scalar_type();
   const int64_t features = c.q.size(-1);
   return !options && (dtype == at::kBFloat16 || dtype == at::kHalf) && c.q.numel() > 0 && c.k.numel() > 0 &&
-         c.scale > 0 && features % 8 == 0 && features <= kMostFeatures && c.v.size(-1) == features &&
+         c.scale > 0 && features % 8 == 0 && features <= kMostLibraryFeatures && c.v.size(-1) == features &&
          (!c.causal || c.q.size(2) == c.k.size(2));
 }
 

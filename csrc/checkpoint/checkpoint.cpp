@@ -20,8 +20,8 @@ using at::Tensor;
 
 namespace shoestring {
 namespace activations {
-namespace {
 
+// Not in an anonymous namespace: CheckpointRun::Scope, which a public header names, has a Frame.
 struct Frame;
 
 struct Number : Packed {
@@ -159,7 +159,6 @@ void Frame::run_again(int pass) {
               " in backward: it has to do the same both times");
 }
 
-}  // namespace
 }  // namespace activations
 
 namespace detail {

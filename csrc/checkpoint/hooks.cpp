@@ -16,7 +16,7 @@
 namespace shoestring::activations {
 namespace {
 
-thread_local std::vector<std::shared_ptr<SavedTensorHooks>> stack;
+thread_local std::vector<std::shared_ptr<SavedTensorHooks>> hooks_stack;
 
 struct Adapter : torch::autograd::SavedVariableHooks {
   explicit Adapter(std::shared_ptr<SavedTensorHooks> hooks) : hooks_(std::move(hooks)) {}
@@ -41,8 +41,8 @@ struct Adapter : torch::autograd::SavedVariableHooks {
 struct Engine : torch::autograd::Engine {
   ~Engine() override { stop(); }
   std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
-    if (stack.empty() || stack.back() == nullptr) return nullptr;
-    return std::make_unique<Adapter>(stack.back());
+    if (hooks_stack.empty() || hooks_stack.back() == nullptr) return nullptr;
+    return std::make_unique<Adapter>(hooks_stack.back());
   }
 };
 
@@ -68,9 +68,9 @@ HooksGuard::HooksGuard(const char* caller, std::shared_ptr<SavedTensorHooks> hoo
               ": expected a process without Python's autograd engine, which has hooks of its own; "
               "call shoestring.",
               caller, " from Python instead");
-  stack.push_back(std::move(hooks));
+  hooks_stack.push_back(std::move(hooks));
 }
 
-HooksGuard::~HooksGuard() { stack.pop_back(); }
+HooksGuard::~HooksGuard() { hooks_stack.pop_back(); }
 
 }  // namespace shoestring::activations

@@ -29,26 +29,28 @@ namespace {
 constexpr auto kKey = c10::DispatchKey::Fake;
 
 thread_local std::deque<OperatorTape::Run>
-    stack;  // the innermost run sees the calls; push and pop leave the others in place
+    run_stack;  // the innermost run sees the calls; push and pop leave the others in place
 
-OperatorTape::Run* top() { return stack.empty() || stack.back().tape == nullptr ? nullptr : &stack.back(); }
-
-void set_top() { c10::impl::tls_set_dispatch_key_included(kKey, top() != nullptr); }
-
-void push(OperatorTape* tape, bool recording) {
-  stack.push_back({tape, recording});
-  set_top();
+OperatorTape::Run* top_run() {
+  return run_stack.empty() || run_stack.back().tape == nullptr ? nullptr : &run_stack.back();
 }
 
-void pop() {
-  stack.pop_back();
-  set_top();
+void include_key_of_top_run() { c10::impl::tls_set_dispatch_key_included(kKey, top_run() != nullptr); }
+
+void push_run(OperatorTape* tape, bool recording) {
+  run_stack.push_back({tape, recording});
+  include_key_of_top_run();
+}
+
+void pop_run() {
+  run_stack.pop_back();
+  include_key_of_top_run();
 }
 
 void see(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* arguments) {
   const c10::impl::ExcludeDispatchKeyGuard once(kKey);  // what an operator calls in turn is its own affair
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
-  OperatorTape::Run* run = top();
+  OperatorTape::Run* run = top_run();
   // A thread that inherited the key has no run. The calls of a backward pass inside the function do not
   // count: that pass may run on another thread in the first run of the function, and on this thread later.
   if (run == nullptr || run->pass != torch::autograd::get_current_graph_task_id())
@@ -160,9 +162,9 @@ std::vector<int64_t> sizes_of(at::ArrayRef<c10::IValue> values) {
 
 }  // namespace
 
-NoTape::NoTape() { push(nullptr, /*recording=*/false); }
+NoTape::NoTape() { push_run(nullptr, /*recording=*/false); }
 
-NoTape::~NoTape() { pop(); }
+NoTape::~NoTape() { pop_run(); }
 
 OperatorTape::OperatorTape(const std::vector<std::string>& keep) : names_(keep.begin(), keep.end()) {
   names_.merge(operators_of(keep));
@@ -171,22 +173,22 @@ OperatorTape::OperatorTape(const std::vector<std::string>& keep) : names_(keep.b
 void OperatorTape::record() {
   operators_.clear();
   recorded_ = false;
-  push(this, /*recording=*/true);
+  push_run(this, /*recording=*/true);
 }
 
-void OperatorTape::replay() { push(names_.empty() ? nullptr : this, /*recording=*/false); }
+void OperatorTape::replay() { push_run(names_.empty() ? nullptr : this, /*recording=*/false); }
 
 void OperatorTape::abandon() {
-  const bool recording = stack.back().recording;
-  pop();
+  const bool recording = run_stack.back().recording;
+  pop_run();
   if (!recording) return;
   made_.clear();
   operators_.clear();
 }
 
 void OperatorTape::end() {
-  const bool recording = stack.back().recording;
-  pop();
+  const bool recording = run_stack.back().recording;
+  pop_run();
   if (!recording) return;
   made_.clear();
   for (auto& [handle, op] : operators_) {
@@ -316,7 +318,7 @@ void OperatorTape::tag(const at::Tensor& x, const std::string& tag) {
 namespace shoestring {
 
 at::Tensor tag_activation(const at::Tensor& x, const std::string& tag) {
-  if (const auto* run = activations::top(); run != nullptr && run->recording) run->tape->tag(x, tag);
+  if (const auto* run = activations::top_run(); run != nullptr && run->recording) run->tape->tag(x, tag);
   return x;
 }
 

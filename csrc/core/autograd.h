@@ -3,6 +3,7 @@
 #include <initializer_list>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -24,6 +25,14 @@ namespace shoestring {
 template <class... Tensors>
 bool needs_grad(const Tensors&... tensors) {
   return at::GradMode::is_enabled() && (tensors.requires_grad() || ...);
+}
+
+/// True for an optional tensor that is there and requires a gradient.
+inline bool wants_grad(const std::optional<at::Tensor>& t) { return t.has_value() && t->requires_grad(); }
+
+/// An undefined tensor as none: how a node's saved tensors become an operator's arguments.
+inline std::optional<at::Tensor> as_optional(const at::Tensor& t) {
+  return t.defined() ? std::optional<at::Tensor>(t) : std::nullopt;
 }
 
 /// For a boxed operator under autocast: calls it with those of the named arguments that are floating tensors

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -13,6 +14,12 @@ enum class Backend { kCpu, kCuda };
 /// The dtype in which an operator on `x` computes: fp64 for fp64, otherwise fp32.
 inline at::ScalarType compute_type(const at::Tensor& x) {
   return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+/// The elements of a bf16 or fp16 tensor as the kernels take them.
+inline uint16_t* bits(const at::Tensor& t) { return static_cast<uint16_t*>(t.mutable_data_ptr()); }
+inline const uint16_t* const_bits(const at::Tensor& t) {
+  return static_cast<const uint16_t*>(t.const_data_ptr());
 }
 
 /// Views x (..., features) as (tokens, features).

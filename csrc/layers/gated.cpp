@@ -14,7 +14,6 @@ namespace {
 
 constexpr int64_t kGrain = int64_t{1} << 14;  // elements that a thread is worth starting for
 
-uint16_t* bits(const Tensor& t) { return static_cast<uint16_t*>(t.mutable_data_ptr()); }
 float* floats(const Tensor& t) { return t.data_ptr<float>(); }
 
 void forward_cpu(const kernels::GatedTable& k, const Tensor& gate, const Tensor& up, const Tensor& out) {

@@ -13,64 +13,64 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "geglu";
+constexpr const char* kGegluOp = "geglu";
 
-void check(const Tensor& gate, const Tensor& up, c10::string_view approximate) {
-  gated::check(kOp, gate, up);
-  TORCH_CHECK(approximate == "tanh" || approximate == "none", kOp,
+void check_geglu(const Tensor& gate, const Tensor& up, c10::string_view approximate) {
+  gated::check(kGegluOp, gate, up);
+  TORCH_CHECK(approximate == "tanh" || approximate == "none", kGegluOp,
               ": approximate: expected 'tanh' or 'none', received '", approximate, "'");
 }
 
-gated::Kernels kernels_for(c10::string_view approximate) {
+gated::Kernels geglu_kernels(c10::string_view approximate) {
   if (approximate == "tanh") return {"geglu_tanh", cpu::geglu_tanh()};
   return {"geglu_erf", cpu::geglu_erf()};
 }
 
 template <Backend backend>
-Tensor forward(const Tensor& gate, const Tensor& up, c10::string_view approximate) {
-  check(gate, up, approximate);
+Tensor run_geglu(const Tensor& gate, const Tensor& up, c10::string_view approximate) {
+  check_geglu(gate, up, approximate);
   const c10::OptionalDeviceGuard guard(up.device());
   if (up.scalar_type() == at::kDouble) return at::gelu(gate, approximate).mul_(up);
-  return gated::forward(backend, kernels_for(approximate), gate, up);
+  return gated::forward(backend, geglu_kernels(approximate), gate, up);
 }
 
 template <Backend backend>
-std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& gate, const Tensor& up,
-                                    c10::string_view approximate) {
+std::tuple<Tensor, Tensor> run_geglu_backward(const Tensor& grad, const Tensor& gate, const Tensor& up,
+                                              c10::string_view approximate) {
   const c10::OptionalDeviceGuard guard(up.device());
   if (up.scalar_type() == at::kDouble) {
     return {at::gelu_backward(grad.mul(up), gate, approximate), at::gelu(gate, approximate).mul_(grad)};
   }
-  const auto gradients = gated::backward(backend, kernels_for(approximate), grad, gate, up, false);
+  const auto gradients = gated::backward(backend, geglu_kernels(approximate), grad, gate, up, false);
   return {std::get<0>(gradients), std::get<1>(gradients)};
 }
 
-Tensor forward_meta(const Tensor& gate, const Tensor& up, c10::string_view approximate) {
-  check(gate, up, approximate);
+Tensor geglu_meta(const Tensor& gate, const Tensor& up, c10::string_view approximate) {
+  check_geglu(gate, up, approximate);
   return at::empty_symint(up.sym_sizes(), up.options());
 }
-std::tuple<Tensor, Tensor> backward_meta(const Tensor& grad, const Tensor& gate, const Tensor& up,
-                                         c10::string_view) {
+std::tuple<Tensor, Tensor> geglu_backward_meta(const Tensor& grad, const Tensor& gate, const Tensor& up,
+                                               c10::string_view) {
   return {at::empty_symint(gate.sym_sizes(), gate.options()), at::empty_symint(up.sym_sizes(), up.options())};
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("geglu", forward<Backend::kCpu>);
-  m.impl("geglu_backward", backward<Backend::kCpu>);
+  m.impl("geglu", run_geglu<Backend::kCpu>);
+  m.impl("geglu_backward", run_geglu_backward<Backend::kCpu>);
 }
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("geglu", forward<Backend::kCuda>);
-  m.impl("geglu_backward", backward<Backend::kCuda>);
+  m.impl("geglu", run_geglu<Backend::kCuda>);
+  m.impl("geglu_backward", run_geglu_backward<Backend::kCuda>);
 }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
-  m.impl("geglu", forward_meta);
-  m.impl("geglu_backward", backward_meta);
+  m.impl("geglu", geglu_meta);
+  m.impl("geglu_backward", geglu_backward_meta);
 }
 
 }  // namespace
 
 Tensor geglu(const Tensor& gate, const Tensor& up, const std::string& approximate) {
-  static auto op = find<decltype(forward_meta)>("shoestring::geglu");
+  static auto op = find<decltype(geglu_meta)>("shoestring::geglu");
   return op.call(gate, up, approximate);
 }
 

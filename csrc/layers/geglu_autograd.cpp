@@ -12,7 +12,7 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-Tensor call(const Tensor& gate, const Tensor& up, c10::string_view approximate) {
+Tensor call_geglu(const Tensor& gate, const Tensor& up, c10::string_view approximate) {
   static auto op = find<Tensor(const Tensor&, const Tensor&, c10::string_view)>("shoestring::geglu");
   return op.call(gate, up, approximate);
 }
@@ -24,7 +24,7 @@ class Geglu : public torch::autograd::Function<Geglu> {
     at::AutoDispatchBelowADInplaceOrView below;
     ctx->save_for_backward({gate, up});
     ctx->saved_data["approximate"] = std::string(approximate);
-    return call(gate, up, approximate);
+    return call_geglu(gate, up, approximate);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
     const variable_list saved = ctx->get_saved_variables();
@@ -40,13 +40,13 @@ class Geglu : public torch::autograd::Function<Geglu> {
   }
 };
 
-Tensor autograd(const Tensor& gate, const Tensor& up, c10::string_view approximate) {
+Tensor geglu_autograd(const Tensor& gate, const Tensor& up, c10::string_view approximate) {
   if (needs_grad(gate, up)) return Geglu::apply(gate, up, approximate);
   at::AutoDispatchBelowADInplaceOrView below;
-  return call(gate, up, approximate);
+  return call_geglu(gate, up, approximate);
 }
 
-TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("geglu", autograd); }
+TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("geglu", geglu_autograd); }
 
 }  // namespace
 }  // namespace shoestring

@@ -12,9 +12,6 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using OptionalTensor = std::optional<Tensor>;
 
-OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
-bool wants(const OptionalTensor& t) { return t.has_value() && t->requires_grad(); }
-
 class LayerNorm : public torch::autograd::Function<LayerNorm> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& weight,
@@ -24,8 +21,8 @@ class LayerNorm : public torch::autograd::Function<LayerNorm> {
         find<std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&, const OptionalTensor&,
                                                 double)>("shoestring::layer_norm_forward");
     const auto [y, mean, rstd] = op.call(x, weight, bias, eps);
-    ctx->save_for_backward({x, weight.value_or(Tensor()), wants(bias) ? *bias : Tensor(), mean, rstd});
-    ctx->saved_data["weight_grad"] = wants(weight);
+    ctx->save_for_backward({x, weight.value_or(Tensor()), wants_grad(bias) ? *bias : Tensor(), mean, rstd});
+    ctx->saved_data["weight_grad"] = wants_grad(weight);
     return y;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
@@ -38,7 +35,7 @@ class LayerNorm : public torch::autograd::Function<LayerNorm> {
           const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
           const Tensor&, bool, bool)>("shoestring::layer_norm_backward");
       std::tie(to_x, to_weight, to_bias) =
-          op.call(upstream[0], saved[0], optional(saved[1]), optional(saved[2]), saved[3], saved[4],
+          op.call(upstream[0], saved[0], as_optional(saved[1]), as_optional(saved[2]), saved[3], saved[4],
                   weight_grad, bias_grad);
     }
     variable_list gradients = once_differentiable(
@@ -48,15 +45,16 @@ class LayerNorm : public torch::autograd::Function<LayerNorm> {
   }
 };
 
-Tensor autograd(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
+Tensor layer_norm_autograd(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                           double eps) {
   if (needs_grad(x, weight.value_or(Tensor()), bias.value_or(Tensor())))
     return LayerNorm::apply(x, weight, bias, eps);
   at::AutoDispatchBelowADInplaceOrView below;
-  static auto op = find<decltype(autograd)>("shoestring::layer_norm");
+  static auto op = find<decltype(layer_norm_autograd)>("shoestring::layer_norm");
   return op.call(x, weight, bias, eps);
 }
 
-TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("layer_norm", autograd); }
+TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("layer_norm", layer_norm_autograd); }
 
 }  // namespace
 }  // namespace shoestring

@@ -6,6 +6,8 @@
 #include <tuple>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/string_view.h>
 
 #include "core/tensors.h"
 #include "layers/norm_table.h"
@@ -40,6 +42,16 @@ std::tuple<Tensor, Tensor, Tensor> backward(Backend backend, const char* op, con
                                             const OptionalTensor& weight, const Tensor& mean,
                                             const Tensor& rstd, const Options& options, bool weight_grad,
                                             c10::optional<at::ScalarType> bias);
+
+/// rms_norm_forward through the dispatcher.
+std::tuple<Tensor, Tensor, Tensor> call_rms_norm_forward(const Tensor& x, const OptionalTensor& residual,
+                                                         const OptionalTensor& weight, double eps,
+                                                         double offset, c10::string_view casting);
+
+/// t, or an empty tensor where t is undefined, as operators return it.
+inline Tensor or_none(const Tensor& t, const Tensor& like) {
+  return t.defined() ? t : at::empty({0}, like.options());
+}
 
 /// The type of a row's mean and rstd.
 inline at::ScalarType statistics_type(const Tensor& x) {

@@ -12,113 +12,113 @@ namespace {
 using at::Tensor;
 using norm::OptionalTensor;
 
-constexpr const char* kOp = "rms_norm";
+constexpr const char* kRmsNormOp = "rms_norm";
 
-kernels::Casting casting_of(c10::string_view name) {
+kernels::Casting rms_norm_casting(c10::string_view name) {
   if (name == "llama") return kernels::Casting::kLlama;
   if (name == "gemma") return kernels::Casting::kGemma;
-  TORCH_CHECK(name == "none", kOp, ": casting: expected 'llama', 'gemma' or 'none', received '", name, "'");
+  TORCH_CHECK(name == "none", kRmsNormOp, ": casting: expected 'llama', 'gemma' or 'none', received '", name,
+              "'");
   return kernels::Casting::kNone;
 }
 
-void check(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight, double eps,
-           c10::string_view casting) {
-  norm::check_x(kOp, x, eps);
-  norm::check_vector(kOp, "weight", x, weight);
-  casting_of(casting);
+void check_rms_norm(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight, double eps,
+                    c10::string_view casting) {
+  norm::check_x(kRmsNormOp, x, eps);
+  norm::check_vector(kRmsNormOp, "weight", x, weight);
+  rms_norm_casting(casting);
   TORCH_CHECK(!residual.has_value() ||
                   (residual->sym_sizes() == x.sym_sizes() && residual->scalar_type() == x.scalar_type() &&
                    residual->device() == x.device()),
-              kOp, ": residual: expected x's shape, dtype and device, ", x.sym_sizes(), " of ",
+              kRmsNormOp, ": residual: expected x's shape, dtype and device, ", x.sym_sizes(), " of ",
               x.scalar_type(), " on ", x.device(), ", received ", residual->sym_sizes(), " of ",
               residual->scalar_type(), " on ", residual->device());
 }
 
-Tensor or_none(const Tensor& t, const Tensor& like) {
-  return t.defined() ? t : at::empty({0}, like.options());
+template <Backend backend>
+std::tuple<Tensor, Tensor, Tensor> rms_norm_forward(const Tensor& x, const OptionalTensor& residual,
+                                                    const OptionalTensor& weight, double eps, double offset,
+                                                    c10::string_view casting) {
+  check_rms_norm(x, residual, weight, eps, casting);
+  const auto r = norm::forward(backend, kRmsNormOp, x, residual, weight, std::nullopt,
+                               {eps, offset, rms_norm_casting(casting)});
+  return {r.y, norm::or_none(r.sum, x), r.rstd};
 }
 
 template <Backend backend>
-std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const OptionalTensor& residual,
-                                           const OptionalTensor& weight, double eps, double offset,
-                                           c10::string_view casting) {
-  check(x, residual, weight, eps, casting);
-  const auto r =
-      norm::forward(backend, kOp, x, residual, weight, std::nullopt, {eps, offset, casting_of(casting)});
-  return {r.y, or_none(r.sum, x), r.rstd};
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const OptionalTensor& grad_sum,
+                                             const Tensor& x, const OptionalTensor& weight,
+                                             const Tensor& rstd, double offset, bool weight_grad) {
+  const auto [to_x, to_weight, to_bias] = norm::backward(
+      backend, kRmsNormOp, grad, grad_sum, x, weight, Tensor(), rstd, {0, offset}, weight_grad, std::nullopt);
+  return {to_x, norm::or_none(to_weight, x)};
 }
 
-template <Backend backend>
-std::tuple<Tensor, Tensor> backward(const Tensor& grad, const OptionalTensor& grad_sum, const Tensor& x,
-                                    const OptionalTensor& weight, const Tensor& rstd, double offset,
-                                    bool weight_grad) {
-  const auto [to_x, to_weight, to_bias] = norm::backward(backend, kOp, grad, grad_sum, x, weight, Tensor(),
-                                                         rstd, {0, offset}, weight_grad, std::nullopt);
-  return {to_x, or_none(to_weight, x)};
-}
-
-std::tuple<Tensor, Tensor, Tensor> forward_meta(const Tensor& x, const OptionalTensor& residual,
-                                                const OptionalTensor& weight, double eps, double offset,
-                                                c10::string_view casting) {
-  check(x, residual, weight, eps, casting);
+std::tuple<Tensor, Tensor, Tensor> rms_norm_forward_meta(const Tensor& x, const OptionalTensor& residual,
+                                                         const OptionalTensor& weight, double eps,
+                                                         double offset, c10::string_view casting) {
+  check_rms_norm(x, residual, weight, eps, casting);
   const auto rows = x.sym_sizes().slice(0, x.dim() - 1);
   return {at::empty_symint(x.sym_sizes(), x.options()),
           residual.has_value() ? at::empty_symint(x.sym_sizes(), x.options()) : at::empty({0}, x.options()),
           at::empty_symint(rows, x.options().dtype(norm::statistics_type(x)))};
 }
 
-std::tuple<Tensor, Tensor> backward_meta(const Tensor& grad, const OptionalTensor& grad_sum, const Tensor& x,
-                                         const OptionalTensor& weight, const Tensor& rstd, double offset,
-                                         bool weight_grad) {
+std::tuple<Tensor, Tensor> rms_norm_backward_meta(const Tensor& grad, const OptionalTensor& grad_sum,
+                                                  const Tensor& x, const OptionalTensor& weight,
+                                                  const Tensor& rstd, double offset, bool weight_grad) {
   return {
       at::empty_symint(x.sym_sizes(), x.options()),
       weight_grad ? at::empty_symint(weight->sym_sizes(), weight->options()) : at::empty({0}, x.options())};
 }
 
-// What those are called by: the same without what backward needs.
-auto call(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight, double eps,
-          double offset, c10::string_view casting) {
-  static auto op = find<decltype(forward_meta)>("shoestring::rms_norm_forward");
-  return op.call(x, residual, weight, eps, offset, casting);
+// The operators that users call: the forward pass without what backward needs.
+Tensor rms_norm_composite(const Tensor& x, const OptionalTensor& weight, double eps, double offset,
+                          c10::string_view casting) {
+  return std::get<0>(norm::call_rms_norm_forward(x, std::nullopt, weight, eps, offset, casting));
 }
-Tensor plain(const Tensor& x, const OptionalTensor& weight, double eps, double offset,
-             c10::string_view casting) {
-  return std::get<0>(call(x, std::nullopt, weight, eps, offset, casting));
-}
-std::tuple<Tensor, Tensor> with_residual(const Tensor& x, const Tensor& residual,
-                                         const OptionalTensor& weight, double eps, double offset,
-                                         c10::string_view casting) {
-  const auto result = call(x, residual, weight, eps, offset, casting);
+std::tuple<Tensor, Tensor> add_rms_norm_composite(const Tensor& x, const Tensor& residual,
+                                                  const OptionalTensor& weight, double eps, double offset,
+                                                  c10::string_view casting) {
+  const auto result = norm::call_rms_norm_forward(x, residual, weight, eps, offset, casting);
   return {std::get<0>(result), std::get<1>(result)};
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("rms_norm_forward", forward<Backend::kCpu>);
-  m.impl("rms_norm_backward", backward<Backend::kCpu>);
+  m.impl("rms_norm_forward", rms_norm_forward<Backend::kCpu>);
+  m.impl("rms_norm_backward", rms_norm_backward<Backend::kCpu>);
 }
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("rms_norm_forward", forward<Backend::kCuda>);
-  m.impl("rms_norm_backward", backward<Backend::kCuda>);
+  m.impl("rms_norm_forward", rms_norm_forward<Backend::kCuda>);
+  m.impl("rms_norm_backward", rms_norm_backward<Backend::kCuda>);
 }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
-  m.impl("rms_norm_forward", forward_meta);
-  m.impl("rms_norm_backward", backward_meta);
+  m.impl("rms_norm_forward", rms_norm_forward_meta);
+  m.impl("rms_norm_backward", rms_norm_backward_meta);
 }
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
-  m.impl("rms_norm", plain);
-  m.impl("add_rms_norm", with_residual);
+  m.impl("rms_norm", rms_norm_composite);
+  m.impl("add_rms_norm", add_rms_norm_composite);
 }
 
 }  // namespace
 
+std::tuple<Tensor, Tensor, Tensor> norm::call_rms_norm_forward(const Tensor& x,
+                                                               const OptionalTensor& residual,
+                                                               const OptionalTensor& weight, double eps,
+                                                               double offset, c10::string_view casting) {
+  static auto op = find<decltype(rms_norm_forward_meta)>("shoestring::rms_norm_forward");
+  return op.call(x, residual, weight, eps, offset, casting);
+}
+
 Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, const RmsNormOptions& options) {
-  static auto op = find<decltype(plain)>("shoestring::rms_norm");
+  static auto op = find<decltype(rms_norm_composite)>("shoestring::rms_norm");
   return op.call(x, weight, options.eps(), options.offset(), options.casting());
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
                                         const RmsNormOptions& options) {
-  static auto op = find<decltype(with_residual)>("shoestring::add_rms_norm");
+  static auto op = find<decltype(add_rms_norm_composite)>("shoestring::add_rms_norm");
   return op.call(x, residual, weight, options.eps(), options.offset(), options.casting());
 }
 

@@ -19,12 +19,10 @@ namespace shoestring {
 namespace {
 
 using at::Tensor;
-using rotary::Call;
-using rotary::OptionalTensor;
+using OptionalTensor = std::optional<Tensor>;
 
-constexpr const char* kOp = "rope";
-constexpr int64_t kGrain = int64_t{1} << 14;  // elements that a thread is worth starting for
-constexpr int64_t kParts = 128;  // of the sums over tokens on the CPU, whatever the number of threads
+constexpr int64_t kRopeGrain = int64_t{1} << 14;  // elements that a thread is worth starting for
+constexpr int64_t kRopeParts = 128;  // of the sums over tokens on the CPU, whatever the number of threads
 constexpr int64_t kTeams = 8192,
                   kHeadsEach = 16;  // on CUDA: at most so many rows of sums, of at least so many heads each
 
@@ -37,30 +35,30 @@ kernels::HeadStrides strides_of(const Tensor& x) {
 }
 
 // A call's tensors as its kernel takes them, and what they point into.
-struct Problem {
+struct RopeProblem {
   kernels::Rope rope{};
   int64_t batches;
   std::vector<Tensor> kept;
   Tensor outs[2];
 
-  Problem(Backend backend, const Call& call, const OptionalTensor* inputs);
+  RopeProblem(Backend backend, const RopeCall& call, const OptionalTensor* inputs);
 
  private:
   const void* keep(const Tensor& t) {
     kept.push_back(t);
     return t.const_data_ptr();
   }
-  void set_tables(Backend backend, const Call& call);
-  void set_positions(Backend backend, const Call& call);
+  void set_tables(Backend backend, const RopeCall& call);
+  void set_positions(Backend backend, const RopeCall& call);
 };
 
 // inputs: q and k in backward, where call.q and call.k are gradients; else null.
-Problem::Problem(Backend backend, const Call& call, const OptionalTensor* inputs) {
+RopeProblem::RopeProblem(Backend backend, const RopeCall& call, const OptionalTensor* inputs) {
   const bool packed = call.q.dim() == 3;
   batches = packed ? 1 : call.q.size(0);
   rope.tokens = packed ? call.q.size(0) : call.q.size(2);
   rope.head_dim = call.q.size(-1);
-  rope.rotary_dim = rotary::rotary_dim(call);
+  rope.rotary_dim = rotary_dim_of(call);
   rope.interleaved = call.interleaved;
   rope.eps = static_cast<float>(call.eps);
   rope.offset = static_cast<float>(call.offset);
@@ -77,11 +75,11 @@ Problem::Problem(Backend backend, const Call& call, const OptionalTensor* inputs
     if (inputs == nullptr) {
       of.x = keep(given);
       of.x_strides = strides_of(given);
-      outs[side] = in_huge_pages(rotary::empty_result(given));
+      outs[side] = in_huge_pages(empty_rotated(given));
     } else {
       of.grad = keep(given);
       of.grad_strides = strides_of(given);
-      outs[side] = in_huge_pages(rotary::empty_heads(given));
+      outs[side] = in_huge_pages(empty_rotary_heads(given));
       if (inputs[side].has_value()) {
         const Tensor x = dense_heads(*inputs[side]);
         of.x = keep(x);
@@ -98,7 +96,7 @@ Problem::Problem(Backend backend, const Call& call, const OptionalTensor* inputs
   if (call.position_ids.has_value()) set_positions(backend, call);
 }
 
-void Problem::set_tables(Backend backend, const Call& call) {
+void RopeProblem::set_tables(Backend backend, const RopeCall& call) {
   const int64_t half = rope.rotary_dim / 2;
   const bool twice = call.cos.size(-1) != half;
   Tensor cos = call.cos, sin = call.sin;
@@ -130,11 +128,11 @@ void Problem::set_tables(Backend backend, const Call& call) {
   rope.table_batch = cos.dim() == 3 && cos.size(0) > 1 ? cos.stride(0) : 0;
 }
 
-void Problem::set_positions(Backend backend, const Call& call) {
+void RopeProblem::set_positions(Backend backend, const RopeCall& call) {
   const Tensor& p = *call.position_ids;
   if (backend == Backend::kCpu && p.numel() > 0) {  // on CUDA the kernel makes NaNs of what is not there
     const int64_t least = p.min().item<int64_t>(), most = p.max().item<int64_t>();
-    TORCH_CHECK_INDEX(least >= 0 && most < rope.table_rows, kOp,
+    TORCH_CHECK_INDEX(least >= 0 && most < rope.table_rows, kRopeOp,
                       ": position_ids: expected rows of cos, 0 to ", rope.table_rows - 1, ", received ",
                       least, " to ", most);
   }
@@ -148,51 +146,52 @@ Run by_type(const Tensor& t, Run of_float, Run of_bf16, Run of_fp16) {
   return t.scalar_type() == at::kFloat ? of_float : t.scalar_type() == at::kBFloat16 ? of_bf16 : of_fp16;
 }
 
-int64_t grain(const Problem& p) {
+int64_t rope_grain(const RopeProblem& p) {
   const int64_t heads = p.rope.sides[0].heads + p.rope.sides[1].heads;
-  return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, heads * p.rope.head_dim));
+  return std::max<int64_t>(1, kRopeGrain / std::max<int64_t>(1, heads * p.rope.head_dim));
 }
 
-void run_forward(Backend backend, const Call& call, const Problem& p) {
+void run_rope_kernel(Backend backend, const RopeCall& call, const RopeProblem& p) {
   const int64_t all = p.batches * p.rope.tokens;
   if (all == 0 || p.rope.head_dim == 0) return;
   if (backend == Backend::kCuda) {
-    const auto& k = cuda::table<kernels::RopeCuda>(kOp);
+    const auto& k = cuda::table<kernels::RopeCuda>(kRopeOp);
     const auto run = by_type(call.q, k.forward_float, k.forward_bf16, k.forward_fp16);
-    check_launch(kOp, run(p.rope, p.batches, stream_of(call.q)));
+    check_launch(kRopeOp, run(p.rope, p.batches, stream_of(call.q)));
     return;
   }
   const auto& k = cpu::rope();
   const auto run = by_type(call.q, k.forward_float, k.forward_bf16, k.forward_fp16);
-  at::parallel_for(0, all, grain(p), [&](int64_t begin, int64_t end) { run(p.rope, begin, end); });
+  at::parallel_for(0, all, rope_grain(p), [&](int64_t begin, int64_t end) { run(p.rope, begin, end); });
 }
 
 // The sums over heads of the weights' gradients, (2, head_dim); undefined where they are not wanted.
-Tensor run_backward(Backend backend, const Call& call, const Problem& p, bool sums) {
+Tensor run_rope_backward_kernel(Backend backend, const RopeCall& call, const RopeProblem& p, bool sums) {
   const int64_t all = p.batches * p.rope.tokens, heads = p.rope.sides[0].heads + p.rope.sides[1].heads;
   const auto wide = call.q.options().dtype(at::kFloat);
   if (all == 0 || p.rope.head_dim == 0) return sums ? at::zeros({2, p.rope.head_dim}, wide) : Tensor();
   if (backend == Backend::kCuda) {
-    const auto& k = cuda::table<kernels::RopeCuda>(kOp);
+    const auto& k = cuda::table<kernels::RopeCuda>(kRopeOp);
     const auto run = by_type(call.q, k.backward_float, k.backward_bf16, k.backward_fp16);
     const int64_t rows = sums ? std::clamp<int64_t>(all * heads / kHeadsEach, 1, kTeams) : 0;
     const Tensor parts = sums ? at::empty({rows, 2 * p.rope.head_dim}, wide) : Tensor();
-    check_launch(kOp, run(p.rope, p.batches, rows, sums ? parts.mutable_data_ptr<float>() : nullptr,
-                          stream_of(call.q)));
+    check_launch(kRopeOp, run(p.rope, p.batches, rows, sums ? parts.mutable_data_ptr<float>() : nullptr,
+                              stream_of(call.q)));
     if (!sums) return {};
     Tensor out = at::empty({2, p.rope.head_dim}, wide);
-    check_launch(kOp, cuda::table<kernels::NormCuda>("norm").sum_rows_float(
-                          parts.const_data_ptr<float>(), rows, 2 * p.rope.head_dim, out.mutable_data_ptr(),
-                          stream_of(call.q)));
+    check_launch(kRopeOp, cuda::table<kernels::NormCuda>("norm").sum_rows_float(
+                              parts.const_data_ptr<float>(), rows, 2 * p.rope.head_dim,
+                              out.mutable_data_ptr(), stream_of(call.q)));
     return out;
   }
   const auto& k = cpu::rope();
   const auto run = by_type(call.q, k.backward_float, k.backward_bf16, k.backward_fp16);
   if (!sums) {
-    at::parallel_for(0, all, grain(p), [&](int64_t begin, int64_t end) { run(p.rope, begin, end, nullptr); });
+    at::parallel_for(0, all, rope_grain(p),
+                     [&](int64_t begin, int64_t end) { run(p.rope, begin, end, nullptr); });
     return {};
   }
-  const int64_t each = (all + kParts - 1) / kParts, parts = (all + each - 1) / each;
+  const int64_t each = (all + kRopeParts - 1) / kRopeParts, parts = (all + each - 1) / each;
   const Tensor found = at::zeros({parts, 2, p.rope.head_dim}, wide);
   at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
     for (int64_t part = first; part < last; ++part) {
@@ -204,53 +203,52 @@ Tensor run_backward(Backend backend, const Call& call, const Problem& p, bool su
 }
 
 template <Backend backend>
-std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
-                                   std::optional<int64_t> rotary_dim, bool interleaved,
-                                   const OptionalTensor& position_ids, const OptionalTensor& q_weight,
-                                   const OptionalTensor& k_weight, double eps, double offset) {
-  const Call call{q, k, cos, sin, rotary_dim, interleaved, position_ids, q_weight, k_weight, eps, offset};
-  rotary::check(call);
+std::tuple<Tensor, Tensor> run_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
+                                    std::optional<int64_t> rotary_dim, bool interleaved,
+                                    const OptionalTensor& position_ids, const OptionalTensor& q_weight,
+                                    const OptionalTensor& k_weight, double eps, double offset) {
+  const RopeCall call{q, k, cos, sin, rotary_dim, interleaved, position_ids, q_weight, k_weight, eps, offset};
+  check_rope(call);
   const c10::OptionalDeviceGuard guard(q.device());
-  if (q.scalar_type() == at::kDouble) return rotary::forward_double(call);
-  const Problem p(backend, call, nullptr);
-  run_forward(backend, call, p);
+  if (q.scalar_type() == at::kDouble) return rope_forward_double(call);
+  const RopeProblem p(backend, call, nullptr);
+  run_rope_kernel(backend, call, p);
   return {p.outs[0], p.outs[1]};
 }
 
 template <Backend backend>
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
+std::tuple<Tensor, Tensor, Tensor, Tensor> run_rope_backward(
     const Tensor& grad_q, const Tensor& grad_k, const OptionalTensor& q, const OptionalTensor& k,
     const Tensor& cos, const Tensor& sin, std::optional<int64_t> rotary_dim, bool interleaved,
     const OptionalTensor& position_ids, const OptionalTensor& q_weight, const OptionalTensor& k_weight,
     double eps, double offset, bool weight_grad) {
-  const Call call{grad_q,       grad_k,   cos,      sin, rotary_dim, interleaved,
-                  position_ids, q_weight, k_weight, eps, offset};
+  const RopeCall call{grad_q,       grad_k,   cos,      sin, rotary_dim, interleaved,
+                      position_ids, q_weight, k_weight, eps, offset};
   const c10::OptionalDeviceGuard guard(grad_q.device());
   const auto none = [&] { return at::empty({0}, grad_q.options()); };
   if (grad_q.scalar_type() == at::kDouble) {
-    auto [to_q, to_k, to_q_weight, to_k_weight] = rotary::backward_double(call, q, k);
+    auto [to_q, to_k, to_q_weight, to_k_weight] = rope_backward_double(call, q, k);
     if (!weight_grad) return {to_q, to_k, none(), none()};
     return {to_q, to_k, to_q_weight, to_k_weight};
   }
   const OptionalTensor inputs[] = {q, k};
-  const Problem p(backend, call, inputs);
-  const Tensor sums = run_backward(backend, call, p, weight_grad);
+  const RopeProblem p(backend, call, inputs);
+  const Tensor sums = run_rope_backward_kernel(backend, call, p, weight_grad);
   if (!weight_grad) return {p.outs[0], p.outs[1], none(), none()};
   // A copy each: outputs share no memory.
   return {p.outs[0], p.outs[1], sums.select(0, 0).to(q_weight->scalar_type(), false, /*copy=*/true),
           sums.select(0, 1).to(k_weight->scalar_type(), false, /*copy=*/true)};
 }
 
-std::tuple<Tensor, Tensor> forward_meta(const Tensor& q, const Tensor& k, const Tensor& cos,
-                                        const Tensor& sin, std::optional<int64_t> rotary_dim,
-                                        bool interleaved, const OptionalTensor& position_ids,
-                                        const OptionalTensor& q_weight, const OptionalTensor& k_weight,
-                                        double eps, double offset) {
-  rotary::check({q, k, cos, sin, rotary_dim, interleaved, position_ids, q_weight, k_weight, eps, offset});
-  return {rotary::empty_result(q), rotary::empty_result(k)};
+std::tuple<Tensor, Tensor> rope_meta(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
+                                     std::optional<int64_t> rotary_dim, bool interleaved,
+                                     const OptionalTensor& position_ids, const OptionalTensor& q_weight,
+                                     const OptionalTensor& k_weight, double eps, double offset) {
+  check_rope({q, k, cos, sin, rotary_dim, interleaved, position_ids, q_weight, k_weight, eps, offset});
+  return {empty_rotated(q), empty_rotated(k)};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward_meta(
+std::tuple<Tensor, Tensor, Tensor, Tensor> rope_backward_meta(
     const Tensor& grad_q, const Tensor& grad_k, const OptionalTensor& q, const OptionalTensor& k,
     const Tensor& cos, const Tensor& sin, std::optional<int64_t> rotary_dim, bool interleaved,
     const OptionalTensor& position_ids, const OptionalTensor& q_weight, const OptionalTensor& k_weight,
@@ -259,27 +257,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_meta(
     return weight_grad ? at::empty_symint(weight->sym_sizes(), weight->options())
                        : at::empty({0}, grad_q.options());
   };
-  return {rotary::empty_heads(grad_q), rotary::empty_heads(grad_k), like(q_weight), like(k_weight)};
+  return {empty_rotary_heads(grad_q), empty_rotary_heads(grad_k), like(q_weight), like(k_weight)};
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("rope", forward<Backend::kCpu>);
-  m.impl("rope_backward", backward<Backend::kCpu>);
+  m.impl("rope", run_rope<Backend::kCpu>);
+  m.impl("rope_backward", run_rope_backward<Backend::kCpu>);
 }
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("rope", forward<Backend::kCuda>);
-  m.impl("rope_backward", backward<Backend::kCuda>);
+  m.impl("rope", run_rope<Backend::kCuda>);
+  m.impl("rope_backward", run_rope_backward<Backend::kCuda>);
 }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
-  m.impl("rope", forward_meta);
-  m.impl("rope_backward", backward_meta);
+  m.impl("rope", rope_meta);
+  m.impl("rope_backward", rope_backward_meta);
 }
 
 }  // namespace
 
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
                                 const RopeOptions& o) {
-  static auto op = find<decltype(forward_meta)>("shoestring::rope");
+  static auto op = find<decltype(rope_meta)>("shoestring::rope");
   return op.call(q, k, cos, sin, o.rotary_dim(), o.interleaved(), o.position_ids(), o.q_weight(),
                  o.k_weight(), o.eps(), o.offset());
 }

@@ -7,34 +7,33 @@
 
 #include <ATen/core/Tensor.h>
 
-namespace shoestring::rotary {
+namespace shoestring {
 
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
+constexpr const char* kRopeOp = "rope";
 
-struct Call {
-  Tensor q, k;  // in backward their gradients
-  Tensor cos, sin;
+struct RopeCall {
+  at::Tensor q, k;  // in backward their gradients
+  at::Tensor cos, sin;
   std::optional<int64_t> rotary_dim;
   bool interleaved;
-  OptionalTensor position_ids, q_weight, k_weight;
+  std::optional<at::Tensor> position_ids, q_weight, k_weight;
   double eps, offset;
 };
 
 /// Refuses arguments that do not go together. The values of position_ids are looked at where they are used.
-void check(const Call& call);
+void check_rope(const RopeCall& call);
 
-inline int64_t rotary_dim(const Call& call) { return call.rotary_dim.value_or(call.q.size(-1)); }
+inline int64_t rotary_dim_of(const RopeCall& call) { return call.rotary_dim.value_or(call.q.size(-1)); }
 
 /// A tensor for what becomes of x: of its strides, where the elements of a head lie beside each other.
-Tensor empty_result(const Tensor& x);
+at::Tensor empty_rotated(const at::Tensor& x);
 /// A tensor for the gradient by x: the heads of a token lie together, as a projection makes them.
-Tensor empty_heads(const Tensor& x);
+at::Tensor empty_rotary_heads(const at::Tensor& x);
 
 // In plain PyTorch, for fp64: checks of gradients.
-std::tuple<Tensor, Tensor> forward_double(const Call& call);
+std::tuple<at::Tensor, at::Tensor> rope_forward_double(const RopeCall& call);
 /// call.q and call.k are gradients; q and k are given with weights.
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward_double(const Call& call, const OptionalTensor& q,
-                                                           const OptionalTensor& k);
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> rope_backward_double(
+    const RopeCall& call, const std::optional<at::Tensor>& q, const std::optional<at::Tensor>& k);
 
-}  // namespace shoestring::rotary
+}  // namespace shoestring

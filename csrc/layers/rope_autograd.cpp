@@ -12,23 +12,18 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using OptionalTensor = std::optional<Tensor>;
 
-OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
-bool wants(const OptionalTensor& t) { return t.has_value() && t->requires_grad(); }
-
-std::tuple<Tensor, Tensor> call(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
-                                std::optional<int64_t> rotary_dim, bool interleaved,
-                                const OptionalTensor& position_ids, const OptionalTensor& q_weight,
-                                const OptionalTensor& k_weight, double eps, double offset) {
-  static auto op = find<decltype(call)>("shoestring::rope");
+std::tuple<Tensor, Tensor> call_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
+                                     std::optional<int64_t> rotary_dim, bool interleaved,
+                                     const OptionalTensor& position_ids, const OptionalTensor& q_weight,
+                                     const OptionalTensor& k_weight, double eps, double offset) {
+  static auto op = find<decltype(call_rope)>("shoestring::rope");
   return op.call(q, k, cos, sin, rotary_dim, interleaved, position_ids, q_weight, k_weight, eps, offset);
 }
 
-using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, const Tensor&,
-                                                            const OptionalTensor&, const OptionalTensor&,
-                                                            const Tensor&, const Tensor&,
-                                                            std::optional<int64_t>, bool,
-                                                            const OptionalTensor&, const OptionalTensor&,
-                                                            const OptionalTensor&, double, double, bool);
+using RopeBackwardSignature = std::tuple<Tensor, Tensor, Tensor, Tensor>(
+    const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&,
+    std::optional<int64_t>, bool, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, double,
+    double, bool);
 
 // A rotation's gradient is the rotation back: q and k are kept for their norm alone.
 class Rope : public torch::autograd::Function<Rope> {
@@ -39,7 +34,7 @@ class Rope : public torch::autograd::Function<Rope> {
                                const OptionalTensor& k_weight, double eps, double offset) {
     at::AutoDispatchBelowADInplaceOrView below;
     const auto [new_q, new_k] =
-        call(q, k, cos, sin, rotary_dim, interleaved, position_ids, q_weight, k_weight, eps, offset);
+        call_rope(q, k, cos, sin, rotary_dim, interleaved, position_ids, q_weight, k_weight, eps, offset);
     const bool normed = q_weight.has_value();
     ctx->save_for_backward({normed ? q : Tensor(), normed ? k : Tensor(), cos, sin,
                             position_ids.value_or(Tensor()), q_weight.value_or(Tensor()),
@@ -48,7 +43,7 @@ class Rope : public torch::autograd::Function<Rope> {
     ctx->saved_data["interleaved"] = interleaved;
     ctx->saved_data["eps"] = eps;
     ctx->saved_data["offset"] = offset;
-    ctx->saved_data["weight_grad"] = wants(q_weight) || wants(k_weight);
+    ctx->saved_data["weight_grad"] = wants_grad(q_weight) || wants_grad(k_weight);
     return {new_q, new_k};
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
@@ -57,12 +52,12 @@ class Rope : public torch::autograd::Function<Rope> {
     Tensor to_q, to_k, to_q_weight, to_k_weight;
     {
       at::AutoDispatchBelowADInplaceOrView below;
-      static auto op = find<Backward>("shoestring::rope_backward");
+      static auto op = find<RopeBackwardSignature>("shoestring::rope_backward");
       std::tie(to_q, to_k, to_q_weight, to_k_weight) = op.call(
-          upstream[0], upstream[1], optional(saved[0]), optional(saved[1]), saved[2], saved[3],
+          upstream[0], upstream[1], as_optional(saved[0]), as_optional(saved[1]), saved[2], saved[3],
           ctx->saved_data["rotary_dim"].toOptional<int64_t>(), ctx->saved_data["interleaved"].toBool(),
-          optional(saved[4]), optional(saved[5]), optional(saved[6]), ctx->saved_data["eps"].toDouble(),
-          ctx->saved_data["offset"].toDouble(), weight_grad);
+          as_optional(saved[4]), as_optional(saved[5]), as_optional(saved[6]),
+          ctx->saved_data["eps"].toDouble(), ctx->saved_data["offset"].toDouble(), weight_grad);
     }
     if (!weight_grad) to_q_weight = to_k_weight = Tensor();
     const variable_list g = once_differentiable("rope", {to_q, to_k, to_q_weight, to_k_weight});
@@ -70,10 +65,11 @@ class Rope : public torch::autograd::Function<Rope> {
   }
 };
 
-std::tuple<Tensor, Tensor> autograd(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
-                                    std::optional<int64_t> rotary_dim, bool interleaved,
-                                    const OptionalTensor& position_ids, const OptionalTensor& q_weight,
-                                    const OptionalTensor& k_weight, double eps, double offset) {
+std::tuple<Tensor, Tensor> rope_autograd(const Tensor& q, const Tensor& k, const Tensor& cos,
+                                         const Tensor& sin, std::optional<int64_t> rotary_dim,
+                                         bool interleaved, const OptionalTensor& position_ids,
+                                         const OptionalTensor& q_weight, const OptionalTensor& k_weight,
+                                         double eps, double offset) {
   TORCH_CHECK(!needs_grad(cos, sin),
               "rope: cos, sin: expected tables without gradients, received one with requires_grad; "
               "detach it, or rotate in plain PyTorch");
@@ -84,10 +80,10 @@ std::tuple<Tensor, Tensor> autograd(const Tensor& q, const Tensor& k, const Tens
     return {results[0], results[1]};
   }
   at::AutoDispatchBelowADInplaceOrView below;
-  return call(q, k, cos, sin, rotary_dim, interleaved, position_ids, q_weight, k_weight, eps, offset);
+  return call_rope(q, k, cos, sin, rotary_dim, interleaved, position_ids, q_weight, k_weight, eps, offset);
 }
 
-TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("rope", autograd); }
+TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("rope", rope_autograd); }
 
 }  // namespace
 }  // namespace shoestring

@@ -17,9 +17,7 @@ using at::Tensor;
 
 namespace {
 
-constexpr const char* kOp = "seeded_dropout";
-
-uint16_t* bits(const Tensor& t) { return static_cast<uint16_t*>(t.mutable_data_ptr()); }
+constexpr const char* kSeededDropoutOp = "seeded_dropout";
 
 void drop_cpu(const Tensor& x, const Tensor& seed, kernels::Dropout rule, const Tensor& out) {
   const auto number = static_cast<uint64_t>(*seed.const_data_ptr<int64_t>());
@@ -42,35 +40,35 @@ void drop_cpu(const Tensor& x, const Tensor& seed, kernels::Dropout rule, const 
 
 void drop_cuda(const Tensor& x, const Tensor& seed, kernels::Dropout rule, const Tensor& out) {
   if (x.numel() == 0) return;
-  const auto& kernels = cuda::table<kernels::SeededDropoutCuda>(kOp);
+  const auto& kernels = cuda::table<kernels::SeededDropoutCuda>(kSeededDropoutOp);
   const auto run = x.scalar_type() == at::kFloat      ? kernels.drop_float
                    : x.scalar_type() == at::kBFloat16 ? kernels.drop_bf16
                                                       : kernels.drop_fp16;
-  check_launch(kOp, run(x.const_data_ptr(), x.numel(), seed.const_data_ptr<int64_t>(), rule,
-                        out.mutable_data_ptr(), stream_of(x)));
+  check_launch(kSeededDropoutOp, run(x.const_data_ptr(), x.numel(), seed.const_data_ptr<int64_t>(), rule,
+                                     out.mutable_data_ptr(), stream_of(x)));
 }
 
-void check(const Tensor& x, const Tensor& seed, double p) {
-  TORCH_CHECK(at::isFloatingType(x.scalar_type()), kOp, ": x: expected fp32, fp64, bf16 or fp16, received ",
-              x.scalar_type());
-  check_dropout(kOp, p, p == 0 ? std::optional<Tensor>() : seed, x.device());
+void check_seeded_dropout(const Tensor& x, const Tensor& seed, double p) {
+  TORCH_CHECK(at::isFloatingType(x.scalar_type()), kSeededDropoutOp,
+              ": x: expected fp32, fp64, bf16 or fp16, received ", x.scalar_type());
+  check_dropout(kSeededDropoutOp, p, p == 0 ? std::optional<Tensor>() : seed, x.device());
 }
 
 template <Backend backend>
-Tensor forward(const Tensor& x, const Tensor& seed, double p) {
-  check(x, seed, p);
+Tensor run_seeded_dropout(const Tensor& x, const Tensor& seed, double p) {
+  check_seeded_dropout(x, seed, p);
   const c10::OptionalDeviceGuard guard(x.device());
   return p == 0 ? x.clone() : drop(backend, x, seed, p);
 }
 
-Tensor forward_meta(const Tensor& x, const Tensor& seed, double p) {
-  check(x, seed, p);
+Tensor seeded_dropout_meta(const Tensor& x, const Tensor& seed, double p) {
+  check_seeded_dropout(x, seed, p);
   return at::empty_symint(x.sym_sizes(), x.options());
 }
 
-TORCH_LIBRARY_IMPL(shoestring, CPU, m) { m.impl(kOp, forward<Backend::kCpu>); }
-TORCH_LIBRARY_IMPL(shoestring, CUDA, m) { m.impl(kOp, forward<Backend::kCuda>); }
-TORCH_LIBRARY_IMPL(shoestring, Meta, m) { m.impl(kOp, forward_meta); }
+TORCH_LIBRARY_IMPL(shoestring, CPU, m) { m.impl(kSeededDropoutOp, run_seeded_dropout<Backend::kCpu>); }
+TORCH_LIBRARY_IMPL(shoestring, CUDA, m) { m.impl(kSeededDropoutOp, run_seeded_dropout<Backend::kCuda>); }
+TORCH_LIBRARY_IMPL(shoestring, Meta, m) { m.impl(kSeededDropoutOp, seeded_dropout_meta); }
 
 }  // namespace
 
@@ -105,7 +103,7 @@ Tensor drop(Backend backend, const Tensor& x, const Tensor& seed, double p) {
 }
 
 Tensor seeded_dropout(const Tensor& x, const Tensor& seed, double p) {
-  static auto op = find<decltype(forward_meta)>("shoestring::seeded_dropout");
+  static auto op = find<decltype(seeded_dropout_meta)>("shoestring::seeded_dropout");
   return op.call(x, seed, p);
 }
 

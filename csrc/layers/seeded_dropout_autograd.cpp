@@ -10,7 +10,7 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-Tensor call(const Tensor& x, const Tensor& seed, double p) {
+Tensor call_seeded_dropout(const Tensor& x, const Tensor& seed, double p) {
   static auto op = find<Tensor(const Tensor&, const Tensor&, double)>("shoestring::seeded_dropout");
   return op.call(x, seed, p);
 }
@@ -22,21 +22,22 @@ class SeededDropout : public torch::autograd::Function<SeededDropout> {
     at::AutoDispatchBelowADInplaceOrView below;
     ctx->save_for_backward({seed});
     ctx->saved_data["p"] = p;
-    return call(x, seed, p);
+    return call_seeded_dropout(x, seed, p);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
-    return {call(grad_outputs[0], ctx->get_saved_variables()[0], ctx->saved_data["p"].toDouble()), Tensor(),
-            Tensor()};
+    return {
+        call_seeded_dropout(grad_outputs[0], ctx->get_saved_variables()[0], ctx->saved_data["p"].toDouble()),
+        Tensor(), Tensor()};
   }
 };
 
-Tensor autograd(const Tensor& x, const Tensor& seed, double p) {
+Tensor seeded_dropout_autograd(const Tensor& x, const Tensor& seed, double p) {
   if (needs_grad(x)) return SeededDropout::apply(x, seed, p);
   at::AutoDispatchBelowADInplaceOrView below;
-  return call(x, seed, p);
+  return call_seeded_dropout(x, seed, p);
 }
 
-TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("seeded_dropout", autograd); }
+TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("seeded_dropout", seeded_dropout_autograd); }
 
 }  // namespace
 }  // namespace shoestring

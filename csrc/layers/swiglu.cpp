@@ -15,43 +15,43 @@ using at::Tensor;
 
 namespace {
 
-constexpr const char* kOp = "swiglu";
+constexpr const char* kSwigluOp = "swiglu";
 
-gated::Kernels kernels_in_use() { return {kOp, cpu::swiglu()}; }
+gated::Kernels swiglu_kernels() { return {kSwigluOp, cpu::swiglu()}; }
 
 template <Backend backend>
-Tensor forward(const Tensor& gate, const Tensor& up) {
-  check_swiglu(kOp, gate, up);
+Tensor run_swiglu(const Tensor& gate, const Tensor& up) {
+  check_swiglu(kSwigluOp, gate, up);
   const c10::OptionalDeviceGuard guard(up.device());
   return swiglu_forward(backend, gate, up);
 }
 
 template <Backend backend>
-std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& gate, const Tensor& up) {
+std::tuple<Tensor, Tensor> run_swiglu_backward(const Tensor& grad, const Tensor& gate, const Tensor& up) {
   const c10::OptionalDeviceGuard guard(up.device());
   auto [by_gate, by_up, product] = swiglu_backward(backend, grad, gate, up, false);
   return {by_gate, by_up};
 }
 
-Tensor forward_meta(const Tensor& gate, const Tensor& up) {
-  check_swiglu(kOp, gate, up);
+Tensor swiglu_meta(const Tensor& gate, const Tensor& up) {
+  check_swiglu(kSwigluOp, gate, up);
   return at::empty_symint(up.sym_sizes(), up.options());
 }
-std::tuple<Tensor, Tensor> backward_meta(const Tensor& grad, const Tensor& gate, const Tensor& up) {
+std::tuple<Tensor, Tensor> swiglu_backward_meta(const Tensor& grad, const Tensor& gate, const Tensor& up) {
   return {at::empty_symint(gate.sym_sizes(), gate.options()), at::empty_symint(up.sym_sizes(), up.options())};
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("swiglu", forward<Backend::kCpu>);
-  m.impl("swiglu_backward", backward<Backend::kCpu>);
+  m.impl("swiglu", run_swiglu<Backend::kCpu>);
+  m.impl("swiglu_backward", run_swiglu_backward<Backend::kCpu>);
 }
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("swiglu", forward<Backend::kCuda>);
-  m.impl("swiglu_backward", backward<Backend::kCuda>);
+  m.impl("swiglu", run_swiglu<Backend::kCuda>);
+  m.impl("swiglu_backward", run_swiglu_backward<Backend::kCuda>);
 }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
-  m.impl("swiglu", forward_meta);
-  m.impl("swiglu_backward", backward_meta);
+  m.impl("swiglu", swiglu_meta);
+  m.impl("swiglu_backward", swiglu_backward_meta);
 }
 
 }  // namespace
@@ -60,7 +60,7 @@ void check_swiglu(const char* op, const Tensor& gate, const Tensor& up) { gated:
 
 Tensor swiglu_forward(Backend backend, const Tensor& gate, const Tensor& up) {
   if (up.scalar_type() == at::kDouble) return at::silu(gate).mul_(up);
-  return gated::forward(backend, kernels_in_use(), gate, up);
+  return gated::forward(backend, swiglu_kernels(), gate, up);
 }
 
 std::tuple<Tensor, Tensor, Tensor> swiglu_backward(Backend backend, const Tensor& grad, const Tensor& gate,
@@ -70,11 +70,11 @@ std::tuple<Tensor, Tensor, Tensor> swiglu_backward(Backend backend, const Tensor
     return {grad.mul(up).mul_(at::sigmoid(gate.neg()).mul_(silu).add_(s)), grad.mul(silu),
             with_product ? silu.mul(up) : Tensor()};
   }
-  return gated::backward(backend, kernels_in_use(), grad, gate, up, with_product);
+  return gated::backward(backend, swiglu_kernels(), grad, gate, up, with_product);
 }
 
 Tensor swiglu(const Tensor& gate, const Tensor& up) {
-  static auto op = find<decltype(forward_meta)>("shoestring::swiglu");
+  static auto op = find<decltype(swiglu_meta)>("shoestring::swiglu");
   return op.call(gate, up);
 }
 

@@ -12,7 +12,7 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-Tensor call(const Tensor& gate, const Tensor& up) {
+Tensor call_swiglu(const Tensor& gate, const Tensor& up) {
   static auto op = find<Tensor(const Tensor&, const Tensor&)>("shoestring::swiglu");
   return op.call(gate, up);
 }
@@ -22,7 +22,7 @@ class Swiglu : public torch::autograd::Function<Swiglu> {
   static Tensor forward(AutogradContext* ctx, const Tensor& gate, const Tensor& up) {
     at::AutoDispatchBelowADInplaceOrView below;
     ctx->save_for_backward({gate, up});
-    return call(gate, up);
+    return call_swiglu(gate, up);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
     const variable_list saved = ctx->get_saved_variables();
@@ -37,13 +37,13 @@ class Swiglu : public torch::autograd::Function<Swiglu> {
   }
 };
 
-Tensor autograd(const Tensor& gate, const Tensor& up) {
+Tensor swiglu_autograd(const Tensor& gate, const Tensor& up) {
   if (needs_grad(gate, up)) return Swiglu::apply(gate, up);
   at::AutoDispatchBelowADInplaceOrView below;
-  return call(gate, up);
+  return call_swiglu(gate, up);
 }
 
-TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("swiglu", autograd); }
+TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("swiglu", swiglu_autograd); }
 
 }  // namespace
 }  // namespace shoestring

@@ -12,8 +12,8 @@ namespace logits {
 namespace {
 
 // What both operators of rows return; one of them has a gradient behind it.
-void push_rows(torch::jit::Stack* stack, const c10::OperatorHandle& op, const Problem& p,
-               const RowsResult& r) {
+void push_cross_entropy_rows(torch::jit::Stack* stack, const c10::OperatorHandle& op,
+                             const CrossEntropyProblem& p, const RowsResult& r) {
   const auto compute = p.logits.options().dtype(compute_type(p.logits));
   torch::jit::drop(*stack, op.schema().arguments().size());
   torch::jit::push(*stack, r.loss, r.lse, r.entropy.defined() ? r.entropy : at::empty({0}, compute),
@@ -36,11 +36,11 @@ std::vector<std::pair<int64_t, int64_t>> strides_of_tokens(const Tensor& logits)
 
 }  // namespace
 
-std::optional<Layout> layout_of(const Tensor& logits) {
-  if (logits.numel() == 0) return Layout{};
+std::optional<LogitsLayout> layout_of(const Tensor& logits) {
+  if (logits.numel() == 0) return LogitsLayout{};
   const auto strides = strides_of_tokens(logits);
   if ((logits.stride(-1) != 1 && logits.size(-1) != 1) || strides.size() > 2) return std::nullopt;
-  Layout found;
+  LogitsLayout found;
   if (!strides.empty()) std::tie(found.inner, found.inner_stride) = strides[0];
   if (strides.size() == 2) std::tie(found.outer, found.outer_stride) = strides[1];
   return found;
@@ -55,44 +55,47 @@ bool writable(const Tensor& logits) {
          (far.first == 1 || far.second >= (near.first - 1) * near.second + logits.size(-1));
 }
 
-Problem::Problem(const BoxedArguments& a)
-    : RowsProblem(kOp, a, a.tensor("logits"), a.tensor("logits").sym_size(-1)), logits(a.tensor("logits")) {
-  token_losses::check_tokens(kOp, "logits", "vocab", logits, target);
-  TORCH_CHECK(target.device() == logits.device(), kOp, ": target: expected logits' device, ", logits.device(),
-              ", received ", target.device());
+CrossEntropyProblem::CrossEntropyProblem(const BoxedArguments& a)
+    : RowsProblem(kCrossEntropyOp, a, a.tensor("logits"), a.tensor("logits").sym_size(-1)),
+      logits(a.tensor("logits")) {
+  token_losses::check_tokens(kCrossEntropyOp, "logits", "vocab", logits, target);
+  TORCH_CHECK(target.device() == logits.device(), kCrossEntropyOp, ": target: expected logits' device, ",
+              logits.device(), ", received ", target.device());
 }
 
-void run_new(const c10::OperatorHandle& op, torch::jit::Stack* stack, Run run) {
+void run_cross_entropy_rows(const c10::OperatorHandle& op, torch::jit::Stack* stack, CrossEntropyRun run) {
   const BoxedArguments arguments(op, *stack);
-  Problem p(arguments);
+  CrossEntropyProblem p(arguments);
   if (arguments["gradient"].toBool()) {
     p.gradient = in_huge_pages(at::empty(p.logits.sizes(), p.logits.options()));
     p.gradient_layout = *layout_of(p.gradient);
   }
   if (!layout_of(p.logits)) p.logits = p.logits.contiguous();
   p.layout = *layout_of(p.logits);
-  push_rows(stack, op, p, run(p));
+  push_cross_entropy_rows(stack, op, p, run(p));
   torch::jit::push(*stack, p.gradient.defined() ? p.gradient : at::empty({0}, p.logits.options()));
 }
 
-void run_in_place(const c10::OperatorHandle& op, torch::jit::Stack* stack, Run run) {
-  Problem p(BoxedArguments(op, *stack));
-  TORCH_CHECK(writable(p.logits), kOp,
+void run_cross_entropy_rows_in_place(const c10::OperatorHandle& op, torch::jit::Stack* stack,
+                                     CrossEntropyRun run) {
+  CrossEntropyProblem p(BoxedArguments(op, *stack));
+  TORCH_CHECK(writable(p.logits), kCrossEntropyOp,
               "_rows_: logits: expected classes side by side, tokens in at most two strides, and "
               "no two in the same memory, received strides ",
               p.logits.strides(), " of ", p.logits.sizes());
   p.gradient = p.logits;
   p.layout = p.gradient_layout = *layout_of(p.logits);
-  push_rows(stack, op, p, run(p));
+  push_cross_entropy_rows(stack, op, p, run(p));
 }
 
-Call::Call(const BoxedArguments& a, bool stats)
-    : TokenCall(kOp, a, a.tensor("logits"),
+CrossEntropyCall::CrossEntropyCall(const BoxedArguments& a, bool stats)
+    : TokenCall(kCrossEntropyOp, a, a.tensor("logits"),
                 a.tensor("logits").dim() == 0 ? 1 : a.tensor("logits").sym_size(-1), stats) {
-  for (const char* name : kOptions) options.emplace_back(name, a[name]);
+  for (const char* name : kCrossEntropyOptions) options.emplace_back(name, a[name]);
 }
 
-Result rows(const Call& call, const std::array<Tensor, 3>& upstream, Gradient gradient) {
+CrossEntropyResult cross_entropy_rows(const CrossEntropyCall& call, const std::array<Tensor, 3>& upstream,
+                                      LogitsGradient gradient) {
   const auto optional = [](const Tensor& t) { return t.defined() ? c10::IValue(t) : c10::IValue(); };
   NamedArguments arguments = call.options;
   arguments.insert(arguments.end(), {{"logits", call.input},
@@ -102,13 +105,13 @@ Result rows(const Call& call, const std::array<Tensor, 3>& upstream, Gradient gr
                                      {"grad_lse", optional(upstream[1])},
                                      {"grad_entropy", optional(upstream[2])},
                                      {"stats", call.stats}});
-  const bool in_place = gradient == Gradient::kInPlace;
-  if (!in_place) arguments.emplace_back("gradient", gradient == Gradient::kNew);
+  const bool in_place = gradient == LogitsGradient::kInPlace;
+  if (!in_place) arguments.emplace_back("gradient", gradient == LogitsGradient::kNew);
   const auto out = call_by_name(
       in_place ? "shoestring::cross_entropy_rows_" : "shoestring::cross_entropy_rows", arguments);
   const auto result = [&](int i, bool wanted) { return wanted ? out[i].toTensor() : Tensor(); };
   return {{result(0, true), result(1, true), result(2, call.stats), result(3, call.stats)},
-          result(4, gradient == Gradient::kNew)};
+          result(4, gradient == LogitsGradient::kNew)};
 }
 
 }  // namespace logits
@@ -116,10 +119,10 @@ Result rows(const Call& call, const std::array<Tensor, 3>& upstream, Gradient gr
 namespace {
 
 using at::Tensor;
-using logits::Problem;
+using logits::CrossEntropyProblem;
 using token_losses::RowsResult;
 
-RowsResult on_meta(const Problem& p) {
+RowsResult cross_entropy_rows_on_meta(const CrossEntropyProblem& p) {
   const auto compute = p.logits.options().dtype(compute_type(p.logits));
   const auto each = [&](at::TensorOptions options) {
     return at::empty_symint(p.target.sym_sizes(), options);
@@ -128,11 +131,11 @@ RowsResult on_meta(const Problem& p) {
           p.stats ? each(compute.dtype(at::kLong)) : Tensor()};
 }
 
-void meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void cross_entropy_rows_meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const BoxedArguments arguments(op, *stack);
-  const Problem p(arguments);
+  const CrossEntropyProblem p(arguments);
   const bool functional = arguments.has("gradient"), gradient = functional && arguments["gradient"].toBool();
-  logits::push_rows(stack, op, p, on_meta(p));
+  logits::push_cross_entropy_rows(stack, op, p, cross_entropy_rows_on_meta(p));
   if (!functional) return;
   torch::jit::push(*stack, gradient ? at::empty_symint(p.logits.sym_sizes(), p.logits.options())
                                     : at::empty({0}, p.logits.options()));
@@ -140,12 +143,12 @@ void meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 // Without gradients the operators are the same on every device, and nothing is overwritten.
 template <bool kStats>
-void without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  logits::Call call(BoxedArguments(op, *stack), kStats);
+void cross_entropy_without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  logits::CrossEntropyCall call(BoxedArguments(op, *stack), kStats);
   logits::keep_hardest(call);
   const token_losses::Reduction reduction(call);
   reduction.balance(call);
-  const auto r = logits::rows(call, {}, logits::Gradient::kNone);
+  const auto r = logits::cross_entropy_rows(call, {}, logits::LogitsGradient::kNone);
   torch::jit::drop(*stack, op.schema().arguments().size());
   torch::jit::push(*stack, reduction.apply(r.loss));
   if constexpr (kStats)
@@ -153,20 +156,20 @@ void without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) 
 }
 
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
-  m.impl("cross_entropy_rows", torch::CppFunction::makeFromBoxedFunction<&meta>());
-  m.impl("cross_entropy_rows_", torch::CppFunction::makeFromBoxedFunction<&meta>());
+  m.impl("cross_entropy_rows", torch::CppFunction::makeFromBoxedFunction<&cross_entropy_rows_meta>());
+  m.impl("cross_entropy_rows_", torch::CppFunction::makeFromBoxedFunction<&cross_entropy_rows_meta>());
 }
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
   for (const char* name : {"cross_entropy", "cross_entropy_"}) {
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&without_gradients<false>>());
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&cross_entropy_without_gradients<false>>());
   }
   for (const char* name : {"cross_entropy_with_stats", "cross_entropy_with_stats_"}) {
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&without_gradients<true>>());
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&cross_entropy_without_gradients<true>>());
   }
 }
 
-torch::jit::Stack call(const std::string& op, const Tensor& logits, const Tensor& target,
-                       const CrossEntropyOptions& o) {
+torch::jit::Stack call_cross_entropy(const std::string& op, const Tensor& logits, const Tensor& target,
+                                     const CrossEntropyOptions& o) {
   return call_by_name(o.inplace() ? op + "_" : op, {{"logits", logits},
                                                     {"target", target},
                                                     {"ignore_index", o.ignore_index()},
@@ -184,12 +187,12 @@ torch::jit::Stack call(const std::string& op, const Tensor& logits, const Tensor
 }  // namespace
 
 Tensor cross_entropy(const Tensor& logits, const Tensor& target, const CrossEntropyOptions& options) {
-  return call("shoestring::cross_entropy", logits, target, options)[0].toTensor();
+  return call_cross_entropy("shoestring::cross_entropy", logits, target, options)[0].toTensor();
 }
 
 CrossEntropyStats cross_entropy_with_stats(const Tensor& logits, const Tensor& target,
                                            const CrossEntropyOptions& options) {
-  const auto out = call("shoestring::cross_entropy_with_stats", logits, target, options);
+  const auto out = call_cross_entropy("shoestring::cross_entropy_with_stats", logits, target, options);
   return {out[0].toTensor(), out[1].toTensor(), out[2].toTensor(), out[3].toTensor(), out[4].toTensor()};
 }
 

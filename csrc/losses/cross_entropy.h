@@ -122,56 +122,59 @@ using at::Tensor;
 using token_losses::OptionalTensor;
 using token_losses::RowsResult;
 
-constexpr const char* kOp = "cross_entropy";
+constexpr const char* kCrossEntropyOp = "cross_entropy";
 
 /// Where rows of logits lie: row r at (r / inner) * outer_stride + (r % inner) * inner_stride elements.
-struct Layout {
+struct LogitsLayout {
   int64_t outer = 1, outer_stride = 0, inner = 1, inner_stride = 0;
   int64_t operator()(int64_t r) const { return r / inner * outer_stride + r % inner * inner_stride; }
 };
 
 /// None where classes do not lie side by side, or tokens take more than two strides.
-std::optional<Layout> layout_of(const Tensor& logits);
+std::optional<LogitsLayout> layout_of(const Tensor& logits);
 /// Whether the logits have a layout in which no two share memory, so that a gradient may take their place.
 bool writable(const Tensor& logits);
 
 /// The arguments of cross_entropy_rows.
-struct Problem : token_losses::RowsProblem {
-  explicit Problem(const BoxedArguments& arguments);
+struct CrossEntropyProblem : token_losses::RowsProblem {
+  explicit CrossEntropyProblem(const BoxedArguments& arguments);
 
   Tensor logits;    // (..., vocab)
   Tensor gradient;  // like logits; undefined: not wanted
-  Layout layout, gradient_layout;
+  LogitsLayout layout, gradient_layout;
 };
 
 /// Registers a device's cross_entropy_rows and cross_entropy_rows_.
-using Run = RowsResult (*)(const Problem&);
-void run_new(const c10::OperatorHandle& op, torch::jit::Stack* stack, Run run);
-void run_in_place(const c10::OperatorHandle& op, torch::jit::Stack* stack, Run run);
-template <Run run>
-void boxed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  run_new(op, stack, run);
+using CrossEntropyRun = RowsResult (*)(const CrossEntropyProblem&);
+void run_cross_entropy_rows(const c10::OperatorHandle& op, torch::jit::Stack* stack, CrossEntropyRun run);
+void run_cross_entropy_rows_in_place(const c10::OperatorHandle& op, torch::jit::Stack* stack,
+                                     CrossEntropyRun run);
+template <CrossEntropyRun run>
+void boxed_cross_entropy_rows(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  run_cross_entropy_rows(op, stack, run);
 }
-template <Run run>
-void boxed_in_place(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  run_in_place(op, stack, run);
+template <CrossEntropyRun run>
+void boxed_cross_entropy_rows_in_place(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  run_cross_entropy_rows_in_place(op, stack, run);
 }
 
-struct Call : token_losses::TokenCall {
+struct CrossEntropyCall : token_losses::TokenCall {
   using TokenCall::TokenCall;
-  Call(const BoxedArguments& arguments, bool stats);
+  CrossEntropyCall(const BoxedArguments& arguments, bool stats);
 };
-constexpr const char* kOptions[] = {"ignore_index", "label_smoothing", "softcap", "logit_scale", "z_loss"};
+constexpr const char* kCrossEntropyOptions[] = {"ignore_index", "label_smoothing", "softcap", "logit_scale",
+                                                "z_loss"};
 
 /// The rows through the dispatcher. `upstream`, of loss, lse and entropy: undefined tensors for those that
 /// there are none of.
-enum class Gradient { kNone, kNew, kInPlace };
-struct Result : RowsResult {
+enum class LogitsGradient { kNone, kNew, kInPlace };
+struct CrossEntropyResult : RowsResult {
   Tensor gradient;  // for kNew
 };
-Result rows(const Call& call, const std::array<Tensor, 3>& upstream, Gradient gradient);
-inline void keep_hardest(Call& call) {
-  token_losses::keep_hardest(call, [&] { return rows(call, {}, Gradient::kNone).loss; });
+CrossEntropyResult cross_entropy_rows(const CrossEntropyCall& call, const std::array<Tensor, 3>& upstream,
+                                      LogitsGradient gradient);
+inline void keep_hardest(CrossEntropyCall& call) {
+  token_losses::keep_hardest(call, [&] { return cross_entropy_rows(call, {}, LogitsGradient::kNone).loss; });
 }
 
 }  // namespace shoestring::logits

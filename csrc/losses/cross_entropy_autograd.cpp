@@ -13,15 +13,15 @@ namespace shoestring {
 namespace {
 
 using at::Tensor;
-using logits::Call;
-using logits::Gradient;
+using logits::CrossEntropyCall;
+using logits::LogitsGradient;
 using token_losses::Reduction;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // Whether autograd can see to it that nobody uses logits which their gradient has replaced: nodes that saved
 // them compare versions, and a new history refuses the others.
-bool replaceable(const Tensor& logits) {
+bool is_replaceable(const Tensor& logits) {
   using torch::autograd::can_mutate_inplace;
   if (is_traced(logits) || !logits.requires_grad()) return false;  // a compiler plans memory itself
   const bool allowed =
@@ -31,14 +31,14 @@ bool replaceable(const Tensor& logits) {
 }
 
 // Whether a saved tensor that autograd is about to let go of is the last that has its memory.
-bool unshared(const Tensor& saved) {
+bool is_unshared(const Tensor& saved) {
   constexpr size_t kHere = 2;  // the saved variable's, and the one at hand
   return saved.has_storage() && saved.use_count() == kHere && saved.storage().use_count() == 1 &&
          logits::writable(saved);
 }
 
 // x *= upstream, part by part where only parts are contiguous: a slice of tokens of each sequence.
-Tensor scaled(const Tensor& x, const Tensor& upstream) {
+Tensor scaled_gradient(const Tensor& x, const Tensor& upstream) {
   if (x.is_contiguous() || !used_once(upstream)) return scale_gradient(x, upstream);
   if (x.dim() < 3 || !x.select(0, 0).is_contiguous()) return x.mul_(upstream);
   for (const Tensor& part : x.unbind(0)) scale_gradient(part, upstream);
@@ -57,7 +57,8 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
  public:
   // alias: the logits without their history and their Python object, whose references nobody could tell from
   // a caller's.
-  static variable_list forward(AutogradContext* ctx, const Tensor& logits, Call call, const Alias& alias) {
+  static variable_list forward(AutogradContext* ctx, const Tensor& logits, CrossEntropyCall call,
+                               const Alias& alias) {
     at::AutoDispatchBelowADInplaceOrView below;
     const Reduction reduction(call);
     reduction.balance(call);
@@ -66,17 +67,17 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
     ctx->set_materialize_grads(false);
     ctx->saved_data["early"] = early;
     ctx->saved_data["replace"] = alias.replace;
-    logits::Result r;
+    logits::CrossEntropyResult r;
     if (early) {
       const double known = enlargement(call);
       factor = factor.defined() ? factor * known
                                 : at::full({}, known, logits.options().dtype(compute_type(logits)));
-      r = logits::rows(call, {factor}, Gradient::kInPlace);
+      r = logits::cross_entropy_rows(call, {factor}, LogitsGradient::kInPlace);
       torch::autograd::impl::bump_version(logits);
       ctx->saved_data["known"] = known;
       ctx->save_for_backward({alias.logits});
     } else {
-      r = logits::rows(call, {}, Gradient::kNone);
+      r = logits::cross_entropy_rows(call, {}, LogitsGradient::kNone);
       for (const auto& [name, value] : call.options) ctx->saved_data[name] = value;
       const bool balanced = reduction.share.defined() && call.stats;
       ctx->save_for_backward({alias.logits, call.target, factor, call.class_weights.value_or(Tensor()),
@@ -97,18 +98,18 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
       const double known = ctx->saved_data["known"].toDouble();
       const Tensor gradient = ctx->get_saved_variables()[0];
       if (upstream[0].defined())
-        gradients[0] = scaled(gradient, known == 1 ? upstream[0] : upstream[0] / known);
+        gradients[0] = scaled_gradient(gradient, known == 1 ? upstream[0] : upstream[0] / known);
     } else {
       gradients[0] = late(ctx, upstream);
     }
-    gradients[0] = once_differentiable(logits::kOp, {gradients[0]})[0];
+    gradients[0] = once_differentiable(logits::kCrossEntropyOp, {gradients[0]})[0];
     return gradients;
   }
 
  private:
   // fp16 holds no mean's gradients of most logits: they are multiplied by about the number of tokens until
   // backward.
-  static double enlargement(const Call& call) {
+  static double enlargement(const CrossEntropyCall& call) {
     double known = 1;
     if (call.input.scalar_type() != at::kHalf || call.reduction != "mean") return known;
     for (int64_t n = call.target.numel(); n > 1 && known < 0x1p15; n /= 2) known *= 2;
@@ -120,23 +121,25 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
     const auto given =
         std::find_if(upstream.begin(), upstream.end(), [](const Tensor& t) { return t.defined(); });
     const bool replace = given != upstream.end() && used_once(*given) && !is_traced(saved[0]) &&
-                         (ctx->saved_data["replace"].toBool() || unshared(saved[0]));
+                         (ctx->saved_data["replace"].toBool() || is_unshared(saved[0]));
     at::AutoDispatchBelowADInplaceOrView below;
-    Call call;
+    CrossEntropyCall call;
     call.input = saved[0], call.target = saved[1];
     if (saved[3].defined()) call.class_weights = saved[3];
-    for (const char* name : logits::kOptions) call.options.emplace_back(name, ctx->saved_data[name]);
+    for (const char* name : logits::kCrossEntropyOptions)
+      call.options.emplace_back(name, ctx->saved_data[name]);
     const auto balanced = token_losses::balanced_upstream(upstream, saved[4], saved[5], call.z_loss());
     const auto gradient = token_losses::upstream_of_tokens(balanced, saved[2], compute_type(call.input));
-    const auto r = logits::rows(call, gradient, replace ? Gradient::kInPlace : Gradient::kNew);
+    const auto r =
+        logits::cross_entropy_rows(call, gradient, replace ? LogitsGradient::kInPlace : LogitsGradient::kNew);
     if (replace) torch::autograd::impl::bump_version(saved[0]);
     return replace ? saved[0] : r.gradient;
   }
 };
 
 template <bool kStats>
-void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  Call call(BoxedArguments(op, *stack), kStats);
+void cross_entropy_autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  CrossEntropyCall call(BoxedArguments(op, *stack), kStats);
   const bool weighted = call.token_weights && needs_grad(*call.token_weights);
   const bool in_place = op.schema().name().back() == '_';
   if (!weighted && !needs_grad(call.input)) {
@@ -156,7 +159,7 @@ void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     call.stats |= reduction->share.defined();
   }
   const Tensor logits = call.input;
-  const Alias alias{logits.detach(), in_place && replaceable(logits)};
+  const Alias alias{logits.detach(), in_place && is_replaceable(logits)};
   const auto history =
       torch::autograd::impl::gradient_edge(logits);  // before the change: a view's is made anew after it
   variable_list out = CrossEntropy::apply(logits, call, alias);
@@ -176,10 +179,10 @@ void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
   for (const char* name : {"cross_entropy", "cross_entropy_"}) {
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&autograd<false>>());
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&cross_entropy_autograd<false>>());
   }
   for (const char* name : {"cross_entropy_with_stats", "cross_entropy_with_stats_"}) {
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&autograd<true>>());
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&cross_entropy_autograd<true>>());
   }
 }
 

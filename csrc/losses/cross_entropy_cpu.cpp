@@ -14,13 +14,13 @@ namespace shoestring {
 namespace {
 
 using at::Tensor;
-using logits::Problem;
+using logits::CrossEntropyProblem;
 using token_losses::RowsResult;
 
 template <class X, class T>
-RowsResult run(const Problem& p, kernels::CrossEntropyLogits<X, T> row) {
+RowsResult cross_entropy_rows_by_type(const CrossEntropyProblem& p, kernels::CrossEntropyLogits<X, T> row) {
   const auto compute = p.logits.options().dtype(c10::CppTypeToScalarType<T>::value);
-  const auto rows = head::rows_that_count(logits::kOp, p.target.numel(), p.target, p.ignore_index,
+  const auto rows = head::rows_that_count(logits::kCrossEntropyOp, p.target.numel(), p.target, p.ignore_index,
                                           p.classes.expect_int());  // before anything is written
   const Tensor class_weights = p.class_weights ? p.class_weights->to(compute.dtype()).contiguous() : Tensor();
   auto rule =
@@ -68,23 +68,26 @@ RowsResult run(const Problem& p, kernels::CrossEntropyLogits<X, T> row) {
   return out;
 }
 
-RowsResult rows(const Problem& p) {
+RowsResult cross_entropy_rows_cpu(const CrossEntropyProblem& p) {
   const auto& kernels = cpu::cross_entropy();
   switch (p.logits.scalar_type()) {
     case at::kDouble:
-      return run(p, kernels.row_double);
+      return cross_entropy_rows_by_type(p, kernels.row_double);
     case at::kFloat:
-      return run(p, kernels.row_float);
+      return cross_entropy_rows_by_type(p, kernels.row_float);
     case at::kBFloat16:
-      return run(p, kernels.row_bf16);
+      return cross_entropy_rows_by_type(p, kernels.row_bf16);
     default:
-      return run(p, kernels.row_fp16);
+      return cross_entropy_rows_by_type(p, kernels.row_fp16);
   }
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("cross_entropy_rows", torch::CppFunction::makeFromBoxedFunction<&logits::boxed<rows>>());
-  m.impl("cross_entropy_rows_", torch::CppFunction::makeFromBoxedFunction<&logits::boxed_in_place<rows>>());
+  m.impl(
+      "cross_entropy_rows",
+      torch::CppFunction::makeFromBoxedFunction<&logits::boxed_cross_entropy_rows<cross_entropy_rows_cpu>>());
+  m.impl("cross_entropy_rows_", torch::CppFunction::makeFromBoxedFunction<
+                                    &logits::boxed_cross_entropy_rows_in_place<cross_entropy_rows_cpu>>());
 }
 
 }  // namespace

@@ -10,14 +10,14 @@ namespace shoestring {
 namespace {
 
 using at::Tensor;
-using logits::kOp;
-using logits::Problem;
+using logits::CrossEntropyProblem;
+using logits::kCrossEntropyOp;
 using token_losses::RowsResult;
 
-RowsResult rows(const Problem& p) {
+RowsResult cross_entropy_rows_cuda(const CrossEntropyProblem& p) {
   const c10::OptionalDeviceGuard guard(p.logits.device());
   const auto compute = p.logits.options().dtype(compute_type(p.logits));
-  TORCH_CHECK(p.classes <= (int64_t{1} << 31) - 16, kOp,
+  TORCH_CHECK(p.classes <= (int64_t{1} << 31) - 16, kCrossEntropyOp,
               ": logits: expected fewer than 2^31 - 16 classes on CUDA, received ", p.classes);
   const auto factors = token_losses::factors_of(p, compute_type(p.logits));
   const Tensor target = p.target.contiguous();
@@ -30,7 +30,7 @@ RowsResult rows(const Problem& p) {
     out.entropy = each(compute);
     out.argmax = each(compute.dtype(at::kLong));
   }
-  const auto place = [](const logits::Layout& l) {
+  const auto place = [](const logits::LogitsLayout& l) {
     return kernels::CrossEntropyLayout{l.inner, l.outer_stride, l.inner_stride};
   };
   auto rows = token_losses::launch_of(p, factors, weights, total);
@@ -47,19 +47,21 @@ RowsResult rows(const Problem& p) {
     rows.entropy = out.entropy.mutable_data_ptr();
     rows.argmax = out.argmax.mutable_data_ptr<int64_t>();
   }
-  const auto& kernels = cuda::table<kernels::CrossEntropyCuda>(kOp);
+  const auto& kernels = cuda::table<kernels::CrossEntropyCuda>(kCrossEntropyOp);
   const auto dtype = p.logits.scalar_type();
   const auto run = dtype == at::kDouble     ? kernels.rows_double
                    : dtype == at::kFloat    ? kernels.rows_float
                    : dtype == at::kBFloat16 ? kernels.rows_bf16
                                             : kernels.rows_fp16;
-  check_launch(kOp, run(rows, stream_of(p.logits)));
+  check_launch(kCrossEntropyOp, run(rows, stream_of(p.logits)));
   return out;
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("cross_entropy_rows", torch::CppFunction::makeFromBoxedFunction<&logits::boxed<rows>>());
-  m.impl("cross_entropy_rows_", torch::CppFunction::makeFromBoxedFunction<&logits::boxed_in_place<rows>>());
+  m.impl("cross_entropy_rows", torch::CppFunction::makeFromBoxedFunction<
+                                   &logits::boxed_cross_entropy_rows<cross_entropy_rows_cuda>>());
+  m.impl("cross_entropy_rows_", torch::CppFunction::makeFromBoxedFunction<
+                                    &logits::boxed_cross_entropy_rows_in_place<cross_entropy_rows_cuda>>());
 }
 
 }  // namespace

@@ -68,6 +68,7 @@ void check_target(const char* op, const Head& head, const Tensor& target);
 void check_factor(const char* op, const char* name, const Head& head, const OptionalTensor& factor);
 void check_reduction(const char* op, const std::string& reduction);
 void check_workspace(const char* op, int64_t workspace_mb);
+constexpr int64_t kDefaultWorkspaceMb = 64;  // on the CPU
 
 /// A result for each token, or one number for all, with the tokens in one dimension; not defined where t is
 /// not.

@@ -12,7 +12,8 @@
 
 namespace shoestring {
 namespace linear_loss {
-void push(torch::jit::Stack* stack, const c10::OperatorHandle& op, const Result& r, const Tensor& hidden) {
+void push_linear_cross_entropy_rows(torch::jit::Stack* stack, const c10::OperatorHandle& op,
+                                    const LinearCrossEntropyResult& r, const Tensor& hidden) {
   const auto compute = hidden.options().dtype(compute_type(hidden));
   const auto or_empty = [](const Tensor& t, at::TensorOptions options) {
     return t.defined() ? t : at::empty({0}, options);
@@ -23,20 +24,21 @@ void push(torch::jit::Stack* stack, const c10::OperatorHandle& op, const Result&
   for (const Tensor& gradient : r.gradients) torch::jit::push(*stack, or_empty(gradient, hidden.options()));
 }
 
-Call::Call(const BoxedArguments& a, bool stats)
-    : Head(a), TokenCall(kOp, a, hidden, vocab, stats), weight_grad(a.optional("weight_grad")),
-      grad_scale(a["grad_scale"].toOptional<double>()) {
-  check(kOp);
-  TORCH_CHECK(!grad_scale || (weight_grad && std::isfinite(*grad_scale) && *grad_scale != 0), kOp,
-              ": grad_scale: expected None, or with weight_grad a number that is not 0, received ",
-              *grad_scale);
+LinearCrossEntropyCall::LinearCrossEntropyCall(const BoxedArguments& a, bool stats)
+    : Head(a), TokenCall(kLinearCrossEntropyOp, a, hidden, vocab, stats),
+      weight_grad(a.optional("weight_grad")), grad_scale(a["grad_scale"].toOptional<double>()) {
+  check(kLinearCrossEntropyOp);
   TORCH_CHECK(
-      !grad_scale || reduction != "none", kOp,
+      !grad_scale || (weight_grad && std::isfinite(*grad_scale) && *grad_scale != 0), kLinearCrossEntropyOp,
+      ": grad_scale: expected None, or with weight_grad a number that is not 0, received ", *grad_scale);
+  TORCH_CHECK(
+      !grad_scale || reduction != "none", kLinearCrossEntropyOp,
       ": grad_scale: expected None with reduction='none', whose upstream gradients are not one number");
-  for (const char* name : kOptions) options.emplace_back(name, a[name]);
+  for (const char* name : kLinearCrossEntropyOptions) options.emplace_back(name, a[name]);
 }
 
-Result rows(const Call& call, const std::array<Tensor, 3>& upstream, const Mask& mask) {
+LinearCrossEntropyResult linear_cross_entropy_rows(const LinearCrossEntropyCall& call,
+                                                   const std::array<Tensor, 3>& upstream, const Mask& mask) {
   NamedArguments arguments = call.options;
   call.append_to(arguments);
   arguments.insert(arguments.end(), {{"target", flat(call, call.target)},
@@ -51,7 +53,8 @@ Result rows(const Call& call, const std::array<Tensor, 3>& upstream, const Mask&
   }
   const auto out = call_by_name("shoestring::linear_cross_entropy_rows", arguments);
   const auto shaped = [&](int i) { return out[i].toTensor().view_symint(call.target.sym_sizes()); };
-  Result r{{shaped(0), shaped(1), call.stats ? shaped(2) : Tensor(), call.stats ? shaped(3) : Tensor()}, {}};
+  LinearCrossEntropyResult r{
+      {shaped(0), shaped(1), call.stats ? shaped(2) : Tensor(), call.stats ? shaped(3) : Tensor()}, {}};
   for (int i = 0; i < kInputs; ++i) {
     if (mask[i] && !(i == kWeight && call.weight_grad)) r.gradients[i] = out[4 + i].toTensor();
   }
@@ -65,18 +68,18 @@ Result rows(const Call& call, const std::array<Tensor, 3>& upstream, const Mask&
 namespace {
 
 using at::Tensor;
-using linear_loss::Call;
+using linear_loss::LinearCrossEntropyCall;
+using linear_loss::LinearCrossEntropyResult;
 using linear_loss::Reduction;
-using linear_loss::Result;
 
-Result on_meta(const linear_loss::Problem& p) {
+LinearCrossEntropyResult linear_cross_entropy_rows_meta(const linear_loss::LinearCrossEntropyProblem& p) {
   const auto compute = p.hidden.options().dtype(compute_type(p.hidden));
   const auto each = [&](at::TensorOptions options) {
     return at::empty_symint(p.target.sym_sizes(), options);
   };
-  Result r{{each(compute), each(compute), p.stats ? each(compute) : Tensor(),
-            p.stats ? each(compute.dtype(at::kLong)) : Tensor()},
-           {}};
+  LinearCrossEntropyResult r{{each(compute), each(compute), p.stats ? each(compute) : Tensor(),
+                              p.stats ? each(compute.dtype(at::kLong)) : Tensor()},
+                             {}};
   const auto inputs = p.inputs();
   for (int i = 0; i < linear_loss::kInputs; ++i) {
     if (!p.mask[i] || (i == linear_loss::kWeight && p.weight_grad)) continue;
@@ -87,12 +90,12 @@ Result on_meta(const linear_loss::Problem& p) {
 
 // Without gradients the operators are the same on every device.
 template <bool kStats>
-void without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  Call call(BoxedArguments(op, *stack), kStats);
+void linear_cross_entropy_without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  LinearCrossEntropyCall call(BoxedArguments(op, *stack), kStats);
   linear_loss::keep_hardest(call);
   const Reduction reduction(call);
   reduction.balance(call);
-  const Result r = linear_loss::rows(call, {}, {});
+  const LinearCrossEntropyResult r = linear_loss::linear_cross_entropy_rows(call, {}, {});
   torch::jit::drop(*stack, op.schema().arguments().size());
   torch::jit::push(*stack, reduction.apply(r.loss));
   if constexpr (kStats)
@@ -101,16 +104,19 @@ void without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) 
 
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
   m.impl("linear_cross_entropy_rows",
-         torch::CppFunction::makeFromBoxedFunction<&linear_loss::boxed<on_meta>>());
+         torch::CppFunction::makeFromBoxedFunction<
+             &linear_loss::boxed_linear_cross_entropy_rows<linear_cross_entropy_rows_meta>>());
 }
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
-  m.impl("linear_cross_entropy", torch::CppFunction::makeFromBoxedFunction<&without_gradients<false>>());
+  m.impl("linear_cross_entropy",
+         torch::CppFunction::makeFromBoxedFunction<&linear_cross_entropy_without_gradients<false>>());
   m.impl("linear_cross_entropy_with_stats",
-         torch::CppFunction::makeFromBoxedFunction<&without_gradients<true>>());
+         torch::CppFunction::makeFromBoxedFunction<&linear_cross_entropy_without_gradients<true>>());
 }
 
-torch::jit::Stack call(const char* op, const Tensor& hidden, const Tensor& weight, const Tensor& target,
-                       const std::optional<Tensor>& bias, const LinearCrossEntropyOptions& o) {
+torch::jit::Stack call_linear_cross_entropy(const char* op, const Tensor& hidden, const Tensor& weight,
+                                            const Tensor& target, const std::optional<Tensor>& bias,
+                                            const LinearCrossEntropyOptions& o) {
   return call_by_name(op, {{"hidden", hidden},
                            {"weight", weight},
                            {"target", target},
@@ -141,14 +147,17 @@ torch::jit::Stack call(const char* op, const Tensor& hidden, const Tensor& weigh
 
 Tensor linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Tensor& target,
                             const std::optional<Tensor>& bias, const LinearCrossEntropyOptions& options) {
-  return call("shoestring::linear_cross_entropy", hidden, weight, target, bias, options)[0].toTensor();
+  return call_linear_cross_entropy("shoestring::linear_cross_entropy", hidden, weight, target, bias,
+                                   options)[0]
+      .toTensor();
 }
 
 LinearCrossEntropyStats linear_cross_entropy_with_stats(const Tensor& hidden, const Tensor& weight,
                                                         const Tensor& target,
                                                         const std::optional<Tensor>& bias,
                                                         const LinearCrossEntropyOptions& options) {
-  const auto out = call("shoestring::linear_cross_entropy_with_stats", hidden, weight, target, bias, options);
+  const auto out = call_linear_cross_entropy("shoestring::linear_cross_entropy_with_stats", hidden, weight,
+                                             target, bias, options);
   return {out[0].toTensor(), out[1].toTensor(), out[2].toTensor(), out[3].toTensor(), out[4].toTensor()};
 }
 

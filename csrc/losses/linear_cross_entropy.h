@@ -13,14 +13,14 @@
 
 namespace shoestring::linear_loss {
 
-constexpr const char* kOp = "linear_cross_entropy";
+constexpr const char* kLinearCrossEntropyOp = "linear_cross_entropy";
 
 using namespace head;
 using token_losses::Reduction;
 
 /// The arguments of linear_cross_entropy_rows, checked but for what the targets hold.
-struct Problem : Head, token_losses::RowsProblem {
-  explicit Problem(const BoxedArguments& arguments);
+struct LinearCrossEntropyProblem : Head, token_losses::RowsProblem {
+  explicit LinearCrossEntropyProblem(const BoxedArguments& arguments);
 
   OptionalTensor weight_grad;  // what the weight's gradient is added to
   double filter_eps;
@@ -29,28 +29,28 @@ struct Problem : Head, token_losses::RowsProblem {
   Mask mask;
 };
 
-struct Result : token_losses::RowsResult {
+struct LinearCrossEntropyResult : token_losses::RowsResult {
   Gradients gradients;
 };
 
 /// Registers a device's linear_cross_entropy_rows.
-using Run = Result (*)(const Problem&);
-void push(torch::jit::Stack* stack, const c10::OperatorHandle& op, const Result& result,
-          const Tensor& hidden);
-template <Run run>
-void boxed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const Problem problem(BoxedArguments(op, *stack));
-  push(stack, op, run(problem), problem.hidden);
+using LinearCrossEntropyRun = LinearCrossEntropyResult (*)(const LinearCrossEntropyProblem&);
+void push_linear_cross_entropy_rows(torch::jit::Stack* stack, const c10::OperatorHandle& op,
+                                    const LinearCrossEntropyResult& result, const Tensor& hidden);
+template <LinearCrossEntropyRun run>
+void boxed_linear_cross_entropy_rows(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const LinearCrossEntropyProblem problem(BoxedArguments(op, *stack));
+  push_linear_cross_entropy_rows(stack, op, run(problem), problem.hidden);
 }
 
 /// Those that linear_cross_entropy_rows has as well.
-constexpr const char* kOptions[] = {"ignore_index", "label_smoothing", "softcap",     "logit_scale",
-                                    "z_loss",       "filter_eps",      "workspace_mb"};
+constexpr const char* kLinearCrossEntropyOptions[] = {
+    "ignore_index", "label_smoothing", "softcap", "logit_scale", "z_loss", "filter_eps", "workspace_mb"};
 
 /// A call of linear_cross_entropy: input is hidden.
-struct Call : Head, token_losses::TokenCall {
-  Call() = default;
-  Call(const BoxedArguments& arguments, bool stats);
+struct LinearCrossEntropyCall : Head, token_losses::TokenCall {
+  LinearCrossEntropyCall() = default;
+  LinearCrossEntropyCall(const BoxedArguments& arguments, bool stats);
 
   OptionalTensor weight_grad;
   std::optional<double> grad_scale;
@@ -58,9 +58,10 @@ struct Call : Head, token_losses::TokenCall {
 
 /// linear_cross_entropy_rows through the dispatcher, with the results in the shapes of the call. `upstream`,
 /// of loss, lse and entropy, in target's shape or (); undefined tensors for those that there are none of.
-Result rows(const Call& call, const std::array<Tensor, 3>& upstream, const Mask& mask);
-inline void keep_hardest(Call& call) {
-  token_losses::keep_hardest(call, [&] { return rows(call, {}, {}).loss; });
+LinearCrossEntropyResult linear_cross_entropy_rows(const LinearCrossEntropyCall& call,
+                                                   const std::array<Tensor, 3>& upstream, const Mask& mask);
+inline void keep_hardest(LinearCrossEntropyCall& call) {
+  token_losses::keep_hardest(call, [&] { return linear_cross_entropy_rows(call, {}, {}).loss; });
 }
 
 }  // namespace shoestring::linear_loss

@@ -9,12 +9,12 @@ namespace shoestring {
 namespace {
 
 using at::Tensor;
-using linear_loss::Call;
 using linear_loss::kInputs;
+using linear_loss::LinearCrossEntropyCall;
+using linear_loss::LinearCrossEntropyResult;
 using linear_loss::Mask;
 using linear_loss::OptionalTensor;
 using linear_loss::Reduction;
-using linear_loss::Result;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -27,7 +27,7 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight,
                                const OptionalTensor& bias, const OptionalTensor& low,
-                               const OptionalTensor& up, Call call) {
+                               const OptionalTensor& up, LinearCrossEntropyCall call) {
     at::AutoDispatchBelowADInplaceOrView below;
     Mask mask = require_grad(call);
     mask[head::kWeight] |= call.weight_grad.has_value();
@@ -38,7 +38,8 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
     Tensor factor = reduction.factor(compute);
     if (reduction.scalar && !factor.defined()) factor = at::ones({}, hidden.options().dtype(compute));
     const double known = call.grad_scale.value_or(1);
-    Result r = linear_loss::rows(call, {early ? factor * known : Tensor()}, early ? mask : Mask{});
+    LinearCrossEntropyResult r = linear_loss::linear_cross_entropy_rows(
+        call, {early ? factor * known : Tensor()}, early ? mask : Mask{});
 
     ctx->set_materialize_grads(false);
     save_mask(ctx, mask);
@@ -77,7 +78,7 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
       }
     } else {
       at::AutoDispatchBelowADInplaceOrView below;
-      TORCH_CHECK(!early || ctx->saved_data["weight_grad"].isNone(), linear_loss::kOp,
+      TORCH_CHECK(!early || ctx->saved_data["weight_grad"].isNone(), linear_loss::kLinearCrossEntropyOp,
                   ": grad_scale: expected an upstream gradient of the loss alone, received one of its "
                   "statistics; leave "
                   "grad_scale out");
@@ -92,7 +93,7 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
   static variable_list again(AutogradContext* ctx, variable_list tensors, const variable_list& upstream) {
     tensors.erase(tensors.begin(), tensors.begin() + kInputs);  // the gradients that forward has made
     SavedTensors saved(std::move(tensors));
-    Call call;
+    LinearCrossEntropyCall call;
     saved_head(ctx, saved, call);
     call.target = saved.next();
     const Tensor factor = saved.next();
@@ -100,19 +101,20 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
     const Tensor share = saved.next(), lse = saved.next();
     call.weight_grad = ctx->saved_data["weight_grad"].toOptional<Tensor>();
     call.reduction = ctx->saved_data["reduction"].toStringRef();
-    call.options = saved_options(ctx, linear_loss::kOptions);
+    call.options = saved_options(ctx, linear_loss::kLinearCrossEntropyOptions);
 
     call.input = call.hidden;
     const auto balanced = token_losses::balanced_upstream(upstream, share, lse, call.z_loss());
     const auto gradient = token_losses::upstream_of_tokens(balanced, factor, compute_type(call.hidden));
-    const Result r = linear_loss::rows(call, gradient, saved_mask(ctx));
+    const LinearCrossEntropyResult r =
+        linear_loss::linear_cross_entropy_rows(call, gradient, saved_mask(ctx));
     return {r.gradients.begin(), r.gradients.end()};
   }
 };
 
 template <bool kStats>
-void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  Call call(BoxedArguments(op, *stack), kStats);
+void linear_cross_entropy_autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  LinearCrossEntropyCall call(BoxedArguments(op, *stack), kStats);
   const bool adds = call.weight_grad && at::GradMode::is_enabled();
   const bool weighted = call.token_weights && needs_grad(*call.token_weights);
   const bool recorded = at::GradMode::is_enabled() && head::any(require_grad(call));
@@ -121,7 +123,7 @@ void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     op.callBoxed(stack);
     return;
   }
-  TORCH_CHECK(!adds || recorded || call.grad_scale, linear_loss::kOp,
+  TORCH_CHECK(!adds || recorded || call.grad_scale, linear_loss::kLinearCrossEntropyOp,
               ": weight_grad: expected something that requires a gradient, so that there is a backward pass, "
               "received none; "
               "give grad_scale, and it is added to at once");
@@ -131,7 +133,7 @@ void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   std::optional<Reduction> reduction;
   if (weighted) {  // plain autograd has what they need: the losses of the tokens, and with a share their lse
-    TORCH_CHECK(!call.grad_scale, linear_loss::kOp,
+    TORCH_CHECK(!call.grad_scale, linear_loss::kLinearCrossEntropyOp,
                 ": grad_scale: expected None with token_weights that require a gradient");
     reduction.emplace(call);
     call.token_weights.reset();
@@ -148,26 +150,26 @@ void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 // Under autocast the operands take the autocast dtype, as for a linear layer; the loss is fp32 whatever they
 // are.
 template <c10::DeviceType device>
-void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void linear_cross_entropy_autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   call_autocast(op, stack, device, {"hidden", "weight", "bias"});
 }
 
-void both(torch::Library& m, torch::CppFunction&& plain, torch::CppFunction&& with_stats) {
+void register_both(torch::Library& m, torch::CppFunction&& plain, torch::CppFunction&& with_stats) {
   m.impl("linear_cross_entropy", std::move(plain));
   m.impl("linear_cross_entropy_with_stats", std::move(with_stats));
 }
 
 TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
-  both(m, torch::CppFunction::makeFromBoxedFunction<&autograd<false>>(),
-       torch::CppFunction::makeFromBoxedFunction<&autograd<true>>());
+  register_both(m, torch::CppFunction::makeFromBoxedFunction<&linear_cross_entropy_autograd<false>>(),
+                torch::CppFunction::makeFromBoxedFunction<&linear_cross_entropy_autograd<true>>());
 }
 TORCH_LIBRARY_IMPL(shoestring, AutocastCPU, m) {
-  both(m, torch::CppFunction::makeFromBoxedFunction<&autocast<at::kCPU>>(),
-       torch::CppFunction::makeFromBoxedFunction<&autocast<at::kCPU>>());
+  register_both(m, torch::CppFunction::makeFromBoxedFunction<&linear_cross_entropy_autocast<at::kCPU>>(),
+                torch::CppFunction::makeFromBoxedFunction<&linear_cross_entropy_autocast<at::kCPU>>());
 }
 TORCH_LIBRARY_IMPL(shoestring, AutocastCUDA, m) {
-  both(m, torch::CppFunction::makeFromBoxedFunction<&autocast<at::kCUDA>>(),
-       torch::CppFunction::makeFromBoxedFunction<&autocast<at::kCUDA>>());
+  register_both(m, torch::CppFunction::makeFromBoxedFunction<&linear_cross_entropy_autocast<at::kCUDA>>(),
+                torch::CppFunction::makeFromBoxedFunction<&linear_cross_entropy_autocast<at::kCUDA>>());
 }
 
 }  // namespace

@@ -22,24 +22,22 @@ namespace {
 using at::Tensor;
 using linear_loss::kBias;
 using linear_loss::kHidden;
+using linear_loss::kLinearCrossEntropyOp;
 using linear_loss::kLow;
-using linear_loss::kOp;
 using linear_loss::kUp;
 using linear_loss::kWeight;
+using linear_loss::LinearCrossEntropyProblem;
+using linear_loss::LinearCrossEntropyResult;
 using linear_loss::OptionalTensor;
-using linear_loss::Problem;
-using linear_loss::Result;
 using token_losses::Factor;
-
-constexpr int64_t kDefaultWorkspaceMb = 64;
 
 // One call of the operator, a chunk of the tokens that count at a time.
 template <class T>
-class Run {
+class LinearCrossEntropyOnCpu {
  public:
-  explicit Run(const Problem& problem);
+  explicit LinearCrossEntropyOnCpu(const LinearCrossEntropyProblem& problem);
 
-  Result operator()() {
+  LinearCrossEntropyResult operator()() {
     for (int64_t begin = 0; begin < count_; begin += chunk_) add_chunk(begin);
     const auto narrow = [&](int i, const Tensor& like) {
       if (!p_.mask[i] || gradient(i).scalar_type() == like.scalar_type()) return;
@@ -81,7 +79,7 @@ class Run {
   }
   Tensor& gradient(int i) { return out_.gradients[i]; }
 
-  const Problem& p_;
+  const LinearCrossEntropyProblem& p_;
   const at::TensorOptions compute_;
   const std::vector<int64_t> rows_;
   const Tensor target_, bias_, class_weights_;  // contiguous, the latter of compute type
@@ -97,22 +95,24 @@ class Run {
   Tensor live_;         // (threads, vocab), for filter_eps: which classes a chunk's gradient needs
   Tensor grad_weight_;  // what is added to
   bool fresh_ = false;  // unless nothing is there yet
-  Result out_;
+  LinearCrossEntropyResult out_;
 };
 
 template <class T>
-Run<T>::Run(const Problem& problem)
+LinearCrossEntropyOnCpu<T>::LinearCrossEntropyOnCpu(const LinearCrossEntropyProblem& problem)
     : p_(problem), compute_(p_.hidden.options().dtype(c10::CppTypeToScalarType<T>::value)),
-      rows_(head::rows_that_count(kOp, p_.hidden.size(0), p_.target, p_.ignore_index, p_.vocab.expect_int())),
+      rows_(head::rows_that_count(kLinearCrossEntropyOp, p_.hidden.size(0), p_.target, p_.ignore_index,
+                                  p_.vocab.expect_int())),
       target_(p_.target.contiguous()), bias_(computed(p_.bias, p_.logit_scale)),
       class_weights_(computed(p_.class_weights, 1)), grad_loss_(p_.grad_loss, type()),
       grad_lse_(p_.grad_lse, type()), grad_entropy_(p_.grad_entropy, type()), features_(p_.hidden.size(1)),
       vocab_(p_.vocab.expect_int()), count_(rows_.size()), gradient_(linear_loss::any(p_.mask)),
-      low_(computed(p_.low, 1)), up_(computed(p_.up, 1)), weight_(p_.base(Backend::kCpu, kOp, type())) {
+      low_(computed(p_.low, 1)), up_(computed(p_.up, 1)),
+      weight_(p_.base(Backend::kCpu, kLinearCrossEntropyOp, type())) {
   // Where the CPU has bf16 units the products of the gradients use them. The logits stay fp32 everywhere.
   narrow_ = gradient_ && p_.weight.scalar_type() == at::kBFloat16 &&
             product_type(p_.hidden) == at::kBFloat16 && p_.filter_eps == 0;
-  const int64_t given = (p_.workspace_mb == 0 ? kDefaultWorkspaceMb : p_.workspace_mb) << 20;
+  const int64_t given = (p_.workspace_mb == 0 ? head::kDefaultWorkspaceMb : p_.workspace_mb) << 20;
   const int64_t workspace = given - std::min(kGemmWorkspace, given / 2);
   const int64_t bytes_per_token = std::max<int64_t>(1, vocab_ * static_cast<int64_t>(sizeof(T)));
   const int64_t fit = std::max<int64_t>(1, workspace / bytes_per_token);
@@ -147,7 +147,7 @@ Run<T>::Run(const Problem& problem)
 }
 
 template <class T>
-void Run<T>::add_chunk(int64_t begin) {
+void LinearCrossEntropyOnCpu<T>::add_chunk(int64_t begin) {
   const int64_t tokens = std::min(chunk_, count_ - begin);
   Tensor index = at::from_blob(const_cast<int64_t*>(rows_.data() + begin), {tokens}, at::kLong);
   Tensor gathered = p_.hidden.index_select(0, index);  // (tokens, features)
@@ -167,7 +167,7 @@ void Run<T>::add_chunk(int64_t begin) {
 }
 
 template <class T>
-void Run<T>::make_logits(const Tensor& x, const Tensor& low, Tensor& z) const {
+void LinearCrossEntropyOnCpu<T>::make_logits(const Tensor& x, const Tensor& low, Tensor& z) const {
   weight_.for_each_panel([&](int64_t v, const Tensor& panel) {
     gemm(z.narrow(1, v, panel.size(0)), x, panel.t(), /*beta=*/0, /*alpha=*/p_.logit_scale);
   });
@@ -175,7 +175,7 @@ void Run<T>::make_logits(const Tensor& x, const Tensor& low, Tensor& z) const {
 }
 
 template <class T>
-Tensor Run<T>::reduce_rows(Tensor& z, int64_t begin) {
+Tensor LinearCrossEntropyOnCpu<T>::reduce_rows(Tensor& z, int64_t begin) {
   const auto& kernels = cpu::linear_cross_entropy();
   const int64_t tokens = z.size(0);
   Tensor scale = at::empty({tokens, 1}, compute_);
@@ -221,8 +221,8 @@ Tensor Run<T>::reduce_rows(Tensor& z, int64_t begin) {
 // The gradient of the logits is diag(scale) z, so with x and low already multiplied by scale
 //   grad_hidden = diag(scale) (z W),  grad_weight += z^T x,  grad_bias += z^T scale.
 template <class T>
-void Run<T>::add_gradients(const Tensor& z, const Tensor& scale, const Tensor& x, const Tensor& low,
-                           const Tensor& index) {
+void LinearCrossEntropyOnCpu<T>::add_gradients(const Tensor& z, const Tensor& scale, const Tensor& x,
+                                               const Tensor& low, const Tensor& index) {
   const auto put = [&](int i, Tensor& sum) {
     gradient(i).index_copy_(0, index, sum.mul_(scale).to(gradient(i).scalar_type()));
   };
@@ -249,8 +249,8 @@ void Run<T>::add_gradients(const Tensor& z, const Tensor& scale, const Tensor& x
 
 // The same for the classes `live` alone, some megabytes of their weights at a time.
 template <class T>
-void Run<T>::add_live_gradients(const Tensor& z, const Tensor& live, const Tensor& scale, Tensor& x,
-                                Tensor& low, const Tensor& index) {
+void LinearCrossEntropyOnCpu<T>::add_live_gradients(const Tensor& z, const Tensor& live, const Tensor& scale,
+                                                    Tensor& x, Tensor& low, const Tensor& index) {
   const auto sum = [&](int i, int64_t columns) {
     return p_.mask[i] ? at::zeros({z.size(0), columns}, compute_) : Tensor();
   };
@@ -275,12 +275,15 @@ void Run<T>::add_live_gradients(const Tensor& z, const Tensor& live, const Tenso
   put(kLow, grad_low);
 }
 
-Result rows(const Problem& p) {
-  return compute_type(p.hidden) == at::kDouble ? Run<double>(p)() : Run<float>(p)();
+LinearCrossEntropyResult linear_cross_entropy_rows_cpu(const LinearCrossEntropyProblem& p) {
+  return compute_type(p.hidden) == at::kDouble ? LinearCrossEntropyOnCpu<double>(p)()
+                                               : LinearCrossEntropyOnCpu<float>(p)();
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("linear_cross_entropy_rows", torch::CppFunction::makeFromBoxedFunction<&linear_loss::boxed<rows>>());
+  m.impl("linear_cross_entropy_rows",
+         torch::CppFunction::makeFromBoxedFunction<
+             &linear_loss::boxed_linear_cross_entropy_rows<linear_cross_entropy_rows_cpu>>());
 }
 
 }  // namespace

@@ -11,27 +11,28 @@ namespace shoestring {
 namespace {
 
 using at::Tensor;
-using linear_loss::kOp;
+using linear_loss::kLinearCrossEntropyOp;
+using linear_loss::LinearCrossEntropyProblem;
+using linear_loss::LinearCrossEntropyResult;
 using linear_loss::OptionalTensor;
-using linear_loss::Problem;
-using linear_loss::Result;
 
 // A call as the device has it.
-struct Work : Problem {
-  explicit Work(const Problem& problem);
+struct LinearCrossEntropyOnCuda : LinearCrossEntropyProblem {
+  explicit LinearCrossEntropyOnCuda(const LinearCrossEntropyProblem& problem);
 
   LogitWaves waves;
   Tensor padded_bias, padded_weights, total_weight;  // (stride), (stride), (): compute type, or undefined
   std::array<Tensor, 3> factors;  // grad_loss, grad_lse, grad_entropy: compute type, or undefined
 };
 
-Work::Work(const Problem& problem)
-    : Problem(problem), waves(kOp, *this, target.eq(ignore_index).unsqueeze(1), mask,
-                              {.logit_scale = logit_scale,
-                               .averaged = averaged,
-                               .workspace_mb = workspace_mb,
-                               .weight_grad = weight_grad,
-                               .filter = filter_eps > 0}) {
+LinearCrossEntropyOnCuda::LinearCrossEntropyOnCuda(const LinearCrossEntropyProblem& problem)
+    : LinearCrossEntropyProblem(problem),
+      waves(kLinearCrossEntropyOp, *this, target.eq(ignore_index).unsqueeze(1), mask,
+            {.logit_scale = logit_scale,
+             .averaged = averaged,
+             .workspace_mb = workspace_mb,
+             .weight_grad = weight_grad,
+             .filter = filter_eps > 0}) {
   target = target.contiguous();
   padded_bias = waves.padded(bias);
   if (padded_bias.defined() && logit_scale != 1) padded_bias.mul_(logit_scale);
@@ -42,8 +43,9 @@ Work::Work(const Problem& problem)
 }
 
 // Rows from `begin` on, as many as `logits` has.
-void start_rows(const Work& p, const Tensor& logits, const Tensor& gradient, int64_t begin,
-                const Result& out) {
+void start_linear_cross_entropy_rows(const LinearCrossEntropyOnCuda& p, const Tensor& logits,
+                                     const Tensor& gradient, int64_t begin,
+                                     const LinearCrossEntropyResult& out) {
   const auto output = [&](const Tensor& t) {
     return t.defined() ? t.narrow(0, begin, logits.size(0)).mutable_data_ptr() : nullptr;
   };
@@ -64,15 +66,16 @@ void start_rows(const Work& p, const Tensor& logits, const Tensor& gradient, int
   rows.lse = output(out.lse);
   rows.entropy = output(out.entropy);
   rows.argmax = static_cast<int64_t*>(output(out.argmax));
-  const auto run = rows_of(cuda::table<kernels::LinearCrossEntropyCuda>(kOp), p.hidden.scalar_type());
-  check_launch(kOp, run(rows, stream_of(p.hidden)));
+  const auto run =
+      rows_of(cuda::table<kernels::LinearCrossEntropyCuda>(kLinearCrossEntropyOp), p.hidden.scalar_type());
+  check_launch(kLinearCrossEntropyOp, run(rows, stream_of(p.hidden)));
 }
 
-Result rows(const Problem& problem) {
+LinearCrossEntropyResult linear_cross_entropy_rows_cuda(const LinearCrossEntropyProblem& problem) {
   const c10::OptionalDeviceGuard guard(problem.hidden.device());
-  const Work p(problem);
+  const LinearCrossEntropyOnCuda p(problem);
   const auto each = [&](at::TensorOptions options) { return at::empty({p.waves.tokens()}, options); };
-  Result out;
+  LinearCrossEntropyResult out;
   out.loss = each(p.waves.compute());
   out.lse = each(p.waves.compute());
   if (p.stats) {
@@ -80,13 +83,15 @@ Result rows(const Problem& problem) {
     out.argmax = each(p.waves.compute().dtype(at::kLong));
   }
   out.gradients = p.waves.run([&](const Tensor& logits, const Tensor& gradient, int64_t begin) {
-    start_rows(p, logits, gradient, begin, out);
+    start_linear_cross_entropy_rows(p, logits, gradient, begin, out);
   });
   return out;
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("linear_cross_entropy_rows", torch::CppFunction::makeFromBoxedFunction<&linear_loss::boxed<rows>>());
+  m.impl("linear_cross_entropy_rows",
+         torch::CppFunction::makeFromBoxedFunction<
+             &linear_loss::boxed_linear_cross_entropy_rows<linear_cross_entropy_rows_cuda>>());
 }
 
 }  // namespace

@@ -14,77 +14,79 @@ namespace {
 kernels::Divergence divergence_of(const std::string& name) {
   if (name == "forward_kl") return kernels::Divergence::kForwardKl;
   if (name == "reverse_kl") return kernels::Divergence::kReverseKl;
-  TORCH_CHECK(name == "jsd", kOp, ": divergence: expected 'forward_kl', 'reverse_kl' or 'jsd', received '",
-              name, "'");
+  TORCH_CHECK(name == "jsd", kDistillationOp,
+              ": divergence: expected 'forward_kl', 'reverse_kl' or 'jsd', received '", name, "'");
   return kernels::Divergence::kJsd;
 }
 
 // Of both heads and target, whether they are a call's or its rows'.
 void check_heads(const Head& student, const Head& teacher, const OptionalTensor& target) {
-  student.check(kOp);
+  student.check(kDistillationOp);
   const Tensor &hidden = student.hidden, &of_teacher = teacher.hidden;
-  TORCH_CHECK(of_teacher.dim() == hidden.dim() && teacher.tokens() == student.tokens(), kOp,
+  TORCH_CHECK(of_teacher.dim() == hidden.dim() && teacher.tokens() == student.tokens(), kDistillationOp,
               ": teacher_hidden: expected hidden's shape but for the last dimension, ", hidden.sym_sizes(),
               ", received ", of_teacher.sym_sizes());
   TORCH_CHECK(at::isFloatingType(of_teacher.scalar_type()) && of_teacher.device() == hidden.device() &&
                   compute_type(of_teacher) == compute_type(hidden),
-              kOp, ": teacher_hidden: expected ",
+              kDistillationOp, ": teacher_hidden: expected ",
               hidden.scalar_type() == at::kDouble ? "fp64" : "fp32, bf16 or fp16", " on ", hidden.device(),
               ", as hidden's dtype asks, received ", of_teacher.scalar_type(), " on ", of_teacher.device());
-  teacher.check(kOp);
-  if (target) check_target(kOp, student, *target);
+  teacher.check(kDistillationOp);
+  if (target) check_target(kDistillationOp, student, *target);
 }
 
 }  // namespace
 
-Problem::Problem(const BoxedArguments& a)
+DistillationProblem::DistillationProblem(const BoxedArguments& a)
     : Head(a), teacher(a, "teacher_", vocab), target(a.optional("target")),
       grad_loss(a.optional("grad_loss")), ignore_index(a["ignore_index"].toInt()),
       divergence(divergence_of(a["divergence"].toStringRef())), beta(a.number("beta")),
       temperature(a.number("temperature")), averaged(a["averaged"].toBool()),
       workspace_mb(a["workspace_mb"].toInt()), mask(head::mask_of(a["output_mask"])) {
   check_heads(*this, teacher, target);
-  check_mask(kOp, mask);
-  TORCH_CHECK(hidden.dim() == 2, kOp, "_rows: hidden: expected shape (tokens, features), received ",
-              hidden.sym_sizes());
-  TORCH_CHECK(std::isfinite(temperature) && temperature > 0, kOp,
+  check_mask(kDistillationOp, mask);
+  TORCH_CHECK(hidden.dim() == 2, kDistillationOp,
+              "_rows: hidden: expected shape (tokens, features), received ", hidden.sym_sizes());
+  TORCH_CHECK(std::isfinite(temperature) && temperature > 0, kDistillationOp,
               ": temperature: expected a positive number, received ", temperature);
-  TORCH_CHECK(divergence != kernels::Divergence::kJsd || (beta > 0 && beta < 1), kOp,
+  TORCH_CHECK(divergence != kernels::Divergence::kJsd || (beta > 0 && beta < 1), kDistillationOp,
               ": beta: expected a number in (0, 1), received ", beta,
               "; for what its ends stand for there are divergence='forward_kl' and 'reverse_kl'");
-  head::check_factor(kOp, "grad_loss", *this, grad_loss);
-  TORCH_CHECK(grad_loss || !wants_gradient(), kOp, ": grad_loss: expected one with gradients, received None");
-  head::check_workspace(kOp, workspace_mb);
+  head::check_factor(kDistillationOp, "grad_loss", *this, grad_loss);
+  TORCH_CHECK(grad_loss || !wants_gradient(), kDistillationOp,
+              ": grad_loss: expected one with gradients, received None");
+  head::check_workspace(kDistillationOp, workspace_mb);
 }
 
-void push(torch::jit::Stack* stack, const c10::OperatorHandle& op, const Result& r, const Tensor& hidden) {
+void push_distillation_rows(torch::jit::Stack* stack, const c10::OperatorHandle& op,
+                            const DistillationResult& r, const Tensor& hidden) {
   torch::jit::drop(*stack, op.schema().arguments().size());
   torch::jit::push(*stack, r.loss);
   for (const Tensor& g : r.gradients)
     torch::jit::push(*stack, g.defined() ? g : at::empty({0}, hidden.options()));
 }
 
-Call::Call(const BoxedArguments& a)
+DistillationCall::DistillationCall(const BoxedArguments& a)
     : Head(a), teacher(a, "teacher_", vocab), target(a.optional("target")),
       reduction(a["reduction"].toStringRef()) {
   check_heads(*this, teacher, target);
-  head::check_reduction(kOp, reduction);
-  for (const char* name : kOptions) options.emplace_back(name, a[name]);
+  head::check_reduction(kDistillationOp, reduction);
+  for (const char* name : kDistillationOptions) options.emplace_back(name, a[name]);
 }
 
-Tensor Call::count() const {
+Tensor DistillationCall::count() const {
   if (target) return target->ne(ignore_index()).sum(at::kDouble);
   return at::ones_symint(tokens(), hidden.options().dtype(at::kByte)).sum(at::kDouble);
 }
 
-Tensor Call::reduce(const Tensor& loss) const {
+Tensor DistillationCall::reduce(const Tensor& loss) const {
   if (!scalar()) return loss;
   const Tensor sum = loss.sum(at::kDouble);
   const Tensor result = reduction == "mean" ? sum / count() : sum;  // NaN for a mean over nothing
   return result.scalar_type() == loss.scalar_type() ? result : result.to(loss.scalar_type());
 }
 
-Result rows(const Call& call, const Tensor& upstream, const Mask& mask) {
+DistillationResult distillation_rows(const DistillationCall& call, const Tensor& upstream, const Mask& mask) {
   NamedArguments arguments = call.options;
   call.append_to(arguments);
   call.teacher.append_to(arguments);
@@ -93,7 +95,7 @@ Result rows(const Call& call, const Tensor& upstream, const Mask& mask) {
   if (call.target) arguments.emplace_back("target", flat(call, *call.target));
   if (upstream.defined()) arguments.emplace_back("grad_loss", flat(call, upstream));
   const auto out = call_by_name("shoestring::linear_distillation_rows", arguments);
-  Result r{out[0].toTensor().view_symint(call.tokens()), {}};
+  DistillationResult r{out[0].toTensor().view_symint(call.tokens()), {}};
   for (int i = 0; i < kInputs; ++i) {
     if (mask[i]) r.gradients[i] = out[1 + i].toTensor();
   }
@@ -107,11 +109,11 @@ Result rows(const Call& call, const Tensor& upstream, const Mask& mask) {
 namespace {
 
 using at::Tensor;
-using distillation::Call;
-using distillation::Result;
+using distillation::DistillationCall;
+using distillation::DistillationResult;
 
-Result on_meta(const distillation::Problem& p) {
-  Result r{
+DistillationResult distillation_rows_meta(const distillation::DistillationProblem& p) {
+  DistillationResult r{
       at::empty_symint(p.hidden.sym_sizes().slice(0, 1), p.hidden.options().dtype(compute_type(p.hidden))),
       {}};
   const auto inputs = p.inputs();
@@ -122,19 +124,19 @@ Result on_meta(const distillation::Problem& p) {
 }
 
 // Without gradients the operator is the same on every device.
-void without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const Call call(BoxedArguments(op, *stack));
-  const Tensor loss = call.reduce(distillation::rows(call, {}, {}).loss);
+void distillation_without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const DistillationCall call(BoxedArguments(op, *stack));
+  const Tensor loss = call.reduce(distillation::distillation_rows(call, {}, {}).loss);
   torch::jit::drop(*stack, op.schema().arguments().size());
   torch::jit::push(*stack, loss);
 }
 
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
-  m.impl("linear_distillation_rows",
-         torch::CppFunction::makeFromBoxedFunction<&distillation::boxed<on_meta>>());
+  m.impl("linear_distillation_rows", torch::CppFunction::makeFromBoxedFunction<
+                                         &distillation::boxed_distillation_rows<distillation_rows_meta>>());
 }
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
-  m.impl("linear_distillation", torch::CppFunction::makeFromBoxedFunction<&without_gradients>());
+  m.impl("linear_distillation", torch::CppFunction::makeFromBoxedFunction<&distillation_without_gradients>());
 }
 
 }  // namespace

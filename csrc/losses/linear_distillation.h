@@ -12,18 +12,18 @@
 
 namespace shoestring::distillation {
 
-constexpr const char* kOp = "linear_distillation";
+constexpr const char* kDistillationOp = "linear_distillation";
 
 using namespace head;
 
-struct Result {
+struct DistillationResult {
   Tensor loss;  // (tokens), compute type
   Gradients gradients;
 };
 
 /// The arguments of linear_distillation_rows, checked: a student's head, and its teacher's.
-struct Problem : Head {
-  explicit Problem(const BoxedArguments& arguments);
+struct DistillationProblem : Head {
+  explicit DistillationProblem(const BoxedArguments& arguments);
 
   bool wants_gradient() const { return head::any(mask); }
 
@@ -39,22 +39,23 @@ struct Problem : Head {
 };
 
 /// Registers a device's linear_distillation_rows.
-using Run = Result (*)(const Problem&);
-void push(torch::jit::Stack* stack, const c10::OperatorHandle& op, const Result& result,
-          const Tensor& hidden);
-template <Run run>
-void boxed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const Problem problem(BoxedArguments(op, *stack));
-  push(stack, op, run(problem), problem.hidden);
+using DistillationRun = DistillationResult (*)(const DistillationProblem&);
+void push_distillation_rows(torch::jit::Stack* stack, const c10::OperatorHandle& op,
+                            const DistillationResult& result, const Tensor& hidden);
+template <DistillationRun run>
+void boxed_distillation_rows(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const DistillationProblem problem(BoxedArguments(op, *stack));
+  push_distillation_rows(stack, op, run(problem), problem.hidden);
 }
 
 /// Those that linear_distillation_rows has as well.
-constexpr const char* kOptions[] = {"ignore_index", "divergence", "beta", "temperature", "workspace_mb"};
+constexpr const char* kDistillationOptions[] = {"ignore_index", "divergence", "beta", "temperature",
+                                                "workspace_mb"};
 
 /// A call of linear_distillation.
-struct Call : Head {
-  Call() = default;
-  explicit Call(const BoxedArguments& arguments);
+struct DistillationCall : Head {
+  DistillationCall() = default;
+  explicit DistillationCall(const BoxedArguments& arguments);
 
   Head teacher;
   OptionalTensor target;
@@ -71,6 +72,6 @@ struct Call : Head {
 
 /// linear_distillation_rows through the dispatcher, with the results in the shapes of the call. `upstream`:
 /// of the tokens' losses, in their shape or (); undefined without gradients.
-Result rows(const Call& call, const Tensor& upstream, const Mask& mask);
+DistillationResult distillation_rows(const DistillationCall& call, const Tensor& upstream, const Mask& mask);
 
 }  // namespace shoestring::distillation

@@ -10,11 +10,11 @@ namespace shoestring {
 namespace {
 
 using at::Tensor;
-using distillation::Call;
+using distillation::DistillationCall;
+using distillation::DistillationResult;
 using distillation::kInputs;
 using distillation::Mask;
 using distillation::OptionalTensor;
-using distillation::Result;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -25,7 +25,7 @@ class LinearDistillation : public torch::autograd::Function<LinearDistillation> 
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight,
                                const OptionalTensor& bias, const OptionalTensor& low,
-                               const OptionalTensor& up, const Call& call) {
+                               const OptionalTensor& up, const DistillationCall& call) {
     at::AutoDispatchBelowADInplaceOrView below;
     const Mask mask = require_grad(call);
     const auto compute = compute_type(hidden);
@@ -33,7 +33,7 @@ class LinearDistillation : public torch::autograd::Function<LinearDistillation> 
     if (call.reduction == "mean") factor = call.count().reciprocal();
     if (call.reduction == "sum") factor = at::ones({}, hidden.options().dtype(compute));
     if (factor.defined() && factor.scalar_type() != compute) factor = factor.to(compute);
-    const Result r = distillation::rows(call, factor, call.scalar() ? mask : Mask{});
+    const DistillationResult r = distillation::distillation_rows(call, factor, call.scalar() ? mask : Mask{});
 
     ctx->set_materialize_grads(false);
     save_mask(ctx, mask);
@@ -56,7 +56,7 @@ class LinearDistillation : public torch::autograd::Function<LinearDistillation> 
       const variable_list saved = ctx->get_saved_variables();
       gradients =
           ctx->saved_data["scalar"].toBool() ? scaled(saved, upstream[0]) : again(ctx, saved, upstream[0]);
-      gradients = once_differentiable(distillation::kOp, std::move(gradients));
+      gradients = once_differentiable(distillation::kDistillationOp, std::move(gradients));
     }
     gradients.push_back(Tensor());
     return gradients;
@@ -73,19 +73,20 @@ class LinearDistillation : public torch::autograd::Function<LinearDistillation> 
   static variable_list again(AutogradContext* ctx, const variable_list& tensors, const Tensor& upstream) {
     at::AutoDispatchBelowADInplaceOrView below;
     SavedTensors saved(tensors);
-    Call call;
+    DistillationCall call;
     saved_head(ctx, saved, call);
     saved_head(ctx, saved, call.teacher, "teacher_");
     call.target = saved.next_optional();
     call.reduction = "none";
-    call.options = saved_options(ctx, distillation::kOptions);
-    const Result r = distillation::rows(call, upstream.to(compute_type(call.hidden)), saved_mask(ctx));
+    call.options = saved_options(ctx, distillation::kDistillationOptions);
+    const DistillationResult r =
+        distillation::distillation_rows(call, upstream.to(compute_type(call.hidden)), saved_mask(ctx));
     return {r.gradients.begin(), r.gradients.end()};
   }
 };
 
-void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const Call call(BoxedArguments(op, *stack));
+void distillation_autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const DistillationCall call(BoxedArguments(op, *stack));
   if (!at::GradMode::is_enabled() || !head::any(require_grad(call))) {
     at::AutoDispatchBelowADInplaceOrView below;
     op.callBoxed(stack);
@@ -99,19 +100,21 @@ void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 // Under autocast the operands take the autocast dtype, as for a linear layer; the loss is fp32 whatever they
 // are.
 template <c10::DeviceType device>
-void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void distillation_autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   call_autocast(op, stack, device,
                 {"hidden", "weight", "teacher_hidden", "teacher_weight", "bias", "teacher_bias"});
 }
 
 TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
-  m.impl("linear_distillation", torch::CppFunction::makeFromBoxedFunction<&autograd>());
+  m.impl("linear_distillation", torch::CppFunction::makeFromBoxedFunction<&distillation_autograd>());
 }
 TORCH_LIBRARY_IMPL(shoestring, AutocastCPU, m) {
-  m.impl("linear_distillation", torch::CppFunction::makeFromBoxedFunction<&autocast<at::kCPU>>());
+  m.impl("linear_distillation",
+         torch::CppFunction::makeFromBoxedFunction<&distillation_autocast<at::kCPU>>());
 }
 TORCH_LIBRARY_IMPL(shoestring, AutocastCUDA, m) {
-  m.impl("linear_distillation", torch::CppFunction::makeFromBoxedFunction<&autocast<at::kCUDA>>());
+  m.impl("linear_distillation",
+         torch::CppFunction::makeFromBoxedFunction<&distillation_autocast<at::kCUDA>>());
 }
 
 }  // namespace

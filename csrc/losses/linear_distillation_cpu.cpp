@@ -15,24 +15,22 @@ namespace shoestring {
 namespace {
 
 using at::Tensor;
+using distillation::DistillationProblem;
+using distillation::DistillationResult;
 using distillation::kBias;
+using distillation::kDistillationOp;
 using distillation::kHidden;
 using distillation::kLow;
-using distillation::kOp;
 using distillation::kUp;
 using distillation::kWeight;
 using distillation::OptionalTensor;
-using distillation::Problem;
-using distillation::Result;
-
-constexpr int64_t kDefaultWorkspaceMb = 64;
 
 // One call of the operator, a chunk of the tokens that count at a time.
 template <class T>
-class Run {
+class DistillationOnCpu {
  public:
-  explicit Run(const Problem& problem);
-  Result operator()();
+  explicit DistillationOnCpu(const DistillationProblem& problem);
+  DistillationResult operator()();
 
  private:
   void add_chunk(int64_t begin);
@@ -54,7 +52,7 @@ class Run {
     return bias ? bias->to(type()).div(p_.temperature).contiguous() : Tensor();
   }
 
-  const Problem& p_;
+  const DistillationProblem& p_;
   const at::TensorOptions compute_;
   const std::vector<int64_t> rows_;
   const Tensor bias_, teacher_bias_;  // compute type, divided by the temperature, or undefined
@@ -65,18 +63,18 @@ class Run {
   int64_t chunk_;            // tokens
   Tensor logits_, teacher_;  // (chunk, vocab)
   Tensor factor_;            // (tokens), or undefined
-  Result out_;
+  DistillationResult out_;
 };
 
 template <class T>
-Run<T>::Run(const Problem& problem)
+DistillationOnCpu<T>::DistillationOnCpu(const DistillationProblem& problem)
     : p_(problem), compute_(p_.hidden.options().dtype(type())),
-      rows_(head::rows_that_count(kOp, p_.hidden.size(0), p_.target, p_.ignore_index)),
+      rows_(head::rows_that_count(kDistillationOp, p_.hidden.size(0), p_.target, p_.ignore_index)),
       bias_(divided(p_.bias)), teacher_bias_(divided(p_.teacher.bias)),
-      up_(p_.up ? p_.up->to(type()) : Tensor()), weight_(p_.base(Backend::kCpu, kOp, type())),
-      teacher_weight_(p_.teacher.base(Backend::kCpu, kOp, type())), vocab_(p_.vocab.expect_int()),
+      up_(p_.up ? p_.up->to(type()) : Tensor()), weight_(p_.base(Backend::kCpu, kDistillationOp, type())),
+      teacher_weight_(p_.teacher.base(Backend::kCpu, kDistillationOp, type())), vocab_(p_.vocab.expect_int()),
       count_(rows_.size()) {
-  const int64_t workspace = p_.workspace_mb == 0 ? kDefaultWorkspaceMb : p_.workspace_mb;
+  const int64_t workspace = p_.workspace_mb == 0 ? head::kDefaultWorkspaceMb : p_.workspace_mb;
   const int64_t bytes_per_token = std::max<int64_t>(1, 2 * vocab_ * static_cast<int64_t>(sizeof(T)));
   const int64_t fit = std::max<int64_t>(1, (workspace << 20) / bytes_per_token);
   chunk_ = std::min<int64_t>(fit > 16 ? fit / 16 * 16 : fit, std::min<int64_t>(count_, 1024));
@@ -94,7 +92,7 @@ Run<T>::Run(const Problem& problem)
 }
 
 template <class T>
-Result Run<T>::operator()() {
+DistillationResult DistillationOnCpu<T>::operator()() {
   for (int64_t begin = 0; begin < count_; begin += chunk_) add_chunk(begin);
   const auto inputs = p_.inputs();
   for (int i : {kWeight, kBias, kUp}) {
@@ -104,7 +102,7 @@ Result Run<T>::operator()() {
 }
 
 template <class T>
-void Run<T>::add_chunk(int64_t begin) {
+void DistillationOnCpu<T>::add_chunk(int64_t begin) {
   const int64_t tokens = std::min(chunk_, count_ - begin);
   const Tensor index = at::from_blob(const_cast<int64_t*>(rows_.data() + begin), {tokens}, at::kLong);
   const Tensor z = logits_.narrow(0, 0, tokens), teacher = teacher_.narrow(0, 0, tokens);
@@ -117,7 +115,7 @@ void Run<T>::add_chunk(int64_t begin) {
 }
 
 template <class T>
-void Run<T>::reduce_rows(const Tensor& z, const Tensor& teacher, int64_t begin) {
+void DistillationOnCpu<T>::reduce_rows(const Tensor& z, const Tensor& teacher, int64_t begin) {
   const auto& kernels = cpu::linear_distillation();
   const auto pointer = [](const Tensor& t) { return t.defined() ? t.template const_data_ptr<T>() : nullptr; };
   const kernels::DistillationRule<T> rule{vocab_, pointer(bias_), pointer(teacher_bias_), p_.divergence,
@@ -142,7 +140,8 @@ void Run<T>::reduce_rows(const Tensor& z, const Tensor& teacher, int64_t begin) 
 }
 
 template <class T>
-void Run<T>::add_gradients(const Tensor& z, const Tensor& x, const Tensor& low, const Tensor& index) {
+void DistillationOnCpu<T>::add_gradients(const Tensor& z, const Tensor& x, const Tensor& low,
+                                         const Tensor& index) {
   if (p_.mask[kHidden]) {
     Tensor grad = at::empty({z.size(0), p_.hidden.size(1)}, compute_);
     weight_.for_each_panel([&](int64_t v, const Tensor& panel) {
@@ -156,12 +155,14 @@ void Run<T>::add_gradients(const Tensor& z, const Tensor& x, const Tensor& low, 
   if (p_.mask[kUp]) gemm(out_.gradients[kUp], z.t(), low, /*beta=*/1);
 }
 
-Result rows(const Problem& p) {
-  return compute_type(p.hidden) == at::kDouble ? Run<double>(p)() : Run<float>(p)();
+DistillationResult distillation_rows_cpu(const DistillationProblem& p) {
+  return compute_type(p.hidden) == at::kDouble ? DistillationOnCpu<double>(p)()
+                                               : DistillationOnCpu<float>(p)();
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("linear_distillation_rows", torch::CppFunction::makeFromBoxedFunction<&distillation::boxed<rows>>());
+  m.impl("linear_distillation_rows", torch::CppFunction::makeFromBoxedFunction<
+                                         &distillation::boxed_distillation_rows<distillation_rows_cpu>>());
 }
 
 }  // namespace

@@ -9,16 +9,16 @@ namespace shoestring {
 namespace {
 
 using at::Tensor;
-using distillation::kOp;
+using distillation::DistillationProblem;
+using distillation::DistillationResult;
+using distillation::kDistillationOp;
 using distillation::OptionalTensor;
-using distillation::Problem;
-using distillation::Result;
 
 // A call as the device has it.
-struct Work : Problem {
-  explicit Work(const Problem& problem)
-      : Problem(problem), ignored(target ? target->eq(ignore_index).unsqueeze(1) : Tensor()),
-        waves(kOp, *this, ignored, mask,
+struct DistillationOnCuda : DistillationProblem {
+  explicit DistillationOnCuda(const DistillationProblem& problem)
+      : DistillationProblem(problem), ignored(target ? target->eq(ignore_index).unsqueeze(1) : Tensor()),
+        waves(kDistillationOp, *this, ignored, mask,
               {.logit_scale = 1 / temperature,
                .averaged = averaged,
                .workspace_mb = workspace_mb,
@@ -41,8 +41,8 @@ struct Work : Problem {
 };
 
 // Rows from `begin` on, as many as `student` has.
-void start_rows(const Work& p, const Tensor& student, const Tensor& teacher, const Tensor& gradient,
-                int64_t begin, const Tensor& loss) {
+void start_distillation_rows(const DistillationOnCuda& p, const Tensor& student, const Tensor& teacher,
+                             const Tensor& gradient, int64_t begin, const Tensor& loss) {
   kernels::DistillationRows rows{};
   rows.student = student.const_data_ptr();
   rows.teacher = teacher.const_data_ptr();
@@ -59,28 +59,31 @@ void start_rows(const Work& p, const Tensor& student, const Tensor& teacher, con
   rows.factor = p.waves.factor();
   rows.gradient = gradient.defined() ? gradient.mutable_data_ptr() : nullptr;
   rows.loss = loss.narrow(0, begin, student.size(0)).mutable_data_ptr();
-  const auto run = rows_of(cuda::table<kernels::LinearDistillationCuda>(kOp), p.hidden.scalar_type());
-  check_launch(kOp, run(rows, stream_of(p.hidden)));
+  const auto run =
+      rows_of(cuda::table<kernels::LinearDistillationCuda>(kDistillationOp), p.hidden.scalar_type());
+  check_launch(kDistillationOp, run(rows, stream_of(p.hidden)));
 }
 
-Result rows(const Problem& problem) {
+DistillationResult distillation_rows_cuda(const DistillationProblem& problem) {
   const c10::OptionalDeviceGuard guard(problem.hidden.device());
-  const Work p(problem);
-  const BaseWeight teacher_weight = p.teacher.base(Backend::kCuda, kOp, p.teacher.hidden.scalar_type());
+  const DistillationOnCuda p(problem);
+  const BaseWeight teacher_weight =
+      p.teacher.base(Backend::kCuda, kDistillationOp, p.teacher.hidden.scalar_type());
   const Tensor teacher_logits = p.waves.buffer();
-  Result out;
+  DistillationResult out;
   out.loss = at::empty({p.waves.tokens()}, p.waves.compute());
   out.gradients = p.waves.run([&](const Tensor& student, const Tensor& gradient, int64_t begin) {
     const int64_t tokens = student.size(0);
     const Tensor teacher = teacher_logits.narrow(0, 0, tokens);
     p.waves.write_logits(teacher, p.waves.counted(p.teacher.hidden, begin, tokens), teacher_weight);
-    start_rows(p, student, teacher, gradient, begin, out.loss);
+    start_distillation_rows(p, student, teacher, gradient, begin, out.loss);
   });
   return out;
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("linear_distillation_rows", torch::CppFunction::makeFromBoxedFunction<&distillation::boxed<rows>>());
+  m.impl("linear_distillation_rows", torch::CppFunction::makeFromBoxedFunction<
+                                         &distillation::boxed_distillation_rows<distillation_rows_cuda>>());
 }
 
 }  // namespace

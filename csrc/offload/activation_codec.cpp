@@ -10,7 +10,7 @@
 namespace shoestring {
 namespace {
 
-constexpr int64_t kAlignment = 64;  // of a part: vector loads
+constexpr int64_t kPartAlignment = 64;  // of a part: vector loads
 
 at::Tensor part_of(const at::Tensor& host, const EncodedPart& part) {
   const int64_t bytes = part.count * static_cast<int64_t>(c10::elementSize(part.dtype));
@@ -52,7 +52,7 @@ Encoding encoding_of(Compression compression, int64_t count, at::ScalarType dtyp
   const auto add = [&](int64_t elements, at::ScalarType type) {
     encoding.parts.push_back({encoding.bytes, elements, type});
     const int64_t bytes = elements * static_cast<int64_t>(c10::elementSize(type));
-    encoding.bytes += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    encoding.bytes += (bytes + kPartAlignment - 1) / kPartAlignment * kPartAlignment;
   };
   switch (encoding.compression) {
     case Compression::kNone:

@@ -20,9 +20,9 @@
 namespace shoestring {
 namespace {
 
-constexpr int64_t kAlignment = 4096;
+constexpr int64_t kHostAlignment = 4096;
 
-int64_t aligned(int64_t size) { return (size + kAlignment - 1) / kAlignment * kAlignment; }
+int64_t aligned(int64_t size) { return (size + kHostAlignment - 1) / kHostAlignment * kHostAlignment; }
 
 }  // namespace
 

@@ -7,10 +7,10 @@ namespace shoestring::offload {
 namespace {
 
 // Tensors of any strides, one after the other in memory of 64 bytes' alignment.
-constexpr int64_t kAlignment = 64;
+constexpr int64_t kParamAlignment = 64;
 
 int64_t bytes_of(const Tensor& t) {
-  return (static_cast<int64_t>(t.nbytes()) + kAlignment - 1) / kAlignment * kAlignment;
+  return (static_cast<int64_t>(t.nbytes()) + kParamAlignment - 1) / kParamAlignment * kParamAlignment;
 }
 
 void copy_all(const std::vector<std::pair<Tensor, Tensor>>& copies) {

@@ -38,7 +38,6 @@ namespace {
 
 constexpr int kThreads =
     8;  // a read of some MiB keeps a fast disk busy by itself; several hide what lies between them
-constexpr int64_t kAtOnce = int64_t{1} << 30;  // what a system call takes, about half of it
 
 class Threads final : public Engine {
  public:

@@ -25,6 +25,7 @@ struct Transfer {
   std::optional<ssize_t> failure = std::nullopt;  // a test's
 };
 inline constexpr int kEndOfFile = -1;
+inline constexpr int64_t kAtOnce = int64_t{1} << 30;  // bytes: half of what a system call takes
 
 /// What a system call (bytes, or minus an errno) has brought; true where nothing is left to do. Short
 /// transfers go on, from a multiple of `alignment`.

@@ -24,7 +24,6 @@ namespace {
 
 constexpr unsigned kDepth =
     64;  // transfers in the kernel at a time: more than any disk's queue needs at a MiB each
-constexpr int64_t kAtOnce = int64_t{1} << 30;
 
 // One thread reaps what has finished; whoever wants a transfer submits it.
 class Ring final : public Engine {

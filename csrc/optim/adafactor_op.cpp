@@ -25,11 +25,11 @@ double epsilon(const Share& s) {
                                  : std::numeric_limits<c10::Half>::epsilon();
 }
 
-struct Options {
+struct AdafactorArguments {
   double beta1, beta2_decay, eps2, d;
   std::optional<double> eps1;
 
-  explicit Options(const Call& call)
+  explicit AdafactorArguments(const Call& call)
       : beta1(call.fraction("beta1")), beta2_decay(call.number("beta2_decay")),
         eps2(call.at_least_zero("eps2")), d(call.number("d")), eps1(call["eps1"].toOptional<double>()) {
     TORCH_CHECK(beta2_decay <= 0, call.op, ": beta2_decay: expected a number of at most 0, received ",
@@ -41,7 +41,7 @@ struct Options {
 };
 
 void adafactor(const Call& call) {
-  const Options options(call);
+  const AdafactorArguments options(call);
   const double lr = call.options().lr;
   const auto moments = optimizer::optional_mean(call, options.beta1);
   const optimizer::Factored square(call, "row_var", "col_var", "variance");
@@ -74,7 +74,7 @@ void adafactor(const Call& call) {
   }
 }
 
-const optimizer::Registered<adafactor, adafactor> kRegistered("adafactor_");
+const optimizer::Registered<adafactor, adafactor> kAdafactorRegistered("adafactor_");
 
 }  // namespace
 }  // namespace shoestring

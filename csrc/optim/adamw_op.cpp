@@ -15,7 +15,7 @@ struct AdamW {
   }
 };
 
-const optimizer::RegisteredRule<AdamW> kRegistered("adamw_");
+const optimizer::RegisteredRule<AdamW> kAdamWRegistered("adamw_");
 
 }  // namespace
 }  // namespace shoestring

@@ -35,7 +35,7 @@ struct AdEMAMix {
   }
 };
 
-const optimizer::RegisteredRule<AdEMAMix> kRegistered("ademamix_");
+const optimizer::RegisteredRule<AdEMAMix> kAdEMAMixRegistered("ademamix_");
 
 }  // namespace
 }  // namespace shoestring

@@ -13,7 +13,7 @@ struct Apply {
   static kernels::ApplyOptions options(const optimizer::Call& call) { return {call.options()}; }
 };
 
-const optimizer::RegisteredRule<Apply> kRegistered("apply_");
+const optimizer::RegisteredRule<Apply> kApplyRegistered("apply_");
 
 }  // namespace
 }  // namespace shoestring

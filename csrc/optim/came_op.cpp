@@ -17,10 +17,10 @@ using at::Tensor;
 using optimizer::Call;
 using optimizer::Share;
 
-struct Options {
+struct CameArguments {
   double beta1, beta2, beta3, eps1, eps2, clip_threshold;
 
-  explicit Options(const Call& call)
+  explicit CameArguments(const Call& call)
       : beta1(call.fraction("beta1")), beta2(call.fraction("beta2")), beta3(call.fraction("beta3")),
         eps1(call.at_least_zero("eps1")), eps2(call.at_least_zero("eps2")),
         clip_threshold(call.number("clip_threshold")) {
@@ -41,7 +41,7 @@ constexpr float kLeast = std::numeric_limits<float>::min();
 Tensor inverse_root(const Tensor& square) { return square.clamp_min_(kLeast).rsqrt_(); }
 
 void came(const Call& call) {
-  const Options o(call);
+  const CameArguments o(call);
   call.options();
   const optimizer::Moment mean{"exp_avg", true, call.tensor("exp_avg"), call.optional("exp_avg_scale")};
   const optimizer::Factored square(call, "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq");
@@ -69,7 +69,7 @@ void came(const Call& call) {
   }
 }
 
-const optimizer::Registered<came, came> kRegistered("came_");
+const optimizer::Registered<came, came> kCameRegistered("came_");
 
 }  // namespace
 }  // namespace shoestring

@@ -15,7 +15,7 @@ struct Ema {
   }
 };
 
-const optimizer::RegisteredRule<Ema> kRegistered("ema_");
+const optimizer::RegisteredRule<Ema> kEmaRegistered("ema_");
 
 }  // namespace
 }  // namespace shoestring

@@ -57,7 +57,7 @@ int64_t integer(const Json& json) {
 }
 
 template <class T>
-void read(const Json& json, T& value) {
+void read_field(const Json& json, T& value) {
   if constexpr (std::is_same_v<T, int64_t>) {
     value = integer(json);
   } else {
@@ -68,19 +68,19 @@ void read(const Json& json, T& value) {
   }
 }
 template <class T>
-void read(const Json& json, std::optional<T>& value) {
+void read_field(const Json& json, std::optional<T>& value) {
   if (json.is_null()) {
     value = std::nullopt;
   } else {
-    read(json, value.emplace());
+    read_field(json, value.emplace());
   }
 }
 template <class... T>
-void read(const Json& json, std::tuple<T...>& several) {
+void read_field(const Json& json, std::tuple<T...>& several) {
   size_t i = 0;
   TORCH_CHECK_VALUE(json.size() == sizeof...(T), "expected ", sizeof...(T), " numbers, received ",
                     json.size());
-  std::apply([&](T&... value) { (read(json.at(i++), value), ...); }, several);
+  std::apply([&](T&... value) { (read_field(json.at(i++), value), ...); }, several);
 }
 
 Json options_json(const LowMemoryOptions& options) {
@@ -108,7 +108,7 @@ std::vector<Saved::Group> read_groups(const Json& json, const LowMemoryOptimizer
     to.options = optimizer.defaults().clone();
     Json options = json.at(g).at("options");
     for (const Field& field : Access::fields(static_cast<const LowMemoryOptions&>(*to.options))) {
-      std::visit([&](auto* value) { read(options.at(field.name), *value); }, field.value);
+      std::visit([&](auto* value) { read_field(options.at(field.name), *value); }, field.value);
       options.erase(field.name);
     }
     expect(options.empty(), name, where, "this optimizer's options alone", brief(options.dump()));

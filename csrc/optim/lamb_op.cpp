@@ -33,7 +33,7 @@ void lamb(const Call& call) {
   }
 }
 
-const optimizer::Registered<lamb, lamb> kRegistered("lamb_");
+const optimizer::Registered<lamb, lamb> kLambRegistered("lamb_");
 
 }  // namespace
 }  // namespace shoestring

@@ -15,7 +15,7 @@ struct Lion {
   }
 };
 
-const optimizer::RegisteredRule<Lion> kRegistered("lion_");
+const optimizer::RegisteredRule<Lion> kLionRegistered("lion_");
 
 }  // namespace
 }  // namespace shoestring

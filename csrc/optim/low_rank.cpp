@@ -19,14 +19,14 @@ using torch::optim::OptimizerParamGroup;
 using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;
 
-constexpr int64_t kFormatVersion = 1;
+constexpr int64_t kLowRankFormatVersion = 1;
 
 // Its shape without its memory: what a virtual parameter is between steps.
 Tensor hollow(at::IntArrayRef sizes, const Tensor& like) {
   return at::zeros({}, like.options().dtype(at::kFloat).requires_grad(false)).expand(sizes);
 }
 
-c10::IValue read(InputArchive& archive, const std::string& name) {
+c10::IValue read_value(InputArchive& archive, const std::string& name) {
   c10::IValue value;
   archive.read(name, value);
   return value;
@@ -202,7 +202,7 @@ Tensor LowRankCore::kept(const Tensor& param) const {
 }
 
 void LowRankCore::save(OutputArchive& archive) const {
-  archive.write("format_version", c10::IValue(kFormatVersion));
+  archive.write("format_version", c10::IValue(kLowRankFormatVersion));
   archive.write("optimizer", c10::IValue(c10::str(method_.name, " of ", class_.name)));
   update_base_options();
   OutputArchive base(archive.compilation_unit());
@@ -232,10 +232,10 @@ void LowRankCore::load(InputArchive& archive) {
   c10::IValue version, optimizer;
   const bool named = archive.try_read("format_version", version) && archive.try_read("optimizer", optimizer);
   const std::string expected = c10::str(method_.name, " of ", class_.name);
-  expect(named && version.toInt() == kFormatVersion && optimizer.toStringRef() == expected, "load",
-         c10::str("an archive of ", expected, ", format_version ", kFormatVersion),
+  expect(named && version.toInt() == kLowRankFormatVersion && optimizer.toStringRef() == expected, "load",
+         c10::str("an archive of ", expected, ", format_version ", kLowRankFormatVersion),
          named ? c10::str(optimizer.toStringRef(), "'s, format_version ", version.toInt()) : "another one");
-  const int64_t count = read(archive, "groups").toInt();
+  const int64_t count = read_value(archive, "groups").toInt();
   expect(count == static_cast<int64_t>(groups_.size()), "load", c10::str(groups_.size(), " groups"),
          c10::str(count));
   std::vector<Group> loaded = groups_;
@@ -243,20 +243,21 @@ void LowRankCore::load(InputArchive& archive) {
     InputArchive group;
     archive.read("group" + std::to_string(g), group);
     auto& o = loaded[g].options;
-    const bool same = read(group, "rank").toInt() == o.rank.value_or(0) &&
-                      read(group, method_.kind).toStringRef() == o.kind &&
-                      read(group, "projected").toInt() == static_cast<int64_t>(loaded[g].projected.size());
+    const bool same =
+        read_value(group, "rank").toInt() == o.rank.value_or(0) &&
+        read_value(group, method_.kind).toStringRef() == o.kind &&
+        read_value(group, "projected").toInt() == static_cast<int64_t>(loaded[g].projected.size());
     expect(same, "load",
            c10::str("rank ", o.rank.value_or(0), ", ", method_.kind, " \"", o.kind, "\" and ",
                     loaded[g].projected.size(), " projected parameters in group ", g),
            "others");
-    o.update_proj_gap = read(group, "update_proj_gap").toInt();
-    o.scale = read(group, "scale").toDouble();
+    o.update_proj_gap = read_value(group, "update_proj_gap").toInt();
+    o.scale = read_value(group, "scale").toDouble();
     for (size_t i = 0; i < loaded[g].projected.size(); ++i) {
       auto& p = loaded[g].projected[i];
       const std::string key = std::to_string(i);
-      p.seed = read(group, "seed" + key).toInt();
-      p.age = read(group, "age" + key).toInt();
+      p.seed = read_value(group, "seed" + key).toInt();
+      p.age = read_value(group, "age" + key).toInt();
       Tensor kept;
       p.kept = Tensor();
       if (!group.try_read(method_.kept + key, kept, /*is_buffer=*/true)) continue;

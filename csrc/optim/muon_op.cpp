@@ -15,14 +15,14 @@ using at::Tensor;
 using optimizer::Call;
 using optimizer::Share;
 
-struct Options {
+struct MuonArguments {
   double momentum, eps;
   bool nesterov;
   std::array<double, 3> coefficients;
   int64_t steps;
   std::string adjust_lr_fn;
 
-  explicit Options(const Call& call)
+  explicit MuonArguments(const Call& call)
       : momentum(call.fraction("momentum")), eps(call.at_least_zero("eps")),
         nesterov(call["nesterov"].toBool()), steps(call["ns_steps"].toInt()),
         adjust_lr_fn(call["adjust_lr_fn"].toOptional<std::string>().value_or("original")) {
@@ -44,7 +44,7 @@ struct Options {
 
 // x = U S V^T becomes about scale * U V^T: singular values in [0.7, 1.2] after five steps of the usual
 // polynomial, an odd one, so that it needs products only. Overwrites x.
-Tensor orthogonal(Tensor x, const Options& o, double scale) {
+Tensor orthogonal(Tensor x, const MuonArguments& o, double scale) {
   x.div_(at::linalg_vector_norm(x).clamp_min_(o.eps));
   const bool tall = x.size(0) > x.size(1);
   Tensor y = tall ? x.t() : x;
@@ -60,7 +60,7 @@ Tensor orthogonal(Tensor x, const Options& o, double scale) {
 }
 
 void muon(const Call& call) {
-  const Options options(call);
+  const MuonArguments options(call);
   call.options();
   const optimizer::Moment momentum{"momentum_buffer", true, call.tensor("momentum_buffer"),
                                    call.optional("momentum_buffer_scale")};
@@ -78,7 +78,7 @@ void muon(const Call& call) {
   }
 }
 
-const optimizer::Registered<muon, muon> kRegistered("muon_");
+const optimizer::Registered<muon, muon> kMuonRegistered("muon_");
 
 }  // namespace
 }  // namespace shoestring

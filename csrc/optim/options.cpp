@@ -30,16 +30,17 @@ NamedArguments values_of(const std::string& name, const std::tuple<T...>& severa
 }
 
 template <class T>
-void read(torch::serialize::InputArchive& archive, const std::string& name, T& value) {
+void read_option(torch::serialize::InputArchive& archive, const std::string& name, T& value) {
   c10::IValue read;
   archive.read(name, read);
   value = read.to<T>();
 }
 
 template <class... T>
-void read(torch::serialize::InputArchive& archive, const std::string& name, std::tuple<T...>& several) {
+void read_option(torch::serialize::InputArchive& archive, const std::string& name,
+                 std::tuple<T...>& several) {
   int number = 0;
-  std::apply([&](T&... value) { (read(archive, numbered(name, ++number), value), ...); }, several);
+  std::apply([&](T&... value) { (read_option(archive, numbered(name, ++number), value), ...); }, several);
 }
 
 void numbers_of(std::vector<double>& all, double x) { all.push_back(x); }
@@ -137,7 +138,7 @@ void LowMemoryOptions::serialize(torch::serialize::InputArchive& archive) {
   for (const auto& field : detail::Access::fields(*this)) {
     const std::string name = field.name;
     if (first && (name == "weights" || name == "min_quantize_size" || name == "seed")) continue;
-    std::visit([&](auto* value) { detail::read(archive, name, *value); }, field.value);
+    std::visit([&](auto* value) { detail::read_option(archive, name, *value); }, field.value);
   }
 }
 

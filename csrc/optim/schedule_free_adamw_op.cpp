@@ -22,7 +22,7 @@ struct ScheduleFreeAdamW {
   }
 };
 
-const optimizer::RegisteredRule<ScheduleFreeAdamW> kRegistered("schedule_free_adamw_");
+const optimizer::RegisteredRule<ScheduleFreeAdamW> kScheduleFreeAdamWRegistered("schedule_free_adamw_");
 
 }  // namespace
 }  // namespace shoestring

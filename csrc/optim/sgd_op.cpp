@@ -25,7 +25,7 @@ struct SGD {
   }
 };
 
-const optimizer::RegisteredRule<SGD> kRegistered("sgd_");
+const optimizer::RegisteredRule<SGD> kSGDRegistered("sgd_");
 
 }  // namespace
 }  // namespace shoestring

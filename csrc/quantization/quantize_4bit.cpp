@@ -21,7 +21,7 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-void check_input(const Tensor& x, c10::string_view quant_type, int64_t block_size) {
+void check_quantize_4bit(const Tensor& x, c10::string_view quant_type, int64_t block_size) {
   const auto dtype = x.scalar_type();
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf,
               "quantize_4bit: x: expected fp32, bf16 or fp16, received ", dtype);
@@ -29,15 +29,13 @@ void check_input(const Tensor& x, c10::string_view quant_type, int64_t block_siz
   check_block_size("quantize_4bit", block_size);
 }
 
-const uint16_t* bits(const Tensor& t) { return static_cast<const uint16_t*>(t.const_data_ptr()); }
-
 // int4's scale and offset share an element.
 at::ScalarType scale_type(c10::string_view quant_type) {
   return quant_type == "int4" ? at::kInt : at::kFloat;
 }
 
 // Empty codes and scales of `count` elements.
-std::tuple<Tensor, Tensor> make_parts(const Tensor& x, c10::string_view quant_type, int64_t block_size) {
+std::tuple<Tensor, Tensor> make_4bit_parts(const Tensor& x, c10::string_view quant_type, int64_t block_size) {
   const int64_t count = x.numel(), blocks = (count + block_size - 1) / block_size;
   return {in_huge_pages(at::empty({(count + 1) / 2}, x.options().dtype(at::kByte))),
           at::empty({blocks}, x.options().dtype(scale_type(quant_type)))};
@@ -50,9 +48,9 @@ void quantize_range(const Kernels& kernels, const Tensor& x, int64_t begin, Argu
     case at::kFloat:
       return kernels.quantize_float(x.const_data_ptr<float>() + begin, arguments...);
     case at::kBFloat16:
-      return kernels.quantize_bf16(bits(x) + begin, arguments...);
+      return kernels.quantize_bf16(const_bits(x) + begin, arguments...);
     default:
-      return kernels.quantize_fp16(bits(x) + begin, arguments...);
+      return kernels.quantize_fp16(const_bits(x) + begin, arguments...);
   }
 }
 
@@ -67,11 +65,12 @@ kernels::Int4Scale* int4_scales(const Tensor& absmax) {
   return reinterpret_cast<kernels::Int4Scale*>(absmax.mutable_data_ptr<int32_t>());
 }
 
-std::tuple<Tensor, Tensor> quantize_cpu(const Tensor& x, c10::string_view quant_type, int64_t block_size) {
-  check_input(x, quant_type, block_size);
+std::tuple<Tensor, Tensor> quantize_4bit_cpu(const Tensor& x, c10::string_view quant_type,
+                                             int64_t block_size) {
+  check_quantize_4bit(x, quant_type, block_size);
   const auto& book = codebook("quantize_4bit", quant_type);
   Tensor flat = x.contiguous();
-  auto [packed, absmax] = make_parts(flat, quant_type, block_size);
+  auto [packed, absmax] = make_4bit_parts(flat, quant_type, block_size);
   const int64_t count = flat.numel();
   uint8_t* bytes = packed.data_ptr<uint8_t>();
   const bool int4 = quant_type == "int4";
@@ -90,11 +89,12 @@ std::tuple<Tensor, Tensor> quantize_cpu(const Tensor& x, c10::string_view quant_
   return {packed, absmax};
 }
 
-std::tuple<Tensor, Tensor> quantize_cuda(const Tensor& x, c10::string_view quant_type, int64_t block_size) {
-  check_input(x, quant_type, block_size);
+std::tuple<Tensor, Tensor> quantize_4bit_cuda(const Tensor& x, c10::string_view quant_type,
+                                              int64_t block_size) {
+  check_quantize_4bit(x, quant_type, block_size);
   const c10::OptionalDeviceGuard guard(x.device());
   Tensor flat = x.contiguous();
-  auto [packed, absmax] = make_parts(flat, quant_type, block_size);
+  auto [packed, absmax] = make_4bit_parts(flat, quant_type, block_size);
   const void* from = flat.const_data_ptr();
   uint8_t* to = packed.mutable_data_ptr<uint8_t>();
   if (quant_type == "int4") {
@@ -108,8 +108,9 @@ std::tuple<Tensor, Tensor> quantize_cuda(const Tensor& x, c10::string_view quant
   return {packed, absmax};
 }
 
-std::tuple<Tensor, Tensor> quantize_meta(const Tensor& x, c10::string_view quant_type, int64_t block_size) {
-  check_input(x, quant_type, block_size);
+std::tuple<Tensor, Tensor> quantize_4bit_meta(const Tensor& x, c10::string_view quant_type,
+                                              int64_t block_size) {
+  check_quantize_4bit(x, quant_type, block_size);
   const auto count = x.sym_numel();
   return {
       at::empty_symint({(count + 1) / 2}, x.options().dtype(at::kByte)),
@@ -181,7 +182,7 @@ c10::SymInt product(c10::SymIntArrayRef shape) {
   return n;
 }
 
-void check_output(c10::SymIntArrayRef shape, at::ScalarType dtype, c10::string_view quant_type) {
+void check_dequantize_4bit(c10::SymIntArrayRef shape, at::ScalarType dtype, c10::string_view quant_type) {
   codebook("dequantize_4bit", quant_type);
   for (const auto& size : shape) {
     TORCH_CHECK(size >= 0, "dequantize_4bit: shape: expected sizes of 0 or more, received ", shape);
@@ -191,10 +192,10 @@ void check_output(c10::SymIntArrayRef shape, at::ScalarType dtype, c10::string_v
 }
 
 template <Backend backend>
-Tensor dequantize(const Tensor& packed, const Tensor& absmax, const OptionalTensor& nested,
-                  c10::SymIntArrayRef shape, at::ScalarType dtype, c10::string_view quant_type,
-                  int64_t block_size) {
-  check_output(shape, dtype, quant_type);
+Tensor run_dequantize_4bit(const Tensor& packed, const Tensor& absmax, const OptionalTensor& nested,
+                           c10::SymIntArrayRef shape, at::ScalarType dtype, c10::string_view quant_type,
+                           int64_t block_size) {
+  check_dequantize_4bit(shape, dtype, quant_type);
   check_packed("dequantize_4bit", packed, absmax, nested, product(shape), quant_type, block_size,
                packed.device());
   const c10::OptionalDeviceGuard guard(packed.device());
@@ -203,29 +204,29 @@ Tensor dequantize(const Tensor& packed, const Tensor& absmax, const OptionalTens
   return out;
 }
 
-Tensor dequantize_meta(const Tensor& packed, const Tensor& absmax, const OptionalTensor& nested,
-                       c10::SymIntArrayRef shape, at::ScalarType dtype, c10::string_view quant_type,
-                       int64_t block_size) {
-  check_output(shape, dtype, quant_type);
+Tensor dequantize_4bit_meta(const Tensor& packed, const Tensor& absmax, const OptionalTensor& nested,
+                            c10::SymIntArrayRef shape, at::ScalarType dtype, c10::string_view quant_type,
+                            int64_t block_size) {
+  check_dequantize_4bit(shape, dtype, quant_type);
   check_packed("dequantize_4bit", packed, absmax, nested, product(shape), quant_type, block_size,
                packed.device());
   return at::empty_symint(shape, packed.options().dtype(dtype));
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("quantize_4bit", quantize_cpu);
+  m.impl("quantize_4bit", quantize_4bit_cpu);
   m.impl("quantize_absmax", quantize_absmax_any);
-  m.impl("dequantize_4bit", dequantize<Backend::kCpu>);
+  m.impl("dequantize_4bit", run_dequantize_4bit<Backend::kCpu>);
 }
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("quantize_4bit", quantize_cuda);
+  m.impl("quantize_4bit", quantize_4bit_cuda);
   m.impl("quantize_absmax", quantize_absmax_any);
-  m.impl("dequantize_4bit", dequantize<Backend::kCuda>);
+  m.impl("dequantize_4bit", run_dequantize_4bit<Backend::kCuda>);
 }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
-  m.impl("quantize_4bit", quantize_meta);
+  m.impl("quantize_4bit", quantize_4bit_meta);
   m.impl("quantize_absmax", quantize_absmax_meta);
-  m.impl("dequantize_4bit", dequantize_meta);
+  m.impl("dequantize_4bit", dequantize_4bit_meta);
 }
 // Rounding has no useful gradient: whoever asks for one is told so.
 TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
@@ -237,7 +238,7 @@ TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
 }  // namespace
 
 std::tuple<Tensor, Tensor> quantize_4bit(const Tensor& x, const QuantizeOptions& options) {
-  static auto op = find<decltype(quantize_cpu)>("shoestring::quantize_4bit");
+  static auto op = find<decltype(quantize_4bit_cpu)>("shoestring::quantize_4bit");
   return op.call(x, options.quant_type(), options.block_size());
 }
 
@@ -248,7 +249,7 @@ std::tuple<Tensor, Tensor> quantize_absmax(const at::Tensor& absmax) {
 
 Tensor dequantize_4bit(const Tensor& packed, const Tensor& absmax, at::IntArrayRef shape,
                        at::ScalarType dtype, const OptionalTensor& nested, const QuantizeOptions& options) {
-  static auto op = find<decltype(dequantize_meta)>("shoestring::dequantize_4bit");
+  static auto op = find<decltype(dequantize_4bit_meta)>("shoestring::dequantize_4bit");
   return op.call(packed, absmax, nested, c10::fromIntArrayRefSlow(shape), dtype, options.quant_type(),
                  options.block_size());
 }

@@ -1,8 +1,6 @@
-#include <algorithm>
 #include <tuple>
 
 #include <ATen/Functions.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <shoestring/ops.h>
@@ -10,25 +8,23 @@
 #include "core/call.h"
 #include "core/cuda.h"
 #include "quantization/quantize_8bit_table.h"
+#include "quantization/state_blocks.h"
 
 namespace shoestring {
 namespace {
 
 using at::Tensor;
-using kernels::kStateBlock;
 
-c10::SymInt blocks_of(const c10::SymInt& count) { return (count + kStateBlock - 1) / kStateBlock; }
-
-void check_values(const Tensor& x) {
+void check_quantize_8bit(const Tensor& x) {
   TORCH_CHECK(x.scalar_type() == at::kFloat, "quantize_8bit: x: expected fp32, received ", x.scalar_type(),
               "; call x.float()");
 }
 
-void check_codes(const Tensor& codes, const Tensor& scale) {
+void check_dequantize_8bit(const Tensor& codes, const Tensor& scale) {
   constexpr const char* op = "dequantize_8bit";
   TORCH_CHECK(codes.scalar_type() == at::kByte, op, ": codes: expected uint8, received ",
               codes.scalar_type());
-  const c10::SymInt blocks = blocks_of(codes.sym_numel());
+  const c10::SymInt blocks = state_blocks(codes.sym_numel());
   TORCH_CHECK(scale.scalar_type() == at::kFloat && scale.dim() == 1 && scale.sym_size(0) == blocks, op,
               ": scale: expected fp32 of shape (", blocks, "), received ", scale.scalar_type(), " ",
               scale.sym_sizes());
@@ -36,50 +32,42 @@ void check_codes(const Tensor& codes, const Tensor& scale) {
               ", received ", scale.device());
 }
 
-std::tuple<Tensor, Tensor> outputs(const Tensor& x) {
-  check_values(x);
+std::tuple<Tensor, Tensor> make_8bit_parts(const Tensor& x) {
+  check_quantize_8bit(x);
   return {at::empty_symint(x.sym_sizes(), x.options().dtype(at::kByte)),
-          at::empty_symint({blocks_of(x.sym_numel())}, x.options())};
+          at::empty_symint({state_blocks(x.sym_numel())}, x.options())};
 }
 
-// body(first, count): elements, a whole number of blocks but at the end.
-template <class Body>
-void over_blocks(int64_t n, Body body) {
-  at::parallel_for(0, (n + kStateBlock - 1) / kStateBlock, 256, [&](int64_t first, int64_t last) {
-    body(first * kStateBlock, std::min(last * kStateBlock, n) - first * kStateBlock);
-  });
-}
-
-std::tuple<Tensor, Tensor> quantize_cpu(const Tensor& x, bool is_signed) {
-  auto [codes, scale] = outputs(x);
+std::tuple<Tensor, Tensor> quantize_8bit_cpu(const Tensor& x, bool is_signed) {
+  auto [codes, scale] = make_8bit_parts(x);
   const Tensor source = x.contiguous();
   const float* in = source.const_data_ptr<float>();
   uint8_t* out = codes.data_ptr<uint8_t>();
   float* scales = scale.data_ptr<float>();
   const auto& kernels = cpu::quantize_8bit();
-  over_blocks(x.numel(), [&](int64_t first, int64_t count) {
-    kernels.quantize(in + first, count, is_signed, out + first, scales + first / kStateBlock);
+  for_state_blocks(x.numel(), [&](int64_t block, int64_t first, int64_t count) {
+    kernels.quantize(in + first, count, is_signed, out + first, scales + block);
   });
   return {codes, scale};
 }
 
-Tensor dequantize_cpu(const Tensor& codes, const Tensor& scale, bool is_signed) {
-  check_codes(codes, scale);
+Tensor dequantize_8bit_cpu(const Tensor& codes, const Tensor& scale, bool is_signed) {
+  check_dequantize_8bit(codes, scale);
   const Tensor source = codes.contiguous(), factors = scale.contiguous();
   Tensor x = at::empty(codes.sizes(), scale.options());
   const uint8_t* in = source.const_data_ptr<uint8_t>();
   const float* scales = factors.const_data_ptr<float>();
   float* out = x.data_ptr<float>();
   const auto& kernels = cpu::quantize_8bit();
-  over_blocks(codes.numel(), [&](int64_t first, int64_t count) {
-    kernels.dequantize(in + first, scales + first / kStateBlock, count, is_signed, out + first);
+  for_state_blocks(codes.numel(), [&](int64_t block, int64_t first, int64_t count) {
+    kernels.dequantize(in + first, scales + block, count, is_signed, out + first);
   });
   return x;
 }
 
-std::tuple<Tensor, Tensor> quantize_cuda(const Tensor& x, bool is_signed) {
+std::tuple<Tensor, Tensor> quantize_8bit_cuda(const Tensor& x, bool is_signed) {
   const c10::OptionalDeviceGuard guard(x.device());
-  auto [codes, scale] = outputs(x);
+  auto [codes, scale] = make_8bit_parts(x);
   const Tensor source = x.contiguous();
   check_launch("quantize_8bit",
                cuda::table<kernels::Quantize8bitCuda>("quantize_8bit")
@@ -88,8 +76,8 @@ std::tuple<Tensor, Tensor> quantize_cuda(const Tensor& x, bool is_signed) {
   return {codes, scale};
 }
 
-Tensor dequantize_cuda(const Tensor& codes, const Tensor& scale, bool is_signed) {
-  check_codes(codes, scale);
+Tensor dequantize_8bit_cuda(const Tensor& codes, const Tensor& scale, bool is_signed) {
+  check_dequantize_8bit(codes, scale);
   const c10::OptionalDeviceGuard guard(codes.device());
   const Tensor source = codes.contiguous(), factors = scale.contiguous();
   Tensor x = at::empty(codes.sizes(), scale.options());
@@ -100,35 +88,35 @@ Tensor dequantize_cuda(const Tensor& codes, const Tensor& scale, bool is_signed)
   return x;
 }
 
-std::tuple<Tensor, Tensor> quantize_meta(const Tensor& x, bool) { return outputs(x); }
+std::tuple<Tensor, Tensor> quantize_8bit_meta(const Tensor& x, bool) { return make_8bit_parts(x); }
 
-Tensor dequantize_meta(const Tensor& codes, const Tensor& scale, bool) {
-  check_codes(codes, scale);
+Tensor dequantize_8bit_meta(const Tensor& codes, const Tensor& scale, bool) {
+  check_dequantize_8bit(codes, scale);
   return at::empty_symint(codes.sym_sizes(), scale.options());
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("quantize_8bit", quantize_cpu);
-  m.impl("dequantize_8bit", dequantize_cpu);
+  m.impl("quantize_8bit", quantize_8bit_cpu);
+  m.impl("dequantize_8bit", dequantize_8bit_cpu);
 }
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("quantize_8bit", quantize_cuda);
-  m.impl("dequantize_8bit", dequantize_cuda);
+  m.impl("quantize_8bit", quantize_8bit_cuda);
+  m.impl("dequantize_8bit", dequantize_8bit_cuda);
 }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
-  m.impl("quantize_8bit", quantize_meta);
-  m.impl("dequantize_8bit", dequantize_meta);
+  m.impl("quantize_8bit", quantize_8bit_meta);
+  m.impl("dequantize_8bit", dequantize_8bit_meta);
 }
 
 }  // namespace
 
 std::tuple<Tensor, Tensor> quantize_8bit(const Tensor& x, bool is_signed) {
-  static auto op = find<decltype(quantize_cpu)>("shoestring::quantize_8bit");
+  static auto op = find<decltype(quantize_8bit_cpu)>("shoestring::quantize_8bit");
   return op.call(x, is_signed);
 }
 
 Tensor dequantize_8bit(const Tensor& codes, const Tensor& scale, bool is_signed) {
-  static auto op = find<decltype(dequantize_cpu)>("shoestring::dequantize_8bit");
+  static auto op = find<decltype(dequantize_8bit_cpu)>("shoestring::dequantize_8bit");
   return op.call(codes, scale, is_signed);
 }
 

@@ -13,40 +13,42 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr const char* kOp = "quantized_linear";
+constexpr const char* kQuantizedLinearOp = "quantized_linear";
 
 void check_float(const char* op, const char* name, const Tensor& t) {
   TORCH_CHECK(at::isFloatingType(t.scalar_type()), op, ": ", name,
               ": expected fp32, fp64, bf16 or fp16, received ", t.scalar_type());
 }
 
-void check(const Tensor& x, const Tensor& packed, const Tensor& absmax, const OptionalTensor& nested,
-           const OptionalTensor& bias, const c10::SymInt& out_features, c10::string_view quant_type,
-           int64_t block_size) {
-  TORCH_CHECK(x.dim() >= 1, kOp, ": x: expected shape (..., in_features), received a scalar");
-  check_float(kOp, "x", x);
-  TORCH_CHECK(out_features >= 0, kOp, ": out_features: expected 0 or more, received ", out_features);
-  check_packed(kOp, packed, absmax, nested, out_features * x.sym_size(-1), quant_type, block_size,
-               x.device());
+void check_quantized_linear(const Tensor& x, const Tensor& packed, const Tensor& absmax,
+                            const OptionalTensor& nested, const OptionalTensor& bias,
+                            const c10::SymInt& out_features, c10::string_view quant_type,
+                            int64_t block_size) {
+  TORCH_CHECK(x.dim() >= 1, kQuantizedLinearOp, ": x: expected shape (..., in_features), received a scalar");
+  check_float(kQuantizedLinearOp, "x", x);
+  TORCH_CHECK(out_features >= 0, kQuantizedLinearOp, ": out_features: expected 0 or more, received ",
+              out_features);
+  check_packed(kQuantizedLinearOp, packed, absmax, nested, out_features * x.sym_size(-1), quant_type,
+               block_size, x.device());
   if (bias.has_value()) {
-    check_float(kOp, "bias", *bias);
-    TORCH_CHECK(bias->dim() == 1 && bias->sym_size(0) == out_features && bias->device() == x.device(), kOp,
-                ": bias: expected shape (", out_features, ") on ", x.device(), ", received ",
-                bias->sym_sizes(), " on ", bias->device());
+    check_float(kQuantizedLinearOp, "bias", *bias);
+    TORCH_CHECK(bias->dim() == 1 && bias->sym_size(0) == out_features && bias->device() == x.device(),
+                kQuantizedLinearOp, ": bias: expected shape (", out_features, ") on ", x.device(),
+                ", received ", bias->sym_sizes(), " on ", bias->device());
   }
 }
 
 template <Backend backend>
-Tensor forward(const Tensor& x, const Tensor& packed, const Tensor& absmax, const OptionalTensor& nested,
-               const OptionalTensor& bias, c10::SymInt out_features, c10::string_view quant_type,
-               int64_t block_size) {
-  check(x, packed, absmax, nested, bias, out_features, quant_type, block_size);
+Tensor run_quantized_linear(const Tensor& x, const Tensor& packed, const Tensor& absmax,
+                            const OptionalTensor& nested, const OptionalTensor& bias,
+                            c10::SymInt out_features, c10::string_view quant_type, int64_t block_size) {
+  check_quantized_linear(x, packed, absmax, nested, bias, out_features, quant_type, block_size);
   const c10::OptionalDeviceGuard guard(x.device());
   const Products products(backend, x);
   const int64_t columns = x.size(-1), rows = out_features.expect_int();
-  auto weight =
-      BaseWeight::quantized(PackedReader(backend, kOp, packed, absmax, nested, quant_type, block_size), rows,
-                            columns, x.options().dtype(products.weight));
+  auto weight = BaseWeight::quantized(
+      PackedReader(backend, kQuantizedLinearOp, packed, absmax, nested, quant_type, block_size), rows,
+      columns, x.options().dtype(products.weight));
   Adaptation only_bias;
   if (bias.has_value()) only_bias.bias = bias->to(products.other);
   return apply_weight(weight, as_matrix(x).to(products.weight), only_bias, x.scalar_type(), products)
@@ -54,17 +56,17 @@ Tensor forward(const Tensor& x, const Tensor& packed, const Tensor& absmax, cons
 }
 
 template <Backend backend>
-Tensor backward(const Tensor& grad_output, const Tensor& packed, const Tensor& absmax,
-                const OptionalTensor& nested, c10::SymInt in_features, c10::string_view quant_type,
-                int64_t block_size) {
+Tensor run_quantized_linear_backward(const Tensor& grad_output, const Tensor& packed, const Tensor& absmax,
+                                     const OptionalTensor& nested, c10::SymInt in_features,
+                                     c10::string_view quant_type, int64_t block_size) {
   const int64_t rows = grad_output.size(-1), columns = in_features.expect_int();
   check_packed("quantized_linear_backward", packed, absmax, nested, rows * in_features, quant_type,
                block_size, grad_output.device());
   const c10::OptionalDeviceGuard guard(grad_output.device());
   const Products products(backend, grad_output);
-  auto weight =
-      BaseWeight::quantized(PackedReader(backend, kOp, packed, absmax, nested, quant_type, block_size), rows,
-                            columns, grad_output.options().dtype(products.weight));
+  auto weight = BaseWeight::quantized(
+      PackedReader(backend, kQuantizedLinearOp, packed, absmax, nested, quant_type, block_size), rows,
+      columns, grad_output.options().dtype(products.weight));
   const Tensor grad = as_matrix(grad_output);
   return times_weight({{grad, Tensor(), weight}}, grad.size(0), columns, grad.options(), Tensor(), Tensor(),
                       products)
@@ -72,29 +74,30 @@ Tensor backward(const Tensor& grad_output, const Tensor& packed, const Tensor& a
       .view_symint(with_last(grad_output, in_features));
 }
 
-Tensor forward_meta(const Tensor& x, const Tensor& packed, const Tensor& absmax, const OptionalTensor& nested,
-                    const OptionalTensor& bias, c10::SymInt out_features, c10::string_view quant_type,
-                    int64_t block_size) {
-  check(x, packed, absmax, nested, bias, out_features, quant_type, block_size);
+Tensor quantized_linear_meta(const Tensor& x, const Tensor& packed, const Tensor& absmax,
+                             const OptionalTensor& nested, const OptionalTensor& bias,
+                             c10::SymInt out_features, c10::string_view quant_type, int64_t block_size) {
+  check_quantized_linear(x, packed, absmax, nested, bias, out_features, quant_type, block_size);
   return at::empty_symint(with_last(x, out_features), x.options());
 }
 
-Tensor backward_meta(const Tensor& grad_output, const Tensor&, const Tensor&, const OptionalTensor&,
-                     c10::SymInt in_features, c10::string_view, int64_t) {
+Tensor quantized_linear_backward_meta(const Tensor& grad_output, const Tensor&, const Tensor&,
+                                      const OptionalTensor&, c10::SymInt in_features, c10::string_view,
+                                      int64_t) {
   return at::empty_symint(with_last(grad_output, in_features), grad_output.options());
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("quantized_linear", forward<Backend::kCpu>);
-  m.impl("quantized_linear_backward", backward<Backend::kCpu>);
+  m.impl("quantized_linear", run_quantized_linear<Backend::kCpu>);
+  m.impl("quantized_linear_backward", run_quantized_linear_backward<Backend::kCpu>);
 }
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("quantized_linear", forward<Backend::kCuda>);
-  m.impl("quantized_linear_backward", backward<Backend::kCuda>);
+  m.impl("quantized_linear", run_quantized_linear<Backend::kCuda>);
+  m.impl("quantized_linear_backward", run_quantized_linear_backward<Backend::kCuda>);
 }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
-  m.impl("quantized_linear", forward_meta);
-  m.impl("quantized_linear_backward", backward_meta);
+  m.impl("quantized_linear", quantized_linear_meta);
+  m.impl("quantized_linear_backward", quantized_linear_backward_meta);
 }
 
 }  // namespace
@@ -102,7 +105,7 @@ TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
 Tensor quantized_linear(const Tensor& x, const Tensor& packed, const Tensor& absmax, int64_t out_features,
                         const OptionalTensor& bias, const OptionalTensor& nested,
                         const QuantizeOptions& options) {
-  static auto op = find<decltype(forward_meta)>("shoestring::quantized_linear");
+  static auto op = find<decltype(quantized_linear_meta)>("shoestring::quantized_linear");
   return op.call(x, packed, absmax, nested, bias, out_features, options.quant_type(), options.block_size());
 }
 

@@ -1,0 +1,26 @@
+# Unity builds: the sources of a room are one translation unit, so that LibTorch's headers are read once a room and not
+# once a file. Names in anonymous namespaces are therefore distinct within a room, and in the readers.
+
+# The readers of files. They are a unit of their own, because tests/fuzz compiles them with sanitizers and links the
+# library's other objects.
+set(SHOESTRING_READERS
+    files/read_file files/safetensors files/safetensors_files files/safetensors_header
+    integrations/model_files integrations/quantized_keys adapters/config_digest adapters/load adapters/names
+    adapters/pattern adapters/pattern_syntax adapters/peft_config optim/files optim/saved)
+
+# Puts each of the sources (absolute paths) into the unit of its room.
+function(shoestring_unity target)
+  if(NOT SHOESTRING_UNITY)
+    return()
+  endif()
+  set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
+  foreach(_source IN LISTS ARGN)
+    file(RELATIVE_PATH _file "${PROJECT_SOURCE_DIR}/csrc" "${_source}")
+    string(REGEX REPLACE "[.]cpp$" "" _file "${_file}")
+    get_filename_component(_unit "${_file}" DIRECTORY)
+    if(_file IN_LIST SHOESTRING_READERS)
+      set(_unit readers)
+    endif()
+    set_source_files_properties("${_source}" PROPERTIES UNITY_GROUP "${_unit}")
+  endforeach()
+endfunction()

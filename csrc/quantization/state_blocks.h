@@ -1,0 +1,29 @@
+#pragma once
+
+// Optimizer state in 8 or 4 bits has blocks of kStateBlock elements; the last block may have fewer.
+
+#include <algorithm>
+
+#include <ATen/Parallel.h>
+#include <c10/core/SymInt.h>
+
+#include "quantization/dynamic_map.h"
+
+namespace shoestring {
+
+/// The number of blocks that `count` elements take.
+inline c10::SymInt state_blocks(const c10::SymInt& count) {
+  return (count + kernels::kStateBlock - 1) / kernels::kStateBlock;
+}
+
+/// Calls body(block, first, count) on all threads: `count` elements from element `first` on, which begins
+/// block `block`. Whole blocks, but at the end of n elements.
+template <class Body>
+void for_state_blocks(int64_t n, Body body) {
+  using kernels::kStateBlock;
+  at::parallel_for(0, (n + kStateBlock - 1) / kStateBlock, 256, [&](int64_t block, int64_t last) {
+    body(block, block * kStateBlock, std::min(last * kStateBlock, n) - block * kStateBlock);
+  });
+}
+
+}  // namespace shoestring

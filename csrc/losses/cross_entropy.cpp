@@ -7,8 +7,7 @@
 #include "core/huge_pages.h"
 #include "core/tensors.h"
 
-namespace shoestring {
-namespace logits {
+namespace shoestring::losses {
 namespace {
 
 // What both operators of rows return; one of them has a gradient behind it.
@@ -58,7 +57,7 @@ bool writable(const Tensor& logits) {
 CrossEntropyProblem::CrossEntropyProblem(const BoxedArguments& a)
     : RowsProblem(kCrossEntropyOp, a, a.tensor("logits"), a.tensor("logits").sym_size(-1)),
       logits(a.tensor("logits")) {
-  token_losses::check_tokens(kCrossEntropyOp, "logits", "vocab", logits, target);
+  check_tokens(kCrossEntropyOp, "logits", "vocab", logits, target);
   TORCH_CHECK(target.device() == logits.device(), kCrossEntropyOp, ": target: expected logits' device, ",
               logits.device(), ", received ", target.device());
 }
@@ -114,13 +113,9 @@ CrossEntropyResult cross_entropy_rows(const CrossEntropyCall& call, const std::a
           result(4, gradient == LogitsGradient::kNew)};
 }
 
-}  // namespace logits
-
 namespace {
 
 using at::Tensor;
-using logits::CrossEntropyProblem;
-using token_losses::RowsResult;
 
 RowsResult cross_entropy_rows_on_meta(const CrossEntropyProblem& p) {
   const auto compute = p.logits.options().dtype(compute_type(p.logits));
@@ -135,7 +130,7 @@ void cross_entropy_rows_meta(const c10::OperatorHandle& op, torch::jit::Stack* s
   const BoxedArguments arguments(op, *stack);
   const CrossEntropyProblem p(arguments);
   const bool functional = arguments.has("gradient"), gradient = functional && arguments["gradient"].toBool();
-  logits::push_cross_entropy_rows(stack, op, p, cross_entropy_rows_on_meta(p));
+  push_cross_entropy_rows(stack, op, p, cross_entropy_rows_on_meta(p));
   if (!functional) return;
   torch::jit::push(*stack, gradient ? at::empty_symint(p.logits.sym_sizes(), p.logits.options())
                                     : at::empty({0}, p.logits.options()));
@@ -144,11 +139,11 @@ void cross_entropy_rows_meta(const c10::OperatorHandle& op, torch::jit::Stack* s
 // Without gradients the operators are the same on every device, and nothing is overwritten.
 template <bool kStats>
 void cross_entropy_without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  logits::CrossEntropyCall call(BoxedArguments(op, *stack), kStats);
-  logits::keep_hardest(call);
-  const token_losses::Reduction reduction(call);
+  CrossEntropyCall call(BoxedArguments(op, *stack), kStats);
+  keep_hardest(call);
+  const Reduction reduction(call);
   reduction.balance(call);
-  const auto r = logits::cross_entropy_rows(call, {}, logits::LogitsGradient::kNone);
+  const auto r = cross_entropy_rows(call, {}, LogitsGradient::kNone);
   torch::jit::drop(*stack, op.schema().arguments().size());
   torch::jit::push(*stack, reduction.apply(r.loss));
   if constexpr (kStats)
@@ -186,13 +181,20 @@ torch::jit::Stack call_cross_entropy(const std::string& op, const Tensor& logits
 
 }  // namespace
 
+}  // namespace shoestring::losses
+
+namespace shoestring {
+
+using at::Tensor;
+
 Tensor cross_entropy(const Tensor& logits, const Tensor& target, const CrossEntropyOptions& options) {
-  return call_cross_entropy("shoestring::cross_entropy", logits, target, options)[0].toTensor();
+  return losses::call_cross_entropy("shoestring::cross_entropy", logits, target, options)[0].toTensor();
 }
 
 CrossEntropyStats cross_entropy_with_stats(const Tensor& logits, const Tensor& target,
                                            const CrossEntropyOptions& options) {
-  const auto out = call_cross_entropy("shoestring::cross_entropy_with_stats", logits, target, options);
+  const auto out =
+      losses::call_cross_entropy("shoestring::cross_entropy_with_stats", logits, target, options);
   return {out[0].toTensor(), out[1].toTensor(), out[2].toTensor(), out[3].toTensor(), out[4].toTensor()};
 }
 

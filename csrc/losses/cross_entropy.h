@@ -13,7 +13,7 @@
 
 #include "core/call.h"
 
-namespace shoestring::token_losses {
+namespace shoestring::losses {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
@@ -114,13 +114,11 @@ std::vector<Tensor> balanced_upstream(std::vector<Tensor> upstream, const Tensor
 std::array<Tensor, 3> upstream_of_tokens(const std::vector<Tensor>& upstream, const Tensor& factor,
                                          at::ScalarType compute);
 
-}  // namespace shoestring::token_losses
+}  // namespace shoestring::losses
 
-namespace shoestring::logits {
+namespace shoestring::losses {
 
 using at::Tensor;
-using token_losses::OptionalTensor;
-using token_losses::RowsResult;
 
 constexpr const char* kCrossEntropyOp = "cross_entropy";
 
@@ -136,7 +134,7 @@ std::optional<LogitsLayout> layout_of(const Tensor& logits);
 bool writable(const Tensor& logits);
 
 /// The arguments of cross_entropy_rows.
-struct CrossEntropyProblem : token_losses::RowsProblem {
+struct CrossEntropyProblem : RowsProblem {
   explicit CrossEntropyProblem(const BoxedArguments& arguments);
 
   Tensor logits;    // (..., vocab)
@@ -158,7 +156,7 @@ void boxed_cross_entropy_rows_in_place(const c10::OperatorHandle& op, torch::jit
   run_cross_entropy_rows_in_place(op, stack, run);
 }
 
-struct CrossEntropyCall : token_losses::TokenCall {
+struct CrossEntropyCall : TokenCall {
   using TokenCall::TokenCall;
   CrossEntropyCall(const BoxedArguments& arguments, bool stats);
 };
@@ -174,7 +172,7 @@ struct CrossEntropyResult : RowsResult {
 CrossEntropyResult cross_entropy_rows(const CrossEntropyCall& call, const std::array<Tensor, 3>& upstream,
                                       LogitsGradient gradient);
 inline void keep_hardest(CrossEntropyCall& call) {
-  token_losses::keep_hardest(call, [&] { return cross_entropy_rows(call, {}, LogitsGradient::kNone).loss; });
+  keep_hardest(call, [&] { return cross_entropy_rows(call, {}, LogitsGradient::kNone).loss; });
 }
 
-}  // namespace shoestring::logits
+}  // namespace shoestring::losses

@@ -9,13 +9,10 @@
 #include "core/autograd.h"
 #include "core/tensors.h"
 
-namespace shoestring {
+namespace shoestring::losses {
 namespace {
 
 using at::Tensor;
-using logits::CrossEntropyCall;
-using logits::LogitsGradient;
-using token_losses::Reduction;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -27,14 +24,14 @@ bool is_replaceable(const Tensor& logits) {
   const bool allowed =
       can_mutate_inplace(logits, true) == torch::autograd::can_mutate_inplace_result::success;
   if (!allowed || !logits.has_storage() || logits.retains_grad()) return false;
-  return !(logits.is_view() && logits._base().retains_grad()) && logits::writable(logits);
+  return !(logits.is_view() && logits._base().retains_grad()) && writable(logits);
 }
 
 // Whether a saved tensor that autograd is about to let go of is the last that has its memory.
 bool is_unshared(const Tensor& saved) {
   constexpr size_t kHere = 2;  // the saved variable's, and the one at hand
   return saved.has_storage() && saved.use_count() == kHere && saved.storage().use_count() == 1 &&
-         logits::writable(saved);
+         writable(saved);
 }
 
 // x *= upstream, part by part where only parts are contiguous: a slice of tokens of each sequence.
@@ -67,17 +64,17 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
     ctx->set_materialize_grads(false);
     ctx->saved_data["early"] = early;
     ctx->saved_data["replace"] = alias.replace;
-    logits::CrossEntropyResult r;
+    CrossEntropyResult r;
     if (early) {
       const double known = enlargement(call);
       factor = factor.defined() ? factor * known
                                 : at::full({}, known, logits.options().dtype(compute_type(logits)));
-      r = logits::cross_entropy_rows(call, {factor}, LogitsGradient::kInPlace);
+      r = cross_entropy_rows(call, {factor}, LogitsGradient::kInPlace);
       torch::autograd::impl::bump_version(logits);
       ctx->saved_data["known"] = known;
       ctx->save_for_backward({alias.logits});
     } else {
-      r = logits::cross_entropy_rows(call, {}, LogitsGradient::kNone);
+      r = cross_entropy_rows(call, {}, LogitsGradient::kNone);
       for (const auto& [name, value] : call.options) ctx->saved_data[name] = value;
       const bool balanced = reduction.share.defined() && call.stats;
       ctx->save_for_backward({alias.logits, call.target, factor, call.class_weights.value_or(Tensor()),
@@ -102,7 +99,7 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
     } else {
       gradients[0] = late(ctx, upstream);
     }
-    gradients[0] = once_differentiable(logits::kCrossEntropyOp, {gradients[0]})[0];
+    gradients[0] = once_differentiable(kCrossEntropyOp, {gradients[0]})[0];
     return gradients;
   }
 
@@ -126,12 +123,11 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
     CrossEntropyCall call;
     call.input = saved[0], call.target = saved[1];
     if (saved[3].defined()) call.class_weights = saved[3];
-    for (const char* name : logits::kCrossEntropyOptions)
-      call.options.emplace_back(name, ctx->saved_data[name]);
-    const auto balanced = token_losses::balanced_upstream(upstream, saved[4], saved[5], call.z_loss());
-    const auto gradient = token_losses::upstream_of_tokens(balanced, saved[2], compute_type(call.input));
+    for (const char* name : kCrossEntropyOptions) call.options.emplace_back(name, ctx->saved_data[name]);
+    const auto balanced = balanced_upstream(upstream, saved[4], saved[5], call.z_loss());
+    const auto gradient = upstream_of_tokens(balanced, saved[2], compute_type(call.input));
     const auto r =
-        logits::cross_entropy_rows(call, gradient, replace ? LogitsGradient::kInPlace : LogitsGradient::kNew);
+        cross_entropy_rows(call, gradient, replace ? LogitsGradient::kInPlace : LogitsGradient::kNew);
     if (replace) torch::autograd::impl::bump_version(saved[0]);
     return replace ? saved[0] : r.gradient;
   }
@@ -149,7 +145,7 @@ void cross_entropy_autograd(const c10::OperatorHandle& op, torch::jit::Stack* st
   }
   {
     at::AutoDispatchBelowADInplaceOrView below;
-    logits::keep_hardest(call);
+    keep_hardest(call);
   }
   std::optional<Reduction> reduction;
   if (weighted) {  // plain autograd has what they need: the losses of the tokens, and with a share their lse
@@ -187,4 +183,4 @@ TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
 }
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::losses

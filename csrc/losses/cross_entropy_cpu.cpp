@@ -9,25 +9,22 @@
 #include "core/tensors.h"
 #include "losses/head.h"
 
-namespace shoestring {
+namespace shoestring::losses {
 
 namespace {
 
 using at::Tensor;
-using logits::CrossEntropyProblem;
-using token_losses::RowsResult;
 
 template <class X, class T>
 RowsResult cross_entropy_rows_by_type(const CrossEntropyProblem& p, kernels::CrossEntropyLogits<X, T> row) {
   const auto compute = p.logits.options().dtype(c10::CppTypeToScalarType<T>::value);
-  const auto rows = head::rows_that_count(logits::kCrossEntropyOp, p.target.numel(), p.target, p.ignore_index,
-                                          p.classes.expect_int());  // before anything is written
+  const auto rows = rows_that_count(kCrossEntropyOp, p.target.numel(), p.target, p.ignore_index,
+                                    p.classes.expect_int());  // before anything is written
   const Tensor class_weights = p.class_weights ? p.class_weights->to(compute.dtype()).contiguous() : Tensor();
-  auto rule =
-      token_losses::rule_of<T>(p, Tensor(), class_weights,
-                               class_weights.defined() ? class_weights.sum(at::kDouble).item<double>() : 0);
+  auto rule = rule_of<T>(p, Tensor(), class_weights,
+                         class_weights.defined() ? class_weights.sum(at::kDouble).item<double>() : 0);
   rule.logit_scale = p.logit_scale;
-  const token_losses::Factor<T> u(p.grad_loss, compute.dtype().toScalarType()),
+  const Factor<T> u(p.grad_loss, compute.dtype().toScalarType()),
       v(p.grad_lse, compute.dtype().toScalarType()), h(p.grad_entropy, compute.dtype().toScalarType());
   // What is of tokens that do not count is zero, and nobody else writes it.
   RowsResult out{at::zeros(p.target.sizes(), compute), at::zeros(p.target.sizes(), compute), {}, {}};
@@ -83,12 +80,11 @@ RowsResult cross_entropy_rows_cpu(const CrossEntropyProblem& p) {
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl(
-      "cross_entropy_rows",
-      torch::CppFunction::makeFromBoxedFunction<&logits::boxed_cross_entropy_rows<cross_entropy_rows_cpu>>());
+  m.impl("cross_entropy_rows",
+         torch::CppFunction::makeFromBoxedFunction<&boxed_cross_entropy_rows<cross_entropy_rows_cpu>>());
   m.impl("cross_entropy_rows_", torch::CppFunction::makeFromBoxedFunction<
-                                    &logits::boxed_cross_entropy_rows_in_place<cross_entropy_rows_cpu>>());
+                                    &boxed_cross_entropy_rows_in_place<cross_entropy_rows_cpu>>());
 }
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::losses

@@ -7,7 +7,7 @@
 #include "losses/cross_entropy.h"
 #include "losses/cross_entropy_table.h"
 
-namespace shoestring::token_losses {
+namespace shoestring::losses {
 
 /// A factor of the tokens' gradients: one for each, one for all, or none.
 template <class T>
@@ -42,4 +42,4 @@ kernels::CrossEntropyRule<T> rule_of(const RowsProblem& p, const Tensor& bias, c
   return rule;
 }
 
-}  // namespace shoestring::token_losses
+}  // namespace shoestring::losses

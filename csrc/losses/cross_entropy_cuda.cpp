@@ -6,20 +6,17 @@
 #include "core/cuda.h"
 #include "core/tensors.h"
 
-namespace shoestring {
+namespace shoestring::losses {
 namespace {
 
 using at::Tensor;
-using logits::CrossEntropyProblem;
-using logits::kCrossEntropyOp;
-using token_losses::RowsResult;
 
 RowsResult cross_entropy_rows_cuda(const CrossEntropyProblem& p) {
   const c10::OptionalDeviceGuard guard(p.logits.device());
   const auto compute = p.logits.options().dtype(compute_type(p.logits));
   TORCH_CHECK(p.classes <= (int64_t{1} << 31) - 16, kCrossEntropyOp,
               ": logits: expected fewer than 2^31 - 16 classes on CUDA, received ", p.classes);
-  const auto factors = token_losses::factors_of(p, compute_type(p.logits));
+  const auto factors = factors_of(p, compute_type(p.logits));
   const Tensor target = p.target.contiguous();
   const Tensor weights =
       p.class_weights ? p.class_weights->to(compute_type(p.logits)).contiguous() : Tensor();
@@ -30,10 +27,10 @@ RowsResult cross_entropy_rows_cuda(const CrossEntropyProblem& p) {
     out.entropy = each(compute);
     out.argmax = each(compute.dtype(at::kLong));
   }
-  const auto place = [](const logits::LogitsLayout& l) {
+  const auto place = [](const LogitsLayout& l) {
     return kernels::CrossEntropyLayout{l.inner, l.outer_stride, l.inner_stride};
   };
-  auto rows = token_losses::launch_of(p, factors, weights, total);
+  auto rows = launch_of(p, factors, weights, total);
   rows.tokens = target.numel();
   rows.target = target.const_data_ptr<int64_t>();
   rows.logits = p.logits.const_data_ptr();
@@ -58,11 +55,11 @@ RowsResult cross_entropy_rows_cuda(const CrossEntropyProblem& p) {
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("cross_entropy_rows", torch::CppFunction::makeFromBoxedFunction<
-                                   &logits::boxed_cross_entropy_rows<cross_entropy_rows_cuda>>());
+  m.impl("cross_entropy_rows",
+         torch::CppFunction::makeFromBoxedFunction<&boxed_cross_entropy_rows<cross_entropy_rows_cuda>>());
   m.impl("cross_entropy_rows_", torch::CppFunction::makeFromBoxedFunction<
-                                    &logits::boxed_cross_entropy_rows_in_place<cross_entropy_rows_cuda>>());
+                                    &boxed_cross_entropy_rows_in_place<cross_entropy_rows_cuda>>());
 }
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::losses

@@ -9,7 +9,7 @@
 #include "losses/cross_entropy.h"
 #include "losses/cross_entropy_table.h"
 
-namespace shoestring::token_losses {
+namespace shoestring::losses {
 
 /// The factors of loss, lse and entropy in the rows' gradients, of `compute`, or undefined.
 inline std::array<Tensor, 3> factors_of(const RowsProblem& p, at::ScalarType compute) {
@@ -46,4 +46,4 @@ inline kernels::CrossEntropyRows launch_of(const RowsProblem& p, const std::arra
   return rows;
 }
 
-}  // namespace shoestring::token_losses
+}  // namespace shoestring::losses

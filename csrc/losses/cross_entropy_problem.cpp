@@ -10,13 +10,14 @@
 #include "core/tensors.h"
 #include "losses/cross_entropy.h"
 
-namespace shoestring::token_losses {
+namespace shoestring::losses {
 namespace {
 
 // `to`, but without the call where it would return t itself, which an operator below autograd must not.
 Tensor as(const Tensor& t, at::ScalarType dtype) { return t.scalar_type() == dtype ? t : t.to(dtype); }
 
-void check_factor(const char* op, const char* name, const OptionalTensor& factor, const Tensor& target) {
+void check_token_factor(const char* op, const char* name, const OptionalTensor& factor,
+                        const Tensor& target) {
   TORCH_CHECK(!factor || factor->dim() == 0 || factor->sym_sizes() == target.sym_sizes(), op, ": ", name,
               ": expected shape () or ", target.sym_sizes(), ", received ", factor->sym_sizes());
 }
@@ -62,9 +63,9 @@ RowsProblem::RowsProblem(const char* op, const BoxedArguments& a, const Tensor& 
       z_loss(finite(op, a, "z_loss", "a number of at least 0", [](double x) { return x >= 0; })),
       stats(a["stats"].toBool()), classes(std::move(vocab)) {
   check_weights(op, "class_weights", class_weights, {this->classes}, input);
-  check_factor(op, "grad_loss", grad_loss, target);
-  check_factor(op, "grad_lse", grad_lse, target);
-  check_factor(op, "grad_entropy", grad_entropy, target);
+  check_token_factor(op, "grad_loss", grad_loss, target);
+  check_token_factor(op, "grad_lse", grad_lse, target);
+  check_token_factor(op, "grad_entropy", grad_entropy, target);
 }
 
 TokenCall::TokenCall(const char* op, const BoxedArguments& a, const Tensor& input, c10::SymInt vocab,
@@ -187,4 +188,4 @@ std::array<Tensor, 3> upstream_of_tokens(const std::vector<Tensor>& upstream, co
   return gradient;
 }
 
-}  // namespace shoestring::token_losses
+}  // namespace shoestring::losses

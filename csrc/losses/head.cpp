@@ -4,7 +4,7 @@
 
 #include <ATen/Functions.h>
 
-namespace shoestring::head {
+namespace shoestring::losses {
 namespace {
 
 c10::SymInt count(c10::SymIntArrayRef sizes) {
@@ -171,4 +171,4 @@ std::vector<int64_t> rows_that_count(const char* op, int64_t tokens, const Optio
   return rows;
 }
 
-}  // namespace shoestring::head
+}  // namespace shoestring::losses

@@ -14,7 +14,7 @@
 #include "core/call.h"
 #include "quantization/base_weight.h"
 
-namespace shoestring::head {
+namespace shoestring::losses {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
@@ -79,4 +79,4 @@ Tensor flat(const Head& head, const Tensor& t);
 std::vector<int64_t> rows_that_count(const char* op, int64_t tokens, const OptionalTensor& target,
                                      int64_t ignore_index, std::optional<int64_t> vocab = std::nullopt);
 
-}  // namespace shoestring::head
+}  // namespace shoestring::losses

@@ -6,7 +6,7 @@
 
 #include "losses/head.h"
 
-namespace shoestring {
+namespace shoestring::losses {
 
 /// Takes tensors from a list one by one.
 class SavedTensors {
@@ -24,19 +24,17 @@ class SavedTensors {
 };
 
 /// Which of its inputs do.
-inline head::Mask require_grad(const head::Head& head) {
+inline Mask require_grad(const Head& head) {
   const auto inputs = head.inputs();
-  head::Mask mask;
-  for (int i = 0; i < head::kInputs; ++i) mask[i] = inputs[i] && inputs[i]->requires_grad();
+  Mask mask;
+  for (int i = 0; i < kInputs; ++i) mask[i] = inputs[i] && inputs[i]->requires_grad();
   return mask;
 }
 
-inline void save_mask(torch::autograd::AutogradContext* ctx, const head::Mask& mask) {
-  ctx->saved_data["mask"] = head::list_of(mask);
+inline void save_mask(torch::autograd::AutogradContext* ctx, const Mask& mask) {
+  ctx->saved_data["mask"] = list_of(mask);
 }
-inline head::Mask saved_mask(torch::autograd::AutogradContext* ctx) {
-  return head::mask_of(ctx->saved_data["mask"]);
-}
+inline Mask saved_mask(torch::autograd::AutogradContext* ctx) { return mask_of(ctx->saved_data["mask"]); }
 
 inline void save_options(torch::autograd::AutogradContext* ctx, const NamedArguments& options) {
   for (const auto& [name, value] : options) ctx->saved_data[name] = value;
@@ -50,7 +48,7 @@ NamedArguments saved_options(torch::autograd::AutogradContext* ctx, const char* 
 
 /// Its tensors are added to those that are going to be saved, in the order in which saved_head takes them.
 inline void save_head(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list& saved,
-                      const head::Head& head) {
+                      const Head& head) {
   saved.insert(saved.end(), {head.hidden, head.weight});
   for (const auto& t : {head.bias, head.absmax, head.nested, head.low, head.up})
     saved.push_back(t.value_or(at::Tensor()));
@@ -58,7 +56,7 @@ inline void save_head(torch::autograd::AutogradContext* ctx, torch::autograd::va
   ctx->saved_data[head.prefix + "block_size"] = head.block_size;
   ctx->saved_data[head.prefix + "vocab"] = head.vocab;
 }
-inline void saved_head(torch::autograd::AutogradContext* ctx, SavedTensors& saved, head::Head& head,
+inline void saved_head(torch::autograd::AutogradContext* ctx, SavedTensors& saved, Head& head,
                        const std::string& prefix = "") {
   head.prefix = prefix;
   head.hidden = saved.next(), head.weight = saved.next();
@@ -68,4 +66,4 @@ inline void saved_head(torch::autograd::AutogradContext* ctx, SavedTensors& save
   head.vocab = ctx->saved_data[prefix + "vocab"].toSymInt();
 }
 
-}  // namespace shoestring
+}  // namespace shoestring::losses

@@ -10,8 +10,7 @@
 
 #include "core/tensors.h"
 
-namespace shoestring {
-namespace linear_loss {
+namespace shoestring::losses {
 void push_linear_cross_entropy_rows(torch::jit::Stack* stack, const c10::OperatorHandle& op,
                                     const LinearCrossEntropyResult& r, const Tensor& hidden) {
   const auto compute = hidden.options().dtype(compute_type(hidden));
@@ -46,7 +45,7 @@ LinearCrossEntropyResult linear_cross_entropy_rows(const LinearCrossEntropyCall&
                                      {"weight_grad", call.weight_grad},
                                      {"averaged", call.reduction == "mean"},
                                      {"stats", call.stats},
-                                     {"output_mask", head::list_of(mask)}});
+                                     {"output_mask", list_of(mask)}});
   const char* factors[] = {"grad_loss", "grad_lse", "grad_entropy"};
   for (int i = 0; i < 3; ++i) {
     if (upstream[i].defined()) arguments.emplace_back(factors[i], flat(call, upstream[i]));
@@ -63,16 +62,11 @@ LinearCrossEntropyResult linear_cross_entropy_rows(const LinearCrossEntropyCall&
   return r;
 }
 
-}  // namespace linear_loss
-
 namespace {
 
 using at::Tensor;
-using linear_loss::LinearCrossEntropyCall;
-using linear_loss::LinearCrossEntropyResult;
-using linear_loss::Reduction;
 
-LinearCrossEntropyResult linear_cross_entropy_rows_meta(const linear_loss::LinearCrossEntropyProblem& p) {
+LinearCrossEntropyResult linear_cross_entropy_rows_meta(const LinearCrossEntropyProblem& p) {
   const auto compute = p.hidden.options().dtype(compute_type(p.hidden));
   const auto each = [&](at::TensorOptions options) {
     return at::empty_symint(p.target.sym_sizes(), options);
@@ -81,8 +75,8 @@ LinearCrossEntropyResult linear_cross_entropy_rows_meta(const linear_loss::Linea
                               p.stats ? each(compute.dtype(at::kLong)) : Tensor()},
                              {}};
   const auto inputs = p.inputs();
-  for (int i = 0; i < linear_loss::kInputs; ++i) {
-    if (!p.mask[i] || (i == linear_loss::kWeight && p.weight_grad)) continue;
+  for (int i = 0; i < kInputs; ++i) {
+    if (!p.mask[i] || (i == kWeight && p.weight_grad)) continue;
     r.gradients[i] = at::empty_symint(inputs[i]->sym_sizes(), inputs[i]->options());
   }
   return r;
@@ -92,10 +86,10 @@ LinearCrossEntropyResult linear_cross_entropy_rows_meta(const linear_loss::Linea
 template <bool kStats>
 void linear_cross_entropy_without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   LinearCrossEntropyCall call(BoxedArguments(op, *stack), kStats);
-  linear_loss::keep_hardest(call);
+  keep_hardest(call);
   const Reduction reduction(call);
   reduction.balance(call);
-  const LinearCrossEntropyResult r = linear_loss::linear_cross_entropy_rows(call, {}, {});
+  const LinearCrossEntropyResult r = linear_cross_entropy_rows(call, {}, {});
   torch::jit::drop(*stack, op.schema().arguments().size());
   torch::jit::push(*stack, reduction.apply(r.loss));
   if constexpr (kStats)
@@ -105,7 +99,7 @@ void linear_cross_entropy_without_gradients(const c10::OperatorHandle& op, torch
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
   m.impl("linear_cross_entropy_rows",
          torch::CppFunction::makeFromBoxedFunction<
-             &linear_loss::boxed_linear_cross_entropy_rows<linear_cross_entropy_rows_meta>>());
+             &boxed_linear_cross_entropy_rows<linear_cross_entropy_rows_meta>>());
 }
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
   m.impl("linear_cross_entropy",
@@ -145,10 +139,16 @@ torch::jit::Stack call_linear_cross_entropy(const char* op, const Tensor& hidden
 
 }  // namespace
 
+}  // namespace shoestring::losses
+
+namespace shoestring {
+
+using at::Tensor;
+
 Tensor linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Tensor& target,
                             const std::optional<Tensor>& bias, const LinearCrossEntropyOptions& options) {
-  return call_linear_cross_entropy("shoestring::linear_cross_entropy", hidden, weight, target, bias,
-                                   options)[0]
+  return losses::call_linear_cross_entropy("shoestring::linear_cross_entropy", hidden, weight, target, bias,
+                                           options)[0]
       .toTensor();
 }
 
@@ -156,8 +156,8 @@ LinearCrossEntropyStats linear_cross_entropy_with_stats(const Tensor& hidden, co
                                                         const Tensor& target,
                                                         const std::optional<Tensor>& bias,
                                                         const LinearCrossEntropyOptions& options) {
-  const auto out = call_linear_cross_entropy("shoestring::linear_cross_entropy_with_stats", hidden, weight,
-                                             target, bias, options);
+  const auto out = losses::call_linear_cross_entropy("shoestring::linear_cross_entropy_with_stats", hidden,
+                                                     weight, target, bias, options);
   return {out[0].toTensor(), out[1].toTensor(), out[2].toTensor(), out[3].toTensor(), out[4].toTensor()};
 }
 

@@ -11,15 +11,12 @@
 #include "losses/cross_entropy.h"
 #include "losses/head.h"
 
-namespace shoestring::linear_loss {
+namespace shoestring::losses {
 
 constexpr const char* kLinearCrossEntropyOp = "linear_cross_entropy";
 
-using namespace head;
-using token_losses::Reduction;
-
 /// The arguments of linear_cross_entropy_rows, checked but for what the targets hold.
-struct LinearCrossEntropyProblem : Head, token_losses::RowsProblem {
+struct LinearCrossEntropyProblem : Head, RowsProblem {
   explicit LinearCrossEntropyProblem(const BoxedArguments& arguments);
 
   OptionalTensor weight_grad;  // what the weight's gradient is added to
@@ -29,7 +26,7 @@ struct LinearCrossEntropyProblem : Head, token_losses::RowsProblem {
   Mask mask;
 };
 
-struct LinearCrossEntropyResult : token_losses::RowsResult {
+struct LinearCrossEntropyResult : RowsResult {
   Gradients gradients;
 };
 
@@ -48,7 +45,7 @@ constexpr const char* kLinearCrossEntropyOptions[] = {
     "ignore_index", "label_smoothing", "softcap", "logit_scale", "z_loss", "filter_eps", "workspace_mb"};
 
 /// A call of linear_cross_entropy: input is hidden.
-struct LinearCrossEntropyCall : Head, token_losses::TokenCall {
+struct LinearCrossEntropyCall : Head, TokenCall {
   LinearCrossEntropyCall() = default;
   LinearCrossEntropyCall(const BoxedArguments& arguments, bool stats);
 
@@ -61,7 +58,7 @@ struct LinearCrossEntropyCall : Head, token_losses::TokenCall {
 LinearCrossEntropyResult linear_cross_entropy_rows(const LinearCrossEntropyCall& call,
                                                    const std::array<Tensor, 3>& upstream, const Mask& mask);
 inline void keep_hardest(LinearCrossEntropyCall& call) {
-  token_losses::keep_hardest(call, [&] { return linear_cross_entropy_rows(call, {}, {}).loss; });
+  keep_hardest(call, [&] { return linear_cross_entropy_rows(call, {}, {}).loss; });
 }
 
-}  // namespace shoestring::linear_loss
+}  // namespace shoestring::losses

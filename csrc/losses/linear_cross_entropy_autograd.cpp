@@ -5,16 +5,10 @@
 #include "losses/head_autograd.h"
 #include "losses/linear_cross_entropy.h"
 
-namespace shoestring {
+namespace shoestring::losses {
 namespace {
 
 using at::Tensor;
-using linear_loss::kInputs;
-using linear_loss::LinearCrossEntropyCall;
-using linear_loss::LinearCrossEntropyResult;
-using linear_loss::Mask;
-using linear_loss::OptionalTensor;
-using linear_loss::Reduction;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -30,7 +24,7 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
                                const OptionalTensor& up, LinearCrossEntropyCall call) {
     at::AutoDispatchBelowADInplaceOrView below;
     Mask mask = require_grad(call);
-    mask[head::kWeight] |= call.weight_grad.has_value();
+    mask[kWeight] |= call.weight_grad.has_value();
     const Reduction reduction(call);
     reduction.balance(call);
     const auto compute = compute_type(hidden);
@@ -38,8 +32,8 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
     Tensor factor = reduction.factor(compute);
     if (reduction.scalar && !factor.defined()) factor = at::ones({}, hidden.options().dtype(compute));
     const double known = call.grad_scale.value_or(1);
-    LinearCrossEntropyResult r = linear_loss::linear_cross_entropy_rows(
-        call, {early ? factor * known : Tensor()}, early ? mask : Mask{});
+    LinearCrossEntropyResult r =
+        linear_cross_entropy_rows(call, {early ? factor * known : Tensor()}, early ? mask : Mask{});
 
     ctx->set_materialize_grads(false);
     save_mask(ctx, mask);
@@ -78,7 +72,7 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
       }
     } else {
       at::AutoDispatchBelowADInplaceOrView below;
-      TORCH_CHECK(!early || ctx->saved_data["weight_grad"].isNone(), linear_loss::kLinearCrossEntropyOp,
+      TORCH_CHECK(!early || ctx->saved_data["weight_grad"].isNone(), kLinearCrossEntropyOp,
                   ": grad_scale: expected an upstream gradient of the loss alone, received one of its "
                   "statistics; leave "
                   "grad_scale out");
@@ -101,13 +95,12 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
     const Tensor share = saved.next(), lse = saved.next();
     call.weight_grad = ctx->saved_data["weight_grad"].toOptional<Tensor>();
     call.reduction = ctx->saved_data["reduction"].toStringRef();
-    call.options = saved_options(ctx, linear_loss::kLinearCrossEntropyOptions);
+    call.options = saved_options(ctx, kLinearCrossEntropyOptions);
 
     call.input = call.hidden;
-    const auto balanced = token_losses::balanced_upstream(upstream, share, lse, call.z_loss());
-    const auto gradient = token_losses::upstream_of_tokens(balanced, factor, compute_type(call.hidden));
-    const LinearCrossEntropyResult r =
-        linear_loss::linear_cross_entropy_rows(call, gradient, saved_mask(ctx));
+    const auto balanced = balanced_upstream(upstream, share, lse, call.z_loss());
+    const auto gradient = upstream_of_tokens(balanced, factor, compute_type(call.hidden));
+    const LinearCrossEntropyResult r = linear_cross_entropy_rows(call, gradient, saved_mask(ctx));
     return {r.gradients.begin(), r.gradients.end()};
   }
 };
@@ -117,23 +110,23 @@ void linear_cross_entropy_autograd(const c10::OperatorHandle& op, torch::jit::St
   LinearCrossEntropyCall call(BoxedArguments(op, *stack), kStats);
   const bool adds = call.weight_grad && at::GradMode::is_enabled();
   const bool weighted = call.token_weights && needs_grad(*call.token_weights);
-  const bool recorded = at::GradMode::is_enabled() && head::any(require_grad(call));
+  const bool recorded = at::GradMode::is_enabled() && any(require_grad(call));
   if (!weighted && !recorded && !adds) {
     at::AutoDispatchBelowADInplaceOrView below;
     op.callBoxed(stack);
     return;
   }
-  TORCH_CHECK(!adds || recorded || call.grad_scale, linear_loss::kLinearCrossEntropyOp,
+  TORCH_CHECK(!adds || recorded || call.grad_scale, kLinearCrossEntropyOp,
               ": weight_grad: expected something that requires a gradient, so that there is a backward pass, "
               "received none; "
               "give grad_scale, and it is added to at once");
   {
     at::AutoDispatchBelowADInplaceOrView below;
-    linear_loss::keep_hardest(call);
+    keep_hardest(call);
   }
   std::optional<Reduction> reduction;
   if (weighted) {  // plain autograd has what they need: the losses of the tokens, and with a share their lse
-    TORCH_CHECK(!call.grad_scale, linear_loss::kLinearCrossEntropyOp,
+    TORCH_CHECK(!call.grad_scale, kLinearCrossEntropyOp,
                 ": grad_scale: expected None with token_weights that require a gradient");
     reduction.emplace(call);
     call.token_weights.reset();
@@ -173,4 +166,4 @@ TORCH_LIBRARY_IMPL(shoestring, AutocastCUDA, m) {
 }
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::losses

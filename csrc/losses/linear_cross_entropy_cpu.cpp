@@ -16,20 +16,10 @@
 #include "losses/linear_cross_entropy_table.h"
 #include "quantization/base_weight.h"
 
-namespace shoestring {
+namespace shoestring::losses {
 namespace {
 
 using at::Tensor;
-using linear_loss::kBias;
-using linear_loss::kHidden;
-using linear_loss::kLinearCrossEntropyOp;
-using linear_loss::kLow;
-using linear_loss::kUp;
-using linear_loss::kWeight;
-using linear_loss::LinearCrossEntropyProblem;
-using linear_loss::LinearCrossEntropyResult;
-using linear_loss::OptionalTensor;
-using token_losses::Factor;
 
 // One call of the operator, a chunk of the tokens that count at a time.
 template <class T>
@@ -101,18 +91,17 @@ class LinearCrossEntropyOnCpu {
 template <class T>
 LinearCrossEntropyOnCpu<T>::LinearCrossEntropyOnCpu(const LinearCrossEntropyProblem& problem)
     : p_(problem), compute_(p_.hidden.options().dtype(c10::CppTypeToScalarType<T>::value)),
-      rows_(head::rows_that_count(kLinearCrossEntropyOp, p_.hidden.size(0), p_.target, p_.ignore_index,
-                                  p_.vocab.expect_int())),
+      rows_(rows_that_count(kLinearCrossEntropyOp, p_.hidden.size(0), p_.target, p_.ignore_index,
+                            p_.vocab.expect_int())),
       target_(p_.target.contiguous()), bias_(computed(p_.bias, p_.logit_scale)),
       class_weights_(computed(p_.class_weights, 1)), grad_loss_(p_.grad_loss, type()),
       grad_lse_(p_.grad_lse, type()), grad_entropy_(p_.grad_entropy, type()), features_(p_.hidden.size(1)),
-      vocab_(p_.vocab.expect_int()), count_(rows_.size()), gradient_(linear_loss::any(p_.mask)),
-      low_(computed(p_.low, 1)), up_(computed(p_.up, 1)),
-      weight_(p_.base(Backend::kCpu, kLinearCrossEntropyOp, type())) {
+      vocab_(p_.vocab.expect_int()), count_(rows_.size()), gradient_(any(p_.mask)), low_(computed(p_.low, 1)),
+      up_(computed(p_.up, 1)), weight_(p_.base(Backend::kCpu, kLinearCrossEntropyOp, type())) {
   // Where the CPU has bf16 units the products of the gradients use them. The logits stay fp32 everywhere.
   narrow_ = gradient_ && p_.weight.scalar_type() == at::kBFloat16 &&
             product_type(p_.hidden) == at::kBFloat16 && p_.filter_eps == 0;
-  const int64_t given = (p_.workspace_mb == 0 ? head::kDefaultWorkspaceMb : p_.workspace_mb) << 20;
+  const int64_t given = (p_.workspace_mb == 0 ? kDefaultWorkspaceMb : p_.workspace_mb) << 20;
   const int64_t workspace = given - std::min(kGemmWorkspace, given / 2);
   const int64_t bytes_per_token = std::max<int64_t>(1, vocab_ * static_cast<int64_t>(sizeof(T)));
   const int64_t fit = std::max<int64_t>(1, workspace / bytes_per_token);
@@ -179,7 +168,7 @@ Tensor LinearCrossEntropyOnCpu<T>::reduce_rows(Tensor& z, int64_t begin) {
   const auto& kernels = cpu::linear_cross_entropy();
   const int64_t tokens = z.size(0);
   Tensor scale = at::empty({tokens, 1}, compute_);
-  const auto rule = token_losses::rule_of<T>(p_, bias_, class_weights_, total_weight_);
+  const auto rule = rule_of<T>(p_, bias_, class_weights_, total_weight_);
   T *losses = out_.loss.template data_ptr<T>(), *lses = out_.lse.template data_ptr<T>();
   T *scales = scale.template data_ptr<T>(), *rows = z.template data_ptr<T>();
   T* entropies = p_.stats ? out_.entropy.template data_ptr<T>() : nullptr;
@@ -281,10 +270,9 @@ LinearCrossEntropyResult linear_cross_entropy_rows_cpu(const LinearCrossEntropyP
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("linear_cross_entropy_rows",
-         torch::CppFunction::makeFromBoxedFunction<
-             &linear_loss::boxed_linear_cross_entropy_rows<linear_cross_entropy_rows_cpu>>());
+  m.impl("linear_cross_entropy_rows", torch::CppFunction::makeFromBoxedFunction<
+                                          &boxed_linear_cross_entropy_rows<linear_cross_entropy_rows_cpu>>());
 }
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::losses

@@ -7,14 +7,10 @@
 #include "losses/linear_cross_entropy_table.h"
 #include "losses/logit_waves.h"
 
-namespace shoestring {
+namespace shoestring::losses {
 namespace {
 
 using at::Tensor;
-using linear_loss::kLinearCrossEntropyOp;
-using linear_loss::LinearCrossEntropyProblem;
-using linear_loss::LinearCrossEntropyResult;
-using linear_loss::OptionalTensor;
 
 // A call as the device has it.
 struct LinearCrossEntropyOnCuda : LinearCrossEntropyProblem {
@@ -39,7 +35,7 @@ LinearCrossEntropyOnCuda::LinearCrossEntropyOnCuda(const LinearCrossEntropyProbl
   padded_weights = waves.padded(class_weights);
   if (padded_weights.defined())
     total_weight = padded_weights.sum(at::kDouble).to(padded_weights.scalar_type());
-  factors = token_losses::factors_of(*this, compute_type(hidden));
+  factors = factors_of(*this, compute_type(hidden));
 }
 
 // Rows from `begin` on, as many as `logits` has.
@@ -49,7 +45,7 @@ void start_linear_cross_entropy_rows(const LinearCrossEntropyOnCuda& p, const Te
   const auto output = [&](const Tensor& t) {
     return t.defined() ? t.narrow(0, begin, logits.size(0)).mutable_data_ptr() : nullptr;
   };
-  auto rows = token_losses::launch_of(p, {}, p.padded_weights, p.total_weight);
+  auto rows = launch_of(p, {}, p.padded_weights, p.total_weight);
   rows.logits = logits.const_data_ptr();
   rows.tokens = logits.size(0);
   rows.logits_at = rows.gradient_at = {rows.tokens, 0, p.waves.stride()};
@@ -91,8 +87,8 @@ LinearCrossEntropyResult linear_cross_entropy_rows_cuda(const LinearCrossEntropy
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
   m.impl("linear_cross_entropy_rows",
          torch::CppFunction::makeFromBoxedFunction<
-             &linear_loss::boxed_linear_cross_entropy_rows<linear_cross_entropy_rows_cuda>>());
+             &boxed_linear_cross_entropy_rows<linear_cross_entropy_rows_cuda>>());
 }
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::losses

@@ -2,7 +2,7 @@
 
 #include "losses/linear_cross_entropy.h"
 
-namespace shoestring::linear_loss {
+namespace shoestring::losses {
 
 namespace {
 
@@ -20,10 +20,10 @@ void check_weight_grad(const LinearCrossEntropyProblem& p) {
 
 LinearCrossEntropyProblem::LinearCrossEntropyProblem(const BoxedArguments& a)
     : Head(a), RowsProblem(kLinearCrossEntropyOp, a, hidden, vocab), weight_grad(a.optional("weight_grad")),
-      filter_eps(token_losses::finite(kLinearCrossEntropyOp, a, "filter_eps", "a number in [0, 1)",
-                                      [](double x) { return x >= 0 && x < 1; })),
+      filter_eps(finite(kLinearCrossEntropyOp, a, "filter_eps", "a number in [0, 1)",
+                        [](double x) { return x >= 0 && x < 1; })),
       averaged(a["averaged"].toBool()), workspace_mb(a["workspace_mb"].toInt()),
-      mask(head::mask_of(a["output_mask"])) {
+      mask(mask_of(a["output_mask"])) {
   check(kLinearCrossEntropyOp);
   check_mask(kLinearCrossEntropyOp, mask);
   check_target(kLinearCrossEntropyOp, *this, target);
@@ -32,7 +32,7 @@ LinearCrossEntropyProblem::LinearCrossEntropyProblem(const BoxedArguments& a)
   check_weight_grad(*this);
   TORCH_CHECK(filter_eps == 0 || !absmax, kLinearCrossEntropyOp,
               ": filter_eps: expected 0 with a quantised weight, received ", filter_eps);
-  head::check_workspace(kLinearCrossEntropyOp, workspace_mb);
+  check_workspace(kLinearCrossEntropyOp, workspace_mb);
 }
 
-}  // namespace shoestring::linear_loss
+}  // namespace shoestring::losses

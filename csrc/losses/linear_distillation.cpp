@@ -7,8 +7,7 @@
 
 #include <cmath>
 
-namespace shoestring {
-namespace distillation {
+namespace shoestring::losses {
 namespace {
 
 kernels::Divergence divergence_of(const std::string& name) {
@@ -42,7 +41,7 @@ DistillationProblem::DistillationProblem(const BoxedArguments& a)
       grad_loss(a.optional("grad_loss")), ignore_index(a["ignore_index"].toInt()),
       divergence(divergence_of(a["divergence"].toStringRef())), beta(a.number("beta")),
       temperature(a.number("temperature")), averaged(a["averaged"].toBool()),
-      workspace_mb(a["workspace_mb"].toInt()), mask(head::mask_of(a["output_mask"])) {
+      workspace_mb(a["workspace_mb"].toInt()), mask(mask_of(a["output_mask"])) {
   check_heads(*this, teacher, target);
   check_mask(kDistillationOp, mask);
   TORCH_CHECK(hidden.dim() == 2, kDistillationOp,
@@ -52,10 +51,10 @@ DistillationProblem::DistillationProblem(const BoxedArguments& a)
   TORCH_CHECK(divergence != kernels::Divergence::kJsd || (beta > 0 && beta < 1), kDistillationOp,
               ": beta: expected a number in (0, 1), received ", beta,
               "; for what its ends stand for there are divergence='forward_kl' and 'reverse_kl'");
-  head::check_factor(kDistillationOp, "grad_loss", *this, grad_loss);
+  check_factor(kDistillationOp, "grad_loss", *this, grad_loss);
   TORCH_CHECK(grad_loss || !wants_gradient(), kDistillationOp,
               ": grad_loss: expected one with gradients, received None");
-  head::check_workspace(kDistillationOp, workspace_mb);
+  check_workspace(kDistillationOp, workspace_mb);
 }
 
 void push_distillation_rows(torch::jit::Stack* stack, const c10::OperatorHandle& op,
@@ -70,7 +69,7 @@ DistillationCall::DistillationCall(const BoxedArguments& a)
     : Head(a), teacher(a, "teacher_", vocab), target(a.optional("target")),
       reduction(a["reduction"].toStringRef()) {
   check_heads(*this, teacher, target);
-  head::check_reduction(kDistillationOp, reduction);
+  check_reduction(kDistillationOp, reduction);
   for (const char* name : kDistillationOptions) options.emplace_back(name, a[name]);
 }
 
@@ -90,8 +89,7 @@ DistillationResult distillation_rows(const DistillationCall& call, const Tensor&
   NamedArguments arguments = call.options;
   call.append_to(arguments);
   call.teacher.append_to(arguments);
-  arguments.insert(arguments.end(),
-                   {{"averaged", call.reduction == "mean"}, {"output_mask", head::list_of(mask)}});
+  arguments.insert(arguments.end(), {{"averaged", call.reduction == "mean"}, {"output_mask", list_of(mask)}});
   if (call.target) arguments.emplace_back("target", flat(call, *call.target));
   if (upstream.defined()) arguments.emplace_back("grad_loss", flat(call, upstream));
   const auto out = call_by_name("shoestring::linear_distillation_rows", arguments);
@@ -104,20 +102,16 @@ DistillationResult distillation_rows(const DistillationCall& call, const Tensor&
   return r;
 }
 
-}  // namespace distillation
-
 namespace {
 
 using at::Tensor;
-using distillation::DistillationCall;
-using distillation::DistillationResult;
 
-DistillationResult distillation_rows_meta(const distillation::DistillationProblem& p) {
+DistillationResult distillation_rows_meta(const DistillationProblem& p) {
   DistillationResult r{
       at::empty_symint(p.hidden.sym_sizes().slice(0, 1), p.hidden.options().dtype(compute_type(p.hidden))),
       {}};
   const auto inputs = p.inputs();
-  for (int i = 0; i < distillation::kInputs; ++i) {
+  for (int i = 0; i < kInputs; ++i) {
     if (p.mask[i]) r.gradients[i] = at::empty_symint(inputs[i]->sym_sizes(), inputs[i]->options());
   }
   return r;
@@ -126,20 +120,26 @@ DistillationResult distillation_rows_meta(const distillation::DistillationProble
 // Without gradients the operator is the same on every device.
 void distillation_without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const DistillationCall call(BoxedArguments(op, *stack));
-  const Tensor loss = call.reduce(distillation::distillation_rows(call, {}, {}).loss);
+  const Tensor loss = call.reduce(distillation_rows(call, {}, {}).loss);
   torch::jit::drop(*stack, op.schema().arguments().size());
   torch::jit::push(*stack, loss);
 }
 
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
-  m.impl("linear_distillation_rows", torch::CppFunction::makeFromBoxedFunction<
-                                         &distillation::boxed_distillation_rows<distillation_rows_meta>>());
+  m.impl("linear_distillation_rows",
+         torch::CppFunction::makeFromBoxedFunction<&boxed_distillation_rows<distillation_rows_meta>>());
 }
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
   m.impl("linear_distillation", torch::CppFunction::makeFromBoxedFunction<&distillation_without_gradients>());
 }
 
 }  // namespace
+
+}  // namespace shoestring::losses
+
+namespace shoestring {
+
+using at::Tensor;
 
 Tensor linear_distillation(const Tensor& hidden, const Tensor& weight, const Tensor& teacher_hidden,
                            const Tensor& teacher_weight, const std::optional<Tensor>& bias,

@@ -10,11 +10,9 @@
 #include "losses/head.h"
 #include "losses/linear_distillation_table.h"
 
-namespace shoestring::distillation {
+namespace shoestring::losses {
 
 constexpr const char* kDistillationOp = "linear_distillation";
-
-using namespace head;
 
 struct DistillationResult {
   Tensor loss;  // (tokens), compute type
@@ -25,7 +23,7 @@ struct DistillationResult {
 struct DistillationProblem : Head {
   explicit DistillationProblem(const BoxedArguments& arguments);
 
-  bool wants_gradient() const { return head::any(mask); }
+  bool wants_gradient() const { return any(mask); }
 
   Head teacher;
   OptionalTensor target;     // (tokens)
@@ -63,7 +61,7 @@ struct DistillationCall : Head {
   NamedArguments options;  // kOptions
 
   bool scalar() const { return reduction != "none"; }
-  int64_t ignore_index() const { return head::value_of(options, "ignore_index").toInt(); }
+  int64_t ignore_index() const { return value_of(options, "ignore_index").toInt(); }
   /// How many tokens count: (), fp64.
   Tensor count() const;
   /// The result, of the losses of tokens.
@@ -74,4 +72,4 @@ struct DistillationCall : Head {
 /// of the tokens' losses, in their shape or (); undefined without gradients.
 DistillationResult distillation_rows(const DistillationCall& call, const Tensor& upstream, const Mask& mask);
 
-}  // namespace shoestring::distillation
+}  // namespace shoestring::losses

@@ -6,15 +6,10 @@
 #include "core/autograd.h"
 #include "losses/head_autograd.h"
 
-namespace shoestring {
+namespace shoestring::losses {
 namespace {
 
 using at::Tensor;
-using distillation::DistillationCall;
-using distillation::DistillationResult;
-using distillation::kInputs;
-using distillation::Mask;
-using distillation::OptionalTensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -33,7 +28,7 @@ class LinearDistillation : public torch::autograd::Function<LinearDistillation> 
     if (call.reduction == "mean") factor = call.count().reciprocal();
     if (call.reduction == "sum") factor = at::ones({}, hidden.options().dtype(compute));
     if (factor.defined() && factor.scalar_type() != compute) factor = factor.to(compute);
-    const DistillationResult r = distillation::distillation_rows(call, factor, call.scalar() ? mask : Mask{});
+    const DistillationResult r = distillation_rows(call, factor, call.scalar() ? mask : Mask{});
 
     ctx->set_materialize_grads(false);
     save_mask(ctx, mask);
@@ -56,7 +51,7 @@ class LinearDistillation : public torch::autograd::Function<LinearDistillation> 
       const variable_list saved = ctx->get_saved_variables();
       gradients =
           ctx->saved_data["scalar"].toBool() ? scaled(saved, upstream[0]) : again(ctx, saved, upstream[0]);
-      gradients = once_differentiable(distillation::kDistillationOp, std::move(gradients));
+      gradients = once_differentiable(kDistillationOp, std::move(gradients));
     }
     gradients.push_back(Tensor());
     return gradients;
@@ -78,16 +73,16 @@ class LinearDistillation : public torch::autograd::Function<LinearDistillation> 
     saved_head(ctx, saved, call.teacher, "teacher_");
     call.target = saved.next_optional();
     call.reduction = "none";
-    call.options = saved_options(ctx, distillation::kDistillationOptions);
+    call.options = saved_options(ctx, kDistillationOptions);
     const DistillationResult r =
-        distillation::distillation_rows(call, upstream.to(compute_type(call.hidden)), saved_mask(ctx));
+        distillation_rows(call, upstream.to(compute_type(call.hidden)), saved_mask(ctx));
     return {r.gradients.begin(), r.gradients.end()};
   }
 };
 
 void distillation_autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const DistillationCall call(BoxedArguments(op, *stack));
-  if (!at::GradMode::is_enabled() || !head::any(require_grad(call))) {
+  if (!at::GradMode::is_enabled() || !any(require_grad(call))) {
     at::AutoDispatchBelowADInplaceOrView below;
     op.callBoxed(stack);
     return;
@@ -118,4 +113,4 @@ TORCH_LIBRARY_IMPL(shoestring, AutocastCUDA, m) {
 }
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::losses

@@ -11,19 +11,10 @@
 #include "gemm/gemm.h"
 #include "losses/linear_distillation.h"
 
-namespace shoestring {
+namespace shoestring::losses {
 namespace {
 
 using at::Tensor;
-using distillation::DistillationProblem;
-using distillation::DistillationResult;
-using distillation::kBias;
-using distillation::kDistillationOp;
-using distillation::kHidden;
-using distillation::kLow;
-using distillation::kUp;
-using distillation::kWeight;
-using distillation::OptionalTensor;
 
 // One call of the operator, a chunk of the tokens that count at a time.
 template <class T>
@@ -69,12 +60,12 @@ class DistillationOnCpu {
 template <class T>
 DistillationOnCpu<T>::DistillationOnCpu(const DistillationProblem& problem)
     : p_(problem), compute_(p_.hidden.options().dtype(type())),
-      rows_(head::rows_that_count(kDistillationOp, p_.hidden.size(0), p_.target, p_.ignore_index)),
+      rows_(rows_that_count(kDistillationOp, p_.hidden.size(0), p_.target, p_.ignore_index)),
       bias_(divided(p_.bias)), teacher_bias_(divided(p_.teacher.bias)),
       up_(p_.up ? p_.up->to(type()) : Tensor()), weight_(p_.base(Backend::kCpu, kDistillationOp, type())),
       teacher_weight_(p_.teacher.base(Backend::kCpu, kDistillationOp, type())), vocab_(p_.vocab.expect_int()),
       count_(rows_.size()) {
-  const int64_t workspace = p_.workspace_mb == 0 ? head::kDefaultWorkspaceMb : p_.workspace_mb;
+  const int64_t workspace = p_.workspace_mb == 0 ? kDefaultWorkspaceMb : p_.workspace_mb;
   const int64_t bytes_per_token = std::max<int64_t>(1, 2 * vocab_ * static_cast<int64_t>(sizeof(T)));
   const int64_t fit = std::max<int64_t>(1, (workspace << 20) / bytes_per_token);
   chunk_ = std::min<int64_t>(fit > 16 ? fit / 16 * 16 : fit, std::min<int64_t>(count_, 1024));
@@ -161,9 +152,9 @@ DistillationResult distillation_rows_cpu(const DistillationProblem& p) {
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("linear_distillation_rows", torch::CppFunction::makeFromBoxedFunction<
-                                         &distillation::boxed_distillation_rows<distillation_rows_cpu>>());
+  m.impl("linear_distillation_rows",
+         torch::CppFunction::makeFromBoxedFunction<&boxed_distillation_rows<distillation_rows_cpu>>());
 }
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::losses

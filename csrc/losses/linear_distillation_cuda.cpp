@@ -5,14 +5,10 @@
 #include "losses/linear_distillation.h"
 #include "losses/logit_waves.h"
 
-namespace shoestring {
+namespace shoestring::losses {
 namespace {
 
 using at::Tensor;
-using distillation::DistillationProblem;
-using distillation::DistillationResult;
-using distillation::kDistillationOp;
-using distillation::OptionalTensor;
 
 // A call as the device has it.
 struct DistillationOnCuda : DistillationProblem {
@@ -82,9 +78,9 @@ DistillationResult distillation_rows_cuda(const DistillationProblem& problem) {
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("linear_distillation_rows", torch::CppFunction::makeFromBoxedFunction<
-                                         &distillation::boxed_distillation_rows<distillation_rows_cuda>>());
+  m.impl("linear_distillation_rows",
+         torch::CppFunction::makeFromBoxedFunction<&boxed_distillation_rows<distillation_rows_cuda>>());
 }
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::losses

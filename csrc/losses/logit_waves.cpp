@@ -6,14 +6,9 @@
 
 #include "gemm/gemm.h"
 
-namespace shoestring {
+namespace shoestring::losses {
 
 using at::Tensor;
-using head::kBias;
-using head::kHidden;
-using head::kLow;
-using head::kUp;
-using head::kWeight;
 
 namespace {
 
@@ -29,7 +24,7 @@ int64_t even_part(int64_t total, int64_t most) {
 
 }  // namespace
 
-LogitWaves::LogitWaves(const char* op, const head::Head& head, const Tensor& ignored, const head::Mask& mask,
+LogitWaves::LogitWaves(const char* op, const Head& head, const Tensor& ignored, const Mask& mask,
                        Options options)
     : op_(op), head_(head), ignored_(ignored), mask_(mask), options_(std::move(options)),
       vocab_(head.vocab.expect_int()) {
@@ -39,8 +34,7 @@ LogitWaves::LogitWaves(const char* op, const head::Head& head, const Tensor& ign
   // to zero. Not below 2^-15, which keeps the largest, 1 / scale, finite in fp16.
   for (int64_t n = tokens(); options_.averaged && n > 1 && scale_ > 0x1p-15; n /= 2) scale_ /= 2;
   plan();
-  if (options_.filter && head::any(mask))
-    live_ = at::empty({stride()}, head.hidden.options().dtype(at::kByte));
+  if (options_.filter && any(mask)) live_ = at::empty({stride()}, head.hidden.options().dtype(at::kByte));
 }
 
 int64_t LogitWaves::stride() const { return std::max<int64_t>(8, (vocab_ + 7) / 8 * 8); }
@@ -50,7 +44,7 @@ at::TensorOptions LogitWaves::compute() const {
 }
 
 bool LogitWaves::narrow() const {
-  return head::any(mask_) && head_.hidden.scalar_type() != compute_type(head_.hidden);
+  return any(mask_) && head_.hidden.scalar_type() != compute_type(head_.hidden);
 }
 
 // Every chunk but an only one is a pass over the fp32 accumulator of the weight's gradient, 8 * vocab *
@@ -93,7 +87,7 @@ void LogitWaves::write_logits(const Tensor& z, const Tensor& x, const BaseWeight
 }
 
 void LogitWaves::add_gradients(const Chunk& chunk, const BaseWeight& weight, const Tensor& up,
-                               head::Gradients& sums) const {
+                               Gradients& sums) const {
   const Tensor &grad = chunk.grad, &x = chunk.x;
   const int64_t begin = chunk.begin;
   const double scale = scale_ * options_.logit_scale;
@@ -114,7 +108,7 @@ void LogitWaves::add_gradients(const Chunk& chunk, const BaseWeight& weight, con
 
 // The same for some classes, of which there may still be many: 64 MiB of their weights at a time.
 void LogitWaves::add_live_gradients(const Chunk& chunk, const Tensor& classes, const Tensor& up,
-                                    head::Gradients& sums) const {
+                                    Gradients& sums) const {
   const Tensor &x = chunk.x, &low = chunk.low;
   const double scale = scale_ * options_.logit_scale;
   const auto sum = [&](int i, int64_t columns) {
@@ -142,13 +136,13 @@ void LogitWaves::add_live_gradients(const Chunk& chunk, const Tensor& classes, c
   if (mask_[kLow]) sums[kLow].narrow(0, chunk.begin, x.size(0)).copy_(of_low);
 }
 
-head::Gradients LogitWaves::run(const StartRows& start_rows) const {
+Gradients LogitWaves::run(const StartRows& start_rows) const {
   const Tensor& hidden = head_.hidden;
   const auto dtype = hidden.scalar_type();
   const BaseWeight weight = head_.base(Backend::kCuda, op_, dtype);
   const Tensor low_rows = head_.low ? head_.low->to(dtype) : Tensor(),
                up = head_.up ? head_.up->to(dtype) : Tensor();
-  const bool gradient = head::any(mask_);
+  const bool gradient = any(mask_);
   const Tensor logits = buffer();
   Tensor grad_logits = gradient ? logits : Tensor();
   if (narrow()) grad_logits = at::empty({std::min(chunk_, tokens()), stride()}, hidden.options());
@@ -156,7 +150,7 @@ head::Gradients LogitWaves::run(const StartRows& start_rows) const {
   const auto start = [&](at::IntArrayRef shape, at::TensorOptions options) {
     return tokens() == 0 || live_.defined() ? at::zeros(shape, options) : at::empty(shape, options);
   };
-  head::Gradients gradients;
+  Gradients gradients;
   if (mask_[kHidden]) gradients[kHidden] = at::empty_like(hidden, at::MemoryFormat::Contiguous);
   // Several chunks are summed in fp32 and rounded once; a single one writes the result.
   if (mask_[kWeight]) {
@@ -199,4 +193,4 @@ head::Gradients LogitWaves::run(const StartRows& start_rows) const {
   return gradients;
 }
 
-}  // namespace shoestring
+}  // namespace shoestring::losses

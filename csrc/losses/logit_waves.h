@@ -9,7 +9,7 @@
 
 #include "losses/head.h"
 
-namespace shoestring {
+namespace shoestring::losses {
 
 /// The CUDA side of a loss of logit_scale times a head's logits.
 class LogitWaves {
@@ -26,8 +26,7 @@ class LogitWaves {
 
   /// head: of one that has been checked, with tokens in one dimension. ignored (tokens, 1) bool: what must
   /// not show, or undefined.
-  LogitWaves(const char* op, const head::Head& head, const at::Tensor& ignored, const head::Mask& mask,
-             Options options);
+  LogitWaves(const char* op, const Head& head, const at::Tensor& ignored, const Mask& mask, Options options);
 
   int64_t tokens() const { return head_.hidden.size(0); }
   int64_t vocab() const { return vocab_; }
@@ -54,7 +53,7 @@ class LogitWaves {
   /// Starts the row kernel on tokens from `begin` on: logits and gradient (count, stride). The latter may be
   /// the former, or undefined.
   using StartRows = std::function<void(const at::Tensor& logits, const at::Tensor& gradient, int64_t begin)>;
-  head::Gradients run(const StartRows& start_rows) const;
+  Gradients run(const StartRows& start_rows) const;
 
  private:
   // The gradient of the logits is in a buffer of its own.
@@ -65,14 +64,14 @@ class LogitWaves {
     int64_t begin;
   };
   void add_gradients(const Chunk& chunk, const BaseWeight& weight, const at::Tensor& up,
-                     head::Gradients& sums) const;
+                     Gradients& sums) const;
   void add_live_gradients(const Chunk& chunk, const at::Tensor& classes, const at::Tensor& up,
-                          head::Gradients& sums) const;
+                          Gradients& sums) const;
 
   const char* op_;
-  const head::Head& head_;
+  const Head& head_;
   const at::Tensor ignored_;
-  const head::Mask mask_;
+  const Mask mask_;
   const Options options_;
   const int64_t vocab_;
   double scale_ = 1;  // what the products multiply the logits' gradient by
@@ -98,4 +97,4 @@ inline const void* factor_from(const at::Tensor& t, int64_t begin, int64_t& stri
   return pointer_to(stride != 0 ? t.narrow(0, begin, t.size(0) - begin) : t);
 }
 
-}  // namespace shoestring
+}  // namespace shoestring::losses

@@ -10,7 +10,7 @@
 
 #include "losses/head.h"
 
-namespace shoestring {
+namespace shoestring::losses {
 namespace {
 
 using at::Tensor;
@@ -28,7 +28,7 @@ void shard(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const Tensor target = a.tensor("target");
   const int64_t first = a["first_class"].toInt();
   const Tensor counted = target.ne(a["ignore_index"].toInt());
-  const Tensor here = owned(target, first, head::Head(a).vocab).logical_and(counted);
+  const Tensor here = owned(target, first, Head(a).vocab).logical_and(counted);
   const Tensor local =
       target.sub(first).masked_fill(here.logical_not(), 0).masked_fill(counted.logical_not(), kIgnored);
   NamedArguments arguments{{"target", local}, {"ignore_index", kIgnored}, {"reduction", "none"}};
@@ -86,6 +86,12 @@ void check_owners(const Tensor& owners, const Tensor& counted) {
 
 }  // namespace
 
+}  // namespace shoestring::losses
+
+namespace shoestring {
+
+using at::Tensor;
+
 LinearCrossEntropyShard linear_cross_entropy_shard(const Tensor& hidden, const Tensor& weight,
                                                    const Tensor& target, int64_t first_class,
                                                    const std::optional<Tensor>& bias,
@@ -115,28 +121,30 @@ Tensor vocab_parallel_linear_cross_entropy(const Tensor& hidden, const Tensor& w
                                            const std::optional<Tensor>& bias,
                                            const LinearCrossEntropyShardOptions& shard,
                                            const VocabParallelOptions& o) {
-  head::check_reduction(kWhole, o.reduction());
-  TORCH_CHECK(!o.token_weights() || o.token_weights()->sizes() == given.sizes(), kWhole,
+  losses::check_reduction(losses::kWhole, o.reduction());
+  TORCH_CHECK(!o.token_weights() || o.token_weights()->sizes() == given.sizes(), losses::kWhole,
               ": token_weights: expected shape ", given.sizes(), ", received ", o.token_weights()->sizes());
   Tensor target = given;
   if (o.shift()) {
-    TORCH_CHECK(given.dim() >= 1, kWhole, ": shift: expected tokens in a sequence, received a single one");
+    TORCH_CHECK(given.dim() >= 1, losses::kWhole,
+                ": shift: expected tokens in a sequence, received a single one");
     target = at::full_like(given, shard.ignore_index(), at::MemoryFormat::Contiguous);
     const int64_t count = given.size(-1);
     if (count > 1) target.narrow(-1, 0, count - 1).copy_(given.narrow(-1, 1, count - 1));
   }
   auto local = shard;
-  if (shard.low()) local.low(replicated(*shard.low(), all_reduce));
-  const auto part =
-      linear_cross_entropy_shard(replicated(hidden, all_reduce), weight, target, first_class, bias, local);
+  if (shard.low()) local.low(losses::replicated(*shard.low(), all_reduce));
+  const auto part = linear_cross_entropy_shard(losses::replicated(hidden, all_reduce), weight, target,
+                                               first_class, bias, local);
 
   const Tensor counted = target.ne(shard.ignore_index());
   const Tensor largest = all_reduce(part.lse.detach().clone(at::MemoryFormat::Contiguous), Reduce::kMax);
-  const auto classes = head::vocab_of(hidden, weight, shard.absmax().has_value());
-  const Tensor owners = owned(target, first_class, classes).logical_and(counted).to(largest.scalar_type());
+  const auto classes = losses::vocab_of(hidden, weight, shard.absmax().has_value());
+  const Tensor owners =
+      losses::owned(target, first_class, classes).logical_and(counted).to(largest.scalar_type());
   const Tensor mine = at::stack({(part.lse - largest).exp(), part.target_logit, owners});
-  const Tensor sums = Summed::apply(mine, all_reduce(mine.detach().clone(), Reduce::kSum));
-  check_owners(sums[2].detach(), counted);
+  const Tensor sums = losses::Summed::apply(mine, all_reduce(mine.detach().clone(), Reduce::kSum));
+  losses::check_owners(sums[2].detach(), counted);
   const Tensor lse = largest + sums[0].log();
   const Tensor token_loss = (lse - sums[1] + o.z_loss() * lse.square()).masked_fill(counted.logical_not(), 0);
 

@@ -99,8 +99,8 @@ std::vector<LoraLayer> checked_layers(const Tensor& x, const LoraParts& parts, c
   auto layers = lora_layers(parts, scaling, quant_type, block_size);
   TORCH_CHECK(x.dim() >= 1, kLoraLinear, ": x: expected shape (..., in_features), received a scalar");
   check_float("x", x, x.device());
-  check_dropout(kLoraLinear, dropout, seed, x.device());
-  if (gate.has_value()) check_swiglu(kLoraLinear, *gate, x);
+  layers::check_dropout(kLoraLinear, dropout, seed, x.device());
+  if (gate.has_value()) layers::check_swiglu(kLoraLinear, *gate, x);
   for (const auto& layer : layers) check_layer(x, layer);
   return layers;
 }

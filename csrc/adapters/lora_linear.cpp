@@ -58,13 +58,13 @@ std::tuple<std::vector<Tensor>, Tensor> forward(const Tensor& x, const LoraParts
   const Products products(backend, x);
   const auto other = products.other;
   const int64_t columns = x.size(-1);
-  Tensor flat = as_matrix(gate.has_value() ? swiglu_forward(backend, *gate, x) : x);
+  Tensor flat = as_matrix(gate.has_value() ? layers::swiglu_forward(backend, *gate, x) : x);
   // Products widen 16 bits themselves, where they can; what is dropped is not rounded to them.
   const Tensor wide = gemm_widens(other) && !seed.has_value() ? flat : flat.to(other);
   const Tensor A = all_down(layers, other);
   Tensor low = at::empty({flat.size(0), 0}, x.options().dtype(compute_type(x)));
   if (A.defined()) {
-    low = multiply(products, seed.has_value() ? drop(backend, wide, *seed, dropout) : wide, A.t(),
+    low = multiply(products, seed.has_value() ? layers::drop(backend, wide, *seed, dropout) : wide, A.t(),
                    compute_type(x));
   }
   std::vector<Tensor> outputs;
@@ -202,20 +202,21 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
     Tensor grad_x = times_weight(terms, tokens, columns, x.options(), direct ? grad_low : Tensor(),
                                  direct ? A : Tensor(), products);
     if (seed.has_value() && A.defined()) {
-      grad_x.add_(drop(backend, multiply(products, grad_low, A, grad_x.scalar_type()), *seed, dropout));
+      grad_x.add_(
+          layers::drop(backend, multiply(products, grad_low, A, grad_x.scalar_type()), *seed, dropout));
     }
     grad_x = grad_x.to(x.scalar_type()).view_symint(x.sym_sizes());
     if (gate.has_value()) {
-      std::tie(result[1], result[0], branch) = swiglu_backward(backend, grad_x, *gate, x, any_A);
+      std::tie(result[1], result[0], branch) = layers::swiglu_backward(backend, grad_x, *gate, x, any_A);
     } else {
       result[0] = grad_x;
     }
   }
   if (!any_A) return result;
-  if (!branch.defined()) branch = gate.has_value() ? swiglu_forward(backend, *gate, x) : x;
+  if (!branch.defined()) branch = gate.has_value() ? layers::swiglu_forward(backend, *gate, x) : x;
   branch = as_matrix(branch);
   if (!gemm_widens(other) || seed.has_value()) branch = branch.to(other);
-  if (seed.has_value()) branch = drop(backend, branch, *seed, dropout);
+  if (seed.has_value()) branch = layers::drop(backend, branch, *seed, dropout);
   const Tensor grad_A = multiply(products, grad_low.t(), branch, wide);
   first = 0;
   for (size_t i = 0; i < layers.size(); ++i) {

@@ -116,7 +116,7 @@ void Call::check() const {
     TORCH_CHECK(t.scalar_type() != at::kDouble || q.scalar_type() == at::kDouble, kOp,
                 ": bias: expected fp32, bf16, fp16 or bool, received fp64 for q of ", q.scalar_type());
   }
-  check_dropout(kOp, dropout_p, seed, q.device());
+  layers::check_dropout(kOp, dropout_p, seed, q.device());
 }
 
 at::SymDimVector Call::out_sizes() const {
@@ -190,7 +190,7 @@ kernels::AttentionProblem Call::problem() const {
   p.slopes_batch = alibi_slopes && alibi_slopes->dim() == 2 ? p.heads : 0;
   p.sinks = floats(sinks);
   if (seed && dropout_p > 0) {
-    const auto rule = dropout_rule(dropout_p);
+    const auto rule = layers::dropout_rule(dropout_p);
     p.seed = seed->const_data_ptr<int64_t>();
     p.threshold = rule.threshold, p.kept = rule.scale;
   }

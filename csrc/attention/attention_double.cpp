@@ -109,7 +109,7 @@ Scores scores_of(const Call& call, const Part& part, int64_t begin, int64_t end)
 // What probabilities are multiplied by: 0 or 1 / (1 - p); undefined without dropout.
 Tensor kept(const Call& call, const Part& part, const Tensor& like, int64_t begin) {
   if (call.dropout_p == 0) return {};
-  const auto rule = dropout_rule(call.dropout_p);
+  const auto rule = layers::dropout_rule(call.dropout_p);
   const double scale = 65536.0 / (65536.0 - rule.threshold);
   const auto seed = static_cast<uint64_t>(*call.seed->const_data_ptr<int64_t>());
   Tensor mask = at::empty(like.sizes(), like.options());

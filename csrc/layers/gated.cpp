@@ -6,7 +6,7 @@
 #include "core/cuda.h"
 #include "core/huge_pages.h"
 
-namespace shoestring::gated {
+namespace shoestring::layers::gated {
 
 using at::Tensor;
 
@@ -99,4 +99,4 @@ std::tuple<Tensor, Tensor, Tensor> backward(Backend backend, const Kernels& kern
   return {grad_gate, grad_up, out};
 }
 
-}  // namespace shoestring::gated
+}  // namespace shoestring::layers::gated

@@ -9,7 +9,7 @@
 #include "core/tensors.h"
 #include "layers/gated_table.h"
 
-namespace shoestring::gated {
+namespace shoestring::layers::gated {
 
 struct Kernels {
   const char* name;  // of the operator's table on CUDA
@@ -27,4 +27,4 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(Backend backend, const K
                                                         const at::Tensor& grad, const at::Tensor& gate,
                                                         const at::Tensor& up, bool with_product);
 
-}  // namespace shoestring::gated
+}  // namespace shoestring::layers::gated

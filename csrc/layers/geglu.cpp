@@ -8,7 +8,7 @@
 #include "layers/gated.h"
 #include "layers/geglu_table.h"
 
-namespace shoestring {
+namespace shoestring::layers {
 namespace {
 
 using at::Tensor;
@@ -69,8 +69,14 @@ TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
 
 }  // namespace
 
+}  // namespace shoestring::layers
+
+namespace shoestring {
+
+using at::Tensor;
+
 Tensor geglu(const Tensor& gate, const Tensor& up, const std::string& approximate) {
-  static auto op = find<decltype(geglu_meta)>("shoestring::geglu");
+  static auto op = find<decltype(layers::geglu_meta)>("shoestring::geglu");
   return op.call(gate, up, approximate);
 }
 

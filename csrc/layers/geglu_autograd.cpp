@@ -5,7 +5,7 @@
 #include "core/autograd.h"
 #include "core/call.h"
 
-namespace shoestring {
+namespace shoestring::layers {
 namespace {
 
 using at::Tensor;
@@ -49,4 +49,4 @@ Tensor geglu_autograd(const Tensor& gate, const Tensor& up, c10::string_view app
 TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("geglu", geglu_autograd); }
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::layers

@@ -6,7 +6,7 @@
 #include "core/call.h"
 #include "layers/norm.h"
 
-namespace shoestring {
+namespace shoestring::layers {
 namespace {
 
 using at::Tensor;
@@ -85,8 +85,15 @@ TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) { m.impl(kLayerNorm
 
 }  // namespace
 
+}  // namespace shoestring::layers
+
+namespace shoestring {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
 Tensor layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
-  static auto op = find<decltype(layer_norm_composite)>("shoestring::layer_norm");
+  static auto op = find<decltype(layers::layer_norm_composite)>("shoestring::layer_norm");
   return op.call(x, weight, bias, eps);
 }
 

@@ -4,7 +4,7 @@
 
 #include "core/autograd.h"
 
-namespace shoestring {
+namespace shoestring::layers {
 namespace {
 
 using at::Tensor;
@@ -57,4 +57,4 @@ Tensor layer_norm_autograd(const Tensor& x, const OptionalTensor& weight, const 
 TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("layer_norm", layer_norm_autograd); }
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::layers

@@ -9,7 +9,7 @@
 #include "core/cuda.h"
 #include "core/huge_pages.h"
 
-namespace shoestring::norm {
+namespace shoestring::layers::norm {
 namespace {
 
 using kernels::Norm;
@@ -266,4 +266,4 @@ std::tuple<Tensor, Tensor, Tensor> backward(Backend backend, const char* op, con
           bias ? to_bias.to(*bias) : Tensor()};
 }
 
-}  // namespace shoestring::norm
+}  // namespace shoestring::layers::norm

@@ -12,7 +12,7 @@
 #include "core/tensors.h"
 #include "layers/norm_table.h"
 
-namespace shoestring::norm {
+namespace shoestring::layers::norm {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
@@ -58,4 +58,4 @@ inline at::ScalarType statistics_type(const Tensor& x) {
   return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-}  // namespace shoestring::norm
+}  // namespace shoestring::layers::norm

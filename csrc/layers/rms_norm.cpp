@@ -6,7 +6,7 @@
 #include "core/call.h"
 #include "layers/norm.h"
 
-namespace shoestring {
+namespace shoestring::layers {
 namespace {
 
 using at::Tensor;
@@ -111,14 +111,21 @@ std::tuple<Tensor, Tensor, Tensor> norm::call_rms_norm_forward(const Tensor& x,
   return op.call(x, residual, weight, eps, offset, casting);
 }
 
+}  // namespace shoestring::layers
+
+namespace shoestring {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
 Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, const RmsNormOptions& options) {
-  static auto op = find<decltype(rms_norm_composite)>("shoestring::rms_norm");
+  static auto op = find<decltype(layers::rms_norm_composite)>("shoestring::rms_norm");
   return op.call(x, weight, options.eps(), options.offset(), options.casting());
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
                                         const RmsNormOptions& options) {
-  static auto op = find<decltype(add_rms_norm_composite)>("shoestring::add_rms_norm");
+  static auto op = find<decltype(layers::add_rms_norm_composite)>("shoestring::add_rms_norm");
   return op.call(x, residual, weight, options.eps(), options.offset(), options.casting());
 }
 

@@ -5,7 +5,7 @@
 #include "core/autograd.h"
 #include "layers/norm.h"
 
-namespace shoestring {
+namespace shoestring::layers {
 namespace {
 
 using at::Tensor;
@@ -74,4 +74,4 @@ TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
 }
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::layers

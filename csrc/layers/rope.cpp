@@ -15,7 +15,7 @@
 #include "layers/norm_table.h"
 #include "layers/rope_table.h"
 
-namespace shoestring {
+namespace shoestring::layers {
 namespace {
 
 using at::Tensor;
@@ -275,9 +275,15 @@ TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
 
 }  // namespace
 
+}  // namespace shoestring::layers
+
+namespace shoestring {
+
+using at::Tensor;
+
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
                                 const RopeOptions& o) {
-  static auto op = find<decltype(rope_meta)>("shoestring::rope");
+  static auto op = find<decltype(layers::rope_meta)>("shoestring::rope");
   return op.call(q, k, cos, sin, o.rotary_dim(), o.interleaved(), o.position_ids(), o.q_weight(),
                  o.k_weight(), o.eps(), o.offset());
 }

@@ -7,7 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
-namespace shoestring {
+namespace shoestring::layers {
 
 constexpr const char* kRopeOp = "rope";
 
@@ -36,4 +36,4 @@ std::tuple<at::Tensor, at::Tensor> rope_forward_double(const RopeCall& call);
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> rope_backward_double(
     const RopeCall& call, const std::optional<at::Tensor>& q, const std::optional<at::Tensor>& k);
 
-}  // namespace shoestring
+}  // namespace shoestring::layers

@@ -4,7 +4,7 @@
 
 #include "core/autograd.h"
 
-namespace shoestring {
+namespace shoestring::layers {
 namespace {
 
 using at::Tensor;
@@ -86,4 +86,4 @@ std::tuple<Tensor, Tensor> rope_autograd(const Tensor& q, const Tensor& k, const
 TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("rope", rope_autograd); }
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::layers

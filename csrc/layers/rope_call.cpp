@@ -4,7 +4,7 @@
 #include "layers/rope.h"
 #include "layers/rope_table.h"
 
-namespace shoestring {
+namespace shoestring::layers {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
@@ -139,4 +139,4 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rope_backward_double(const RopeCall& 
   return {grad_q, grad_k, q_weight, k_weight};
 }
 
-}  // namespace shoestring
+}  // namespace shoestring::layers

@@ -11,7 +11,7 @@
 #include "core/call.h"
 #include "core/cuda.h"
 
-namespace shoestring {
+namespace shoestring::layers {
 
 using at::Tensor;
 
@@ -102,8 +102,14 @@ Tensor drop(Backend backend, const Tensor& x, const Tensor& seed, double p) {
   return out;
 }
 
+}  // namespace shoestring::layers
+
+namespace shoestring {
+
+using at::Tensor;
+
 Tensor seeded_dropout(const Tensor& x, const Tensor& seed, double p) {
-  static auto op = find<decltype(seeded_dropout_meta)>("shoestring::seeded_dropout");
+  static auto op = find<decltype(layers::seeded_dropout_meta)>("shoestring::seeded_dropout");
   return op.call(x, seed, p);
 }
 

@@ -7,7 +7,7 @@
 #include "core/tensors.h"
 #include "layers/seeded_dropout_table.h"
 
-namespace shoestring {
+namespace shoestring::layers {
 
 /// Refuses a probability or a seed that dropout cannot have. Without dropout (p = 0) there is no seed.
 void check_dropout(const char* op, double p, const std::optional<at::Tensor>& seed, c10::Device device);
@@ -19,4 +19,4 @@ kernels::Dropout dropout_rule(double p);
 /// and the place.
 at::Tensor drop(Backend backend, const at::Tensor& x, const at::Tensor& seed, double p);
 
-}  // namespace shoestring
+}  // namespace shoestring::layers

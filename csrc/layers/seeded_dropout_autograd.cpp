@@ -3,7 +3,7 @@
 #include "core/autograd.h"
 #include "core/call.h"
 
-namespace shoestring {
+namespace shoestring::layers {
 namespace {
 
 using at::Tensor;
@@ -40,4 +40,4 @@ Tensor seeded_dropout_autograd(const Tensor& x, const Tensor& seed, double p) {
 TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("seeded_dropout", seeded_dropout_autograd); }
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::layers

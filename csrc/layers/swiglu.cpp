@@ -9,7 +9,7 @@
 #include "layers/gated.h"
 #include "layers/swiglu_table.h"
 
-namespace shoestring {
+namespace shoestring::layers {
 
 using at::Tensor;
 
@@ -73,8 +73,14 @@ std::tuple<Tensor, Tensor, Tensor> swiglu_backward(Backend backend, const Tensor
   return gated::backward(backend, swiglu_kernels(), grad, gate, up, with_product);
 }
 
+}  // namespace shoestring::layers
+
+namespace shoestring {
+
+using at::Tensor;
+
 Tensor swiglu(const Tensor& gate, const Tensor& up) {
-  static auto op = find<decltype(swiglu_meta)>("shoestring::swiglu");
+  static auto op = find<decltype(layers::swiglu_meta)>("shoestring::swiglu");
   return op.call(gate, up);
 }
 

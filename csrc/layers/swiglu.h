@@ -6,7 +6,7 @@
 
 #include "core/tensors.h"
 
-namespace shoestring {
+namespace shoestring::layers {
 
 /// Refuses a gate that does not go with `up`.
 void check_swiglu(const char* op, const at::Tensor& gate, const at::Tensor& up);
@@ -19,4 +19,4 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> swiglu_backward(Backend backend, 
                                                                const at::Tensor& gate, const at::Tensor& up,
                                                                bool with_product);
 
-}  // namespace shoestring
+}  // namespace shoestring::layers

@@ -5,7 +5,7 @@
 #include "core/autograd.h"
 #include "core/call.h"
 
-namespace shoestring {
+namespace shoestring::layers {
 namespace {
 
 using at::Tensor;
@@ -46,4 +46,4 @@ Tensor swiglu_autograd(const Tensor& gate, const Tensor& up) {
 TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("swiglu", swiglu_autograd); }
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::layers

@@ -41,8 +41,8 @@ void check_layer(const Tensor& x, const LoraLayer& layer) {
   }
   const auto rows = layer.out_features(in_features);
   if (layer.absmax.has_value()) {
-    check_packed(kLoraLinear, layer.weight, *layer.absmax, layer.nested, rows * in_features, layer.quant_type,
-                 layer.block_size, x.device());
+    quantization::check_packed(kLoraLinear, layer.weight, *layer.absmax, layer.nested, rows * in_features,
+                               layer.quant_type, layer.block_size, x.device());
   } else {
     const Tensor& weight = layer.weight;
     TORCH_CHECK(!layer.nested.has_value(), kLoraLinear,

@@ -25,12 +25,13 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using Names = c10::List<std::string>;
 
-BaseWeight base(const Products& products, const LoraLayer& layer, int64_t columns, at::TensorOptions like) {
-  if (!layer.absmax.has_value()) return BaseWeight::dense(layer.weight, products.weight);
-  return BaseWeight::quantized(PackedReader(products.backend, kLoraLinear, layer.weight, *layer.absmax,
-                                            layer.nested, layer.quant_type, layer.block_size),
-                               layer.out_features(columns).expect_int(), columns,
-                               like.dtype(products.weight));
+quantization::BaseWeight base(const gemm::Products& products, const LoraLayer& layer, int64_t columns,
+                              at::TensorOptions like) {
+  if (!layer.absmax.has_value()) return quantization::BaseWeight::dense(layer.weight, products.weight);
+  return quantization::BaseWeight::quantized(
+      quantization::PackedReader(products.backend, kLoraLinear, layer.weight, *layer.absmax, layer.nested,
+                                 layer.quant_type, layer.block_size),
+      layer.out_features(columns).expect_int(), columns, like.dtype(products.weight));
 }
 
 // The matrices A of all layers, (ranks together, in_features).
@@ -55,22 +56,22 @@ std::tuple<std::vector<Tensor>, Tensor> forward(const Tensor& x, const LoraParts
                                                 const Names& quant_type, at::IntArrayRef block_size) {
   const auto layers = checked_layers(x, parts, gate, seed, dropout, scaling, quant_type, block_size);
   const c10::OptionalDeviceGuard guard(x.device());
-  const Products products(backend, x);
+  const gemm::Products products(backend, x);
   const auto other = products.other;
   const int64_t columns = x.size(-1);
   Tensor flat = as_matrix(gate.has_value() ? layers::swiglu_forward(backend, *gate, x) : x);
   // Products widen 16 bits themselves, where they can; what is dropped is not rounded to them.
-  const Tensor wide = gemm_widens(other) && !seed.has_value() ? flat : flat.to(other);
+  const Tensor wide = gemm::gemm_widens(other) && !seed.has_value() ? flat : flat.to(other);
   const Tensor A = all_down(layers, other);
   Tensor low = at::empty({flat.size(0), 0}, x.options().dtype(compute_type(x)));
   if (A.defined()) {
-    low = multiply(products, seed.has_value() ? layers::drop(backend, wide, *seed, dropout) : wide, A.t(),
-                   compute_type(x));
+    low = gemm::multiply(products, seed.has_value() ? layers::drop(backend, wide, *seed, dropout) : wide,
+                         A.t(), compute_type(x));
   }
   std::vector<Tensor> outputs;
   int64_t first = 0;
   for (const auto& layer : layers) {
-    Adaptation adaptation;
+    quantization::Adaptation adaptation;
     adaptation.scaling = layer.scaling;
     adaptation.gain = to_type(layer.gain, compute_type(x));
     adaptation.bias = to_type(layer.bias, layer.gain.has_value() ? compute_type(x) : other);
@@ -81,8 +82,9 @@ std::tuple<std::vector<Tensor>, Tensor> forward(const Tensor& x, const LoraParts
       adaptation.low = own.to(other);
       adaptation.up = layer.lora_B->to(other);
     }
-    Tensor out = apply_weight(base(products, layer, columns, x.options()),
-                              products.weight == other ? wide : flat, adaptation, x.scalar_type(), products);
+    Tensor out = quantization::apply_weight(base(products, layer, columns, x.options()),
+                                            products.weight == other ? wide : flat, adaptation,
+                                            x.scalar_type(), products);
     outputs.push_back(out.view_symint(with_last(x, out.size(1))));
   }
   return {outputs, low};
@@ -143,12 +145,12 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
                              const Names& quant_type, at::IntArrayRef block_size, c10::List<bool> mask) {
   const auto layers = lora_layers(parts, scaling, quant_type, block_size);
   const c10::OptionalDeviceGuard guard(x.device());
-  const Products products(backend, x);
+  const gemm::Products products(backend, x);
   const auto other = products.other, wide = compute_type(x);
   const int64_t columns = x.size(-1), tokens = low.size(0);
   const bool by_input = mask.get(0) || (gate.has_value() && mask.get(1));
   std::vector<Tensor> result(2 + 3 * layers.size(), none(x));
-  std::vector<GradAndWeight> terms;
+  std::vector<quantization::GradAndWeight> terms;
   const Tensor A = all_down(layers, other);
   Tensor grad_low = A.defined() ? at::zeros({tokens, A.size(0)}, x.options().dtype(other)) : Tensor();
   bool any_A = false;
@@ -167,7 +169,7 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
       if (wants(2)) result_of(2) = at::zeros_like(*layer.gain);
       continue;
     }
-    Tensor flat = as_matrix(*upstream), grad = gemm_widens(other) ? flat : flat.to(other);
+    Tensor flat = as_matrix(*upstream), grad = gemm::gemm_widens(other) ? flat : flat.to(other);
     if (wants(2)) {
       const Tensor gain = layer.gain->to(wide);
       const Tensor sums =
@@ -180,14 +182,14 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
       return gain.defined() ? rows.mul(gain.unsqueeze(1)) : rows;
     };
     if (rank > 0 && (by_input || wants(0))) {
-      Tensor own =
-          multiply(products, grad, gained(layer.lora_B->to(compute_type(x))).to(other), other, layer.scaling);
+      Tensor own = gemm::multiply(products, grad, gained(layer.lora_B->to(compute_type(x))).to(other), other,
+                                  layer.scaling);
       if (layer.low_scale.has_value()) own.mul_(*layer.low_scale);
       grad_low.narrow(1, begin, rank).copy_(own);
     }
     if (wants(1)) {
-      result_of(1) = gained(multiply(products, grad.t(), low.narrow(1, begin, rank).to(other),
-                                     compute_type(x), layer.scaling))
+      result_of(1) = gained(gemm::multiply(products, grad.t(), low.narrow(1, begin, rank).to(other),
+                                           compute_type(x), layer.scaling))
                          .to(layer.lora_B->scalar_type());
     }
     if (by_input) {
@@ -199,11 +201,11 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
   Tensor branch;  // what the matrices A read
   const bool direct = !seed.has_value() && A.defined();
   if (by_input) {
-    Tensor grad_x = times_weight(terms, tokens, columns, x.options(), direct ? grad_low : Tensor(),
-                                 direct ? A : Tensor(), products);
+    Tensor grad_x = quantization::times_weight(terms, tokens, columns, x.options(),
+                                               direct ? grad_low : Tensor(), direct ? A : Tensor(), products);
     if (seed.has_value() && A.defined()) {
       grad_x.add_(
-          layers::drop(backend, multiply(products, grad_low, A, grad_x.scalar_type()), *seed, dropout));
+          layers::drop(backend, gemm::multiply(products, grad_low, A, grad_x.scalar_type()), *seed, dropout));
     }
     grad_x = grad_x.to(x.scalar_type()).view_symint(x.sym_sizes());
     if (gate.has_value()) {
@@ -215,9 +217,9 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
   if (!any_A) return result;
   if (!branch.defined()) branch = gate.has_value() ? layers::swiglu_forward(backend, *gate, x) : x;
   branch = as_matrix(branch);
-  if (!gemm_widens(other) || seed.has_value()) branch = branch.to(other);
+  if (!gemm::gemm_widens(other) || seed.has_value()) branch = branch.to(other);
   if (seed.has_value()) branch = layers::drop(backend, branch, *seed, dropout);
-  const Tensor grad_A = multiply(products, grad_low.t(), branch, wide);
+  const Tensor grad_A = gemm::multiply(products, grad_low.t(), branch, wide);
   first = 0;
   for (size_t i = 0; i < layers.size(); ++i) {
     if (!layers[i].lora_A.has_value()) continue;

@@ -30,8 +30,8 @@ void check(const Tensor& weight, const OptionalTensor& absmax, const OptionalTen
   TORCH_CHECK(B.sym_size(1) == A.sym_size(0), kLoraWeightNorm, ": lora_B: expected shape (out_features, ",
               A.sym_size(0), "), the rank as in lora_A, received ", B.sym_sizes());
   if (absmax.has_value()) {
-    return check_packed(kLoraWeightNorm, weight, *absmax, nested, B.sym_size(0) * A.sym_size(1), quant_type,
-                        block_size, weight.device());
+    return quantization::check_packed(kLoraWeightNorm, weight, *absmax, nested, B.sym_size(0) * A.sym_size(1),
+                                      quant_type, block_size, weight.device());
   }
   TORCH_CHECK(!nested.has_value(), kLoraWeightNorm,
               ": nested: expected none without absmax, received a tensor");
@@ -55,15 +55,17 @@ Tensor run_lora_weight_norm(const Tensor& weight, const OptionalTensor& absmax, 
   const auto options = lora_A.options().dtype(type);
   const Tensor A = lora_A.to(type), B = lora_B.to(type);
   const int64_t rows = B.size(0), columns = A.size(1);
-  const Products products(backend, at::empty({0}, options));
-  const auto base = absmax.has_value()
-                        ? BaseWeight::quantized(PackedReader(backend, kLoraWeightNorm, weight, *absmax,
-                                                             nested, quant_type, block_size),
-                                                rows, columns, options)
-                        : BaseWeight::dense(backend == Backend::kCuda ? weight.to(type) : weight, type);
+  const gemm::Products products(backend, at::empty({0}, options));
+  const auto base =
+      absmax.has_value()
+          ? quantization::BaseWeight::quantized(
+                quantization::PackedReader(backend, kLoraWeightNorm, weight, *absmax, nested, quant_type,
+                                           block_size),
+                rows, columns, options)
+          : quantization::BaseWeight::dense(backend == Backend::kCuda ? weight.to(type) : weight, type);
   // Of W + s B A a row's products with A, halved where they count twice: W A^T + s / 2 B (A A^T).
-  Tensor mixed =
-      multiply(products, B, multiply(products, A, A.t(), type), type, scaling / 2);  // (rows, rank)
+  Tensor mixed = gemm::multiply(products, B, gemm::multiply(products, A, A.t(), type), type,
+                                scaling / 2);  // (rows, rank)
   Tensor squares = at::empty({rows}, options);
   const int64_t step =
       backend == Backend::kCuda ? rows : std::max<int64_t>(16, kPart / std::max<int64_t>(1, columns));
@@ -73,7 +75,7 @@ Tensor run_lora_weight_norm(const Tensor& weight, const OptionalTensor& absmax, 
       const Tensor part = panel.narrow(0, i, size).to(type);
       Tensor own = squares.narrow(0, begin + i, size);
       at::linalg_vector_norm_out(own, part, 2, 1).square_();
-      gemm(mixed.narrow(0, begin + i, size), part, A.t(), /*beta=*/1);
+      gemm::gemm(mixed.narrow(0, begin + i, size), part, A.t(), /*beta=*/1);
     }
   });
   return squares.add_(mixed.mul_(B).sum(1), 2 * scaling).clamp_min_(0).sqrt_();

@@ -125,7 +125,7 @@ void check_quantize(const std::string& caller, const std::string& quantize, int6
                     block_size, " and ", nested);
   TORCH_CHECK_VALUE(quantize != "int4" || !nested, caller,
                     ": nested: expected false with int4, whose scales are bf16, received true");
-  if (quantize != "none" && quantize != "int8") check_block_size(caller.c_str(), block_size);
+  if (quantize != "none" && quantize != "int8") quantization::check_block_size(caller.c_str(), block_size);
 }
 
 std::string listed(const std::vector<std::string>& names) {

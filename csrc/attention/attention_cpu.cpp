@@ -42,7 +42,7 @@ bool is_edge(const kernels::AttentionProblem& p, const Sequence& s, Range querie
 }
 
 Kernels::Kernels(at::ScalarType type)
-    : product(type == at::kBFloat16 && multiplies_bf16() ? gemm.bf16 : gemm.fp32) {}
+    : product(type == at::kBFloat16 && gemm::multiplies_bf16() ? gemm.bf16 : gemm.fp32) {}
 
 int64_t Kernels::width_for(int64_t lines) const {
   int64_t best = gemm.rows;
@@ -137,7 +137,7 @@ std::vector<ForwardTask> tasks_of(const kernels::AttentionProblem& p, const std:
     for (int64_t h = 0; h < p.kv_heads; ++h) {
       for (int64_t g = 0; g < group; g += together) {
         // The last ones first: if causal, they have the most to do.
-        for (int64_t c = parts_of(s.queries, chunk) - 1; c >= 0; --c) {
+        for (int64_t c = gemm::parts_of(s.queries, chunk) - 1; c >= 0; --c) {
           tasks.push_back({&s,
                            h,
                            h * group + g,
@@ -159,7 +159,7 @@ class Forward {
         value_lines_(round_up(p.value_dim, value_width_)), key_panel_(kernels.panel(p.head_dim, wide_)),
         value_panel_(kernels.panel(kKeys, value_width_)), query_panel_(kernels.panel(p.head_dim, columns_)),
         most_(std::max<int64_t>(kQueries / columns_, 1)), queries_(most_ * query_panel_),
-        keys_(parts_of(kKeys, wide_) * key_panel_), values_(value_lines_ / value_width_ * value_panel_),
+        keys_(gemm::parts_of(kKeys, wide_) * key_panel_), values_(value_lines_ / value_width_ * value_panel_),
         scores_(round_up(kKeys, wide_) * columns_), pairs_(kernels.panel(kKeys, columns_)),
         added_(p.bias == nullptr ? 0 : kKeys * columns_), mask_(p.seed == nullptr ? 0 : kKeys * columns_),
         sums_(most_ * value_lines_ * columns_), totals_(most_ * columns_), highest_(most_ * columns_),
@@ -217,7 +217,7 @@ class Forward {
     const Range keys{block.begin + first * wide_, seen.end};
     const int64_t count = keys.end - keys.begin;
     kernels_.product.strip(keys_ + first * key_panel_, key_panel_, wide_, count, queries_ + i * query_panel_,
-                           parts_of(p_.head_dim, kernels_.steps), scores_, p_.scale, 0);
+                           gemm::parts_of(p_.head_dim, kernels_.steps), scores_, p_.scale, 0);
     const auto edge = is_edge(p_, s, panel.queries, keys);
     if (p_.bias != nullptr) fill_bias(kernels_, p_, s, panel.head, panel.queries, keys, added_);
     const auto shape = panel_of(p_, s, panel.head, panel.queries.begin);
@@ -240,7 +240,7 @@ class Forward {
       probabilities = pairs_;
     }
     kernels_.product.strip(values_ + first * wide_ / kernels_.steps * value_width_, packed_, value_width_,
-                           p_.value_dim, probabilities, parts_of(count, kernels_.steps), sums, 1, 1);
+                           p_.value_dim, probabilities, gemm::parts_of(count, kernels_.steps), sums, 1, 1);
   }
 
   void end(const Sequence& s, const Panel& panel, int64_t i) {

@@ -17,7 +17,7 @@
 
 namespace shoestring::attend {
 
-inline int64_t round_up(int64_t x, int64_t to) { return parts_of(x, to) * to; }
+inline int64_t round_up(int64_t x, int64_t to) { return gemm::parts_of(x, to) * to; }
 
 struct Sequence {
   int64_t batch, begin_q, queries, begin_k, keys;

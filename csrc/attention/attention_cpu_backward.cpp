@@ -27,7 +27,7 @@ Plan plan_of(const Kernels& kernels, const kernels::AttentionProblem& p,
   const int64_t block = Backward::keys_of_block(kernels, p);
   const int64_t at_once = std::max<int64_t>(1, (by_sequence ? 1 : count) * (by_head ? 1 : p.kv_heads));
   const auto parts_of_sequence = [&](const Sequence& s, int64_t parts) {
-    return std::clamp(parts_of(s.keys, block), int64_t{1}, parts);
+    return std::clamp(gemm::parts_of(s.keys, block), int64_t{1}, parts);
   };
   const auto bytes = [&](int64_t parts) {
     int64_t total = 0;
@@ -38,7 +38,7 @@ Plan plan_of(const Kernels& kernels, const kernels::AttentionProblem& p,
     }
     return total;
   };
-  int64_t parts = parts_of(kTasks, at_once);
+  int64_t parts = gemm::parts_of(kTasks, at_once);
   while (out.q && parts > 1 && bytes(parts) > kPartBytes) --parts;
   float* grad_q = nullptr;
   if (out.q && parts > 1) {
@@ -74,7 +74,7 @@ void add_parts(const Kernels& kernels, const kernels::AttentionProblem& p, const
     for (int64_t i = next(); i >= 0; i = next()) {
       const BackwardTask& task = *heads[i / kTasks];
       const Sequence& s = *task.sequence;
-      const int64_t group = p.heads / p.kv_heads, panels = parts_of(s.queries, kernels.columns),
+      const int64_t group = p.heads / p.kv_heads, panels = gemm::parts_of(s.queries, kernels.columns),
                     all = group * panels;
       const int64_t whole = Backward::grad_q_size(kernels, p, s), size = all == 0 ? 0 : whole / all;
       for (int64_t j = i % kTasks * all / kTasks; j < (i % kTasks + 1) * all / kTasks; ++j) {

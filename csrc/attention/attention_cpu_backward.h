@@ -48,8 +48,8 @@ class Backward {
         value_width_(kernels.width_for(p.value_dim)), lines_(round_up(p.head_dim, width_)),
         value_lines_(round_up(p.value_dim, value_width_)), most_(keys_of_block(kernels, p)),
         key_panel_(kernels.panel(p.head_dim, wide_)), value_panel_(kernels.panel(p.value_dim, wide_)),
-        query_panel_(kernels.panel(kQueries, columns_)), keys_(parts_of(most_, wide_) * key_panel_),
-        values_(parts_of(most_, wide_) * value_panel_),
+        query_panel_(kernels.panel(kQueries, columns_)), keys_(gemm::parts_of(most_, wide_) * key_panel_),
+        values_(gemm::parts_of(most_, wide_) * value_panel_),
         key_features_(lines_ / width_ * kernels.panel(most_, width_)),
         query_features_(lines_ / width_ * kernels.panel(kQueries, width_)),
         grad_features_(value_lines_ / value_width_ * kernels.panel(kQueries, value_width_)),
@@ -57,10 +57,10 @@ class Backward {
         scores_(round_up(most_ + wide_, wide_) * columns_), by_p_(round_up(most_ + wide_, wide_) * columns_),
         cap_slope_(p.softcap == 0 ? 0 : most_ * columns_), mask_(p.seed == nullptr ? 0 : most_ * columns_),
         added_(p.bias == nullptr ? 0 : most_ * columns_), pairs_(kernels.panel(most_, columns_)),
-        probabilities_(parts_of(most_, columns_) * query_panel_),
-        by_score_(parts_of(most_, columns_) * query_panel_),
-        grad_k_(parts_of(most_, columns_) * lines_ * columns_),
-        grad_v_(parts_of(most_, columns_) * value_lines_ * columns_),
+        probabilities_(gemm::parts_of(most_, columns_) * query_panel_),
+        by_score_(gemm::parts_of(most_, columns_) * query_panel_),
+        grad_k_(gemm::parts_of(most_, columns_) * lines_ * columns_),
+        grad_v_(gemm::parts_of(most_, columns_) * value_lines_ * columns_),
         rows_(columns_ * round_up(std::max(p.head_dim, p.value_dim), columns_)), lse_(columns_),
         delta_(columns_) {}
 
@@ -73,7 +73,7 @@ class Backward {
 
   // Of a head's queries: what a task sums their gradients in.
   static int64_t grad_q_size(const Kernels& kernels, const kernels::AttentionProblem& p, const Sequence& s) {
-    return p.heads / p.kv_heads * parts_of(s.queries, kernels.columns) *
+    return p.heads / p.kv_heads * gemm::parts_of(s.queries, kernels.columns) *
            round_up(p.head_dim, kernels.width_for(p.head_dim)) * kernels.columns;
   }
 
@@ -90,7 +90,7 @@ class Backward {
       block(s, task.kv_head, {first, std::min(first + most_, s.keys)});
     }
     if (out_.q && task.grad_q == nullptr) {
-      const int64_t group = p_.heads / p_.kv_heads, panels = parts_of(s.queries, columns_);
+      const int64_t group = p_.heads / p_.kv_heads, panels = gemm::parts_of(s.queries, columns_);
       for (int64_t i = 0; i < group * panels; ++i) {
         store_queries(s, task.kv_head * group + i / panels, i % panels, grad_q_ + i * lines_ * columns_);
       }
@@ -106,7 +106,7 @@ class Backward {
 
  private:
   void block(const Sequence& s, int64_t kv_head, Range keys) {
-    const int64_t count = keys.end - keys.begin, panels = parts_of(count, columns_);
+    const int64_t count = keys.end - keys.begin, panels = gemm::parts_of(count, columns_);
     const int64_t group = p_.heads / p_.kv_heads, token = s.begin_k + keys.begin;
     std::fill_n(static_cast<float*>(grad_k_), panels * lines_ * columns_, 0.f);
     std::fill_n(static_cast<float*>(grad_v_), panels * value_lines_ * columns_, 0.f);
@@ -137,7 +137,7 @@ class Backward {
 
   void add_queries(const Sequence& s, int64_t head, Range queries, Range keys) {
     const int64_t count = queries.end - queries.begin, token = s.begin_q + queries.begin;
-    const int64_t key_panels = parts_of(keys.end - keys.begin, columns_);
+    const int64_t key_panels = gemm::parts_of(keys.end - keys.begin, columns_);
     const int64_t q_at = in_.q.offset(s, head, token), grad_at = in_.grad_out.offset(s, head, token);
     if (out_.k) kernels_.pack_features(in_.q, q_at, count, p_.head_dim, width_, query_features_);
     if (out_.v)
@@ -149,7 +149,7 @@ class Backward {
       const Range visible = overlap(keys_of(p_, s, some), keys);
       if (visible.empty()) continue;
       const Range panels{(visible.begin - keys.begin) / columns_,
-                         parts_of(visible.end - keys.begin, columns_)};
+                         gemm::parts_of(visible.end - keys.begin, columns_)};
       add_panel(s, head, some, keys, panels, i);
       for (int64_t j = panels.begin; j < panels.end; ++j)
         seen_[j] = {std::min(seen_[j].begin, i), std::min(i + columns_, count)};
@@ -161,8 +161,8 @@ class Backward {
         if (seen_[j].empty()) continue;
         kernels_.product.strip(features + seen_[j].begin / steps_ * width, kernels_.panel(count, width),
                                width, size, panels + j * query_panel_ + seen_[j].begin / steps_ * columns_,
-                               parts_of(seen_[j].end - seen_[j].begin, steps_), sums + j * lines * columns_,
-                               1, 1);
+                               gemm::parts_of(seen_[j].end - seen_[j].begin, steps_),
+                               sums + j * lines * columns_, 1, 1);
       }
     };
     if (out_.v) add(grad_features_, value_width_, p_.value_dim, probabilities_, grad_v_);
@@ -186,9 +186,9 @@ class Backward {
                          grad_);
     const int64_t tile = first / wide_, skipped = first - tile * wide_, lines = skipped + count;
     kernels_.product.strip(keys_ + tile * key_panel_, key_panel_, wide_, lines, query_,
-                           parts_of(p_.head_dim, steps_), scores_, p_.scale, 0);
+                           gemm::parts_of(p_.head_dim, steps_), scores_, p_.scale, 0);
     kernels_.product.strip(values_ + tile * value_panel_, value_panel_, wide_, lines, grad_,
-                           parts_of(p_.value_dim, steps_), by_p_, 1, 0);
+                           gemm::parts_of(p_.value_dim, steps_), by_p_, 1, 0);
     float *scores = scores_ + skipped * columns_, *by_p = by_p_ + skipped * columns_;
 
     const bool capped = p_.softcap != 0, edge = is_edge(p_, s, queries, keys);
@@ -214,11 +214,11 @@ class Backward {
         kernels_.product.pack_float(by_p, columns_, count, 1, columns_, columns_, pairs_);
         panel = pairs_;
       }
-      const int64_t group = p_.heads / p_.kv_heads, of_head = parts_of(s.queries, columns_);
+      const int64_t group = p_.heads / p_.kv_heads, of_head = gemm::parts_of(s.queries, columns_);
       float* sums = grad_q_ + (head % group * of_head + queries.begin / columns_) * lines_ * columns_;
       kernels_.product.strip(key_features_ + first / steps_ * width_,
                              kernels_.panel(block.end - block.begin, width_), width_, p_.head_dim, panel,
-                             parts_of(count, steps_), sums, 1, 1);
+                             gemm::parts_of(count, steps_), sums, 1, 1);
     }
     for (int64_t j = panels.begin; j < panels.end; ++j) {
       const int64_t from = (j * columns_ - first) * columns_,

@@ -7,7 +7,7 @@
 #include "core/call.h"
 #include "gemm/gemm.h"
 
-namespace shoestring {
+namespace shoestring::gemm {
 namespace {
 
 using at::Tensor;
@@ -48,6 +48,12 @@ TORCH_LIBRARY_IMPL(shoestring, CUDA, m) { m.impl(kOp, run); }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) { m.impl(kOp, on_meta); }
 
 }  // namespace
+
+}  // namespace shoestring::gemm
+
+namespace shoestring {
+
+using at::Tensor;
 
 void addmm_(const Tensor& self, const Tensor& mat1, const Tensor& mat2, double beta, double alpha) {
   call_by_name("shoestring::addmm_",

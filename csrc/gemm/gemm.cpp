@@ -2,7 +2,7 @@
 
 #include <ATen/Functions.h>
 
-namespace shoestring {
+namespace shoestring::gemm {
 
 using at::Tensor;
 
@@ -28,4 +28,4 @@ void gemm_bias(const Tensor& out, const Tensor& bias, const Tensor& a, const Ten
   }
 }
 
-}  // namespace shoestring
+}  // namespace shoestring::gemm

@@ -2,7 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
-namespace shoestring {
+namespace shoestring::gemm {
 
 /// How many pieces of a size there are, the last one perhaps smaller.
 constexpr int64_t parts_of(int64_t total, int64_t size) { return (total + size - 1) / size; }
@@ -32,4 +32,4 @@ void gemm_rounded(const at::Tensor& out, const at::Tensor& a, const at::Tensor& 
 void gemm_bias(const at::Tensor& out, const at::Tensor& bias, const at::Tensor& a, const at::Tensor& b,
                double alpha = 1);
 
-}  // namespace shoestring
+}  // namespace shoestring::gemm

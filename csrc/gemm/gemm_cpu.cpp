@@ -15,7 +15,7 @@
 #include "gemm/products.h"
 #include "gemm/skinny_gemm_table.h"
 
-namespace shoestring {
+namespace shoestring::gemm {
 namespace {
 
 using at::Tensor;
@@ -290,4 +290,4 @@ void gemm_rounded(const Tensor& out, const Tensor& a, const Tensor& b, double be
   }
 }
 
-}  // namespace shoestring
+}  // namespace shoestring::gemm

@@ -6,7 +6,7 @@
 #include "core/capability.h"
 #include "gemm/gemm.h"
 
-namespace shoestring {
+namespace shoestring::gemm {
 
 using at::Tensor;
 
@@ -45,4 +45,4 @@ void multiply_into(const Tensor& out, const Products& products, const Tensor& bi
   }
 }
 
-}  // namespace shoestring
+}  // namespace shoestring::gemm

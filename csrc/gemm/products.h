@@ -2,7 +2,7 @@
 
 #include "core/tensors.h"
 
-namespace shoestring {
+namespace shoestring::gemm {
 
 /// True where this CPU has units for bf16 products, and may use them.
 bool multiplies_bf16();
@@ -30,4 +30,4 @@ at::Tensor multiply(const Products& products, const at::Tensor& a, const at::Ten
 void multiply_into(const at::Tensor& out, const Products& products, const at::Tensor& bias,
                    const at::Tensor& a, const at::Tensor& b, double beta, double alpha = 1);
 
-}  // namespace shoestring
+}  // namespace shoestring::gemm

@@ -140,7 +140,7 @@ std::optional<QuantizedKeys> find_quantized(const SafetensorsFiles& files, const
   if (!keys.dtype)
     refuse(files, name, "dtype: expected float32, bfloat16 or float16, received ", quote(dtype));
   const auto block = state["blocksize"].get<int64_t>();
-  check_block_size("load_model", block);
+  quantization::check_block_size("load_model", block);
   keys.options.quant_type(type).block_size(block);
 
   const int64_t count = rows * columns, blocks = (count + block - 1) / block, packed = (count + 1) / 2;
@@ -158,19 +158,20 @@ std::optional<QuantizedKeys> find_quantized(const SafetensorsFiles& files, const
           blocks);
   require(files, weight, weight + ".quant_map", at::kFloat, 16);
   const Tensor values = files.file(keys.names[2]).load(keys.names[2]);
-  const auto& book = codebook("load_model", type).value;
+  const auto& book = quantization::codebook("load_model", type).value;
   if (!std::equal(std::begin(book), std::end(book), values.const_data_ptr<float>())) {
     refuse(files, keys.names[2], "expected the ", type, " values, received others");
   }
   if (nested) {
-    if (state["nested_blocksize"] != kNestedBlock) {
-      refuse(files, name, "nested_blocksize: expected ", kNestedBlock, ", received ",
+    if (state["nested_blocksize"] != quantization::kNestedBlock) {
+      refuse(files, name, "nested_blocksize: expected ", quantization::kNestedBlock, ", received ",
              state["nested_blocksize"].dump());
     }
     keys.offset = static_cast<float>(state["nested_offset"].get<double>());
     if (!std::isfinite(*keys.offset))
       refuse(files, name, "nested_offset: expected a finite number, received another");
-    require(files, weight, weight + ".nested_absmax", at::kFloat, (blocks + kNestedBlock - 1) / kNestedBlock);
+    require(files, weight, weight + ".nested_absmax", at::kFloat,
+            (blocks + quantization::kNestedBlock - 1) / quantization::kNestedBlock);
     require(files, weight, weight + ".nested_quant_map", at::kFloat, 256);
     keys.names.insert(keys.names.end(), {weight + ".nested_absmax", weight + ".nested_quant_map"});
   }
@@ -209,12 +210,12 @@ void add_quantized(TensorDict& tensors, const std::string& prefix, const nn::Qua
   tensors.insert(weight, layer.packed.view({-1, 1}));
   tensors.insert(weight + ".absmax", layer.absmax.flatten());
   tensors.insert(weight + ".quant_map", at::empty({16}));
-  std::memcpy(tensors[weight + ".quant_map"].mutable_data_ptr(), codebook("save_model", type).value,
-              16 * sizeof(float));
+  std::memcpy(tensors[weight + ".quant_map"].mutable_data_ptr(),
+              quantization::codebook("save_model", type).value, 16 * sizeof(float));
   if (layer.nested.defined()) {
     const Tensor nested = layer.nested.cpu();
-    tensors.insert(weight + ".nested_absmax", nested.slice(0, kNestedHead));
-    tensors.insert(weight + ".nested_quant_map", nested.slice(0, 1, kNestedHead));
+    tensors.insert(weight + ".nested_absmax", nested.slice(0, quantization::kNestedHead));
+    tensors.insert(weight + ".nested_quant_map", nested.slice(0, 1, quantization::kNestedHead));
     state += ", \"nested_blocksize\": 256, \"nested_dtype\": \"float32\", \"nested_offset\": " +
              python_number(nested.const_data_ptr<float>()[0]);
   }

@@ -62,7 +62,8 @@ void Head::check(const char* op) const {
                 ", received ", t.scalar_type(), " on ", t.device());
   };
   if (absmax) {
-    check_packed(op, weight, *absmax, nested, vocab * features, quant_type, block_size, hidden.device());
+    quantization::check_packed(op, weight, *absmax, nested, vocab * features, quant_type, block_size,
+                               hidden.device());
   } else {
     if (weight.dim() != 2 || weight.sym_size(0) != vocab || weight.sym_size(1) != features) {
       const std::string classes = prefix.empty() ? "vocab" : c10::str(vocab);
@@ -112,10 +113,11 @@ void Head::append_to(NamedArguments& arguments) const {
   if (low) arguments.insert(arguments.end(), {{prefix + "low", matrix(low)}, {prefix + "up", up}});
 }
 
-BaseWeight Head::base(Backend backend, const char* op, at::ScalarType product) const {
-  if (!absmax) return BaseWeight::dense(weight, product);
-  return BaseWeight::quantized(PackedReader(backend, op, weight, *absmax, nested, quant_type, block_size),
-                               vocab.expect_int(), hidden.size(-1), hidden.options().dtype(product));
+quantization::BaseWeight Head::base(Backend backend, const char* op, at::ScalarType product) const {
+  if (!absmax) return quantization::BaseWeight::dense(weight, product);
+  return quantization::BaseWeight::quantized(
+      quantization::PackedReader(backend, op, weight, *absmax, nested, quant_type, block_size),
+      vocab.expect_int(), hidden.size(-1), hidden.options().dtype(product));
 }
 
 const c10::IValue& value_of(const NamedArguments& arguments, std::string_view name) {

@@ -55,7 +55,7 @@ struct Head {
   /// As arguments: hidden and low with the tokens in one dimension.
   void append_to(NamedArguments& arguments) const;
   /// For products in `product`.
-  BaseWeight base(Backend backend, const char* op, at::ScalarType product) const;
+  quantization::BaseWeight base(Backend backend, const char* op, at::ScalarType product) const;
   /// hidden, weight, bias, low and up: what the gradients are like.
   std::array<OptionalTensor, kInputs> inputs() const { return {hidden, weight, bias, low, up}; }
 };

@@ -76,9 +76,9 @@ class LinearCrossEntropyOnCpu {
   const Factor<T> grad_loss_, grad_lse_, grad_entropy_;
   const int64_t features_, vocab_, count_;
   const bool gradient_;
-  double total_weight_ = 0;  // of classes
-  const Tensor low_, up_;    // compute type, or undefined
-  const BaseWeight weight_;  // in panels that stay in cache, where it cannot be read as it lies
+  double total_weight_ = 0;                // of classes
+  const Tensor low_, up_;                  // compute type, or undefined
+  const quantization::BaseWeight weight_;  // in panels that stay in cache, where it cannot be read as it lies
   bool narrow_;         // the logits' gradient is rounded to bf16 once, as eager PyTorch's of fp32 logits is
   int64_t chunk_;       // tokens
   Tensor logits_;       // (chunk, vocab)
@@ -100,9 +100,9 @@ LinearCrossEntropyOnCpu<T>::LinearCrossEntropyOnCpu(const LinearCrossEntropyProb
       up_(computed(p_.up, 1)), weight_(p_.base(Backend::kCpu, kLinearCrossEntropyOp, type())) {
   // Where the CPU has bf16 units the products of the gradients use them. The logits stay fp32 everywhere.
   narrow_ = gradient_ && p_.weight.scalar_type() == at::kBFloat16 &&
-            product_type(p_.hidden) == at::kBFloat16 && p_.filter_eps == 0;
+            gemm::product_type(p_.hidden) == at::kBFloat16 && p_.filter_eps == 0;
   const int64_t given = (p_.workspace_mb == 0 ? kDefaultWorkspaceMb : p_.workspace_mb) << 20;
-  const int64_t workspace = given - std::min(kGemmWorkspace, given / 2);
+  const int64_t workspace = given - std::min(gemm::kGemmWorkspace, given / 2);
   const int64_t bytes_per_token = std::max<int64_t>(1, vocab_ * static_cast<int64_t>(sizeof(T)));
   const int64_t fit = std::max<int64_t>(1, workspace / bytes_per_token);
   chunk_ = std::min<int64_t>(fit > 16 ? fit / 16 * 16 : fit, std::min<int64_t>(count_, 1024));
@@ -158,9 +158,9 @@ void LinearCrossEntropyOnCpu<T>::add_chunk(int64_t begin) {
 template <class T>
 void LinearCrossEntropyOnCpu<T>::make_logits(const Tensor& x, const Tensor& low, Tensor& z) const {
   weight_.for_each_panel([&](int64_t v, const Tensor& panel) {
-    gemm(z.narrow(1, v, panel.size(0)), x, panel.t(), /*beta=*/0, /*alpha=*/p_.logit_scale);
+    gemm::gemm(z.narrow(1, v, panel.size(0)), x, panel.t(), /*beta=*/0, /*alpha=*/p_.logit_scale);
   });
-  if (low.defined()) gemm(z, low, up_.t(), /*beta=*/1, /*alpha=*/p_.logit_scale);
+  if (low.defined()) gemm::gemm(z, low, up_.t(), /*beta=*/1, /*alpha=*/p_.logit_scale);
 }
 
 template <class T>
@@ -218,17 +218,18 @@ void LinearCrossEntropyOnCpu<T>::add_gradients(const Tensor& z, const Tensor& sc
   if (p_.mask[kHidden]) {
     Tensor sum = at::empty({z.size(0), features_}, compute_);
     weight_.for_each_panel([&](int64_t v, const Tensor& panel) {
-      gemm_rounded(sum, z.narrow(1, v, panel.size(0)), panel, /*beta=*/v == 0 ? 0 : 1);
+      gemm::gemm_rounded(sum, z.narrow(1, v, panel.size(0)), panel, /*beta=*/v == 0 ? 0 : 1);
     });
     put(kHidden, sum);
   }
   if (p_.mask[kLow]) {
     Tensor sum = at::empty({z.size(0), up_.size(1)}, compute_);
-    gemm(sum, z, up_);
+    gemm::gemm(sum, z, up_);
     put(kLow, sum);
   }
-  if (p_.mask[kWeight]) gemm_rounded(grad_weight_, z.t(), x, /*beta=*/std::exchange(fresh_, false) ? 0 : 1);
-  if (p_.mask[kUp]) gemm(gradient(kUp), z.t(), low, /*beta=*/1);
+  if (p_.mask[kWeight])
+    gemm::gemm_rounded(grad_weight_, z.t(), x, /*beta=*/std::exchange(fresh_, false) ? 0 : 1);
+  if (p_.mask[kUp]) gemm::gemm(gradient(kUp), z.t(), low, /*beta=*/1);
   for (int64_t i = 0; p_.mask[kBias] && i < z.size(0);
        i += 16) {  // short sums in fp32, those of them in fp64
     const int64_t n = std::min<int64_t>(16, z.size(0) - i);

@@ -26,9 +26,9 @@ class DistillationOnCpu {
  private:
   void add_chunk(int64_t begin);
   // z (tokens, vocab) = x (tokens, features) weight^T / temperature.
-  void make_logits(const Tensor& x, const BaseWeight& weight, const Tensor& z) const {
+  void make_logits(const Tensor& x, const quantization::BaseWeight& weight, const Tensor& z) const {
     weight.for_each_panel([&](int64_t v, const Tensor& panel) {
-      gemm(z.narrow(1, v, panel.size(0)), x, panel.t(), /*beta=*/0, /*alpha=*/1 / p_.temperature);
+      gemm::gemm(z.narrow(1, v, panel.size(0)), x, panel.t(), /*beta=*/0, /*alpha=*/1 / p_.temperature);
     });
   }
   // What the kernel makes of rows of logits: losses go to out_, and where gradients are wanted, z becomes its
@@ -48,7 +48,7 @@ class DistillationOnCpu {
   const std::vector<int64_t> rows_;
   const Tensor bias_, teacher_bias_;  // compute type, divided by the temperature, or undefined
   const Tensor up_;                   // compute type, or undefined
-  const BaseWeight weight_,
+  const quantization::BaseWeight weight_,
       teacher_weight_;  // in panels that stay in cache, where it cannot be read as it lies
   const int64_t vocab_, count_;
   int64_t chunk_;            // tokens
@@ -99,7 +99,7 @@ void DistillationOnCpu<T>::add_chunk(int64_t begin) {
   const Tensor z = logits_.narrow(0, 0, tokens), teacher = teacher_.narrow(0, 0, tokens);
   const Tensor x = rows_of(p_.hidden, index), low = p_.low ? rows_of(*p_.low, index) : Tensor();
   make_logits(x, weight_, z);
-  if (low.defined()) gemm(z, low, up_.t(), /*beta=*/1, /*alpha=*/1 / p_.temperature);
+  if (low.defined()) gemm::gemm(z, low, up_.t(), /*beta=*/1, /*alpha=*/1 / p_.temperature);
   make_logits(rows_of(p_.teacher.hidden, index), teacher_weight_, teacher);
   reduce_rows(z, teacher, begin);
   if (p_.wants_gradient()) add_gradients(z, x, low, index);
@@ -136,14 +136,14 @@ void DistillationOnCpu<T>::add_gradients(const Tensor& z, const Tensor& x, const
   if (p_.mask[kHidden]) {
     Tensor grad = at::empty({z.size(0), p_.hidden.size(1)}, compute_);
     weight_.for_each_panel([&](int64_t v, const Tensor& panel) {
-      gemm(grad, z.narrow(1, v, panel.size(0)), panel, /*beta=*/v == 0 ? 0 : 1);
+      gemm::gemm(grad, z.narrow(1, v, panel.size(0)), panel, /*beta=*/v == 0 ? 0 : 1);
     });
     out_.gradients[kHidden].index_copy_(0, index, grad.to(p_.hidden.scalar_type()));
   }
-  if (p_.mask[kWeight]) gemm(out_.gradients[kWeight], z.t(), x, /*beta=*/1);
+  if (p_.mask[kWeight]) gemm::gemm(out_.gradients[kWeight], z.t(), x, /*beta=*/1);
   if (p_.mask[kBias]) out_.gradients[kBias].add_(z.sum(0));
   if (p_.mask[kLow]) out_.gradients[kLow].index_copy_(0, index, at::mm(z, up_).to(p_.low->scalar_type()));
-  if (p_.mask[kUp]) gemm(out_.gradients[kUp], z.t(), low, /*beta=*/1);
+  if (p_.mask[kUp]) gemm::gemm(out_.gradients[kUp], z.t(), low, /*beta=*/1);
 }
 
 DistillationResult distillation_rows_cpu(const DistillationProblem& p) {

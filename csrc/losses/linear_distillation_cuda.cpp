@@ -63,7 +63,7 @@ void start_distillation_rows(const DistillationOnCuda& p, const Tensor& student,
 DistillationResult distillation_rows_cuda(const DistillationProblem& problem) {
   const c10::OptionalDeviceGuard guard(problem.hidden.device());
   const DistillationOnCuda p(problem);
-  const BaseWeight teacher_weight =
+  const quantization::BaseWeight teacher_weight =
       p.teacher.base(Backend::kCuda, kDistillationOp, p.teacher.hidden.scalar_type());
   const Tensor teacher_logits = p.waves.buffer();
   DistillationResult out;

@@ -80,13 +80,14 @@ Tensor LogitWaves::counted(const Tensor& t, int64_t begin, int64_t count) const 
 
 Tensor LogitWaves::buffer() const { return at::empty({std::min(wave_, tokens()), stride()}, compute()); }
 
-void LogitWaves::write_logits(const Tensor& z, const Tensor& x, const BaseWeight& weight) const {
+void LogitWaves::write_logits(const Tensor& z, const Tensor& x,
+                              const quantization::BaseWeight& weight) const {
   weight.for_each_panel([&](int64_t v, const Tensor& panel) {
-    gemm(z.narrow(1, v, panel.size(0)), x, panel.t(), /*beta=*/0, options_.logit_scale);
+    gemm::gemm(z.narrow(1, v, panel.size(0)), x, panel.t(), /*beta=*/0, options_.logit_scale);
   });
 }
 
-void LogitWaves::add_gradients(const Chunk& chunk, const BaseWeight& weight, const Tensor& up,
+void LogitWaves::add_gradients(const Chunk& chunk, const quantization::BaseWeight& weight, const Tensor& up,
                                Gradients& sums) const {
   const Tensor &grad = chunk.grad, &x = chunk.x;
   const int64_t begin = chunk.begin;
@@ -95,15 +96,15 @@ void LogitWaves::add_gradients(const Chunk& chunk, const BaseWeight& weight, con
     const Tensor result = sums[kHidden].narrow(0, begin, grad.size(0));
     const Tensor sum = weight.one_panel() ? result : at::empty(result.sizes(), compute());
     weight.for_each_panel([&](int64_t v, const Tensor& panel) {
-      gemm(sum, grad.narrow(1, v, panel.size(0)), panel, /*beta=*/v == 0 ? 0 : 1, scale);
+      gemm::gemm(sum, grad.narrow(1, v, panel.size(0)), panel, /*beta=*/v == 0 ? 0 : 1, scale);
     });
     if (!weight.one_panel()) result.copy_(sum);
   }
   const double beta = begin == 0 && !options_.weight_grad && !live_.defined() ? 0 : 1;
-  if (mask_[kWeight]) gemm(sums[kWeight], grad.t(), x, beta, scale);
+  if (mask_[kWeight]) gemm::gemm(sums[kWeight], grad.t(), x, beta, scale);
   if (mask_[kBias]) sums[kBias].add_(grad.sum(0, /*keepdim=*/false, compute_type(x)), scale);
-  if (mask_[kLow]) gemm(sums[kLow].narrow(0, begin, grad.size(0)), grad, up, /*beta=*/0, scale);
-  if (mask_[kUp]) gemm(sums[kUp], grad.t(), chunk.low, /*beta=*/1, scale);
+  if (mask_[kLow]) gemm::gemm(sums[kLow].narrow(0, begin, grad.size(0)), grad, up, /*beta=*/0, scale);
+  if (mask_[kUp]) gemm::gemm(sums[kUp], grad.t(), chunk.low, /*beta=*/1, scale);
 }
 
 // The same for some classes, of which there may still be many: 64 MiB of their weights at a time.
@@ -122,11 +123,11 @@ void LogitWaves::add_live_gradients(const Chunk& chunk, const Tensor& classes, c
     const Tensor grad = chunk.grad.index_select(1, these);  // (count, classes)
     const auto add = [&](int i, const Tensor& other) {
       const Tensor product = at::empty({these.size(0), other.size(1)}, compute());
-      gemm(product, grad.t(), other, /*beta=*/0, scale);
+      gemm::gemm(product, grad.t(), other, /*beta=*/0, scale);
       sums[i].index_add_(0, these, product.to(sums[i].scalar_type()));
     };
-    if (mask_[kHidden]) gemm(hidden, grad, head_.weight.index_select(0, these), /*beta=*/1, scale);
-    if (mask_[kLow]) gemm(of_low, grad, up.index_select(0, these), /*beta=*/1, scale);
+    if (mask_[kHidden]) gemm::gemm(hidden, grad, head_.weight.index_select(0, these), /*beta=*/1, scale);
+    if (mask_[kLow]) gemm::gemm(of_low, grad, up.index_select(0, these), /*beta=*/1, scale);
     if (mask_[kWeight]) add(kWeight, x);
     if (mask_[kBias])
       sums[kBias].index_add_(0, these, grad.sum(0, /*keepdim=*/false, compute_type(x)), scale);
@@ -139,7 +140,7 @@ void LogitWaves::add_live_gradients(const Chunk& chunk, const Tensor& classes, c
 Gradients LogitWaves::run(const StartRows& start_rows) const {
   const Tensor& hidden = head_.hidden;
   const auto dtype = hidden.scalar_type();
-  const BaseWeight weight = head_.base(Backend::kCuda, op_, dtype);
+  const quantization::BaseWeight weight = head_.base(Backend::kCuda, op_, dtype);
   const Tensor low_rows = head_.low ? head_.low->to(dtype) : Tensor(),
                up = head_.up ? head_.up->to(dtype) : Tensor();
   const bool gradient = any(mask_);
@@ -171,7 +172,8 @@ Gradients LogitWaves::run(const StartRows& start_rows) const {
       const Tensor z = logits.narrow(0, 0, some);
       write_logits(z, x.narrow(0, first, some), weight);
       if (low.defined()) {
-        gemm(z.narrow(1, 0, vocab_), low.narrow(0, first, some), up.t(), /*beta=*/1, options_.logit_scale);
+        gemm::gemm(z.narrow(1, 0, vocab_), low.narrow(0, first, some), up.t(), /*beta=*/1,
+                   options_.logit_scale);
       }
       start_rows(z, gradient ? grad_logits.narrow(0, first, some) : Tensor(), begin + first);
     }

@@ -44,7 +44,7 @@ class LogitWaves {
   /// A buffer for a wave's logits.
   at::Tensor buffer() const;
   /// z (count, stride) = logit_scale x (count, features) weight^T.
-  void write_logits(const at::Tensor& z, const at::Tensor& x, const BaseWeight& weight) const;
+  void write_logits(const at::Tensor& z, const at::Tensor& x, const quantization::BaseWeight& weight) const;
 
   /// (stride) bytes: not 0 where a class's gradient matters to a token of the chunk at hand; undefined
   /// without filter.
@@ -63,7 +63,7 @@ class LogitWaves {
     at::Tensor grad, x, low;  // (count, vocab), (count, features), (count, rank) or undefined
     int64_t begin;
   };
-  void add_gradients(const Chunk& chunk, const BaseWeight& weight, const at::Tensor& up,
+  void add_gradients(const Chunk& chunk, const quantization::BaseWeight& weight, const at::Tensor& up,
                      Gradients& sums) const;
   void add_live_gradients(const Chunk& chunk, const at::Tensor& classes, const at::Tensor& up,
                           Gradients& sums) const;

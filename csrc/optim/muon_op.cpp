@@ -48,7 +48,7 @@ Tensor orthogonal(Tensor x, const MuonArguments& o, double scale) {
   x.div_(at::linalg_vector_norm(x).clamp_min_(o.eps));
   const bool tall = x.size(0) > x.size(1);
   Tensor y = tall ? x.t() : x;
-  y = y.to(y.is_cuda() || multiplies_bf16() ? at::kBFloat16 : at::kFloat);
+  y = y.to(y.is_cuda() || gemm::multiplies_bf16() ? at::kBFloat16 : at::kFloat);
   x.reset();
   const auto [a, b, c] = o.coefficients;
   for (int64_t i = 1; i <= o.steps; ++i) {

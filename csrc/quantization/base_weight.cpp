@@ -5,7 +5,7 @@
 #include "core/huge_pages.h"
 #include "gemm/gemm.h"
 
-namespace shoestring {
+namespace shoestring::quantization {
 
 using at::Tensor;
 
@@ -32,7 +32,7 @@ BaseWeight BaseWeight::dense(const Tensor& weight, at::ScalarType product) {
   base.rows_ = weight.size(0);
   base.columns_ = weight.size(1);
   base.dense_ = weight;
-  const bool widen = weight.scalar_type() != product && !gemm_widens(product);
+  const bool widen = weight.scalar_type() != product && !gemm::gemm_widens(product);
   base.step_ = widen ? panel_rows(Backend::kCpu, base.rows_, base.columns_, sizeof(float))
                      : std::max<int64_t>(base.rows_, 1);
   if (widen) base.buffer_ = at::empty({base.step_, base.columns_}, weight.options().dtype(product));
@@ -64,7 +64,7 @@ Tensor BaseWeight::panel(int64_t begin, int64_t size) const {
 }
 
 Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Adaptation& adaptation,
-                    at::ScalarType dtype, const Products& products) {
+                    at::ScalarType dtype, const gemm::Products& products) {
   const auto& [low, up, scaling, gain, bias] = adaptation;
   const int64_t tokens = x.size(0);
   const auto offset_and_scale = [](Tensor to, const Tensor& factor, const Tensor& offset) {
@@ -76,7 +76,7 @@ Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Adaptation&
   };
   if (const PackedReader* packed = products.other == at::kFloat ? weight.for_few(tokens) : nullptr) {
     Tensor sum = packed->multiply(x.to(at::kFloat), weight.rows());
-    if (low.defined()) gemm(sum, low, up.t(), /*beta=*/1, scaling);
+    if (low.defined()) gemm::gemm(sum, low, up.t(), /*beta=*/1, scaling);
     if (!gain.defined() && bias.defined()) sum.add_(bias);
     offset_and_scale(sum, gain, bias);
     return sum.to(dtype);
@@ -94,15 +94,15 @@ Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Adaptation&
     Tensor to = type == dtype ? columns : room.narrow(0, 0, tokens * size).view({tokens, size});
     const Tensor offset = gain.defined() ? Tensor() : part(bias);
     if (separate) {
-      gemm_rounded(to, x, panel.t());
+      gemm::gemm_rounded(to, x, panel.t());
       if (offset.defined()) to.add_(offset);
-      gemm(to, low, part(up).t(), /*beta=*/1, scaling);
+      gemm::gemm(to, low, part(up).t(), /*beta=*/1, scaling);
     } else if (low.defined()) {  // first: where `to` has 16 bits, that rounds the smaller part, and then the
                                  // sum once
-      multiply_into(to, products, offset, low, part(up).t(), 0, scaling);
-      multiply_into(to, products, Tensor(), x, panel.t(), 1);
+      gemm::multiply_into(to, products, offset, low, part(up).t(), 0, scaling);
+      gemm::multiply_into(to, products, Tensor(), x, panel.t(), 1);
     } else {
-      multiply_into(to, products, offset.defined() ? offset.to(type) : offset, x, panel.t(), 0);
+      gemm::multiply_into(to, products, offset.defined() ? offset.to(type) : offset, x, panel.t(), 0);
     }
     offset_and_scale(to, part(gain), part(bias));
     if (!to.is_same(columns)) columns.copy_(to);
@@ -111,14 +111,15 @@ Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Adaptation&
 }
 
 Tensor times_weight(const std::vector<GradAndWeight>& terms, int64_t tokens, int64_t columns,
-                    at::TensorOptions like, const Tensor& low, const Tensor& down, const Products& products) {
+                    at::TensorOptions like, const Tensor& low, const Tensor& down,
+                    const gemm::Products& products) {
   // On CUDA the sum over several panels is in fp32; one panel's product rounds its own fp32 sum.
   const bool narrow = products.backend == Backend::kCuda && terms.size() == 1 && terms[0].weight.one_panel();
   const auto wide = products.other == at::kDouble ? at::kDouble : at::kFloat;
   Tensor out = at::empty({tokens, columns}, like.dtype(narrow ? products.other : wide));
   bool first = true;
   const auto add = [&](const Tensor& a, const Tensor& b) {
-    multiply_into(out, products, Tensor(), a, b, first ? 0 : 1);
+    gemm::multiply_into(out, products, Tensor(), a, b, first ? 0 : 1);
     first = false;
   };
   if (low.defined()) add(low, down);
@@ -132,4 +133,4 @@ Tensor times_weight(const std::vector<GradAndWeight>& terms, int64_t tokens, int
   return first ? out.zero_() : out;
 }
 
-}  // namespace shoestring
+}  // namespace shoestring::quantization

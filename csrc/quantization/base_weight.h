@@ -9,7 +9,7 @@
 #include "gemm/products.h"
 #include "quantization/packed.h"
 
-namespace shoestring {
+namespace shoestring::quantization {
 
 /// A frozen (rows, columns) weight, dense or quantised, read a panel of rows at a time in the type of the
 /// product: as it lies where it is dense in that type, or in one that gemm widens to it, else through one
@@ -54,7 +54,7 @@ struct Adaptation {
 /// out (tokens, rows) of `dtype` = gain * (x (tokens, columns) weight^T + scaling * low up^T) + bias. x is of
 /// type products.weight, or of one that gemm widens to it, the others of products.other.
 at::Tensor apply_weight(const BaseWeight& weight, const at::Tensor& x, const Adaptation& adaptation,
-                        at::ScalarType dtype, const Products& products);
+                        at::ScalarType dtype, const gemm::Products& products);
 
 /// The sum over the weights of (gain * grad) (tokens, rows) weight, and of low (tokens, rank) down, of a type
 /// that holds it: (tokens, columns). Each grad, of any dtype, is converted to products.weight a panel's
@@ -66,6 +66,6 @@ struct GradAndWeight {
 };
 at::Tensor times_weight(const std::vector<GradAndWeight>& terms, int64_t tokens, int64_t columns,
                         at::TensorOptions like, const at::Tensor& low, const at::Tensor& down,
-                        const Products& products);
+                        const gemm::Products& products);
 
-}  // namespace shoestring
+}  // namespace shoestring::quantization

@@ -6,7 +6,7 @@
 #include "core/call.h"
 #include "quantization/packed.h"
 
-namespace shoestring {
+namespace shoestring::quantization {
 namespace {
 
 using at::Tensor;
@@ -42,9 +42,16 @@ TORCH_LIBRARY_IMPL(shoestring, Meta, m) { m.impl(kDequantizeOp, dequantize_meta)
 
 }  // namespace
 
+}  // namespace shoestring::quantization
+
+namespace shoestring {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
 void dequantize_(const Tensor& out, const Tensor& packed, const Tensor& absmax, const OptionalTensor& nested,
                  const QuantizeOptions& options) {
-  static auto op = find<decltype(dequantize_meta)>("shoestring::dequantize_");
+  static auto op = find<decltype(quantization::dequantize_meta)>("shoestring::dequantize_");
   Tensor to = out;
   op.call(to, packed, absmax, nested, options.quant_type(), options.block_size());
 }

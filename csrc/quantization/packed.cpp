@@ -6,7 +6,7 @@
 #include "core/cuda.h"
 #include "quantization/quantized_matvec_table.h"
 
-namespace shoestring {
+namespace shoestring::quantization {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
@@ -208,4 +208,4 @@ void PackedReader::read_cuda(int64_t begin, const Tensor& out) const {
       view_);
 }
 
-}  // namespace shoestring
+}  // namespace shoestring::quantization

@@ -11,7 +11,7 @@
 #include "quantization/quantize_4bit_table.h"
 #include "quantization/quantize_int8_table.h"
 
-namespace shoestring {
+namespace shoestring::quantization {
 
 // A scale of the scales serves this many of them, and there are so many values for a scale's 8 bits.
 constexpr int64_t kNestedBlock = 256;
@@ -61,4 +61,4 @@ class PackedReader {
   std::variant<kernels::Packed, kernels::PackedInt8> view_;
 };
 
-}  // namespace shoestring
+}  // namespace shoestring::quantization

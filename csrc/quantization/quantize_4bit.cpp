@@ -15,7 +15,7 @@
 #include "quantization/fit_int4.h"
 #include "quantization/packed.h"
 
-namespace shoestring {
+namespace shoestring::quantization {
 namespace {
 
 using at::Tensor;
@@ -237,8 +237,15 @@ TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
 
 }  // namespace
 
+}  // namespace shoestring::quantization
+
+namespace shoestring {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
 std::tuple<Tensor, Tensor> quantize_4bit(const Tensor& x, const QuantizeOptions& options) {
-  static auto op = find<decltype(quantize_4bit_cpu)>("shoestring::quantize_4bit");
+  static auto op = find<decltype(quantization::quantize_4bit_cpu)>("shoestring::quantize_4bit");
   return op.call(x, options.quant_type(), options.block_size());
 }
 
@@ -249,7 +256,7 @@ std::tuple<Tensor, Tensor> quantize_absmax(const at::Tensor& absmax) {
 
 Tensor dequantize_4bit(const Tensor& packed, const Tensor& absmax, at::IntArrayRef shape,
                        at::ScalarType dtype, const OptionalTensor& nested, const QuantizeOptions& options) {
-  static auto op = find<decltype(dequantize_4bit_meta)>("shoestring::dequantize_4bit");
+  static auto op = find<decltype(quantization::dequantize_4bit_meta)>("shoestring::dequantize_4bit");
   return op.call(packed, absmax, nested, c10::fromIntArrayRefSlow(shape), dtype, options.quant_type(),
                  options.block_size());
 }

@@ -10,7 +10,7 @@
 #include "quantization/quantize_8bit_table.h"
 #include "quantization/state_blocks.h"
 
-namespace shoestring {
+namespace shoestring::quantization {
 namespace {
 
 using at::Tensor;
@@ -110,13 +110,19 @@ TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
 
 }  // namespace
 
+}  // namespace shoestring::quantization
+
+namespace shoestring {
+
+using at::Tensor;
+
 std::tuple<Tensor, Tensor> quantize_8bit(const Tensor& x, bool is_signed) {
-  static auto op = find<decltype(quantize_8bit_cpu)>("shoestring::quantize_8bit");
+  static auto op = find<decltype(quantization::quantize_8bit_cpu)>("shoestring::quantize_8bit");
   return op.call(x, is_signed);
 }
 
 Tensor dequantize_8bit(const Tensor& codes, const Tensor& scale, bool is_signed) {
-  static auto op = find<decltype(dequantize_8bit_cpu)>("shoestring::dequantize_8bit");
+  static auto op = find<decltype(quantization::dequantize_8bit_cpu)>("shoestring::dequantize_8bit");
   return op.call(codes, scale, is_signed);
 }
 

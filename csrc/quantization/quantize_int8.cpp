@@ -12,7 +12,7 @@
 #include "core/huge_pages.h"
 #include "quantization/packed.h"
 
-namespace shoestring {
+namespace shoestring::quantization {
 namespace {
 
 using at::Tensor;
@@ -122,13 +122,19 @@ TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
 
 }  // namespace
 
+}  // namespace shoestring::quantization
+
+namespace shoestring {
+
+using at::Tensor;
+
 std::tuple<Tensor, Tensor> quantize_int8(const Tensor& x) {
-  static auto op = find<decltype(quantize_int8_cpu)>("shoestring::quantize_int8");
+  static auto op = find<decltype(quantization::quantize_int8_cpu)>("shoestring::quantize_int8");
   return op.call(x);
 }
 
 Tensor dequantize_int8(const Tensor& packed, const Tensor& absmax, at::ScalarType dtype) {
-  static auto op = find<decltype(dequantize_int8_meta)>("shoestring::dequantize_int8");
+  static auto op = find<decltype(quantization::dequantize_int8_meta)>("shoestring::dequantize_int8");
   return op.call(packed, absmax, dtype);
 }
 

@@ -11,7 +11,7 @@
 #include "quantization/quantize_state_4bit_table.h"
 #include "quantization/state_blocks.h"
 
-namespace shoestring {
+namespace shoestring::quantization {
 namespace {
 
 using at::Tensor;
@@ -132,13 +132,20 @@ TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
 
 }  // namespace
 
+}  // namespace shoestring::quantization
+
+namespace shoestring {
+
+using at::Tensor;
+
 std::tuple<Tensor, Tensor> quantize_state_4bit(const Tensor& x, bool is_signed, std::optional<int64_t> step) {
-  static auto op = find<decltype(quantize_state_4bit_cpu)>("shoestring::quantize_state_4bit");
+  static auto op = find<decltype(quantization::quantize_state_4bit_cpu)>("shoestring::quantize_state_4bit");
   return op.call(x, is_signed, step);
 }
 
 Tensor dequantize_state_4bit(const Tensor& codes, const Tensor& scale, bool is_signed, int64_t numel) {
-  static auto op = find<decltype(dequantize_state_4bit_meta)>("shoestring::dequantize_state_4bit");
+  static auto op =
+      find<decltype(quantization::dequantize_state_4bit_meta)>("shoestring::dequantize_state_4bit");
   return op.call(codes, scale, is_signed, numel);
 }
 

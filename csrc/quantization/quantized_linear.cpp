@@ -7,7 +7,7 @@
 #include "core/call.h"
 #include "quantization/base_weight.h"
 
-namespace shoestring {
+namespace shoestring::quantization {
 namespace {
 
 using at::Tensor;
@@ -44,7 +44,7 @@ Tensor run_quantized_linear(const Tensor& x, const Tensor& packed, const Tensor&
                             c10::SymInt out_features, c10::string_view quant_type, int64_t block_size) {
   check_quantized_linear(x, packed, absmax, nested, bias, out_features, quant_type, block_size);
   const c10::OptionalDeviceGuard guard(x.device());
-  const Products products(backend, x);
+  const gemm::Products products(backend, x);
   const int64_t columns = x.size(-1), rows = out_features.expect_int();
   auto weight = BaseWeight::quantized(
       PackedReader(backend, kQuantizedLinearOp, packed, absmax, nested, quant_type, block_size), rows,
@@ -63,7 +63,7 @@ Tensor run_quantized_linear_backward(const Tensor& grad_output, const Tensor& pa
   check_packed("quantized_linear_backward", packed, absmax, nested, rows * in_features, quant_type,
                block_size, grad_output.device());
   const c10::OptionalDeviceGuard guard(grad_output.device());
-  const Products products(backend, grad_output);
+  const gemm::Products products(backend, grad_output);
   auto weight = BaseWeight::quantized(
       PackedReader(backend, kQuantizedLinearOp, packed, absmax, nested, quant_type, block_size), rows,
       columns, grad_output.options().dtype(products.weight));
@@ -102,10 +102,17 @@ TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
 
 }  // namespace
 
+}  // namespace shoestring::quantization
+
+namespace shoestring {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
 Tensor quantized_linear(const Tensor& x, const Tensor& packed, const Tensor& absmax, int64_t out_features,
                         const OptionalTensor& bias, const OptionalTensor& nested,
                         const QuantizeOptions& options) {
-  static auto op = find<decltype(quantized_linear_meta)>("shoestring::quantized_linear");
+  static auto op = find<decltype(quantization::quantized_linear_meta)>("shoestring::quantized_linear");
   return op.call(x, packed, absmax, nested, bias, out_features, options.quant_type(), options.block_size());
 }
 

@@ -5,7 +5,7 @@
 #include "core/autograd.h"
 #include "core/call.h"
 
-namespace shoestring {
+namespace shoestring::quantization {
 namespace {
 
 using at::Tensor;
@@ -90,4 +90,4 @@ TORCH_LIBRARY_IMPL(shoestring, AutocastCUDA, m) {
 }
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::quantization

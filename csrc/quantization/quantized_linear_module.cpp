@@ -60,10 +60,10 @@ void QuantizedLinearImpl::set_weight(const Tensor& dense) {
 
 void QuantizedLinearImpl::set_parts(const Tensor& bytes, const Tensor& scales, const Tensor& second,
                                     const QuantizeOptions& quantize) {
-  check_packed("QuantizedLinear: set_parts", bytes, scales,
-               second.defined() ? std::optional<Tensor>(second) : std::nullopt,
-               options.out_features() * options.in_features(), quantize.quant_type(), quantize.block_size(),
-               bytes.device());
+  quantization::check_packed("QuantizedLinear: set_parts", bytes, scales,
+                             second.defined() ? std::optional<Tensor>(second) : std::nullopt,
+                             options.out_features() * options.in_features(), quantize.quant_type(),
+                             quantize.block_size(), bytes.device());
   TORCH_CHECK(
       second.defined() || !options.nested(),  // LibTorch cannot take a buffer back
       "QuantizedLinear: set_parts: second: expected nested scales, as the layer has them, received none");

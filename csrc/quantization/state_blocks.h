@@ -9,7 +9,7 @@
 
 #include "quantization/dynamic_map.h"
 
-namespace shoestring {
+namespace shoestring::quantization {
 
 /// The number of blocks that `count` elements take.
 inline c10::SymInt state_blocks(const c10::SymInt& count) {
@@ -26,4 +26,4 @@ void for_state_blocks(int64_t n, Body body) {
   });
 }
 
-}  // namespace shoestring
+}  // namespace shoestring::quantization

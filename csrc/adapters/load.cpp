@@ -74,8 +74,7 @@ class Sorter {
 
  private:
   void sort(const std::string& key) {
-    TORCH_CHECK_VALUE(is_name(key), place_, ": expected names of tensors, received ",
-                      safetensors::quote(key));
+    TORCH_CHECK_VALUE(is_name(key), place_, ": expected names of tensors, received ", files::quote(key));
     const Tensor value = file_.load(key);
     if (key == std::string(kShared) + "vera_A" || key == std::string(kShared) + "vera_B") {
       content.projection.insert(key.substr(std::string(kShared).size()), value);

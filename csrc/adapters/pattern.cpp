@@ -21,7 +21,7 @@
 namespace shoestring::lora {
 namespace {
 
-using safetensors::quote;
+using files::quote;
 
 bool is_printable(char c) { return c >= ' ' && c <= '~'; }
 bool is_control(char c) { return static_cast<unsigned char>(c) < ' ' || c == 0x7f; }

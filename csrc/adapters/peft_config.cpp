@@ -50,10 +50,11 @@ class Fields {
  public:
   explicit Fields(const std::string& path) : place_("lora::load_adapter: " + path) {
     std::string field;
-    config_ = read_json("lora::load_adapter", path, kMaxConfig, [&](int depth, const std::string& key) {
-      if (depth == 1) keys_[field = key].clear();  // of two fields of one name the later holds
-      if (depth == 2) keys_[field].push_back(key);
-    });
+    config_ =
+        files::read_json("lora::load_adapter", path, kMaxConfig, [&](int depth, const std::string& key) {
+          if (depth == 1) keys_[field = key].clear();  // of two fields of one name the later holds
+          if (depth == 2) keys_[field].push_back(key);
+        });
     TORCH_CHECK_VALUE(config_.is_object(), place_, ": expected a JSON object, received something else");
   }
 

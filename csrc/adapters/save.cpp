@@ -67,9 +67,9 @@ void save_one(const torch::nn::Module& module, const std::string& directory,
   }
   const Json config = to_file(module, layers, bias, saved);
   const std::string text = config.dump(2) + "\n";
-  make_folders("lora::save_adapter", directory);
+  files::make_folders("lora::save_adapter", directory);
   save_safetensors(directory + "/" + kWeights, tensors, {{"format", "pt"}, {kDigest, config_digest(config)}});
-  AtomicFile file("lora::save_adapter", directory + "/" + kConfig);
+  files::AtomicFile file("lora::save_adapter", directory + "/" + kConfig);
   file.write(text.data(), static_cast<int64_t>(text.size()));
   file.commit();
 }

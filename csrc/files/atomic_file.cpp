@@ -12,7 +12,7 @@
 
 #include "files/write_all.h"
 
-namespace shoestring {
+namespace shoestring::files {
 
 AtomicFile::AtomicFile(std::string caller, std::string path)
     : caller_(std::move(caller)), path_(std::move(path)) {
@@ -76,4 +76,4 @@ void make_folders(const std::string& caller, const std::string& path) {
   }
 }
 
-}  // namespace shoestring
+}  // namespace shoestring::files

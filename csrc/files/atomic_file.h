@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <string>
 
-namespace shoestring {
+namespace shoestring::files {
 
 /// A file that appears under its name only when it is complete and on disk: written beside it, synced, then
 /// renamed. Errors are c10::Error and begin with `caller`; without commit() nothing is left behind.
@@ -35,4 +35,4 @@ void sync_folder(const std::string& caller, const std::string& path);
 /// older library's copy of it, which crashes where it is called.)
 void make_folders(const std::string& caller, const std::string& path);
 
-}  // namespace shoestring
+}  // namespace shoestring::files

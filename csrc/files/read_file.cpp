@@ -10,7 +10,7 @@
 #include <cstring>
 #include <memory>
 
-namespace shoestring {
+namespace shoestring::files {
 namespace {
 
 constexpr int kDeepest = 64;          // objects and lists in each other; a real file has 4
@@ -77,4 +77,4 @@ nlohmann::json read_json(const std::string& caller, const std::string& path, int
   return parse_json(caller + ": " + path, text, visit);
 }
 
-}  // namespace shoestring
+}  // namespace shoestring::files

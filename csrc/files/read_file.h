@@ -6,7 +6,7 @@
 #include <functional>
 #include <string>
 
-namespace shoestring {
+namespace shoestring::files {
 
 /// Opens a regular file for reading, and stores its size. Refuses folders, devices and named pipes without
 /// waiting for them. Raises c10::Error, which begins with `caller` and the path.
@@ -28,4 +28,4 @@ nlohmann::json parse_json(const std::string& place, const std::string& text, con
 nlohmann::json read_json(const std::string& caller, const std::string& path, int64_t most,
                          const KeyVisitor& visit = {});
 
-}  // namespace shoestring
+}  // namespace shoestring::files

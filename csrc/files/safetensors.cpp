@@ -19,28 +19,27 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "safetensors files are 
 namespace shoestring {
 namespace {
 
-using safetensors::quote;
+using files::quote;
 
 }  // namespace
 
 SafetensorsFile::SafetensorsFile(const std::string& path) : path_(path) {
   int64_t size = 0;
-  fd_ = open_regular("safetensors", path, size);
+  fd_ = files::open_regular("safetensors", path, size);
   try {
     TORCH_CHECK(size >= 8, "safetensors: ", path, ": expected at least the 8 bytes of the header's length, ",
                 "received a file of ", size);
     uint64_t length = 0;
-    read_at("safetensors", path, fd_, &length, 8, 0);
-    TORCH_CHECK(length <= safetensors::kMaxHeader, "safetensors: ", path, ": expected a header of at most ",
-                safetensors::kMaxHeader, " bytes, received the length ", length,
-                ": this is no safetensors file");
+    files::read_at("safetensors", path, fd_, &length, 8, 0);
+    TORCH_CHECK(length <= files::kMaxHeader, "safetensors: ", path, ": expected a header of at most ",
+                files::kMaxHeader, " bytes, received the length ", length, ": this is no safetensors file");
     data_ = 8 + static_cast<int64_t>(length);
     TORCH_CHECK(data_ <= size, "safetensors: ", path, ": the header's length is ", length,
                 " bytes, but only ", size - 8, " follow: the file is truncated");
     std::string text(length, '\0');
-    read_at("safetensors", path, fd_, text.data(), static_cast<int64_t>(text.size()), 8);
+    files::read_at("safetensors", path, fd_, text.data(), static_cast<int64_t>(text.size()), 8);
 
-    auto header = safetensors::parse_header(path, text, size - data_);
+    auto header = files::parse_header(path, text, size - data_);
     entries_ = std::move(header.entries);
     metadata_ = std::move(header.metadata);
     for (size_t i = 0; i < entries_.size(); ++i) index_.emplace(entries_[i].name, i);
@@ -59,7 +58,8 @@ const SafetensorsFile::Entry& SafetensorsFile::entry(const std::string& name) co
 }
 
 void SafetensorsFile::read(const Entry& entry, const at::Tensor& out) const {
-  read_at("safetensors", path_, fd_, out.mutable_data_ptr(), entry.end - entry.begin, data_ + entry.begin);
+  files::read_at("safetensors", path_, fd_, out.mutable_data_ptr(), entry.end - entry.begin,
+                 data_ + entry.begin);
   if (entry.dtype == at::kBool) {
     // Any other byte than 0 and 1 in a bool is undefined behaviour later.
     const auto* bytes = static_cast<const unsigned char*>(out.const_data_ptr());
@@ -91,7 +91,7 @@ void SafetensorsFile::load_into(const std::string& name, const at::Tensor& out) 
 }
 
 TensorDict load_safetensors(const std::string& path) {
-  const SafetensorsFiles files(path);
+  const files::SafetensorsFiles files(path);
   TensorDict tensors("tensor");
   for (const auto& name : files.names()) tensors.insert(name, files.file(name).load(name));
   return tensors;
@@ -103,8 +103,8 @@ size_t dtype_rank(const std::string& path, const std::string& name, const at::Te
   TORCH_CHECK(tensor.defined() && tensor.layout() == at::kStrided, "save_safetensors: ", path, ": tensor ",
               quote(name), ": expected a dense tensor, received ",
               tensor.defined() ? c10::str(tensor.layout()) : "an undefined one");
-  for (size_t i = 0; i < std::size(safetensors::kDTypes); ++i) {
-    if (safetensors::kDTypes[i].type == tensor.scalar_type()) return i;
+  for (size_t i = 0; i < std::size(files::kDTypes); ++i) {
+    if (files::kDTypes[i].type == tensor.scalar_type()) return i;
   }
   TORCH_CHECK(false, "save_safetensors: ", path, ": tensor ", quote(name), ": safetensors has no dtype for ",
               tensor.scalar_type());
@@ -135,7 +135,7 @@ void save_safetensors(const std::string& path, const TensorDict& tensors, const 
     for (const auto& [rank, name, tensor] : items) {
       const int64_t begin = end;
       end += static_cast<int64_t>(tensor->nbytes());
-      const nlohmann::ordered_json entry = {{"dtype", safetensors::kDTypes[rank].name},
+      const nlohmann::ordered_json entry = {{"dtype", files::kDTypes[rank].name},
                                             {"shape", tensor->sizes().vec()},
                                             {"data_offsets", {begin, end}}};
       text += nlohmann::json(*name).dump() + ":" + entry.dump() + ",";
@@ -146,10 +146,10 @@ void save_safetensors(const std::string& path, const TensorDict& tensors, const 
   if (text.size() > 1) text.pop_back();  // the last comma
   text += "}";
   text.resize((text.size() + 7) / 8 * 8, ' ');  // the data begins aligned
-  TORCH_CHECK(text.size() <= static_cast<size_t>(safetensors::kMaxHeader), "save_safetensors: ", path,
-              ": the header has ", text.size(), " bytes, and the format allows ", safetensors::kMaxHeader);
+  TORCH_CHECK(text.size() <= static_cast<size_t>(files::kMaxHeader), "save_safetensors: ", path,
+              ": the header has ", text.size(), " bytes, and the format allows ", files::kMaxHeader);
 
-  AtomicFile file("save_safetensors", path);
+  files::AtomicFile file("save_safetensors", path);
   const uint64_t length = text.size();
   file.write(&length, sizeof length);
   file.write(text.data(), text.size());

@@ -9,9 +9,7 @@
 #include "files/read_file.h"
 #include "files/safetensors_format.h"
 
-namespace shoestring {
-
-using safetensors::quote;
+namespace shoestring::files {
 
 namespace {
 
@@ -73,4 +71,4 @@ void SafetensorsFiles::open_shards(const std::string& folder, const std::string&
   }
 }
 
-}  // namespace shoestring
+}  // namespace shoestring::files

@@ -7,7 +7,7 @@
 
 #include <shoestring/safetensors.h>
 
-namespace shoestring {
+namespace shoestring::files {
 
 /// The tensors of one safetensors file, or of a Hugging Face model directory: its model.safetensors, or the
 /// shards that its model.safetensors.index.json names. Every header is read and checked at once, no tensor.
@@ -31,4 +31,4 @@ class SafetensorsFiles {
   std::map<std::string, const SafetensorsFile*> where_;
 };
 
-}  // namespace shoestring
+}  // namespace shoestring::files

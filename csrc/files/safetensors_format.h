@@ -8,7 +8,7 @@
 #include <string>
 #include <string_view>
 
-namespace shoestring::safetensors {
+namespace shoestring::files {
 
 struct DType {
   const char* name;
@@ -47,4 +47,4 @@ inline std::string quote(std::string_view text) {
   return value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + (cut ? "..." : "");
 }
 
-}  // namespace shoestring::safetensors
+}  // namespace shoestring::files

@@ -11,7 +11,7 @@
 
 #include "files/safetensors_format.h"
 
-namespace shoestring::safetensors {
+namespace shoestring::files {
 namespace {
 
 using Entry = SafetensorsFile::Entry;
@@ -190,4 +190,4 @@ Header parse_header(const std::string& path, std::string_view text, int64_t data
   return header;
 }
 
-}  // namespace shoestring::safetensors
+}  // namespace shoestring::files

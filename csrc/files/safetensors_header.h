@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-namespace shoestring::safetensors {
+namespace shoestring::files {
 
 struct Header {
   std::vector<SafetensorsFile::Entry> entries;  // by position in the file
@@ -16,4 +16,4 @@ struct Header {
 /// Parses and checks a header's JSON; `data` is the number of bytes that follow it in the file `path`.
 Header parse_header(const std::string& path, std::string_view text, int64_t data);
 
-}  // namespace shoestring::safetensors
+}  // namespace shoestring::files

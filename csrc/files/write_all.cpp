@@ -12,7 +12,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
-namespace shoestring {
+namespace shoestring::files {
 namespace {
 
 constexpr int64_t kPiece = int64_t{8} << 20;
@@ -68,4 +68,4 @@ int64_t write_tensor(int64_t fd, const at::Tensor& x) {
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) { m.impl("write_tensor", write_tensor); }
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::files

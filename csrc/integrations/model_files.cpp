@@ -23,9 +23,9 @@ namespace shoestring {
 namespace {
 
 using at::Tensor;
+using files::quote;
 using nn::LinearImpl;
 using nn::QuantizedLinearImpl;
-using safetensors::quote;
 
 // Something in a module that has a name in files.
 struct Slot {
@@ -79,7 +79,7 @@ struct Step {
 
 class Plan {
  public:
-  Plan(const torch::nn::Module& module, const SafetensorsFiles& files, const std::string& path,
+  Plan(const torch::nn::Module& module, const files::SafetensorsFiles& files, const std::string& path,
        const LoadOptions& options)
       : files_(files), options_(options) {
     std::vector<Slot> slots;
@@ -156,13 +156,13 @@ class Plan {
                       ", received ", at::IntArrayRef(entry.shape), " of ", entry.dtype);
   }
 
-  const SafetensorsFiles& files_;
+  const files::SafetensorsFiles& files_;
   const LoadOptions& options_;
   std::map<std::string, Step> steps_;
   std::set<std::string> taken_;  // names in the files that the module has a use for
 };
 
-void load_quantized(const SafetensorsFiles& files, const Step& step) {
+void load_quantized(const files::SafetensorsFiles& files, const Step& step) {
   const auto parts = read_quantized(files, step.slot.prefix(), *step.keys);
   if (step.slot.linear != nullptr) {
     step.slot.linear->set_quantized(parts.bytes, parts.scales, parts.second, step.keys->options, step.dtype);
@@ -172,7 +172,7 @@ void load_quantized(const SafetensorsFiles& files, const Step& step) {
   }
 }
 
-void quantize_dense(const SafetensorsFiles& files, const Step& step, const Tensor& scratch,
+void quantize_dense(const files::SafetensorsFiles& files, const Step& step, const Tensor& scratch,
                     const LoadOptions& options) {
   const auto& entry = files.entry(step.slot.name);
   Tensor dense = scratch.narrow(0, 0, entry.end - entry.begin).view(entry.dtype).view(entry.shape);
@@ -189,7 +189,7 @@ void quantize_dense(const SafetensorsFiles& files, const Step& step, const Tenso
   step.slot.linear->base->dtype = step.dtype;
 }
 
-void load_dense(const SafetensorsFiles& files, const Step& step) {
+void load_dense(const files::SafetensorsFiles& files, const Step& step) {
   const auto& name = step.slot.name;
   Tensor tensor = step.slot.tensor;
   const bool in_place =
@@ -202,14 +202,14 @@ constexpr const char* kShard = "model-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-
 
 // Loaders that look for an index first would go on reading a former model: its index goes before its shards.
 void remove_shards(const std::string& directory) {
-  remove_file("save_model", directory + "/model.safetensors.index.json");
-  sync_folder("save_model", directory);
+  files::remove_file("save_model", directory + "/model.safetensors.index.json");
+  files::sync_folder("save_model", directory);
   std::vector<std::string> shards;
   const std::unique_ptr<DIR, int (*)(DIR*)> entries(::opendir(directory.c_str()), &::closedir);
   while (const dirent* entry = entries ? ::readdir(entries.get()) : nullptr) {
     if (::fnmatch(kShard, entry->d_name, 0) == 0) shards.push_back(directory + "/" + entry->d_name);
   }
-  for (const auto& shard : shards) remove_file("save_model", shard);
+  for (const auto& shard : shards) files::remove_file("save_model", shard);
 }
 
 }  // namespace
@@ -219,7 +219,7 @@ void load_model(torch::nn::Module& module, const std::string& path, const LoadOp
   TORCH_CHECK_VALUE(!options.dtype() || at::isFloatingType(*options.dtype()),
                     "load_model: dtype: expected a floating-point type, received ", *options.dtype());
   torch::NoGradGuard no_grad;
-  const SafetensorsFiles files(path);
+  const files::SafetensorsFiles files(path);
   const Plan plan(module, files, path, options);
   // One buffer for every dense weight on its way into a quantised one: memory that is freed between tensors
   // does not always go back to the system.
@@ -258,7 +258,7 @@ void save_model(const torch::nn::Module& module, const std::string& directory) {
       tensors.insert(slot.name, slot.tensor);
     }
   }
-  make_folders("save_model", directory);
+  files::make_folders("save_model", directory);
   save_safetensors(directory + "/model.safetensors", tensors, {{"format", "pt"}});
   remove_shards(directory);
 }

@@ -17,7 +17,7 @@ namespace shoestring {
 namespace {
 
 using at::Tensor;
-using safetensors::quote;
+using files::quote;
 using Json = nlohmann::json;
 
 // By the type of 4 bits.
@@ -33,11 +33,12 @@ struct TypeName {
 constexpr TypeName kTypes[] = {{"float32", at::kFloat}, {"bfloat16", at::kBFloat16}, {"float16", at::kHalf}};
 
 template <class... Parts>
-[[noreturn]] void refuse(const SafetensorsFiles& files, const std::string& name, const Parts&... parts) {
+[[noreturn]] void refuse(const files::SafetensorsFiles& files, const std::string& name,
+                         const Parts&... parts) {
   TORCH_CHECK_VALUE(false, "load_model: ", files.file(name).path(), ": ", quote(name), ": ", parts...);
 }
 
-void require(const SafetensorsFiles& files, const std::string& weight, const std::string& name,
+void require(const files::SafetensorsFiles& files, const std::string& weight, const std::string& name,
              at::ScalarType dtype, int64_t count) {
   if (!files.contains(name)) refuse(files, weight, "expected ", quote(name), " beside it, received none");
   const auto& entry = files.entry(name);
@@ -49,7 +50,7 @@ void require(const SafetensorsFiles& files, const std::string& weight, const std
 }
 
 // The description's JSON, with every field that a description has, of its type.
-Json read_state(const SafetensorsFiles& files, const std::string& name) {
+Json read_state(const files::SafetensorsFiles& files, const std::string& name) {
   const auto& entry = files.entry(name);
   if (entry.dtype != at::kByte || entry.end - entry.begin > kLongestState) {
     refuse(files, name, "expected at most ", kLongestState, " bytes of JSON, received ",
@@ -58,8 +59,8 @@ Json read_state(const SafetensorsFiles& files, const std::string& name) {
   const Tensor text = files.file(name).load(name);
   const auto* begin = text.const_data_ptr<uint8_t>();
   const std::string place = "load_model: " + files.file(name).path() + ": " + quote(name);
-  Json state = parse_json(place + ": expected JSON with quant_type, blocksize, dtype and shape",
-                          std::string(begin, begin + text.numel()));
+  Json state = files::parse_json(place + ": expected JSON with quant_type, blocksize, dtype and shape",
+                                 std::string(begin, begin + text.numel()));
   const auto has = [&](const char* field, bool (Json::*is)() const noexcept) {
     return state.is_object() && state.contains(field) && (state[field].*is)();
   };
@@ -76,8 +77,8 @@ Json read_state(const SafetensorsFiles& files, const std::string& name) {
   return state;
 }
 
-std::optional<QuantizedKeys> find_int8(const SafetensorsFiles& files, const std::string& prefix, int64_t rows,
-                                       int64_t columns) {
+std::optional<QuantizedKeys> find_int8(const files::SafetensorsFiles& files, const std::string& prefix,
+                                       int64_t rows, int64_t columns) {
   const std::string weight = prefix + "weight", scales = prefix + "SCB", format = prefix + "weight_format";
   if (!files.contains(scales)) return std::nullopt;
   if (!files.contains(weight)) refuse(files, scales, "expected ", quote(weight), " beside it, received none");
@@ -117,7 +118,7 @@ Tensor bytes_of(const std::string& text) {
 
 }  // namespace
 
-std::optional<QuantizedKeys> find_quantized(const SafetensorsFiles& files, const std::string& prefix,
+std::optional<QuantizedKeys> find_quantized(const files::SafetensorsFiles& files, const std::string& prefix,
                                             int64_t rows, int64_t columns) {
   if (auto keys = find_int8(files, prefix, rows, columns)) return keys;
   const std::string weight = prefix + "weight";
@@ -178,7 +179,7 @@ std::optional<QuantizedKeys> find_quantized(const SafetensorsFiles& files, const
   return keys;
 }
 
-QuantizedParts read_quantized(const SafetensorsFiles& files, const std::string& prefix,
+QuantizedParts read_quantized(const files::SafetensorsFiles& files, const std::string& prefix,
                               const QuantizedKeys& keys) {
   const auto load = [&](const std::string& name) { return files.file(name).load(name); };
   const std::string weight = prefix + "weight";

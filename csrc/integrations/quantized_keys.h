@@ -27,10 +27,10 @@ struct QuantizedParts {
 
 /// The quantised weight of the layer `prefix` ("model.layers.0.mlp.up_proj."), if the files have one. Its
 /// description is read and everything else checked against a layer of these sizes by the headers alone.
-std::optional<QuantizedKeys> find_quantized(const SafetensorsFiles& files, const std::string& prefix,
+std::optional<QuantizedKeys> find_quantized(const files::SafetensorsFiles& files, const std::string& prefix,
                                             int64_t out_features, int64_t in_features);
 
-QuantizedParts read_quantized(const SafetensorsFiles& files, const std::string& prefix,
+QuantizedParts read_quantized(const files::SafetensorsFiles& files, const std::string& prefix,
                               const QuantizedKeys& keys);
 
 /// Adds the keys of a layer's weight. The text of the description is Python's, byte for byte.

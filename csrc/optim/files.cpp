@@ -21,7 +21,7 @@ namespace {
 
 using namespace detail;
 using Json = nlohmann::json;
-using safetensors::quote;
+using files::quote;
 
 constexpr const char* kFormat = "shoestring.optimizer";
 
@@ -156,7 +156,8 @@ void load_optimizer(LowMemoryOptimizer& optimizer, const std::string& path) {
   check("optimizer", name);
   Saved saved;
   try {
-    saved.groups = read_groups(parse_json(where + ": groups", metadata("groups")), optimizer, where.c_str());
+    saved.groups =
+        read_groups(files::parse_json(where + ": groups", metadata("groups")), optimizer, where.c_str());
   } catch (const Json::exception& error) {
     expect(false, name.c_str(), where.c_str(), "groups with this optimizer's options", error.what());
   }

@@ -11,23 +11,24 @@ namespace shoestring {
 namespace {
 
 struct Packed : activations::Packed {
-  explicit Packed(c10::intrusive_ptr<StoredActivation> activation) : activation(std::move(activation)) {}
+  explicit Packed(c10::intrusive_ptr<offload::StoredActivation> activation)
+      : activation(std::move(activation)) {}
   at::Tensor unpack() override { return activation->reload(); }
-  c10::intrusive_ptr<StoredActivation> activation;
+  c10::intrusive_ptr<offload::StoredActivation> activation;
 };
 
 struct StoringHooks : activations::SavedTensorHooks {
-  explicit StoringHooks(c10::intrusive_ptr<ActivationStore> store) : store(std::move(store)) {}
+  explicit StoringHooks(c10::intrusive_ptr<offload::ActivationStore> store) : store(std::move(store)) {}
   std::shared_ptr<activations::Packed> pack(const at::Tensor& tensor) override {
     return std::make_shared<Packed>(store->store(tensor));
   }
-  c10::intrusive_ptr<ActivationStore> store;
+  c10::intrusive_ptr<offload::ActivationStore> store;
 };
 
 }  // namespace
 
 struct OffloadActivations::Store {
-  c10::intrusive_ptr<ActivationStore> store;
+  c10::intrusive_ptr<offload::ActivationStore> store;
 };
 
 struct OffloadActivations::Scope::Hooks {
@@ -46,7 +47,7 @@ OffloadActivations::OffloadActivations(const OffloadActivationsOptions& o,
   const std::string device = !o.device().empty()             ? o.device()
                              : at::globalContext().hasCUDA() ? "cuda"
                                                              : "cpu";
-  store_ = std::make_unique<Store>(Store{c10::make_intrusive<ActivationStore>(
+  store_ = std::make_unique<Store>(Store{c10::make_intrusive<offload::ActivationStore>(
       device, o.compression(), o.prefetch(), o.max_pending(), o.min_bytes(), o.folder(), o.host_bytes())});
   this->exclude(exclude);
 }
@@ -65,7 +66,7 @@ void OffloadActivations::mark() { store_->store->mark(); }
 void OffloadActivations::wait(int64_t bytes) { store_->store->wait(bytes); }
 
 CheckpointPlanOptions OffloadActivations::measure_link(int64_t bytes) const {
-  const LinkSpeed link = store_->store->measure_link(bytes);
+  const offload::LinkSpeed link = store_->store->measure_link(bytes);
   return CheckpointPlanOptions()
       .out_bytes_per_second(link.out_bytes_per_second)
       .in_bytes_per_second(link.in_bytes_per_second)

@@ -7,7 +7,7 @@
 
 #include "quantization/quantize_8bit_table.h"
 
-namespace shoestring {
+namespace shoestring::offload {
 namespace {
 
 constexpr int64_t kPartAlignment = 64;  // of a part: vector loads
@@ -94,4 +94,4 @@ void decode(const Encoding& encoding, const at::Tensor& host, const at::Tensor& 
   }
 }
 
-}  // namespace shoestring
+}  // namespace shoestring::offload

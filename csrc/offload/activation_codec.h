@@ -6,7 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
-namespace shoestring {
+namespace shoestring::offload {
 
 /// How activations are written on the host.
 enum class Compression { kNone, kBfloat16, k8bit };
@@ -32,4 +32,4 @@ Encoding encoding_of(Compression compression, int64_t count, at::ScalarType dtyp
 void encode(const Encoding& encoding, const at::Tensor& elements, const at::Tensor& host);
 void decode(const Encoding& encoding, const at::Tensor& host, const at::Tensor& elements);
 
-}  // namespace shoestring
+}  // namespace shoestring::offload

@@ -7,7 +7,7 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
 
-namespace shoestring {
+namespace shoestring::offload {
 namespace {
 
 constexpr const char* kOp = "offload_activations";
@@ -263,4 +263,4 @@ void ActivationStoreCore::settle(int64_t most) {
   }
 }
 
-}  // namespace shoestring
+}  // namespace shoestring::offload

@@ -19,7 +19,7 @@
 #include "offload/host_memory.h"
 #include "offload/swap_file.h"
 
-namespace shoestring {
+namespace shoestring::offload {
 
 /// A storage. It goes with the last StoredActivation over it.
 struct ActivationEntry {
@@ -106,4 +106,4 @@ struct ActivationStoreCore : std::enable_shared_from_this<ActivationStoreCore> {
       in;  // they end in reverse order: copies to the host before what is written of them
 };
 
-}  // namespace shoestring
+}  // namespace shoestring::offload

@@ -7,7 +7,7 @@
 
 #include "offload/activation_core.h"
 
-namespace shoestring {
+namespace shoestring::offload {
 
 StoredActivation::StoredActivation(const at::Tensor& x)
     : version_(x.unsafeGetTensorImpl()->version_counter()), stored_version_(x._version()), sizes_(x.sizes()),
@@ -133,4 +133,4 @@ void register_activation_store(torch::Library& library) {
   library.impl("reload_activation", torch::dispatch(key, reload));
 }
 
-}  // namespace shoestring
+}  // namespace shoestring::offload

@@ -10,7 +10,7 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
-namespace shoestring {
+namespace shoestring::offload {
 
 struct ActivationEntry;
 struct ActivationStoreCore;
@@ -79,4 +79,4 @@ class ActivationStore : public torch::CustomClassHolder {
 /// Registers the two classes, which schemas name, and the operators over them.
 void register_activation_store(torch::Library& library);
 
-}  // namespace shoestring
+}  // namespace shoestring::offload

@@ -11,7 +11,7 @@
 
 #include "offload/disturb.h"
 
-namespace shoestring {
+namespace shoestring::offload {
 
 std::optional<c10::Stream> current_stream(c10::Device device) {
   if (device.is_cpu()) return std::nullopt;
@@ -113,4 +113,4 @@ void CopyLane::work() {
   }
 }
 
-}  // namespace shoestring
+}  // namespace shoestring::offload

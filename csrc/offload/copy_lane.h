@@ -16,7 +16,7 @@
 
 #include "offload/own_process.h"
 
-namespace shoestring {
+namespace shoestring::offload {
 
 /// The stream of the device that this thread works on; none on the CPU.
 std::optional<c10::Stream> current_stream(c10::Device device);
@@ -89,4 +89,4 @@ class CopyLane {
   const ProcessOwned<Worker> worker_ = make_process_owned<Worker>();
 };
 
-}  // namespace shoestring
+}  // namespace shoestring::offload

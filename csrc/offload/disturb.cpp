@@ -7,7 +7,7 @@
 #include <chrono>
 #include <thread>
 
-namespace shoestring::io {
+namespace shoestring::offload::io {
 namespace {
 
 std::atomic<int64_t> max_delay_us{0}, until_failure{-1}, state{1};
@@ -56,4 +56,4 @@ ssize_t shortened(ssize_t result, int64_t asked) {
   return result;
 }
 
-}  // namespace shoestring::io
+}  // namespace shoestring::offload::io

@@ -7,7 +7,7 @@
 
 #include <shoestring/export.h>
 
-namespace shoestring::io {
+namespace shoestring::offload::io {
 
 /// For tests of memory that is on its way to a host's memory or a disk and back: what happens to each
 /// transfer.
@@ -31,4 +31,4 @@ int reserve(int fd, int64_t offset, int64_t size);
 /// A system call's result as the disturbance wants it.
 ssize_t shortened(ssize_t result, int64_t asked);
 
-}  // namespace shoestring::io
+}  // namespace shoestring::offload::io

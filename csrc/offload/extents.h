@@ -4,7 +4,7 @@
 #include <iterator>
 #include <map>
 
-namespace shoestring {
+namespace shoestring::offload {
 
 /// Which parts of a file or of a slab of memory are free: the first that fits is taken, and neighbours that
 /// are free become one.
@@ -52,4 +52,4 @@ class Extents {
   std::map<int64_t, int64_t> free_;  // sizes by offset
 };
 
-}  // namespace shoestring
+}  // namespace shoestring::offload

@@ -3,7 +3,7 @@
 #include <exception>
 #include <utility>
 
-namespace shoestring {
+namespace shoestring::offload {
 
 /// Does several things although one of them throws, which is said at the end.
 class FirstError {
@@ -25,4 +25,4 @@ class FirstError {
   std::exception_ptr error_;
 };
 
-}  // namespace shoestring
+}  // namespace shoestring::offload

@@ -17,7 +17,7 @@
 #include "offload/extents.h"
 #include "offload/own_process.h"
 
-namespace shoestring {
+namespace shoestring::offload {
 namespace {
 
 constexpr int64_t kHostAlignment = 4096;
@@ -124,4 +124,4 @@ void HostMemory::trim() {
   });
 }
 
-}  // namespace shoestring
+}  // namespace shoestring::offload

@@ -10,7 +10,7 @@
 
 #include <shoestring/export.h>
 
-namespace shoestring {
+namespace shoestring::offload {
 
 /// Host memory for what a device has no room for: tensors in slabs of the size that is asked for (PyTorch's
 /// own pinned memory comes in powers of two), aligned for direct I/O, in huge pages, and page-locked where
@@ -35,4 +35,4 @@ class SHOESTRING_API HostMemory {
   std::shared_ptr<Slabs> slabs_;
 };
 
-}  // namespace shoestring
+}  // namespace shoestring::offload

@@ -14,7 +14,7 @@
 
 #include "offload/activation_core.h"
 
-namespace shoestring {
+namespace shoestring::offload {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -117,4 +117,4 @@ LinkSpeed ActivationStore::measure_link(int64_t bytes) const {
           std::max<int64_t>(1, core_->prefetch)};
 }
 
-}  // namespace shoestring
+}  // namespace shoestring::offload

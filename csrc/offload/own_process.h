@@ -8,7 +8,7 @@
 
 #include <c10/util/Exception.h>
 
-namespace shoestring {
+namespace shoestring::offload {
 
 /// The process that made an object. A forked child inherits the object but none of its threads: a lock may
 /// stay locked for ever, and nobody ends a wait. In a child, destructors only close what the child has
@@ -45,4 +45,4 @@ ProcessOwned<T> make_process_owned(Args&&... args) {
   return ProcessOwned<T>(new T(std::forward<Args>(args)...));
 }
 
-}  // namespace shoestring
+}  // namespace shoestring::offload

@@ -13,7 +13,7 @@
 
 #include "offload/disturb.h"
 
-namespace shoestring {
+namespace shoestring::offload {
 
 using io::Transfer;
 
@@ -180,4 +180,4 @@ void SwapFile::fail(const std::string& what, int error) const {
               full ? "; free some space or choose another folder" : "");
 }
 
-}  // namespace shoestring
+}  // namespace shoestring::offload

@@ -13,7 +13,7 @@
 #include "offload/own_process.h"
 #include "offload/transfers.h"
 
-namespace shoestring {
+namespace shoestring::offload {
 
 /// Memory on disk: a file that is read and written many extents at a time, past the page cache (O_DIRECT),
 /// through io_uring. Its name is gone once it is open, so that its space is free again however the process
@@ -80,4 +80,4 @@ class SHOESTRING_API SwapFile {
   ProcessOwned<io::Engine> engine_;                                      // the last member: it goes first
 };
 
-}  // namespace shoestring
+}  // namespace shoestring::offload

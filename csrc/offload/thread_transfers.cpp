@@ -12,7 +12,7 @@
 #include "offload/disturb.h"
 #include "offload/transfers.h"
 
-namespace shoestring::io {
+namespace shoestring::offload::io {
 
 bool advance(Transfer& t, ssize_t result, int64_t alignment) {
   if (result == -EINTR || result == -EAGAIN) return false;
@@ -110,4 +110,4 @@ ProcessOwned<Engine> thread_engine(int fd, int64_t alignment, Engine::Finished f
   return make_process_owned<Threads>(fd, alignment, std::move(finished));
 }
 
-}  // namespace shoestring::io
+}  // namespace shoestring::offload::io

@@ -11,7 +11,7 @@
 
 #include "offload/own_process.h"
 
-namespace shoestring::io {
+namespace shoestring::offload::io {
 
 struct Transfer {
   bool is_write;
@@ -45,4 +45,4 @@ class Engine {
 ProcessOwned<Engine> io_uring_engine(int fd, int64_t alignment, Engine::Finished finished);
 ProcessOwned<Engine> thread_engine(int fd, int64_t alignment, Engine::Finished finished);
 
-}  // namespace shoestring::io
+}  // namespace shoestring::offload::io

@@ -2,9 +2,9 @@
 
 #ifndef SHOESTRING_IO_URING
 
-namespace shoestring::io {
+namespace shoestring::offload::io {
 ProcessOwned<Engine> io_uring_engine(int, int64_t, Engine::Finished) { return nullptr; }
-}  // namespace shoestring::io
+}  // namespace shoestring::offload::io
 
 #else
 
@@ -19,7 +19,7 @@ ProcessOwned<Engine> io_uring_engine(int, int64_t, Engine::Finished) { return nu
 
 #include "offload/disturb.h"
 
-namespace shoestring::io {
+namespace shoestring::offload::io {
 namespace {
 
 constexpr unsigned kDepth =
@@ -148,6 +148,6 @@ ProcessOwned<Engine> io_uring_engine(int fd, int64_t alignment, Engine::Finished
   return ring;
 }
 
-}  // namespace shoestring::io
+}  // namespace shoestring::offload::io
 
 #endif

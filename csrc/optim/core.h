@@ -116,7 +116,7 @@ struct Core : std::enable_shared_from_this<Core> {
     std::set<size_t> arrived{};  // whose gradient is on its way
     std::set<size_t> given{};    // whose gradient of this step has come
     bool steps = false;          // the job
-    FencePtr job{};
+    offload::FencePtr job{};
     struct Result {
       size_t index;
       Tensor grad, norm;
@@ -198,7 +198,7 @@ struct Core : std::enable_shared_from_this<Core> {
   std::vector<Bucket*> jobs_;                  // with gradients on their way, or a job
   std::unordered_map<Key, Tensor> collected_;  // gradients in host memory, which wait for the norm of all
   std::unordered_map<const void*, Tensor> known_norms_;  // of those, by address
-  std::unique_ptr<CopyLane> worker_;                     // the last: it ends first
+  std::unique_ptr<offload::CopyLane> worker_;            // the last: it ends first
 };
 
 }  // namespace shoestring::optim::detail

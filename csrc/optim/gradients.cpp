@@ -68,7 +68,7 @@ void Core::on_gradient(const Tensor& param) {
 
 void Core::forget() {
   end_backward();
-  FirstError ignored;  // the state that it concerns goes
+  offload::FirstError ignored;  // the state that it concerns goes
   ignored.guard([&] { drain(); });
   broken_ = Broken::kNone;
   used_.clear();
@@ -286,7 +286,7 @@ std::shared_ptr<void> LowMemoryOptimizer::accumulate() {
   for (const auto& group : param_groups_) core_->watch(group.params());
   const bool before = std::exchange(core_->accumulating, true);
   const auto end = [before](Core* core) {
-    FirstError ignored;  // may run while another error is thrown; step() meets it again
+    offload::FirstError ignored;  // may run while another error is thrown; step() meets it again
     ignored.guard([&] { core->flush(); });
     core->accumulating = before;
   };

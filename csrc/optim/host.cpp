@@ -152,7 +152,7 @@ void Core::drop_buckets() {
 
 // What the gradients of a bucket that have come are for, by the worker; in the order of calls.
 void Core::send_job(Bucket& bucket) {
-  if (worker_ == nullptr) worker_ = std::make_unique<CopyLane>(at::kCPU, /*threads=*/0);
+  if (worker_ == nullptr) worker_ = std::make_unique<offload::CopyLane>(at::kCPU, /*threads=*/0);
   std::vector<Tensor> sums(bucket.last - bucket.first);  // of what has one
   for (const size_t i : bucket.arrived) {
     const Key key = bucket.arena->params[i].unsafeGetTensorImpl();
@@ -199,7 +199,7 @@ void Core::flush() {
 // Until all that has come has been seen to; what the device does next sees the weights.
 void Core::drain() {
   send_jobs();
-  FirstError error;
+  offload::FirstError error;
   bool any_stepped = false;
   for (Bucket* bucket : std::exchange(jobs_, {})) {
     error.guard([&, job = std::exchange(bucket->job, nullptr)] {

@@ -185,7 +185,7 @@ void Core::end_backward() {
     const std::lock_guard lock(backwards_->mutex);
     if (!std::exchange(backwards_->failed, false)) return;
   }
-  FirstError ignored;  // of the backward that has failed anyway
+  offload::FirstError ignored;  // of the backward that has failed anyway
   std::vector<Bucket*> partial;
   for (Bucket* bucket : jobs_) {
     if (!std::exchange(bucket->arrived, {}).empty()) partial.push_back(bucket);

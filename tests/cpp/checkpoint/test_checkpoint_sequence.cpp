@@ -103,9 +103,9 @@ TEST_CASE("a sequence that offloads keeps to its budget, however slow copies are
       const auto moves = [](const std::string& name) { return name.find("offload") != name.npos; };
       CHECK((budget > least || std::any_of(plan.names.begin(), plan.names.end(), moves)));
       for (const int64_t delay : {0, 3000}) {
-        shoestring::io::disturb({.max_delay_us = delay});
+        shoestring::offload::io::disturb({.max_delay_us = delay});
         const int64_t peak = step(plan, &offload);
-        shoestring::io::disturb({});
+        shoestring::offload::io::disturb({});
         CAPTURE(place, budget, delay, peak, plan.peak_bytes, plan.names);
         CHECK(peak <= 1.02 * budget);  // of a step a fraction of these, of a model that is as small
         CHECK(std::abs(peak - plan.peak_bytes) <= 0.05 * plan.peak_bytes);

@@ -26,8 +26,8 @@ using shoestring::OffloadActivationsOptions;
 namespace {
 
 struct Disturbed {
-  explicit Disturbed(const shoestring::io::Disturbance& d) { shoestring::io::disturb(d); }
-  ~Disturbed() { shoestring::io::disturb({}); }
+  explicit Disturbed(const shoestring::offload::io::Disturbance& d) { shoestring::offload::io::disturb(d); }
+  ~Disturbed() { shoestring::offload::io::disturb({}); }
 };
 
 // Small operators on many threads wait for one another most of the time.

@@ -25,8 +25,8 @@ using shoestring::offload::State;
 namespace {
 
 struct Disturbed {
-  explicit Disturbed(const shoestring::io::Disturbance& d) { shoestring::io::disturb(d); }
-  ~Disturbed() { shoestring::io::disturb({}); }
+  explicit Disturbed(const shoestring::offload::io::Disturbance& d) { shoestring::offload::io::disturb(d); }
+  ~Disturbed() { shoestring::offload::io::disturb({}); }
 };
 
 Groups groups_of(const std::vector<Tensor>& p) { return {{{p[2], p[0]}}, {{p[1], p[3]}}}; }

@@ -21,8 +21,8 @@ using namespace shoestring::optim;
 namespace {
 
 struct Disturbed {
-  explicit Disturbed(const shoestring::io::Disturbance& d) { shoestring::io::disturb(d); }
-  ~Disturbed() { shoestring::io::disturb({}); }
+  explicit Disturbed(const shoestring::offload::io::Disturbance& d) { shoestring::offload::io::disturb(d); }
+  ~Disturbed() { shoestring::offload::io::disturb({}); }
 };
 
 // More than a bucket of 8 MiB each, but for two.

@@ -25,8 +25,8 @@
 #include "offload/swap_file.h"
 
 using Catch::Contains;
-using shoestring::HostMemory;
-using shoestring::SwapFile;
+using shoestring::offload::HostMemory;
+using shoestring::offload::SwapFile;
 using Backend = SwapFile::Backend;
 
 namespace {
@@ -35,8 +35,8 @@ constexpr int64_t kPage = SwapFile::kAlignment;
 const c10::Device kHost(c10::kCPU);
 
 struct Disturbed {
-  explicit Disturbed(const shoestring::io::Disturbance& d) { shoestring::io::disturb(d); }
-  ~Disturbed() { shoestring::io::disturb({}); }
+  explicit Disturbed(const shoestring::offload::io::Disturbance& d) { shoestring::offload::io::disturb(d); }
+  ~Disturbed() { shoestring::offload::io::disturb({}); }
 };
 
 at::Tensor random_bytes(HostMemory& memory, int64_t size, uint64_t seed) {

@@ -4,7 +4,7 @@
 #include "layers/swiglu.h"
 #include "quantization/packed.h"
 
-namespace shoestring {
+namespace shoestring::adapters {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
@@ -105,4 +105,4 @@ std::vector<LoraLayer> checked_layers(const Tensor& x, const LoraParts& parts, c
   return layers;
 }
 
-}  // namespace shoestring
+}  // namespace shoestring::adapters

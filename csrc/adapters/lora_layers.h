@@ -7,7 +7,7 @@
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 
-namespace shoestring {
+namespace shoestring::adapters {
 
 /// One of the layers that lora_linear_group applies to an input: a frozen weight, dense or quantised, and
 /// what an adapter adds. The operator takes them as a flat list, kLoraParts tensors for each, in this order.
@@ -46,4 +46,4 @@ std::vector<LoraLayer> checked_layers(const at::Tensor& x, const LoraParts& part
 /// The product of all sizes of x but the last.
 c10::SymInt tokens_of(const at::Tensor& x);
 
-}  // namespace shoestring
+}  // namespace shoestring::adapters

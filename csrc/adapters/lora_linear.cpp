@@ -18,7 +18,7 @@
 #include "layers/swiglu.h"
 #include "quantization/base_weight.h"
 
-namespace shoestring {
+namespace shoestring::adapters {
 namespace {
 
 using at::Tensor;
@@ -300,12 +300,19 @@ TORCH_LIBRARY_IMPL(shoestring, CompositeImplicitAutograd, m) { m.impl("lora_line
 
 }  // namespace
 
+}  // namespace shoestring::adapters
+
+namespace shoestring {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
 std::vector<Tensor> lora_linear_group(const Tensor& x, const std::vector<LoraWeight>& layers,
                                       const LoraInput& input) {
-  static auto op = find<Group>("shoestring::lora_linear_group");
-  LoraParts parts;
+  static auto op = find<adapters::Group>("shoestring::lora_linear_group");
+  adapters::LoraParts parts;
   std::vector<double> scaling;
-  Names quant_type;
+  adapters::Names quant_type;
   std::vector<int64_t> block_size;
   for (const auto& layer : layers) {
     for (const OptionalTensor& t :

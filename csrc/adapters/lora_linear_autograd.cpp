@@ -9,7 +9,7 @@
 #include "core/autograd.h"
 #include "core/call.h"
 
-namespace shoestring {
+namespace shoestring::adapters {
 namespace {
 
 using at::Tensor;
@@ -172,4 +172,4 @@ TORCH_LIBRARY_IMPL(shoestring, AutocastCPU, m) { m.impl("lora_linear_group", aut
 TORCH_LIBRARY_IMPL(shoestring, AutocastCUDA, m) { m.impl("lora_linear_group", autocast<at::kCUDA>); }
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::adapters

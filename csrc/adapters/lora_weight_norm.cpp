@@ -11,7 +11,7 @@
 #include "gemm/gemm.h"
 #include "quantization/base_weight.h"
 
-namespace shoestring {
+namespace shoestring::adapters {
 namespace {
 
 using at::Tensor;
@@ -104,10 +104,16 @@ TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl(kLoraWeightNorm, lora_weigh
 
 }  // namespace
 
+}  // namespace shoestring::adapters
+
+namespace shoestring {
+
+using at::Tensor;
+
 Tensor lora_weight_norm(const LoraWeight& layer) {
-  TORCH_CHECK(layer.lora_A().has_value() && layer.lora_B().has_value(), kLoraWeightNorm,
+  TORCH_CHECK(layer.lora_A().has_value() && layer.lora_B().has_value(), adapters::kLoraWeightNorm,
               ": lora_A and lora_B: expected both, received a layer without an adapter");
-  static auto op = find<decltype(lora_weight_norm_meta)>("shoestring::lora_weight_norm");
+  static auto op = find<decltype(adapters::lora_weight_norm_meta)>("shoestring::lora_weight_norm");
   return op.call(layer.weight(), layer.absmax(), layer.nested(), *layer.lora_A(), *layer.lora_B(),
                  layer.scaling(), layer.quantize().quant_type(), layer.quantize().block_size());
 }

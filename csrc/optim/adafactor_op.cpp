@@ -10,12 +10,10 @@
 #include "optim/composite.h"
 #include "optim/factored.h"
 
-namespace shoestring {
+namespace shoestring::optim::ops {
 namespace {
 
 using at::Tensor;
-using optimizer::Call;
-using optimizer::Share;
 
 // Of the weights' type; with a remainder they are fp32.
 double epsilon(const Share& s) {
@@ -43,9 +41,9 @@ struct AdafactorArguments {
 void adafactor(const Call& call) {
   const AdafactorArguments options(call);
   const double lr = call.options().lr;
-  const auto moments = optimizer::optional_mean(call, options.beta1);
-  const optimizer::Factored square(call, "row_var", "col_var", "variance");
-  for (const Share& s : optimizer::shares(call, moments)) {
+  const auto moments = optional_mean(call, options.beta1);
+  const Factored square(call, "row_var", "col_var", "variance");
+  for (const Share& s : shares(call, moments)) {
     if (s.param.numel() == 0) {
       s.apply(s.empty());
       continue;
@@ -74,7 +72,7 @@ void adafactor(const Call& call) {
   }
 }
 
-const optimizer::Registered<adafactor, adafactor> kAdafactorRegistered("adafactor_");
+const Registered<adafactor, adafactor> kAdafactorRegistered("adafactor_");
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::optim::ops

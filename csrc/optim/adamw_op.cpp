@@ -2,7 +2,7 @@
 
 #include "optim/optimizer.h"
 
-namespace shoestring {
+namespace shoestring::optim::ops {
 namespace {
 
 struct AdamW {
@@ -10,12 +10,12 @@ struct AdamW {
   static constexpr const char* kNames[] = {"exp_avg", "exp_avg_sq"};
   static const auto& table() { return cpu::adamw(); }
 
-  static kernels::AdamWOptions options(const optimizer::Call& call) {
+  static kernels::AdamWOptions options(const Call& call) {
     return {call.options(), call.fraction("beta1"), call.fraction("beta2"), call.at_least_zero("eps")};
   }
 };
 
-const optimizer::RegisteredRule<AdamW> kAdamWRegistered("adamw_");
+const RegisteredRule<AdamW> kAdamWRegistered("adamw_");
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::optim::ops

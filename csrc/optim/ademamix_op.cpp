@@ -2,7 +2,7 @@
 
 #include "optim/optimizer.h"
 
-namespace shoestring {
+namespace shoestring::optim::ops {
 namespace {
 
 struct AdEMAMix {
@@ -10,7 +10,7 @@ struct AdEMAMix {
   static constexpr const char* kNames[] = {"exp_avg", "exp_avg_slow", "exp_avg_sq"};
   static const auto& table() { return cpu::ademamix(); }
 
-  static kernels::AdEMAMixOptions options(const optimizer::Call& call) {
+  static kernels::AdEMAMixOptions options(const Call& call) {
     const double beta1 = call.fraction("beta1"), beta3 = call.fraction("beta3");
     const double t_alpha = steps(call, "t_alpha"), t_beta3 = steps(call, "t_beta3");
     TORCH_CHECK(t_beta3 == 0 || (beta1 > 0 && beta3 >= beta1), call.op,
@@ -27,7 +27,7 @@ struct AdEMAMix {
   }
 
  private:
-  static double steps(const optimizer::Call& call, const char* name) {
+  static double steps(const Call& call, const char* name) {
     const auto value = call[name].toOptional<int64_t>();
     TORCH_CHECK(!value || *value > 0, call.op, ": ", name, ": expected None or a number of steps, received ",
                 *value);
@@ -35,7 +35,7 @@ struct AdEMAMix {
   }
 };
 
-const optimizer::RegisteredRule<AdEMAMix> kAdEMAMixRegistered("ademamix_");
+const RegisteredRule<AdEMAMix> kAdEMAMixRegistered("ademamix_");
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::optim::ops

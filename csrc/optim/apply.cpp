@@ -2,7 +2,7 @@
 
 #include "optim/optimizer.h"
 
-namespace shoestring {
+namespace shoestring::optim::ops {
 namespace {
 
 struct Apply {
@@ -10,10 +10,10 @@ struct Apply {
   static constexpr const char* kNames[] = {nullptr};
   static const auto& table() { return cpu::apply(); }
 
-  static kernels::ApplyOptions options(const optimizer::Call& call) { return {call.options()}; }
+  static kernels::ApplyOptions options(const Call& call) { return {call.options()}; }
 };
 
-const optimizer::RegisteredRule<Apply> kApplyRegistered("apply_");
+const RegisteredRule<Apply> kApplyRegistered("apply_");
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::optim::ops

@@ -10,12 +10,10 @@
 #include "optim/composite.h"
 #include "optim/factored.h"
 
-namespace shoestring {
+namespace shoestring::optim::ops {
 namespace {
 
 using at::Tensor;
-using optimizer::Call;
-using optimizer::Share;
 
 struct CameArguments {
   double beta1, beta2, beta3, eps1, eps2, clip_threshold;
@@ -43,12 +41,12 @@ Tensor inverse_root(const Tensor& square) { return square.clamp_min_(kLeast).rsq
 void came(const Call& call) {
   const CameArguments o(call);
   call.options();
-  const optimizer::Moment mean{"exp_avg", true, call.tensor("exp_avg"), call.optional("exp_avg_scale")};
-  const optimizer::Factored square(call, "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq");
-  const optimizer::Factored instability(call, "exp_avg_res_row", "exp_avg_res_col", nullptr);
+  const Moment mean{"exp_avg", true, call.tensor("exp_avg"), call.optional("exp_avg_scale")};
+  const Factored square(call, "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq");
+  const Factored instability(call, "exp_avg_res_row", "exp_avg_res_col", nullptr);
   const Tensor share2 = at::full({}, 1 - o.beta2, call.step.options());
   const Tensor share3 = at::full({}, 1 - o.beta3, call.step.options());
-  for (const Share& s : optimizer::shares(call, {mean})) {
+  for (const Share& s : shares(call, {mean})) {
     if (s.param.numel() == 0) {
       s.apply(s.empty());
       continue;
@@ -69,7 +67,7 @@ void came(const Call& call) {
   }
 }
 
-const optimizer::Registered<came, came> kCameRegistered("came_");
+const Registered<came, came> kCameRegistered("came_");
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::optim::ops

@@ -3,7 +3,7 @@
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 
-namespace shoestring::optimizer {
+namespace shoestring::optim::ops {
 
 Share::Share(const Call& call, const Stepped& s, const Tensor& before)
     : call(call), index(s.index), param(s.param), grad(s.grad), step(call.step.narrow(0, s.index, 1)),
@@ -112,4 +112,4 @@ std::vector<Share> shares(const Call& call, const std::vector<Moment>& moments) 
   return found;
 }
 
-}  // namespace shoestring::optimizer
+}  // namespace shoestring::optim::ops

@@ -10,7 +10,7 @@
 #include "core/call.h"
 #include "optim/optimizer.h"
 
-namespace shoestring::optimizer {
+namespace shoestring::optim::ops {
 
 /// A parameter with a gradient, and its share of a call's state.
 class Share {
@@ -65,4 +65,4 @@ std::vector<Tensor> extra(const Call& call, const char* name, ShapeOf shape_of);
 /// The shares of all parameters that have a gradient, after every check of the call.
 std::vector<Share> shares(const Call& call, const std::vector<Moment>& moments);
 
-}  // namespace shoestring::optimizer
+}  // namespace shoestring::optim::ops

@@ -2,7 +2,7 @@
 
 #include "optim/optimizer.h"
 
-namespace shoestring {
+namespace shoestring::optim::ops {
 namespace {
 
 struct Ema {
@@ -10,12 +10,12 @@ struct Ema {
   static constexpr const char* kNames[] = {"exp_avg"};
   static const auto& table() { return cpu::ema(); }
 
-  static kernels::EmaOptions options(const optimizer::Call& call) {
+  static kernels::EmaOptions options(const Call& call) {
     return {call.options(), call.fraction("beta"), call["nesterov"].toBool()};
   }
 };
 
-const optimizer::RegisteredRule<Ema> kEmaRegistered("ema_");
+const RegisteredRule<Ema> kEmaRegistered("ema_");
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::optim::ops

@@ -3,7 +3,7 @@
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 
-namespace shoestring::optimizer {
+namespace shoestring::optim::ops {
 namespace {
 
 // (..., rows, columns) with one size, counted from the last, become 1; (0) for vectors.
@@ -47,4 +47,4 @@ std::vector<Moment> optional_mean(const Call& call, double beta1) {
   return {{"exp_avg", true, *exp_avg, call.optional("exp_avg_scale")}};
 }
 
-}  // namespace shoestring::optimizer
+}  // namespace shoestring::optim::ops

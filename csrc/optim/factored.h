@@ -4,7 +4,7 @@
 
 #include "optim/composite.h"
 
-namespace shoestring::optimizer {
+namespace shoestring::optim::ops {
 
 class Factored {
  public:
@@ -22,4 +22,4 @@ class Factored {
 /// exp_avg, which a call has where beta1 is above 0, and only there.
 std::vector<Moment> optional_mean(const Call& call, double beta1);
 
-}  // namespace shoestring::optimizer
+}  // namespace shoestring::optim::ops

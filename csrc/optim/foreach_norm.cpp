@@ -12,7 +12,7 @@
 #include "core/call.h"
 #include "optim/foreach_norm_table.h"
 
-namespace shoestring {
+namespace shoestring::optim::ops {
 namespace {
 
 using at::Tensor;
@@ -111,4 +111,4 @@ Tensor foreach_norm(at::TensorList tensors) {
   return op.call(tensors);
 }
 
-}  // namespace shoestring
+}  // namespace shoestring::optim::ops

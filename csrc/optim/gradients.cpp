@@ -211,7 +211,7 @@ void Core::step_alone(const Tensor& param) {
   if (max_grad_norm) {
     if (summed) grad = sums_.at(key).add_(grad);
     accumulated = Tensor();
-    norms_.push_back(foreach_norm({grad})[0]);
+    norms_.push_back(ops::foreach_norm({grad})[0]);
     if (grad_norm.defined()) coefficient = clip_coef(grad_norm, *max_grad_norm);
   }
   try {

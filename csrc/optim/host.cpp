@@ -179,7 +179,7 @@ void Core::send_job(Bucket& bucket) {
       if (!grads[i].defined()) continue;
       const Tensor grad = sums[i].defined() ? sums[i].add_(grads[i]) : grads[i];
       if (aim == Aim::kKeep)
-        bucket.results.push_back({bucket.first + i, grad, foreach_norm({grad}), sums[i].defined()});
+        bucket.results.push_back({bucket.first + i, grad, ops::foreach_norm({grad}), sums[i].defined()});
     }
   });
 }

@@ -5,21 +5,19 @@
 
 #include "optim/composite.h"
 
-namespace shoestring {
+namespace shoestring::optim::ops {
 namespace {
 
 using at::Tensor;
-using optimizer::Call;
-using optimizer::Share;
 
 void lamb(const Call& call) {
   const double lr = call.options().lr, decay = call.at_least_zero("weight_decay");
   const double beta1 = call.fraction("beta1"), beta2 = call.fraction("beta2"),
                eps = call.at_least_zero("eps");
-  const std::vector<optimizer::Moment> moments{
+  const std::vector<Moment> moments{
       {"exp_avg", true, call.tensor("exp_avg"), call.optional("exp_avg_scale")},
       {"exp_avg_sq", false, call.tensor("exp_avg_sq"), call.optional("exp_avg_sq_scale")}};
-  for (const Share& s : optimizer::shares(call, moments)) {
+  for (const Share& s : shares(call, moments)) {
     const Tensor u = s.empty().zero_();  // becomes minus the update
     s.run("adamw_", u, s.grad, s.before,
           {s.of_gradient(),
@@ -33,7 +31,7 @@ void lamb(const Call& call) {
   }
 }
 
-const optimizer::Registered<lamb, lamb> kLambRegistered("lamb_");
+const Registered<lamb, lamb> kLambRegistered("lamb_");
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::optim::ops

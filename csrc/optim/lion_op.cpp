@@ -2,7 +2,7 @@
 
 #include "optim/optimizer.h"
 
-namespace shoestring {
+namespace shoestring::optim::ops {
 namespace {
 
 struct Lion {
@@ -10,12 +10,12 @@ struct Lion {
   static constexpr const char* kNames[] = {"exp_avg"};
   static const auto& table() { return cpu::lion(); }
 
-  static kernels::LionOptions options(const optimizer::Call& call) {
+  static kernels::LionOptions options(const Call& call) {
     return {call.options(), call.fraction("beta1"), call.fraction("beta2")};
   }
 };
 
-const optimizer::RegisteredRule<Lion> kLionRegistered("lion_");
+const RegisteredRule<Lion> kLionRegistered("lion_");
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::optim::ops

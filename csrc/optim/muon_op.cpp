@@ -8,12 +8,10 @@
 #include "gemm/products.h"
 #include "optim/composite.h"
 
-namespace shoestring {
+namespace shoestring::optim::ops {
 namespace {
 
 using at::Tensor;
-using optimizer::Call;
-using optimizer::Share;
 
 struct MuonArguments {
   double momentum, eps;
@@ -62,13 +60,13 @@ Tensor orthogonal(Tensor x, const MuonArguments& o, double scale) {
 void muon(const Call& call) {
   const MuonArguments options(call);
   call.options();
-  const optimizer::Moment momentum{"momentum_buffer", true, call.tensor("momentum_buffer"),
-                                   call.optional("momentum_buffer_scale")};
+  const Moment momentum{"momentum_buffer", true, call.tensor("momentum_buffer"),
+                        call.optional("momentum_buffer_scale")};
   for (size_t i = 0; i < call.params.size(); ++i) {
     TORCH_CHECK(call.params[i].dim() == 2, call.op, ": params[", i, "]: expected a matrix, received shape ",
                 call.params[i].sizes(), "; use adamw_ for parameters of other shapes");
   }
-  for (const Share& s : optimizer::shares(call, {momentum})) {
+  for (const Share& s : shares(call, {momentum})) {
     Tensor x = s.empty();
     s.run("ema_", x, s.grad, s.before,
           {s.of_gradient(),
@@ -78,7 +76,7 @@ void muon(const Call& call) {
   }
 }
 
-const optimizer::Registered<muon, muon> kMuonRegistered("muon_");
+const Registered<muon, muon> kMuonRegistered("muon_");
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::optim::ops

@@ -21,12 +21,12 @@ Tensor total_norm(const std::vector<Tensor>& grads, const std::unordered_map<con
   std::vector<Tensor> norms;
   for (const auto& same : by_device) {
     if (known.empty()) {
-      norms.push_back(foreach_norm(same).to(grads[0].device()));
+      norms.push_back(ops::foreach_norm(same).to(grads[0].device()));
       continue;
     }
     for (const Tensor& g : same) {
       const auto found = g.numel() > 0 ? known.find(g.const_data_ptr()) : known.end();
-      norms.push_back((found != known.end() ? found->second : foreach_norm({g})).to(grads[0].device()));
+      norms.push_back((found != known.end() ? found->second : ops::foreach_norm({g})).to(grads[0].device()));
     }
   }
   return at::linalg_vector_norm(at::cat(norms));

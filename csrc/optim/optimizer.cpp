@@ -7,7 +7,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 
-namespace shoestring::optimizer {
+namespace shoestring::optim::ops {
 namespace {
 
 using kernels::ElementType;
@@ -107,9 +107,9 @@ Call::Call(const c10::OperatorHandle& handle, const torch::jit::Stack& stack)
   first_block = (*this)["first_block"].toInt();
   int64_t last_one = 0;
   blocks = -first_block;
-  for (const Tensor& p : params) blocks += last_one = optimizer::blocks_of(p);
+  for (const Tensor& p : params) blocks += last_one = blocks_of(p);
   if (const c10::IValue& given_blocks = (*this)["blocks"]; given_blocks.isInt()) {
-    const int64_t own = params.empty() ? 0 : optimizer::blocks_of(params[0]), n = given_blocks.toInt();
+    const int64_t own = params.empty() ? 0 : blocks_of(params[0]), n = given_blocks.toInt();
     const int64_t least = params.size() < 2 ? 0 : blocks - last_one;
     TORCH_CHECK(
         first_block >= 0 && first_block <= own && n >= least && n <= blocks, op,
@@ -266,4 +266,4 @@ void check_aligned(const Call& call, const std::vector<Moment>& moments) {
   if (call.accumulated) check("accumulated", *call.accumulated);
 }
 
-}  // namespace shoestring::optimizer
+}  // namespace shoestring::optim::ops

@@ -16,7 +16,7 @@
 #include "core/cuda.h"
 #include "optim/optimizer_table.h"
 
-namespace shoestring::optimizer {
+namespace shoestring::optim::ops {
 
 using at::Tensor;
 using kernels::kStateBlock;
@@ -226,4 +226,4 @@ struct Registered {
 template <class Op>
 using RegisteredRule = Registered<step_cpu<Op>, step_cuda<Op>>;
 
-}  // namespace shoestring::optimizer
+}  // namespace shoestring::optim::ops

@@ -2,7 +2,7 @@
 
 #include "optim/optimizer.h"
 
-namespace shoestring {
+namespace shoestring::optim::ops {
 namespace {
 
 struct ScheduleFreeAdamW {
@@ -10,7 +10,7 @@ struct ScheduleFreeAdamW {
   static constexpr const char* kNames[] = {"offset", "exp_avg_sq"};
   static const auto& table() { return cpu::schedule_free_adamw(); }
 
-  static kernels::ScheduleFreeAdamWOptions options(const optimizer::Call& call) {
+  static kernels::ScheduleFreeAdamWOptions options(const Call& call) {
     const double beta1 = call.number("beta1");
     TORCH_CHECK(beta1 > 0 && beta1 < 1, call.op, ": beta1: expected a number between 0 and 1, received ",
                 beta1);
@@ -22,7 +22,7 @@ struct ScheduleFreeAdamW {
   }
 };
 
-const optimizer::RegisteredRule<ScheduleFreeAdamW> kScheduleFreeAdamWRegistered("schedule_free_adamw_");
+const RegisteredRule<ScheduleFreeAdamW> kScheduleFreeAdamWRegistered("schedule_free_adamw_");
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::optim::ops

@@ -4,7 +4,7 @@
 
 #include "optim/optimizer.h"
 
-namespace shoestring {
+namespace shoestring::optim::ops {
 namespace {
 
 struct SGD {
@@ -12,7 +12,7 @@ struct SGD {
   static constexpr const char* kNames[] = {"momentum_buffer"};
   static const auto& table() { return cpu::sgd(); }
 
-  static kernels::SGDOptions options(const optimizer::Call& call) {
+  static kernels::SGDOptions options(const Call& call) {
     const double momentum = call.number("momentum"), dampening = call.number("dampening");
     const bool nesterov = call["nesterov"].toBool();
     TORCH_CHECK(momentum > 0, call.op, ": momentum: expected a number above 0, received ", momentum,
@@ -25,7 +25,7 @@ struct SGD {
   }
 };
 
-const optimizer::RegisteredRule<SGD> kSGDRegistered("sgd_");
+const RegisteredRule<SGD> kSGDRegistered("sgd_");
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::optim::ops

@@ -4,12 +4,10 @@
 #include "attention/attention.h"
 #include "core/autograd.h"
 
-namespace shoestring {
+namespace shoestring::attend {
 namespace {
 
 using at::Tensor;
-using attend::Mask;
-using attend::OptionalTensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -26,7 +24,7 @@ class Attention : public torch::autograd::Function<Attention> {
     const OptionalTensor inputs[] = {q, k, v, bias, sinks};
     variable_list saved;
     Mask mask{};
-    for (int i = 0; i < attend::kInputs; ++i) {
+    for (int i = 0; i < kInputs; ++i) {
       mask[i] = inputs[i] && inputs[i]->requires_grad();
       saved.push_back(inputs[i].value_or(Tensor()));
     }
@@ -34,10 +32,10 @@ class Attention : public torch::autograd::Function<Attention> {
       const c10::IValue value = value_of(others, name);
       saved.push_back(value.isTensor() ? value.toTensor() : Tensor());
     }
-    for (const char* name : attend::kOptions) ctx->saved_data[name] = value_of(others, name);
+    for (const char* name : kOptions) ctx->saved_data[name] = value_of(others, name);
     ctx->saved_data["mask"] =
         c10::List<bool>(std::initializer_list<bool>{mask[0], mask[1], mask[2], mask[3], mask[4]});
-    for (int i = 0; i < attend::kInputs; ++i) others.emplace_back(kDifferentiable[i], inputs[i]);
+    for (int i = 0; i < kInputs; ++i) others.emplace_back(kDifferentiable[i], inputs[i]);
     auto stack = call_by_name("shoestring::attention_with_lse", others);
     saved.insert(saved.end(), {stack[0].toTensor(), stack[1].toTensor()});
     ctx->save_for_backward(saved);
@@ -46,9 +44,9 @@ class Attention : public torch::autograd::Function<Attention> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
-    variable_list gradients(attend::kInputs);
+    variable_list gradients(kInputs);
     if (upstream[0].defined() || upstream[1].defined()) gradients = again(ctx, upstream);
-    gradients = once_differentiable(attend::kOp, std::move(gradients));
+    gradients = once_differentiable(kOp, std::move(gradients));
     gradients.push_back(Tensor());
     return gradients;
   }
@@ -69,7 +67,7 @@ class Attention : public torch::autograd::Function<Attention> {
     size_t next = 0;
     for (const char* name : kDifferentiable) arguments.emplace_back(name, optional(saved[next++]));
     for (const char* name : kTensors) arguments.emplace_back(name, optional(saved[next++]));
-    for (const char* name : attend::kOptions) arguments.emplace_back(name, ctx->saved_data[name]);
+    for (const char* name : kOptions) arguments.emplace_back(name, ctx->saved_data[name]);
     const Tensor out = saved[next++], lse = saved[next++];
     arguments.emplace_back("grad_out", upstream[0].defined() ? upstream[0] : at::zeros_like(out));
     arguments.emplace_back("grad_lse", optional(upstream[1]));
@@ -79,7 +77,7 @@ class Attention : public torch::autograd::Function<Attention> {
     const auto results = call_by_name("shoestring::attention_backward", arguments);
     const auto mask = ctx->saved_data["mask"].toBoolList();
     variable_list gradients;
-    for (int i = 0; i < attend::kInputs; ++i) gradients.push_back(mask[i] ? results[i].toTensor() : Tensor());
+    for (int i = 0; i < kInputs; ++i) gradients.push_back(mask[i] ? results[i].toTensor() : Tensor());
     return gradients;
   }
 };
@@ -87,9 +85,9 @@ class Attention : public torch::autograd::Function<Attention> {
 template <bool kLse>
 void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const BoxedArguments arguments(op, *stack);
-  OptionalTensor inputs[attend::kInputs];
+  OptionalTensor inputs[kInputs];
   bool recorded = false;
-  for (int i = 0; i < attend::kInputs; ++i) {
+  for (int i = 0; i < kInputs; ++i) {
     inputs[i] = arguments.optional(kDifferentiable[i]);
     recorded |= inputs[i] && needs_grad(*inputs[i]);
   }
@@ -100,7 +98,7 @@ void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   NamedArguments others;
   for (const char* name : kTensors) others.emplace_back(name, arguments[name]);
-  for (const char* name : attend::kOptions) others.emplace_back(name, arguments[name]);
+  for (const char* name : kOptions) others.emplace_back(name, arguments[name]);
   variable_list out =
       Attention::apply(*inputs[0], *inputs[1], *inputs[2], inputs[3], inputs[4], std::move(others));
   torch::jit::drop(*stack, op.schema().arguments().size());
@@ -114,17 +112,17 @@ void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
-  m.impl("attention", attend::boxed<&autograd<false>>());
-  m.impl("attention_with_lse", attend::boxed<&autograd<true>>());
+  m.impl("attention", boxed<&autograd<false>>());
+  m.impl("attention_with_lse", boxed<&autograd<true>>());
 }
 TORCH_LIBRARY_IMPL(shoestring, AutocastCPU, m) {
-  m.impl("attention", attend::boxed<&autocast<at::kCPU>>());
-  m.impl("attention_with_lse", attend::boxed<&autocast<at::kCPU>>());
+  m.impl("attention", boxed<&autocast<at::kCPU>>());
+  m.impl("attention_with_lse", boxed<&autocast<at::kCPU>>());
 }
 TORCH_LIBRARY_IMPL(shoestring, AutocastCUDA, m) {
-  m.impl("attention", attend::boxed<&autocast<at::kCUDA>>());
-  m.impl("attention_with_lse", attend::boxed<&autocast<at::kCUDA>>());
+  m.impl("attention", boxed<&autocast<at::kCUDA>>());
+  m.impl("attention_with_lse", boxed<&autocast<at::kCUDA>>());
 }
 
 }  // namespace
-}  // namespace shoestring
+}  // namespace shoestring::attend

@@ -9,7 +9,7 @@
 
 #include "core/call.h"
 
-namespace shoestring {
+namespace shoestring::attend {
 namespace {
 
 using at::Tensor;
@@ -67,8 +67,12 @@ TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
 
 }  // namespace
 
-Tensor pack_sequences(const Tensor& lengths, int64_t capacity) {
-  static auto op = find<Tensor(const Tensor&, int64_t)>("shoestring::pack_sequences");
+}  // namespace shoestring::attend
+
+namespace shoestring {
+
+at::Tensor pack_sequences(const at::Tensor& lengths, int64_t capacity) {
+  static auto op = find<at::Tensor(const at::Tensor&, int64_t)>("shoestring::pack_sequences");
   return op.call(lengths, capacity);
 }
 

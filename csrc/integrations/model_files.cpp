@@ -19,7 +19,7 @@
 #include "files/safetensors_format.h"
 #include "integrations/quantized_keys.h"
 
-namespace shoestring {
+namespace shoestring::integrations {
 namespace {
 
 using at::Tensor;
@@ -214,13 +214,19 @@ void remove_shards(const std::string& directory) {
 
 }  // namespace
 
+}  // namespace shoestring::integrations
+
+namespace shoestring {
+
+using at::Tensor;
+
 void load_model(torch::nn::Module& module, const std::string& path, const LoadOptions& options) {
   lora::check_quantize("load_model", options.quantize(), options.block_size(), options.nested());
   TORCH_CHECK_VALUE(!options.dtype() || at::isFloatingType(*options.dtype()),
                     "load_model: dtype: expected a floating-point type, received ", *options.dtype());
   torch::NoGradGuard no_grad;
   const files::SafetensorsFiles files(path);
-  const Plan plan(module, files, path, options);
+  const integrations::Plan plan(module, files, path, options);
   // One buffer for every dense weight on its way into a quantised one: memory that is freed between tensors
   // does not always go back to the system.
   int64_t largest = 0;
@@ -232,13 +238,13 @@ void load_model(torch::nn::Module& module, const std::string& path, const LoadOp
   for (const auto& name : files.names()) {
     const auto found = plan.steps().find(name);
     if (found == plan.steps().end()) continue;
-    const Step& step = found->second;
+    const integrations::Step& step = found->second;
     if (step.keys) {
-      load_quantized(files, step);
+      integrations::load_quantized(files, step);
     } else if (step.quantize) {
-      quantize_dense(files, step, scratch, options);
+      integrations::quantize_dense(files, step, scratch, options);
     } else {
-      load_dense(files, step);
+      integrations::load_dense(files, step);
     }
   }
 }
@@ -246,21 +252,21 @@ void load_model(torch::nn::Module& module, const std::string& path, const LoadOp
 void save_model(const torch::nn::Module& module, const std::string& directory) {
   const lora::DisableAdapterGuard guard(
       const_cast<torch::nn::Module&>(module));  // trained copies are adapters' too
-  std::vector<Slot> slots;
-  collect(module, "", slots);
+  std::vector<integrations::Slot> slots;
+  integrations::collect(module, "", slots);
   TensorDict tensors;
   std::set<const void*> saved;
-  for (const Slot& slot : slots) {
+  for (const integrations::Slot& slot : slots) {
     if (!saved.insert(slot.identity()).second) continue;
     if (slot.layer != nullptr) {
-      add_quantized(tensors, slot.prefix(), *slot.layer);
+      integrations::add_quantized(tensors, slot.prefix(), *slot.layer);
     } else {
       tensors.insert(slot.name, slot.tensor);
     }
   }
   files::make_folders("save_model", directory);
   save_safetensors(directory + "/model.safetensors", tensors, {{"format", "pt"}});
-  remove_shards(directory);
+  integrations::remove_shards(directory);
 }
 
 }  // namespace shoestring

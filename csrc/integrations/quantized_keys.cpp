@@ -13,7 +13,7 @@
 #include "files/safetensors_format.h"
 #include "quantization/packed.h"
 
-namespace shoestring {
+namespace shoestring::integrations {
 namespace {
 
 using at::Tensor;
@@ -223,4 +223,4 @@ void add_quantized(TensorDict& tensors, const std::string& prefix, const nn::Qua
   tensors.insert(weight + kStates.at(type), bytes_of(state + "}"));
 }
 
-}  // namespace shoestring
+}  // namespace shoestring::integrations

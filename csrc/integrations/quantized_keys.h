@@ -8,7 +8,7 @@
 
 #include "files/safetensors_files.h"
 
-namespace shoestring {
+namespace shoestring::integrations {
 
 /// A quantised weight in files, under the keys that bitsandbytes gives it. Of 4 bits: weight, weight.absmax,
 /// weight.quant_map, weight.quant_state.bitsandbytes__nf4 (JSON), and nested_absmax and nested_quant_map of
@@ -36,4 +36,4 @@ QuantizedParts read_quantized(const files::SafetensorsFiles& files, const std::s
 /// Adds the keys of a layer's weight. The text of the description is Python's, byte for byte.
 void add_quantized(TensorDict& tensors, const std::string& prefix, const nn::QuantizedLinearImpl& layer);
 
-}  // namespace shoestring
+}  // namespace shoestring::integrations

@@ -58,6 +58,16 @@ void see(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::St
   run->tape->call(*run, op, below, arguments);
 }
 
+// Claims the key for the process when the first tape is made. A process without tapes leaves the key to
+// others. The registration stays until the process ends.
+void claim_key() {
+  [[maybe_unused]] static const torch::Library& library = [] -> torch::Library& {
+    auto& claimed = *new torch::Library(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
+    claimed.fallback(torch::CppFunction::makeFromBoxedFunction<&see>());
+    return claimed;
+  }();
+}
+
 // Dear to compute, and small beside what a block saves.
 const std::map<std::string, std::set<std::string>>& groups() {
   static const std::map<std::string, std::set<std::string>> all{
@@ -167,6 +177,7 @@ NoTape::NoTape() { push_run(nullptr, /*recording=*/false); }
 NoTape::~NoTape() { pop_run(); }
 
 OperatorTape::OperatorTape(const std::vector<std::string>& keep) : names_(keep.begin(), keep.end()) {
+  claim_key();
   names_.merge(operators_of(keep));
 }
 
@@ -323,10 +334,6 @@ at::Tensor tag_activation(const at::Tensor& x, const std::string& tag) {
 }
 
 }  // namespace shoestring
-
-TORCH_LIBRARY_IMPL(_, Fake, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&shoestring::activations::see>());
-}
 
 TORCH_LIBRARY_IMPL(shoestring, CompositeImplicitAutograd, m) {
   m.impl("tag_activation",

@@ -1,5 +1,7 @@
+#include <functional>
 #include <map>
 #include <string>
+#include <string_view>
 
 #include <c10/util/Exception.h>
 
@@ -8,21 +10,30 @@
 namespace shoestring::cuda {
 namespace {
 
-std::map<std::string, const void*>& tables() {
-  static std::map<std::string, const void*> all;
+struct Provided {
+  const void* table;
+  const std::type_info* type;
+};
+
+std::map<std::string, Provided, std::less<>>& tables() {
+  static std::map<std::string, Provided, std::less<>> all;
   return all;
 }
 
 }  // namespace
 
-void provide(const char* name, const void* table) { tables()[name] = table; }
+void provide(const char* name, const void* table, const std::type_info& type) {
+  tables()[name] = {table, &type};
+}
 
-const void* provided(const char* name) {
-  const auto found = tables().find(name);
+const void* provided(const char* name, const std::type_info& type) {
+  const auto found = tables().find(std::string_view(name));
   TORCH_CHECK(found != tables().end(), name,
               ": this shoestring was built without CUDA kernels; "
               "`python -m shoestring` says why; reinstall it where nvcc is found, or use CPU tensors");
-  return found->second;
+  TORCH_INTERNAL_ASSERT(*found->second.type == type, name,
+                        ": the table of the CUDA kernels has another type");
+  return found->second.table;
 }
 
 }  // namespace shoestring::cuda

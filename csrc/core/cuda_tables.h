@@ -5,6 +5,7 @@
 // plain pointers.
 
 #include <cstddef>
+#include <typeinfo>
 
 #include <shoestring/export.h>
 
@@ -18,14 +19,20 @@ struct Runtime {
   const char* (*unregister_host)(void* memory);
 };
 
-SHOESTRING_API void provide(const char* name, const void* table);
+SHOESTRING_API void provide(const char* name, const void* table, const std::type_info& type);
+const void* provided(const char* name, const std::type_info& type);
 
-/// The table that `name` was given; an error that says how to get the CUDA kernels where there is none.
-const void* provided(const char* name);
+/// Hands over the table of the CUDA kernels of `name`. The table must live as long as the process.
+template <class Table>
+void provide(const char* name, const Table* table) {
+  provide(name, table, typeid(Table));
+}
 
+/// Returns the table that `provide` got for `name`. Raises an error that says how to get CUDA kernels if
+/// there is none, and an internal error if the table has another type.
 template <class Table>
 const Table& table(const char* name) {
-  return *static_cast<const Table*>(provided(name));
+  return *static_cast<const Table*>(provided(name, typeid(Table)));
 }
 
 }  // namespace shoestring::cuda

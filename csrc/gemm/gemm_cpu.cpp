@@ -4,6 +4,8 @@
 // such a round.
 
 #include <algorithm>
+#include <mutex>
+#include <vector>
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
@@ -69,19 +71,51 @@ struct Side {
   int64_t line_stride, depth_stride;
 };
 
-// `count` floats, in `kept` if they are few enough to stay there. BLAS libraries keep this memory, too: of a
-// small product the page faults of fresh memory take longer than the packing, and an allocator that reuses it
-// is left in pieces.
-Tensor scratch(Tensor& kept, int64_t count) {
-  const auto floats = at::TensorOptions(at::kFloat);
-  if (count * static_cast<int64_t>(sizeof(float)) > kSharedBytes)
-    return in_huge_pages(at::empty({count}, floats));
-  if (!kept.defined() || kept.numel() < count) {
-    kept = Tensor();
-    kept = in_huge_pages(at::empty({count}, floats));
+// Memory for packed panels, which the next product reuses: in a small product, the page faults of fresh
+// memory take longer than packing, and an allocator that reuses such memory is left in pieces. Only kKept
+// buffers of at most kSharedBytes are kept, however many threads multiply.
+class Scratch {
+ public:
+  explicit Scratch(int64_t count) : buffer_(take(count)) {}
+  ~Scratch() {
+    if (buffer_.nbytes() > static_cast<size_t>(kSharedBytes)) return;
+    const std::lock_guard lock(kept().mutex);
+    auto& buffers = kept().buffers;
+    if (buffers.size() < kKept) buffers.push_back(std::move(buffer_));
   }
-  return kept;
-}
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  float* data() const { return buffer_.mutable_data_ptr<float>(); }
+
+ private:
+  static constexpr size_t kKept = 8;
+  struct Kept {
+    std::mutex mutex;
+    std::vector<Tensor> buffers;
+  };
+  static Kept& kept() {
+    static auto& all = *new Kept;  // never destroyed: a thread may multiply while the process ends
+    return all;
+  }
+  static Tensor take(int64_t count) {
+    {
+      const std::lock_guard lock(kept().mutex);
+      auto& buffers = kept().buffers;
+      const auto fits = [&](const Tensor& t) { return t.numel() >= count && t.numel() <= 4 * count + 65536; };
+      const auto found = std::find_if(buffers.rbegin(), buffers.rend(), fits);
+      if (found != buffers.rend()) {
+        const Tensor buffer = std::move(*found);
+        buffers.erase(std::next(found).base());
+        return buffer;
+      }
+      if (buffers.size() == kKept) buffers.erase(buffers.begin());
+    }
+    return in_huge_pages(at::empty({count}, at::kFloat));
+  }
+
+  Tensor buffer_;
+};
 
 void multiply(const kernels::GemmProduct& product, float* c, int64_t stride, const Side& a, const Side& b,
               int64_t depth, float alpha, float beta) {
@@ -103,11 +137,9 @@ void multiply(const kernels::GemmProduct& product, float* c, int64_t stride, con
   const int64_t blocks = parts_of(own.panels, block), parts = parts_of(threads, blocks);
   const int64_t part = parts_of(shared.panels, parts);
 
-  thread_local Tensor kept_for_all, kept_for_one;
   const int64_t piece_size = shared.panels * shared.packed(piece), own_size = block * own.packed(piece);
-  const Tensor for_all = scratch(kept_for_all, round / piece * piece_size);
-  const Tensor for_one = scratch(kept_for_one, threads * own_size);
-  float *all = for_all.mutable_data_ptr<float>(), *one = for_one.mutable_data_ptr<float>();
+  const Scratch for_all(round / piece * piece_size), for_one(threads * own_size);
+  float *all = for_all.data(), *one = for_one.data();
 
   for (int64_t begin = 0; begin < depth; begin += round) {
     const int64_t end = std::min(depth, begin + round);

@@ -15,6 +15,7 @@ using at::Tensor;
 // A call as the device has it.
 struct LinearCrossEntropyOnCuda : LinearCrossEntropyProblem {
   explicit LinearCrossEntropyOnCuda(const LinearCrossEntropyProblem& problem);
+  LinearCrossEntropyOnCuda(const LinearCrossEntropyOnCuda&) = delete;  // waves refers to this object
 
   LogitWaves waves;
   Tensor padded_bias, padded_weights, total_weight;  // (stride), (stride), (): compute type, or undefined

@@ -2,7 +2,6 @@
 
 #include <torch/library.h>
 
-#include "offload/disturb.h"
 #include "offload/host_params.h"
 
 namespace shoestring::offload {
@@ -61,13 +60,6 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
       .def("collect", &HostParams::collect)
       .def("send", &HostParams::send)
       .def("receive", &HostParams::receive);
-  // For tests: what happens to every copy, read and write from now on (offload/disturb.h).
-  m.def(
-      "disturb_offload(int max_delay_us=0, int fail_after=-1, int error=0, bool short_transfers=False, "
-      "bool reserves=True) -> ()",
-      [](int64_t max_delay_us, int64_t fail_after, int64_t error, bool short_transfers, bool reserves) {
-        io::disturb({max_delay_us, fail_after, static_cast<int>(error), short_transfers, reserves});
-      });
 }
 
 }  // namespace shoestring::offload

@@ -154,6 +154,9 @@ void step_cpu(const Call& call) {
   copy_back(stepped);
 }
 
+// The gradient's address of a parameter without elements: null would mean that it has no gradient.
+inline constexpr char kNoElements = 0;
+
 // Whatever lies on the device is read there: nothing waits for it.
 template <class Op>
 void step_cuda(const Call& call) {
@@ -170,7 +173,7 @@ void step_cuda(const Call& call) {
   std::vector<kernels::OptimizerEntry> entries(call.params.size(), {nullptr, nullptr, 0, 0, 0, 0, 0, 0});
   for (const Stepped& s : stepped) {
     entries[s.index] = {s.param.mutable_data_ptr(),
-                        s.param.numel() > 0 ? s.grad.const_data_ptr() : &call,  // never read, and not null
+                        s.param.numel() > 0 ? s.grad.const_data_ptr() : &kNoElements,
                         static_cast<uint64_t>(s.param.numel()),
                         call.number_of(s.index),
                         static_cast<uint64_t>(type_of(s.param)),

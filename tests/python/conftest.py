@@ -13,6 +13,7 @@ import torch
 
 import shoestring  # noqa: F401  (registers the operators)
 from build_folder import EMULATOR
+from offload_faults import disturb_offload
 
 CAPABILITIES = ("plain", "avx2", "avx512")
 GPUS = {
@@ -107,9 +108,9 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(params=[0, 400], ids=["at once", "delayed"])
 def delay(request: pytest.FixtureRequest) -> Iterator[int]:
     """Every copy, read and write begins a random time late, at most so many microseconds."""
-    torch.ops.shoestring.disturb_offload(request.param)
+    disturb_offload(request.param)
     yield request.param
-    torch.ops.shoestring.disturb_offload()
+    disturb_offload()
 
 
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from activation_offload_steps import assert_same, gradients, model, offload
+from offload_faults import disturb_offload
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("one_thread")]
 
@@ -200,7 +201,7 @@ def test_sources_are_freed_and_memory_does_not_grow_with_depth(
 
 
 def test_what_is_copied_out_counts_when_it_is_done(offload_device: str) -> None:
-    torch.ops.shoestring.disturb_offload(60_000)
+    disturb_offload(60_000)
     try:
         context = offload(offload_device, max_pending=100)
         handle = context.pack_hook(torch.randn(1000))
@@ -213,7 +214,7 @@ def test_what_is_copied_out_counts_when_it_is_done(offload_device: str) -> None:
         context.unpack_hook(handle)
         assert context.statistics()["reloaded"] == 4000
     finally:
-        torch.ops.shoestring.disturb_offload()
+        disturb_offload()
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])

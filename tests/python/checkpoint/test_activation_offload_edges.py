@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from activation_offload_steps import assert_same, gradients, model, offload
+from offload_faults import disturb_offload
 from shoestring.checkpoint import offload_activations
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("one_thread")]
@@ -83,13 +84,13 @@ def test_a_full_disk_is_an_error_and_the_step_can_be_repeated(offload_device: st
     expected = gradients(net, x, contextlib.nullcontext())
     context = offload(offload_device, folder=str(tmp_path))
     assert_same(gradients(net, x, context), expected)
-    torch.ops.shoestring.disturb_offload(0, 3, 28)  # ENOSPC: what the fourth write from here gets
+    disturb_offload(0, 3, 28)  # ENOSPC: what the fourth write from here gets
     with pytest.raises(
         RuntimeError, match=rf"offload_activations: {tmp_path}/.* cannot write .* free some space"
     ):
         for _ in range(3):
             gradients(net, x, context)
-    torch.ops.shoestring.disturb_offload()
+    disturb_offload()
     gc.collect()
     assert_same(gradients(net, x, context), expected)
     assert context.statistics()["entries"] == 0
@@ -169,7 +170,7 @@ def test_host_limit_without_a_folder() -> None:
 
 def test_waiting_for_what_is_on_its_way(offload_device: str) -> None:
     context = offload(offload_device, max_pending=9)
-    torch.ops.shoestring.disturb_offload(20_000)
+    disturb_offload(20_000)
     try:
         with context:
             kept = [context.pack_hook(torch.randn(5000)) for _ in range(4)]
@@ -179,7 +180,7 @@ def test_waiting_for_what_is_on_its_way(offload_device: str) -> None:
             context.wait(left)
             assert context.statistics()["copied_out"] >= 80_000 - left
     finally:
-        torch.ops.shoestring.disturb_offload()
+        disturb_offload()
     assert len(kept) == 4
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shoestring
+from offload_faults import disturb_offload
 from shoestring.checkpoint import model as planner
 from shoestring.checkpoint.measure import metered
 
@@ -138,11 +139,11 @@ def test_a_budget_with_offload(
         model, budget=int(plain * part), example=lambda: model(TOKENS), offload=offload
     )
     assert any("offload" in choice for _, choice in report.blocks)
-    torch.ops.shoestring.disturb_offload(delay)
+    disturb_offload(delay)
     try:
         steps = [step(model) for _ in range(3)]
     finally:
-        torch.ops.shoestring.disturb_offload()
+        disturb_offload()
     for peak, gradients in steps:
         assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
         assert report.plan is not None and report.budget is not None

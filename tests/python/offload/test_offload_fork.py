@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from offload_faults import disturb_offload
 from shoestring.checkpoint import offload_activations
 from shoestring.optim import AdamW
 from shoestring.optim.base import LowMemoryOptimizer
@@ -28,7 +29,7 @@ def undisturbed() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads
         yield
-    torch.ops.shoestring.disturb_offload()
+    disturb_offload()
 
 
 def where(place: str, folder: Path) -> str:
@@ -79,7 +80,7 @@ def test_children_of_an_optimizer(place: str, between: str, tmp_path: Path) -> N
     expected, plain = made(None, False)
     params, opt = made(where(place, tmp_path), within)
     held = {"params": params, "opt": opt}
-    torch.ops.shoestring.disturb_offload(2000)
+    disturb_offload(2000)
 
     def drop() -> None:
         nonlocal opt, params
@@ -146,7 +147,7 @@ def test_a_data_loader_with_forked_workers(place: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", [False, True], ids=["host", "disk"])
 def test_children_of_offloaded_activations(folder: bool, tmp_path: Path) -> None:
     """Between forward and backward, whose copies and writes are under way."""
-    torch.ops.shoestring.disturb_offload(3000)
+    disturb_offload(3000)
     x = torch.randn(64, 256, requires_grad=True)
 
     def chain(x: Tensor) -> Tensor:

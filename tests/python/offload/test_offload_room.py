@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from offload_faults import disturb_offload
 from shoestring.optim import AdamW
 
 
@@ -36,7 +37,7 @@ def optimizer(sizes: list[int], folder: Path) -> AdamW:
 @pytest.mark.parametrize("reserves", [True, False], ids=["fallocate", "zeros"])
 def test_room_is_made_first(small_disk: Path, reserves: bool) -> None:
     """8 bytes a trained parameter, in blocks of 1024 times 256: what steps take later is exactly that."""
-    torch.ops.shoestring.disturb_offload(reserves=reserves)
+    disturb_offload(reserves=reserves)
     try:
         with pytest.raises(RuntimeError) as error:
             optimizer([300_000, 300_000], small_disk)
@@ -60,7 +61,7 @@ def test_room_is_made_first(small_disk: Path, reserves: bool) -> None:
         opt.step()
         assert all(opt.state[group["params"][0]]["step"] == 3 for group in opt.param_groups[:2])
     finally:
-        torch.ops.shoestring.disturb_offload()
+        disturb_offload()
 
 
 LIMITED = """

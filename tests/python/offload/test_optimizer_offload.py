@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from offload_faults import disturb_offload
 from shoestring.optim import (
     APOLLO,
     CAME,
@@ -39,7 +40,7 @@ MICRO = 4  # micro-batches a step
 
 
 def disturb(delay: int = 0, fail_after: int = -1, error: int = 0, short: bool = False) -> None:
-    torch.ops.shoestring.disturb_offload(delay, fail_after, error, short)
+    disturb_offload(delay, fail_after, error, short)
 
 
 @pytest.fixture(autouse=True)

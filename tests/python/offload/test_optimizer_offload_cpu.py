@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload_faults import disturb_offload
 from shoestring.optim import SGD, AdamW, Muon, ScheduleFreeAdamW
 from shoestring.optim.base import LowMemoryOptimizer
 
@@ -18,12 +19,12 @@ from shoestring.optim.base import LowMemoryOptimizer
 @pytest.fixture(autouse=True)
 def undisturbed() -> Iterator[None]:
     yield
-    torch.ops.shoestring.disturb_offload()
+    disturb_offload()
 
 
 def slow(microseconds: int) -> None:
     """A random time before every copy."""
-    torch.ops.shoestring.disturb_offload(microseconds)
+    disturb_offload(microseconds)
 
 
 def model_of(dtype: torch.dtype = torch.float32, width: int = 1500) -> nn.Sequential:

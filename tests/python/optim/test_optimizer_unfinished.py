@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from offload_faults import disturb_offload
 from shoestring.optim import SAM, AdamW
 from shoestring.optim.interrupts import Uninterrupted
 
@@ -26,7 +27,7 @@ IDS = [f"{place}{' in backward' if within else ''}" for place, within in MODES]
 
 
 def disturb(delay: int = 0, fail_after: int = -1, error: int = 0) -> None:
-    torch.ops.shoestring.disturb_offload(delay, fail_after, error)
+    disturb_offload(delay, fail_after, error)
 
 
 @pytest.fixture(autouse=True)
@@ -336,8 +337,10 @@ def test_sam_takes_the_weights_back_where_a_half_fails(monkeypatch: pytest.Monke
 EXIT = """
 import sys, torch
 from shoestring.optim import AdamW
+sys.path.append(sys.argv[4])
+from offload_faults import disturb_offload
 place, within, how = sys.argv[1], sys.argv[2] == "True", sys.argv[3]
-torch.ops.shoestring.disturb_offload(20000)
+disturb_offload(20000)
 params = [torch.nn.Parameter(torch.randn(3000)) for _ in range(4)]
 opt = AdamW(params, offload=None if place == "None" else place, step_in_backward=within)
 for step in range(2):
@@ -355,6 +358,6 @@ else:
 @pytest.mark.parametrize("how", ["cycle", "raise"])
 def test_an_exit_with_work_under_way(how: str, tmp_path: Path) -> None:
     place = "cpu" if how == "raise" else f"nvme:{tmp_path}"
-    command = [sys.executable, "-c", EXIT, place, "True", how]
+    command = [sys.executable, "-c", EXIT, place, "True", how, str(Path(__file__).parents[1])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == (3 if how == "raise" else 0) and done.stderr == "", str(done)

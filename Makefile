@@ -1,6 +1,6 @@
 # make test    everything that continuous integration runs, set-up included
 # make check   the tests for daily work, at most 5 minutes: layout, types, C++ and the Python tests that are not slow
-# make nightly   everything long: sanitizers, all crash points, random kills, fuzzers, 20 seeds, a build without CUDA
+# make nightly   everything long: sanitizers, all crash points, random kills, fuzzers, 20 seeds, other builds
 # make test-newest   build and test against the newest PyTorch
 # make test-asan   the C++ suite and all CPU kernels with AddressSanitizer and UndefinedBehaviorSanitizer
 # make lint    layout, lint and types; make format mends what the tools can mend
@@ -48,6 +48,7 @@ nightly: test test-asan
 	python -m pytest tests/crash --all --kills 1000
 	python -m pytest tests/fuzz --fuzz-seconds 600
 	tests/consumer/run.sh $(BUILD) --build
+	SHOESTRING_CUDA=0 $(CONFIGURE) -B build-separate -DSHOESTRING_UNITY=OFF && cmake --build build-separate
 	for seed in $(SEEDS); do python -m pytest -n 2 --dist loadfile --seed $$seed || exit; done
 
 test-newest:
@@ -78,5 +79,5 @@ gpu-check:
 	$(GPU_PYTHON) scripts/gpu_check.py $(GPU_CHECK_ARGS)
 
 clean:
-	rm -rf build build-newest build-asan build-demo build-gpu
+	rm -rf build build-newest build-asan build-demo build-separate build-gpu
 	rm -rf python/shoestring/lib python/shoestring/include python/shoestring/share

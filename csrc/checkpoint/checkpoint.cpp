@@ -12,14 +12,14 @@
 #include "checkpoint/operator_tape.h"
 #include "checkpoint/rng_state.h"
 
-using at::Tensor;
-
 // While a function runs the first time, each tensor that autograd saves becomes a number: the how-manieth it
 // is. The first number that backward asks for makes the function run again, and what is saved this time is
 // put where the numbers are.
 
 namespace shoestring {
 namespace activations {
+
+using at::Tensor;
 
 // Not in an anonymous namespace: CheckpointRun::Scope, which a public header names, has a Frame.
 struct Frame;
@@ -162,6 +162,8 @@ void Frame::run_again(int pass) {
 }  // namespace activations
 
 namespace detail {
+
+using at::Tensor;
 
 using namespace activations;
 

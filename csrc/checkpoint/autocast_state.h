@@ -6,7 +6,7 @@
 
 namespace shoestring::activations {
 
-/// Autocast of this thread, on the devices that have it here, as it is when this is made.
+/// The autocast settings of this thread, for the CPU and for CUDA, at the time of construction.
 class AutocastState {
  public:
   AutocastState() {
@@ -16,7 +16,7 @@ class AutocastState {
     }
   }
 
-  /// Takes effect at once; how things were comes back with `restore` of a state made before.
+  /// Applies these settings to this thread. To undo that, restore an AutocastState constructed before.
   void restore() const {
     for (size_t i = 0; i < kDevices.size(); ++i) {
       at::autocast::set_autocast_enabled(kDevices[i], enabled_[i]);
@@ -32,7 +32,8 @@ class AutocastState {
   bool cache_ = at::autocast::is_autocast_cache_enabled();
 };
 
-/// Another autocast state for a while. Weights that are cast meanwhile are forgotten with the outermost.
+/// Applies an autocast state during its own lifetime. The cache of cast weights is cleared when the outermost
+/// autocast region ends.
 class AutocastGuard {
  public:
   explicit AutocastGuard(const AutocastState& state) {

@@ -1,5 +1,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
+// The first and second run of a checkpointed function, by hooks on the tensors that autograd saves.
+
 #include <shoestring/checkpoint.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -12,16 +14,17 @@
 #include "checkpoint/operator_tape.h"
 #include "checkpoint/rng_state.h"
 
-// While a function runs the first time, each tensor that autograd saves becomes a number: the how-manieth it
-// is. The first number that backward asks for makes the function run again, and what is saved this time is
-// put where the numbers are.
+// During the first run of the function, each tensor that autograd saves is replaced by a Number, its position
+// in the order of saving. When backward first asks for one of them, the function runs again, and the tensors
+// that this second run saves become the values of the numbers.
 
 namespace shoestring {
 namespace activations {
 
 using at::Tensor;
 
-// Not in an anonymous namespace: CheckpointRun::Scope, which a public header names, has a Frame.
+// Frame is not in an anonymous namespace: CheckpointRun::Scope, which a public header declares, has a Frame
+// as a member.
 struct Frame;
 
 struct Number : Packed {
@@ -34,11 +37,11 @@ struct Number : Packed {
   const std::vector<int64_t> sizes;
   const at::ScalarType dtype;
   const c10::Device device;
-  std::map<int, Tensor> values;  // by backward pass
+  std::map<int, Tensor> values;  // the recomputed tensor, by backward pass (graph task id)
 };
 
-// Thrown through the function when all is there. LibTorch's engine passes on only exceptions derived from
-// std::exception.
+// Thrown through the function once all needed tensors have been recomputed. It derives from std::exception
+// because LibTorch's engine passes on only such exceptions.
 struct Stop : std::exception {};
 
 struct Frame : std::enable_shared_from_this<Frame> {
@@ -60,7 +63,8 @@ struct Frame : std::enable_shared_from_this<Frame> {
   const AutocastState autocast;
   c10::intrusive_ptr<OperatorTape> tape;
   std::vector<std::weak_ptr<Number>> numbers;
-  bool complete = false;  // true once the first run has ended: then a run that saves more tensors is an error
+  // True once the first run has ended. From then on, a second run that saves more tensors is an error.
+  bool complete = false;
   std::recursive_mutex mutex;
 };
 
@@ -120,16 +124,18 @@ Tensor Frame::value(Number& number) {
   const int pass = torch::autograd::get_current_graph_task_id();
   const std::lock_guard<std::recursive_mutex> lock(mutex);
   if (!number.values.contains(pass)) run_again(pass);
+  // A node asks for its value once. If it asks again, the function runs again.
   const auto found = number.values.find(pass);
   Tensor value = found->second;
-  number.values.erase(found);  // a node asks once; one that asks again makes the function run again
+  number.values.erase(found);
   return value;
 }
 
 void Frame::run_again(int pass) {
   std::vector<Tensor> given;
   for (const auto& input : inputs) given.push_back(input.unpack());
-  if (pass >= 0) {  // what this pass leaves unused goes with it
+  // When this backward pass ends, free the recomputed tensors that it did not use.
+  if (pass >= 0) {
     torch::autograd::Engine::get_default_engine().queue_callback([pass, weak = weak_from_this()] {
       const auto frame = weak.lock();
       if (!frame) return;
@@ -139,7 +145,8 @@ void Frame::run_again(int pass) {
     });
   }
   const auto hooks = std::make_shared<SecondRun>(*this, pass);
-  // In the first run the function goes on after the last number. A function that catches Stop goes on, too.
+  // The number of saved tensors must match exactly only if the second run goes to the end. While the first
+  // run has not ended, or if the function catches Stop, the second run may save more.
   const bool exact = complete && !early_stop;
   {
     const at::AutoGradMode gradients(true);
@@ -177,7 +184,8 @@ struct CheckpointRun::Scope {
     if (tape && !finished) tape->abandon();
   }
   void finish() {
-    guard.reset();  // what the tape keeps is not of the function's inside any more
+    // Remove the hooks first: what the tape saves in end() belongs to the code around the function.
+    guard.reset();
     frame->complete = true;
     finished = true;
     if (tape) tape->end();

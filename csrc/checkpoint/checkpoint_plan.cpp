@@ -1,5 +1,7 @@
 #include <string>
 #include <tuple>
+// The operators checkpoint_plan, simulate_checkpoint_plan and checkpoint_choices, for Python.
+
 #include <vector>
 
 #include <torch/library.h>
@@ -14,7 +16,8 @@ namespace {
 using Ints = std::vector<int64_t>;
 using Floats = std::vector<double>;
 
-// The choices of all blocks stand one after the other; `choices` has how many each block has.
+// Converts flat lists to blocks. The lists concatenate the choices of all blocks; `choices` has the number of
+// choices of each block.
 std::vector<PlanBlock> unpack(const char* op, const Floats& forward_seconds, const Floats& backward_seconds,
                               const Ints& choices, const Ints& bytes, const Floats& extra_seconds,
                               const Ints& link_bytes, const Ints& forward_bytes, const Ints& backward_bytes) {

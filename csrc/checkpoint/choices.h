@@ -5,16 +5,17 @@
 
 namespace shoestring::activations {
 
-/// What a plan may do with a block's activations. Python asks for these, too (the operator
-/// checkpoint_choices).
+/// One way to treat the activations of a block. Python reads the list through the operator
+/// checkpoint_choices.
 struct Choice {
   std::string name;
   bool recomputed;
-  std::vector<std::string> keep;  // recomputed but for these
-  bool offloaded;                 // what is saved leaves the device
+  // Operators and groups whose results are stored, although the block is recomputed.
+  std::vector<std::string> keep;
+  bool offloaded;  // what autograd saves leaves the device
 };
 
-/// Without and with offload. One that is offloaded comes behind the one that it is else like.
+/// Returns all choices. Those that offload come last; each equals an earlier choice except for offloading.
 inline const std::vector<Choice>& choices() {
   static const std::vector<Choice> all{
       {"keep", false, {}, false},

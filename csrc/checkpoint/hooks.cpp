@@ -9,9 +9,9 @@
 
 #include "checkpoint/operator_tape.h"
 
-// LibTorch asks its engine for default hooks at every saved tensor; the engine that it has without Python
-// knows none. So an engine that does takes its place, the first time that hooks are wanted; it is LibTorch's
-// own in all else.
+// LibTorch asks its autograd engine for default hooks at every saved tensor, and the engine of a process
+// without Python has none. The first HooksGuard therefore replaces that engine by a subclass which returns
+// our hooks and is otherwise the same.
 
 namespace shoestring::activations {
 namespace {
@@ -25,8 +25,8 @@ struct Adapter : torch::autograd::SavedVariableHooks {
     const at::NoGradGuard no_grad;
     const NoTape no_tape;
     const auto hooks = std::move(hooks_);
-    packed_ = hooks->pack(tensor.requires_grad() ? tensor.detach()
-                                                 : tensor);  // an output would hold its own node: a cycle
+    // Detach the tensor: an output would hold its own node, which makes a reference cycle.
+    packed_ = hooks->pack(tensor.requires_grad() ? tensor.detach() : tensor);
   }
 
   at::Tensor call_unpack_hook() override {
@@ -58,7 +58,8 @@ bool installed() {
     torch::autograd::set_default_engine_stub(&engine);
     return true;
   }();
-  return ours && &torch::autograd::Engine::get_default_engine() == &engine();  // Python may have come since
+  // Python may have replaced the engine since.
+  return ours && &torch::autograd::Engine::get_default_engine() == &engine();
 }
 
 }  // namespace

@@ -8,10 +8,10 @@
 
 namespace shoestring::activations {
 
-constexpr int kErrorsAlone = 2;  // of c10's log levels
+constexpr int kErrorsAlone = 2;  // c10's log level for errors only
 
-// PyTorch's allocators tell a profiler, where this thread has one, of every block. So this is one, to all
-// that ask.
+// PyTorch's allocators report every allocation to the profiler of the thread, if there is one. This counter
+// registers as such a profiler.
 struct MemoryMeter::Counter : torch::profiler::impl::ProfilerStateBase {
   Counter()
       : ProfilerStateBase(
@@ -37,7 +37,7 @@ void MemoryMeter::begin() {
   TORCH_CHECK(c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE) == nullptr,
               "MemoryMeter: begin: expected no profiler on this thread; stop it first");
   counter_->current = counter_->peak = 0;
-  // The allocator warns of blocks that are freed and were there before: a meter asks for the others.
+  // Log errors only: the allocator would warn about every freed block that was allocated before begin().
   log_level_ = FLAGS_caffe2_log_level;
   FLAGS_caffe2_log_level = std::max(log_level_, kErrorsAlone);
   guard_ = std::make_unique<c10::DebugInfoGuard>(c10::DebugInfoKind::PROFILER_STATE, counter_);

@@ -11,17 +11,19 @@
 
 namespace shoestring::activations {
 
-/// Counts the bytes of tensors that this thread allocates and frees between begin() and end(), and backward
-/// passes begun by it: those of PyTorch's allocators, on every device, to the byte, whatever the process does
-/// besides.
+/// Counts the bytes of tensors that this thread, and backward passes started by it, allocate and free between
+/// begin() and end(). The count covers PyTorch's allocators on every device, is exact to the byte, and
+/// ignores other threads of the process.
 class SHOESTRING_API MemoryMeter : public torch::CustomClassHolder {
  public:
   MemoryMeter();
   ~MemoryMeter() override;
   void begin();
   void end();
-  int64_t current() const;  // allocated since begin and still there, minus what was there and is freed
-  int64_t peak() const;     // the most that current() was since begin, or since reset_peak()
+  // Bytes allocated since begin() and not yet freed, minus bytes freed that were allocated before begin().
+  int64_t current() const;
+  // The maximum of current() since begin() or reset_peak().
+  int64_t peak() const;
   void reset_peak();
 
  private:

@@ -1,3 +1,5 @@
+// The C++ interface of activation offloading: saved-tensor hooks over an ActivationStore.
+
 #include <shoestring/offload_activations.h>
 
 #include <utility>

@@ -1,5 +1,7 @@
 #include "checkpoint/operator_tape.h"
 
+// Records operator calls in the first run of a checkpointed function and replays their results in the second.
+
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -15,21 +17,22 @@
 namespace shoestring::activations {
 
 struct OperatorTape::Run {
-  OperatorTape* tape;  // null: no tape sees the calls
+  OperatorTape* tape;  // null: no tape records the calls of this run
   bool recording;
   int pass = torch::autograd::get_current_graph_task_id();
-  std::unordered_map<const Operator*, size_t> played = {};  // calls so far, in a run that replays
+  std::unordered_map<const Operator*, size_t> played = {};  // number of calls so far, in a second run
 };
 
 namespace {
 
-// A key between autograd and the devices for which PyTorch 2.11 to 2.15 have no kernel. PyTorch 2.11 calls
-// Python's dispatch modes after it. PyTorch 2.15 calls them before it, so that modes also see the calls whose
-// results are handed out.
+// A dispatch key between autograd and the backends for which PyTorch 2.11 to 2.15 have no kernel. PyTorch
+// 2.11 calls Python's dispatch modes after this key. PyTorch 2.15 calls them before it, so modes also see the
+// calls whose results are replayed.
 constexpr auto kKey = c10::DispatchKey::Fake;
 
-thread_local std::deque<OperatorTape::Run>
-    run_stack;  // the innermost run sees the calls; push and pop leave the others in place
+// Runs of this thread; only the innermost one sees calls. A deque, because push and pop must not move the
+// other runs.
+thread_local std::deque<OperatorTape::Run> run_stack;
 
 OperatorTape::Run* top_run() {
   return run_stack.empty() || run_stack.back().tape == nullptr ? nullptr : &run_stack.back();
@@ -48,11 +51,13 @@ void pop_run() {
 }
 
 void see(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* arguments) {
-  const c10::impl::ExcludeDispatchKeyGuard once(kKey);  // what an operator calls in turn is its own affair
+  // Operators that this operator calls internally are not recorded.
+  const c10::impl::ExcludeDispatchKeyGuard once(kKey);
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   OperatorTape::Run* run = top_run();
   // A thread that inherited the key has no run. The calls of a backward pass inside the function do not
-  // count: that pass may run on another thread in the first run of the function, and on this thread later.
+  // count. That pass may run on another thread in the first run of the function, and on this thread in the
+  // second.
   if (run == nullptr || run->pass != torch::autograd::get_current_graph_task_id())
     return op.redispatchBoxed(below, arguments);
   run->tape->call(*run, op, below, arguments);
@@ -68,7 +73,7 @@ void claim_key() {
   }();
 }
 
-// Dear to compute, and small beside what a block saves.
+// Groups of operators whose results are expensive to compute, and small compared with what a block saves.
 const std::map<std::string, std::set<std::string>>& groups() {
   static const std::map<std::string, std::set<std::string>> all{
       {"attention",
@@ -83,14 +88,14 @@ const std::map<std::string, std::set<std::string>>& groups() {
   return all;
 }
 
-// Shares data and version counter, but is no part of any graph, nor will be.
+// Returns a tensor that shares the data and the version counter of `tensor`, but is outside of every graph.
 at::Tensor detached(const at::Tensor& tensor) {
   auto* impl = tensor.unsafeGetTensorImpl();
   return at::Tensor(
       impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
 }
 
-// The value with each tensor in it replaced.
+// Returns the value with by(tensor) in place of each tensor in it.
 template <class F>
 c10::IValue replaced(const c10::IValue& value, const F& by) {
   if (value.isTensor()) return value.toTensor().defined() ? by(value.toTensor()) : value;
@@ -105,7 +110,7 @@ c10::IValue detached(const c10::IValue& value) {
   return replaced(value, [](const at::Tensor& tensor) { return detached(tensor); });
 }
 
-// The operators among the names, those of groups included.
+// Returns the operators that the names stand for. Groups are expanded, and tags are left out.
 std::set<std::string> operators_of(const std::vector<std::string>& keep) {
   std::set<std::string> operators;
   for (const auto& name : keep) {
@@ -152,7 +157,7 @@ void each_tensor(at::ArrayRef<c10::IValue> values, const F& f) {
 
 uint32_t version(const at::Tensor& tensor) {
   const auto& counter = tensor.unsafeGetTensorImpl()->version_counter();
-  return counter.enabled() ? counter.current_version() : 0;  // inference tensors have none
+  return counter.enabled() ? counter.current_version() : 0;  // inference tensors have no version counter
 }
 
 std::vector<uint32_t> versions(at::ArrayRef<c10::IValue> values) {
@@ -301,7 +306,8 @@ void OperatorTape::note_made(Operator& op, at::ArrayRef<c10::IValue> values) {
   for (const auto& value : values.slice(1)) made.others.push_back(detached(value));
   size_t bytes = 0;
   each_tensor(made.others, [&](const at::Tensor& tensor) { bytes += tensor.nbytes(); });
-  if (bytes > first.nbytes()) return;  // too much to hold for the chance of a tag
+  // Holding these results for the chance of a tag would cost too much memory.
+  if (bytes > first.nbytes()) return;
   made_.push_back(std::move(made));
 }
 

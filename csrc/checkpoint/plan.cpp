@@ -1,5 +1,7 @@
 #include "checkpoint/plan.h"
 
+// Searches the best checkpoint plan by dynamic programming over Pareto-optimal states.
+
 #include <limits>
 #include <numeric>
 #include <optional>
@@ -14,7 +16,7 @@ namespace shoestring::plan {
 std::vector<int64_t> best(const std::vector<Criteria>& all, int count) {
   std::vector<int64_t> order(all.size());
   std::iota(order.begin(), order.end(), 0);
-  // One that is at least as good as another comes before it.
+  // Sort so that a state which is at least as good as another comes before it.
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
     return std::lexicographical_compare(all[a].begin(), all[a].begin() + count, all[b].begin(),
                                         all[b].begin() + count);
@@ -39,13 +41,15 @@ namespace {
 constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
 
 struct Origin {
-  int64_t state, choice;  // the state of the block before that this one comes from
+  // The index of the preceding state, among those after the previous block, and the choice that led from it.
+  int64_t state, choice;
 };
 
 int memory_criteria(const Model& model, const State& s, Criteria& to) {
   int count = 0;
   to[count++] = s.held;
-  // What is being copied back while the block is that runs next, the one after it ...
+  // Bytes on the device while the next block runs, the block after it, and so on: `held` plus what is being
+  // copied back at that time.
   for (int last = model.prefetch - 1; last >= 0; --last) {
     int64_t sum = s.held;
     for (int j = 0; j <= last; ++j) sum += s.link[j];
@@ -54,8 +58,8 @@ int memory_criteria(const Model& model, const State& s, Criteria& to) {
   return count;
 }
 
-// The whole time is the longest of the chains through forward and then backward, each of which goes on from
-// one of these.
+// The total time is the longest chain of operations through forward and then backward. Each chain continues
+// from one of these sums.
 int all_criteria(const Model& model, const State& s, Criteria& to) {
   int count = memory_criteria(model, s, to);
   for (const int64_t forward : {s.out, s.compute}) {
@@ -66,14 +70,14 @@ int all_criteria(const Model& model, const State& s, Criteria& to) {
 }
 
 struct Search {
-  std::vector<State> last;                   // behind the last block
-  std::vector<std::vector<Origin>> origins;  // where the states behind each block came from
-  bool complete = true;                      // nothing was left out that might have been better
+  std::vector<State> last;                   // states after the last block
+  std::vector<std::vector<Origin>> origins;  // the origins of the states after each block
+  bool complete = true;                      // no state was discarded that might have been better
 };
 
-// Extends states block by block. `criteria(state, done, to)` fills what states are compared by and says how
-// many that are, or 0 where the state leads nowhere. Of more than `widest` states those with the least
-// `rank(state, done)` go on.
+// Extends states block by block. `criteria(state, done, to)` writes the numbers by which states are compared
+// and returns their count, or 0 if the state cannot lead to a plan. If more than `widest` states remain,
+// those with the least `rank(state, done)` continue.
 template <class Compare, class Rank>
 Search extend(const Model& model, int64_t budget, Compare criteria, Rank rank, size_t widest) {
   Search search{{State()}, {}};
@@ -108,7 +112,8 @@ Search extend(const Model& model, int64_t budget, Compare criteria, Rank rank, s
   return search;
 }
 
-// The least peak of all plans; with a budget of nothing each block waits until there is nothing left to copy.
+// Returns the least peak of all plans, in bytes. With a budget of zero each block waits until no copy is
+// left.
 int64_t least_budget(const Model& model) {
   const auto criteria = [&](const State& s, size_t, Criteria& to) {
     const int count = memory_criteria(model, s, to);
@@ -128,7 +133,7 @@ int64_t least_budget(const Model& model) {
 
 namespace shoestring {
 
-// Behind all blocks together: what a second or two are enough for.
+// Limit of states, summed over all blocks: a search takes a second or two.
 constexpr size_t kStates = 100000;
 
 CheckpointPlan checkpoint_plan(const std::vector<PlanBlock>& blocks, int64_t budget,
@@ -136,10 +141,11 @@ CheckpointPlan checkpoint_plan(const std::vector<PlanBlock>& blocks, int64_t bud
   constexpr const char* op = "checkpoint_plan";
   const plan::Model model = plan::make_model(op, blocks, budget, options);
   const plan::Bound bound(model, budget);
-  int64_t least = plan::kNone;  // the time of the best plan so far: what cannot be faster is left out
+  // The time of the best plan so far. States that cannot be faster are discarded.
+  int64_t least = plan::kNone;
   std::vector<int64_t> choices;
   bool complete = false;
-  // A narrow search finds a good plan, with which a wide one can leave out much.
+  // A narrow search finds a good plan first. With its time as a limit, the wide search discards many states.
   for (const size_t widest : {size_t{64}, kStates / std::max<size_t>(blocks.size(), 1)}) {
     const auto criteria = [&](const plan::State& s, size_t done, plan::Criteria& to) {
       if (s.peak > budget || bound(s, done) >= least) return 0;

@@ -1,5 +1,7 @@
 #include "checkpoint/plan_bound.h"
 
+// Computes lower bounds of the time of a checkpoint plan by Lagrangian relaxation of the memory budget.
+
 #include <cmath>
 #include <limits>
 #include <utility>
@@ -7,13 +9,13 @@
 namespace shoestring::plan {
 namespace {
 
-// By prefetch: a table has levels ^ prefetch entries for each block.
+// Levels by prefetch: a table has levels ^ prefetch entries for each block.
 constexpr int kLevels[kMaxPrefetch] = {64, 16, 8, 6};
 
 }  // namespace
 
-// lead[j]: how much longer backward lasts from the copy of the block j places back on, than from the last
-// block on.
+// Returns the table index of a rounded state. lead[j]: picoseconds by which the rest of backward is longer
+// when counted from the copy back of the block j places back than from the last block's backward.
 size_t Bound::place(const double* lead) const {
   size_t place = 0;
   for (int j = 0; j < prefetch_; ++j) {
@@ -24,7 +26,7 @@ size_t Bound::place(const double* lead) const {
 
 Bound::Price Bound::at(const Model& model, double held, double out) const {
   const size_t n = model.blocks.size();
-  // Rounding to float goes down, too.
+  // Rounding to float must also go down, since the table holds lower bounds.
   const auto down = [](double x) {
     return std::nextafter(static_cast<float>(x), -std::numeric_limits<float>::infinity());
   };
@@ -45,7 +47,7 @@ Bound::Price Bound::at(const Model& model, double held, double out) const {
         const double took = std::max(double(block.backward + c.extra), lead[prefetch_ - 1]);
         next[0] = c.in + std::max(0.0, lead[0] - took);
         for (int j = 1; j < prefetch_; ++j) next[j] = std::max(0.0, lead[j - 1] - took);
-        // Behind the last block nothing is held; its own peaks have to fit.
+        // Nothing is held after the last block, but the peaks of the block itself have to fit.
         const double memory = i + 1 == n ? std::max(c.forward, c.backward) : c.held;
         least = std::min(least, (1 - out) * (block.forward + c.slower) + out * c.out + took + held * memory +
                                     price.rest[(i + 1) * places_ + place(next)]);
@@ -73,14 +75,14 @@ Bound::Bound(const Model& model, int64_t budget)
       bytes = std::max(bytes, double(choice.held + choice.link));
       longest = std::max(longest, double(choice.in));
     }
+    // Copies that wait for one another take longer than the longest copy; the last level stands for "or
+    // more".
   }
-  level_ = std::max(
-      1.0,
-      2 * longest / levels_);  // copies that wait for one another take longer; the last level is "or more"
+  level_ = std::max(1.0, 2 * longest / levels_);
   for (int j = 0; j < prefetch_; ++j) places_ *= levels_;
   const State start;
   for (const double out : {0.0, 0.25, 0.5, 0.75, 1.0}) {
-    // The best price of memory at the start: the bound is concave in it.
+    // Ternary search for the best price of memory at the start: the bound is concave in the price.
     double low = 0, high = 16 * time / bytes;
     for (int i = 0; i < 16; ++i) {
       const double a = low + (high - low) / 3, b = high - (high - low) / 3;
@@ -90,7 +92,7 @@ Bound::Bound(const Model& model, int64_t budget)
         high = b;
       }
     }
-    // Further into the row another price may be the best.
+    // After some blocks, another price may give the best bound.
     for (const double factor : {0.0, 0.6, 0.8, 1.0, 1.25, 1.6})
       prices_.push_back(at(model, factor * (low + high) / 2, out));
   }
@@ -99,7 +101,7 @@ Bound::Bound(const Model& model, int64_t budget)
 int64_t Bound::operator()(const State& s, size_t done) const {
   double most = 0;
   for (const Price& price : prices_) most = std::max(most, value(price, s, done));
-  return static_cast<int64_t>(most * (1 - 1e-6)) - 1;  // less what rounding may have added
+  return static_cast<int64_t>(most * (1 - 1e-6)) - 1;  // subtracts what rounding may have added
 }
 
 }  // namespace shoestring::plan

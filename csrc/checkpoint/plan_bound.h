@@ -8,27 +8,27 @@
 
 namespace shoestring::plan {
 
-/// Lower bounds of the whole time, from a state on: what is left to do, with two things made easier. The
-/// budget is not a limit, but bytes that blocks hold have a price (Lagrange); and forward is a mean of its
-/// two chains, computing and copying out. Backward's waits for copies stay, with the time until they arrive
-/// rounded down to a few levels.
+/// Lower bounds of the total time, given a state. They solve an easier problem for the remaining blocks. The
+/// budget is not a limit, but held bytes have a price (Lagrangian relaxation). Forward is a weighted mean of
+/// its two chains, computing and copying out. Waits of backward for copies remain, with the time until the
+/// copies arrive rounded down to a few levels.
 class Bound {
  public:
   Bound(const Model& model, int64_t budget);
 
-  /// No plan that goes on from `state`, after `done` blocks, takes less time.
+  /// Returns a time in picoseconds: no plan that continues from `state` after `done` blocks is faster.
   int64_t operator()(const State& state, size_t done) const;
 
  private:
   struct Price {
-    double held, out;         // picoseconds a byte; the weight of copying out, 0 to 1
-    std::vector<float> rest;  // after each number of blocks and for each rounded state: what is left
+    double held, out;         // picoseconds per byte; the weight of copying out, 0 to 1
+    std::vector<float> rest;  // by number of blocks done and rounded state: a bound of the remaining time
   };
   Price at(const Model& model, double held, double out) const;
   double value(const Price& price, const State& state, size_t done) const;
   size_t place(const double* lead) const;
 
-  double budget_, level_ = 1;  // picoseconds between levels
+  double budget_, level_ = 1;  // picoseconds between two levels
   int prefetch_, levels_;
   size_t places_ = 1;
   std::vector<Price> prices_;

@@ -1,5 +1,7 @@
 #include "checkpoint/plan.h"
 
+// The cost model of a checkpoint plan: how each block changes memory and time.
+
 #include <cmath>
 #include <utility>
 
@@ -8,9 +10,9 @@
 namespace shoestring::plan {
 namespace {
 
-constexpr double kTicks = 1e12;  // a second
-constexpr int64_t kMost =
-    int64_t{1} << 52;  // bytes or picoseconds of one choice: sums of a thousand stay exact
+constexpr double kTicks = 1e12;  // ticks (picoseconds) per second
+// Limit, in bytes or picoseconds, for one choice. Sums of a thousand such numbers stay exact in 64 bits.
+constexpr int64_t kMost = int64_t{1} << 52;
 constexpr int64_t kLongest = int64_t{1} << 60;
 
 int64_t ticks(const char* op, const char* what, size_t block, double seconds) {
@@ -79,7 +81,7 @@ Model make_model(const char* op, const std::vector<PlanBlock>& blocks, int64_t b
 State step(const Model& model, const State& s, const Block& block, const Choice& choice, int64_t budget) {
   State next;
   const int k = model.prefetch;
-  // Forward: the copies that are still to be made may take the room that is left.
+  // Forward: bytes that are still to be copied may occupy what remains of the budget.
   const int64_t room = budget - s.held - choice.forward;
   const int64_t latest = std::min(room > 0 ? copy_time(room, model.out_bytes) : 0, kLongest);
   const int64_t start = s.out > s.compute ? std::max(s.compute, s.out - latest) : s.compute;
@@ -89,11 +91,12 @@ State step(const Model& model, const State& s, const Block& block, const Choice&
   next.out = std::max(s.out, next.compute) + choice.out;
   next.held = s.held + choice.held;
 
-  // Backward: this block starts the copy of the one `prefetch` places before, and waits for its own.
+  // Backward: this block starts the copy back of the block `prefetch` places before it, and waits for its own
+  // copy.
   int64_t prefetched = 0;
   for (int j = 0; j < k; ++j) prefetched += s.link[j];
   next.rest = std::max(block.backward + choice.extra + s.rest, s.arrival[k - 1]);
-  // Where no copy is made, the time of one that takes none, when the block starts.
+  // A block without a copy counts as a copy of zero duration that starts with the block.
   next.arrival[0] =
       choice.link > 0 ? choice.in + std::max(next.rest, s.arrival[0]) : std::max(next.rest, s.arrival[0]);
   next.link[0] = choice.link;

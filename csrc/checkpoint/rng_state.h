@@ -6,20 +6,20 @@
 
 namespace shoestring::activations {
 
-/// The states of the CPU's default generator and of those of the accelerators that `tensors` lie on.
+/// The states of the default generators of the CPU and of the accelerators that `tensors` are on.
 class RngState {
  public:
-  RngState() = default;  // of no generator
+  RngState() = default;  // holds the state of no generator
   explicit RngState(at::TensorList tensors);
   void restore() const;
-  /// The present states of the same generators.
+  /// Reads the present states of the same generators.
   RngState present() const;
 
  private:
   std::vector<std::pair<c10::Device, at::Tensor>> states_;
 };
 
-/// Puts the generators back at its end, whatever happened in between.
+/// Restores, in its destructor, the states that the generators had when it was constructed.
 class RngGuard {
  public:
   explicit RngGuard(const RngState& of) : before_(of.present()) {}

@@ -1,23 +1,28 @@
-// The schemas of this room's operators. An operator whose name ends in _ changes its arguments in place.
+// Operator schemas of gradient checkpointing and of its planner.
 
 #include <string>
 
 #include <torch/library.h>
 
 TORCH_LIBRARY_FRAGMENT(shoestring, m) {
-  // x itself. What made it is kept by a checkpoint around it whose `keep` names the tag, so that backward
-  // does not make it again; x was not modified in place since.
+  // Returns x itself. A surrounding checkpoint whose `keep` contains the tag stores the results of the
+  // operator that made x, so backward does not compute them again. x must not have been modified in place.
   m.def("tag_activation(Tensor x, str tag) -> Tensor");
-  // The operators that names for a checkpoint's `keep` stand for; tags are left out.
+  // Returns the operators that the names in a checkpoint's `keep` stand for. Tags are left out.
   m.def("checkpoint_operators(str[] keep) -> str[]");
-  // What a plan may do with a block's activations: the name, whether it is recomputed, but for the results of
-  // which operators, and whether what is saved leaves the device.
+  // Lists the ways in which a plan may treat the activations of a block. Returns their names and whether they
+  // recompute the block. Also returns the operators whose results are stored in spite of that, and whether
+  // saved tensors leave the device.
   m.def("checkpoint_choices() -> (str[] names, bool[] recomputed, str[][] keep, bool[] offloaded)");
-  // For a row of blocks, the choice of each that makes forward and backward quickest within a budget of
-  // bytes, by the model in shoestring/checkpoint_plan.h, and the peak and seconds that it predicts; no plan
-  // takes less than least_seconds. pending: bytes that may still be on their way when each begins. choices:
-  // how many each block has, which bytes and so on list one after the other. simulate: the prediction for a
-  // given plan.
+  // For a sequence of blocks, finds the choice for each block that minimises the time of forward and backward
+  // within a memory budget in bytes. shoestring/checkpoint_plan.h describes the model and its results.
+  // - choices: the number of choices of each block; `bytes` and the lists after it concatenate the choices of
+  //   all blocks.
+  // - pending: for each block, the bytes of earlier blocks that may still be on their way to the host when it
+  //   begins.
+  // - least_seconds: a lower bound on the time of every plan.
+  //
+  // simulate_checkpoint_plan predicts the same figures for a given plan.
   const std::string planned =
       "(float[] forward_seconds, float[] backward_seconds, int[] choices, int[] bytes, float[] "
       "extra_seconds, int[] link_bytes, int[] forward_bytes, int[] backward_bytes, ";

@@ -1,5 +1,7 @@
 #include <ATen/Context.h>
 #include <ATen/ops/ones_like.h>
+// Measures, plans and runs a sequence of functions within a memory budget (shoestring/checkpoint_sequence.h).
+
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <shoestring/checkpoint.h>
@@ -26,8 +28,9 @@ namespace {
 using activations::Choice;
 using activations::MemoryMeter;
 
-constexpr int kRuns = 3;  // of each function; the quickest counts
-// Seconds that a second run takes at least, whatever was measured: nothing is gained where all fits.
+constexpr int kRuns = 3;  // measurements of each function; the quickest counts
+// Least time, in seconds, that a recomputation is assumed to cost, whatever was measured. It keeps the plan
+// from recomputing where everything fits.
 constexpr double kLeastExtra = 1e-6;
 
 Tensor run(const Choice& choice, const BlockFunction& function, const Tensor& x,
@@ -39,7 +42,7 @@ Tensor run(const Choice& choice, const BlockFunction& function, const Tensor& x,
   return choice.recomputed ? checkpoint(function, x, CheckpointOptions().keep(choice.keep)) : function(x);
 }
 
-// A tensor that is no leaf, so that nothing but what uses it keeps it.
+// Returns a copy of `value` that is not a leaf of the graph, so it is freed as soon as its users are.
 struct Source : torch::autograd::Function<Source> {
   static Tensor forward(torch::autograd::AutogradContext*, const Tensor& /*anchor*/, const Tensor& value) {
     return value.clone();
@@ -50,7 +53,8 @@ struct Source : torch::autograd::Function<Source> {
   }
 };
 
-// The leaves that a graph adds gradients to get others for a while: zeros, as after a first micro-batch.
+// Replaces the gradients of the leaves of a graph by zeros during its own lifetime. Backward then accumulates
+// into existing gradients, as it does after a first micro-batch.
 class GradientsAside {
  public:
   void add(const Tensor& root) {
@@ -136,8 +140,8 @@ PlanBlock planned(const BlockFunction& function, const Tensor& x, bool different
       block.choices.push_back(std::move(moved));
       continue;
     }
-    Cost cost =
-        measure(choice, function, x, differentiable);  // what lasts is made in the first: workspaces, caches
+    // The first measurement allocates what lasts, such as workspaces and caches, so its times are not used.
+    Cost cost = measure(choice, function, x, differentiable);
     for (int i = 0; i < kRuns; ++i) {
       const Cost again = measure(choice, function, x, differentiable);
       const double forward =
@@ -155,7 +159,7 @@ PlanBlock planned(const BlockFunction& function, const Tensor& x, bool different
     } else if (choice.keep.empty()) {
       least = cost.held;
     } else if (cost.held <= least) {
-      continue;  // nothing of the kind to keep here
+      continue;  // the function has no such operators, so there is nothing more to keep
     }
     const double extra =
         cost.forward_seconds + cost.backward_seconds - kept.forward_seconds - kept.backward_seconds;
@@ -222,9 +226,10 @@ Tensor checkpoint_sequential(const std::vector<BlockFunction>& functions, const 
     x = run(*choice, functions[i], x, offload);
     if (offload == nullptr || !c10::GradMode::is_enabled()) continue;
     const bool last = i + 1 == functions.size();
-    if (choice->offloaded && !last) offload->mark();  // backward begins with the last, which stays
-    offload->wait(last ? 0
-                       : plan.pending_bytes[i + 1]);  // backward begins when all copies are out, as planned
+    // Backward begins with the last function, so its activations stay on the device.
+    if (choice->offloaded && !last) offload->mark();
+    // As planned, backward begins when all copies to the host have finished.
+    offload->wait(last ? 0 : plan.pending_bytes[i + 1]);
   }
   return x;
 }

@@ -10,7 +10,7 @@
 
 namespace shoestring {
 
-/// The operator `name` ("shoestring::op") as a typed callable, for a call through PyTorch's dispatcher.
+/// Returns the operator `name` ("shoestring::op") as a typed callable that goes through PyTorch's dispatcher.
 template <class Signature>
 c10::TypedOperatorHandle<Signature> find(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
@@ -18,11 +18,11 @@ c10::TypedOperatorHandle<Signature> find(const char* name) {
 
 using NamedArguments = std::vector<std::pair<std::string, c10::IValue>>;
 
-/// Calls an operator with arguments by the names of its schema; the others have their defaults. Returns its
-/// results.
+/// Calls an operator with arguments named as in its schema. Arguments that are not given take their defaults.
+/// Returns the operator's results.
 torch::jit::Stack call_by_name(const std::string& name, const NamedArguments& arguments);
 
-/// The arguments of a boxed call, by the names of its schema. They stay on the stack.
+/// Reads the arguments of a boxed call by their names in the schema. The arguments stay on the stack.
 class BoxedArguments {
  public:
   BoxedArguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack)

@@ -1,20 +1,20 @@
 #pragma once
 
-// Which build of the CPU kernels runs. Every *_simd.cpp is compiled once per capability, each time in a
-// namespace of its own (so the linker can merge nothing between them), and exports one table of functions.
+// Selects the build of the CPU kernels. Every *_simd.cpp is compiled once per capability, each time in its
+// own namespace, so that the linker merges no code between builds. Each build exports one table of functions.
 
 namespace shoestring::cpu {
 
 enum class Capability { kPlain, kAvx2, kAvx512 };
 
-/// The capability in use: the best that this machine has, or what SHOESTRING_CPU names.
+/// Returns the capability in use: the best one of this machine, or the one that SHOESTRING_CPU selects.
 Capability capability();
 
-/// True where this machine and this build can run it.
+/// Returns true if this machine and this build support the capability.
 bool supports(Capability capability);
 
-/// Switches to another capability; false, and no change, where it is not supported. For tests and
-/// comparisons.
+/// Selects another capability, for tests and comparisons. Returns false and changes nothing if it is not
+/// supported.
 bool set_capability(Capability capability);
 
 const char* name(Capability capability);
@@ -33,8 +33,8 @@ const Table& choose(const Table& plain, const Table& avx2, const Table& avx512) 
 
 }  // namespace shoestring::cpu
 
-// Declares the builds of a kernel table and the function shoestring::cpu::NAME() that returns the one in use.
-// <op>_simd.cpp defines `extern const Table NAME{...}` inside `namespace
+// Declares a kernel table for each capability and the function shoestring::cpu::NAME(), which returns the
+// table in use. <op>_simd.cpp defines `extern const Table NAME{...}` inside `namespace
 // shoestring::cpu::SHOESTRING_CAPABILITY`.
 #if defined(__x86_64__)
 #define SHOESTRING_CPU_TABLE(Table, NAME)                                              \

@@ -1,6 +1,7 @@
 #pragma once
 
-// What the CUDA side of an operator in ops/ needs: the kernels' table, the stream, and an error in words.
+// Helpers for the CUDA side of an operator's host code: the kernel tables, the current stream and launch
+// errors.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceGuard.h>
@@ -9,7 +10,7 @@
 
 namespace shoestring {
 
-/// The current stream of the tensor's device.
+/// Returns the current CUDA stream of the tensor's device.
 inline void* stream_of(const at::Tensor& t) {
   return cuda::table<cuda::Runtime>("runtime").current_stream(t.device().index());
 }

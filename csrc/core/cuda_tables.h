@@ -1,8 +1,8 @@
 #pragma once
 
-// How host code in ops/ reaches CUDA kernels without linking CUDA: as on the CPU, an operator's kernels are a
-// table of functions. libshoestring_cuda hands its tables over when it is loaded; launchers take a stream and
-// plain pointers.
+// Lets host code call CUDA kernels without linking CUDA. As on the CPU, an operator's kernels are a table of
+// functions. libshoestring_cuda registers its tables when it is loaded. The launchers in them take a stream
+// and plain pointers.
 
 #include <cstddef>
 #include <typeinfo>
@@ -11,10 +11,10 @@
 
 namespace shoestring::cuda {
 
-/// What ops/ needs beside the kernels.
+/// Functions of the CUDA runtime that host code needs in addition to the kernels.
 struct Runtime {
-  void* (*current_stream)(int device);  // a cudaStream_t
-  // Page-locks host memory of the caller's for the current device, and undoes it; an error's text or null.
+  void* (*current_stream)(int device);  // returns a cudaStream_t
+  // Page-locks the caller's host memory for all CUDA devices, or unlocks it. Returns an error text or null.
   const char* (*register_host)(void* memory, size_t size);
   const char* (*unregister_host)(void* memory);
 };

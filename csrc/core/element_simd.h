@@ -1,8 +1,8 @@
 #pragma once
 
-// A type that numbers have in memory, as registers of fp32 and back. `Pair` is two registers' numbers in
-// whatever order they come cheapest, for where numbers stay by themselves; as_pair makes one of two registers
-// in order, in_order the reverse.
+// The element types in memory (fp32, bf16 and fp16), with conversions to and from fp32 registers. A `Pair`
+// holds the numbers of two registers in whichever order is cheapest to load, for code that treats each number
+// alone. as_pair() converts two registers in order to a Pair; in_order() does the reverse.
 
 #include "core/vec_simd.h"
 
@@ -12,7 +12,7 @@ struct Pair {
   F32 first, second;
 };
 
-// A NaN with nothing in its lower half, as store_pair of bf16 wants those that it is made from.
+// Replaces a NaN by one whose lower 16 bits are zero, as BFloat16::store_pair requires.
 SHOESTRING_INLINE F32 plain_nan(F32 x) { return x == x ? x : splat(__builtin_nanf("")); }
 
 struct Float {
@@ -33,7 +33,8 @@ struct BFloat16 {
     const U32 both = load_as<U32>(p);
     return {as_float(both << 16), as_float(both & 0xffff0000u)};
   }
-  // Of what was made from bf16: a NaN among it has nothing in its lower half that rounding could carry over.
+  // Only for numbers computed from bf16: any NaN among them then has a zero lower half, which cannot carry
+  // over when rounding.
   static SHOESTRING_METHOD void store_pair(uint16_t* p, Pair x) {
     const U32 both = (round_upper_half(x.first) >> 16) | (round_upper_half(x.second) & 0xffff0000u);
     __builtin_memcpy(p, &both, sizeof both);
@@ -67,7 +68,7 @@ struct Half {
   }
 };
 
-// The first n elements, which may be more than a register's or none; what is missing is zero.
+// Loads the first n elements and fills the other lanes with zeros. n may be zero or exceed the register.
 template <class E>
 SHOESTRING_INLINE F32 load_some(const typename E::Type* p, int64_t n) {
   if (n >= kLanes) return E::load(p);

@@ -1,6 +1,6 @@
 #pragma once
 
-// For what the kernels of every device share: inline everywhere, and on a GPU where nvcc compiles it.
+// Marks functions that CPU and CUDA kernels share: always inline, and also compiled for the GPU by nvcc.
 #if defined(__CUDACC__)
 #define SHOESTRING_HOST_DEVICE __host__ __device__ __forceinline__
 #else

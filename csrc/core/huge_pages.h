@@ -4,9 +4,9 @@
 
 namespace shoestring {
 
-/// `fresh`, a tensor that nobody has written to: if it is large and on the CPU, its memory comes in huge
-/// pages where the system gives them on request. A new page costs a trap into the kernel, for 4 KiB more than
-/// writing them does.
+/// Requests huge pages for the memory of `fresh`, a CPU tensor of at least 4 MiB that nobody has written to
+/// yet, and returns it. Other tensors are returned unchanged. Each new 4 KiB page costs a page fault, which
+/// takes longer than writing the page.
 at::Tensor in_huge_pages(at::Tensor fresh);
 
 }  // namespace shoestring

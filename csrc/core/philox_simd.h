@@ -1,15 +1,14 @@
 #pragma once
 
-// Random bits for a block's elements (core/philox.h), a counter a lane.
+// Random bits for the elements of a block (see core/philox.h), with one Philox counter per lane.
 
 #include "core/philox.h"
 #include "core/vec_simd.h"
 
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 
-// Counters are in lanes of 64 bits, a word in the lower half of each; what is in the upper half is of no
-// account. A product then needs no sorting: its lower word is where it should be, and the upper one a shift
-// away.
+// Each 64-bit lane holds one 32-bit word of a counter in its lower half; the upper half is ignored. After a
+// multiplication the product's lower word is already in place, and the upper word is one shift away.
 constexpr int kCounterLanes = kLanes / 2;
 typedef uint64_t U64 __attribute__((vector_size(kBytes)));
 
@@ -23,7 +22,7 @@ SHOESTRING_INLINE U64 multiply_words(U64 x, uint32_t factor) {
 #endif
 }
 
-// Four words of each counter, one counter after the other.
+// Stores the four words of each counter, one counter after the other.
 SHOESTRING_INLINE void store_counters(uint32_t* to, U64 a, U64 b, U64 c, U64 d) {
   const U64 low = (a & 0xffffffffu) | b << 32, high = (c & 0xffffffffu) | d << 32;
 #if defined(__AVX512F__)
@@ -44,12 +43,12 @@ SHOESTRING_INLINE void store_counters(uint32_t* to, U64 a, U64 b, U64 c, U64 d) 
 #endif
 }
 
-// 16 bits for each element of a block: counter `index` has those of elements 8 * index to 8 * index + 7, in
-// order.
+// Generates 16 random bits for each element of a block. Counter `index` yields the bits of elements 8 * index
+// to 8 * index + 7, in order.
 inline __attribute__((noinline)) void random_block(uint64_t seed, uint32_t step, uint32_t stream,
                                                    uint64_t block, uint16_t* bits) {
-  constexpr int kCounters = kernels::kRandomBlock / 8,
-                kTogether = 4;  // registers, whose products hide each other's latency
+  // kTogether registers are processed together, so that their multiplications hide each other's latency.
+  constexpr int kCounters = kernels::kRandomBlock / 8, kTogether = 4;
   U64 lanes;
   for (int i = 0; i < kCounterLanes; ++i) lanes[i] = i;
   uint32_t words[4 * kCounters];
@@ -57,8 +56,8 @@ inline __attribute__((noinline)) void random_block(uint64_t seed, uint32_t step,
     U64 c[kTogether][4];
 #pragma GCC unroll 4
     for (int j = 0; j < kTogether; ++j) {
-      const uint64_t index =
-          block * kCounters + first + j * kCounterLanes;  // the lowest: lanes carry into no other bits
+      // The counter of lane 0. Adding the lane numbers cannot carry into the upper word.
+      const uint64_t index = block * kCounters + first + j * kCounterLanes;
       c[j][0] = lanes + index;
       c[j][1] = U64{} + (index >> 32);
       c[j][2] = U64{} + step;

@@ -1,6 +1,6 @@
 #pragma once
 
-// Passes over a row of logits, a register at a time: of fp32, or of fp64, whose registers are of one element.
+// Loops and functions for a row of logits, one register at a time. fp64 "registers" hold one element.
 
 #include <math.h>
 
@@ -10,11 +10,11 @@ namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 
 constexpr float kLow = -__builtin_inff();
 
-// fp32 partial sums are folded into a double when each lane has added 256: the error stays that of short
-// sums.
+// Partial fp32 sums are added to a double after each lane has summed 256 elements, so the error stays that of
+// a short sum.
 constexpr int64_t kFold = 256 * kLanes;
 
-// Calls body(offset, count) for whole registers, then once for what is left.
+// Calls body(offset, count) for each step of kStep elements in [begin, end), then once for the remainder.
 template <int64_t kStep = kLanes, class Body>
 SHOESTRING_INLINE void sweep(int64_t begin, int64_t end, Body body) {
   int64_t i = begin;
@@ -22,7 +22,8 @@ SHOESTRING_INLINE void sweep(int64_t begin, int64_t end, Body body) {
   if (i < end) body(i, end - i);
 }
 
-// Calls body(offset, count) for whole registers and what is left, and fold() after each kFold elements.
+// Calls body(offset, count) for each step and the remainder, and fold() after every kFold elements and at the
+// end.
 template <int64_t kStep = kLanes, class Body, class Fold>
 SHOESTRING_INLINE void folded(int64_t vocab, Body body, Fold fold) {
   for (int64_t begin = 0; begin < vocab; begin += kFold) {
@@ -54,7 +55,7 @@ SHOESTRING_INLINE F32 tanh(F32 x) {
   return abs(x) < 0.625f ? near_zero : elsewhere;
 }
 
-// 1 - e^-x for x >= 0, also where that is small; NaN stays NaN.
+// Returns 1 - e^-x for x >= 0, accurate for small x as well. NaN stays NaN.
 SHOESTRING_INLINE F32 one_less_exp(F32 x) {
   F32 p = splat(-1.f / 40320);
   p = p * x + 1.f / 5040;
@@ -66,10 +67,10 @@ SHOESTRING_INLINE F32 one_less_exp(F32 x) {
   return x < 0.34f ? x + x * x * p : 1.f - exp(-x);
 }
 
-// ln(1 - w) for w in [0, 1), 1 - w a normal number: that is 2^n m with m in [0.7, 1.4), and ln m = 2
-// artanh((m - 1) / (m + 1)), where m - 1 is -w without rounding if n is 0. NaN stays NaN.
+// Returns ln(1 - w) for w in [0, 1) where 1 - w is a normal number. 1 - w is 2^n m with m in [0.7, 1.4), and
+// ln m = 2 artanh((m - 1) / (m + 1)). If n is 0, m - 1 is -w without rounding. NaN stays NaN.
 SHOESTRING_INLINE F32 log_of_rest(F32 w) {
-  U32 above = as_bits(1.f - w) - 0x3f333333u;  // 0.7
+  U32 above = as_bits(1.f - w) - 0x3f333333u;  // the bits of 0.7
   F32 n = __builtin_convertvector((I32)above >> 23, F32);
   F32 m = as_float((above & 0x7fffffu) + 0x3f333333u);
   F32 beyond = n == 0 ? -w : m - 1.f, s = beyond / (beyond + 2.f), square = s * s;
@@ -81,7 +82,7 @@ SHOESTRING_INLINE F32 log_of_rest(F32 w) {
   return w == w ? y : w;
 }
 
-// A register of T: of fp64 it is one number, and the same functions work on it.
+// The register type for element type T. For fp64 it is a plain double, so the same functions work on it.
 template <class T>
 struct Register;
 template <>

@@ -4,8 +4,8 @@
 
 namespace shoestring::kernels {
 
-/// x[0 .. count) *= *factor, each product rounded once; nothing is read or written where the factor is 1. The
-/// factor lies on the device: a double for scale_double, else a float.
+/// Multiplies x[0 .. count) by *factor and rounds each product once. Nothing is read or written if the factor
+/// is 1. The factor is in device memory: a double for scale_double, otherwise a float.
 struct ScaleCuda {
   const char* (*scale_float)(void* x, int64_t count, const void* factor, void* stream);
   const char* (*scale_bf16)(void* x, int64_t count, const void* factor, void* stream);

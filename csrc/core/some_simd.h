@@ -1,6 +1,6 @@
 #pragma once
 
-// Several registers that move together, also at the end of a row.
+// Groups of kWide registers that are loaded and stored together, also at the end of a row.
 
 #include "core/element_simd.h"
 
@@ -11,7 +11,8 @@ struct Some {
   F32 value[kWide];
 };
 
-// n: kWide registers of elements, or fewer at a row's end, where what is missing is zero.
+// Loads or stores n elements in order: kWide whole registers, or fewer at the end of a row. Loading fills
+// missing elements with zeros.
 template <class E, int kWide>
 SHOESTRING_INLINE Some<kWide> get_some(const typename E::Type* p, int64_t n) {
   Some<kWide> some;
@@ -30,7 +31,8 @@ SHOESTRING_INLINE void put_some(typename E::Type* p, const Some<kWide>& some, in
   if (n < kWide * kLanes) __builtin_memcpy(p, rest, n * sizeof rest[0]);
 }
 
-// The same with whole steps in whatever order they come cheapest, `Pair` by `Pair`; the rest is in order.
+// Loads or stores whole groups of registers in the order of `Pair`, which is cheapest. Partial groups at the
+// end of a row stay in order.
 template <class E, int kWide>
 SHOESTRING_INLINE Some<kWide> get_any(const typename E::Type* p, int64_t n) {
   if (n < kWide * kLanes) return get_some<E, kWide>(p, n);
@@ -49,7 +51,7 @@ SHOESTRING_INLINE void put_any(typename E::Type* p, const Some<kWide>& some, int
   for (int k = 0; k < kWide; k += 2) E::store_pair(p + k * kLanes, Pair{some.value[k], some.value[k + 1]});
 }
 
-// fp32 numbers in order to such steps, and back.
+// Converts fp32 numbers in order to the order of get_any() and put_any(), or back.
 template <class E, int kWide>
 SHOESTRING_INLINE Some<kWide> as_any(Some<kWide> some, int64_t n) {
   for (int k = 0; k < kWide && n == kWide * kLanes; k += 2) {

@@ -16,7 +16,7 @@ inline at::ScalarType compute_type(const at::Tensor& x) {
   return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-/// The elements of a bf16 or fp16 tensor as the kernels take them.
+/// Returns the data of a bf16 or fp16 tensor as the 16-bit integers that the CPU kernels take.
 inline uint16_t* bits(const at::Tensor& t) { return static_cast<uint16_t*>(t.mutable_data_ptr()); }
 inline const uint16_t* const_bits(const at::Tensor& t) {
   return static_cast<const uint16_t*>(t.const_data_ptr());

@@ -1,9 +1,9 @@
 #pragma once
 
-// Vectors of one register's width, in the compiler's own vector types: arithmetic, comparison and `mask ? a :
-// b` are the language's. Everything lives in the capability's namespace, so that the linker cannot merge a
-// function compiled for AVX-512 into code that an AVX2 machine runs. For the same reason *_simd files
-// use no standard templates.
+// SIMD vectors of one register's width, as the compiler's vector types: arithmetic, comparison and `mask ? a
+// : b` are language operators. Everything is in the capability's namespace, so that the linker cannot merge a
+// function compiled for AVX-512 into code for an AVX2 machine. For the same reason *_simd files use no
+// standard library templates.
 
 #include <cstdint>
 #include <cstring>
@@ -11,7 +11,7 @@
 #if defined(__x86_64__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored \
-    "-Wmaybe-uninitialized"  // GCC 12 takes its own undefined operands for mistakes
+    "-Wmaybe-uninitialized"  // GCC 12 warns about undefined operands in its own headers
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
@@ -26,13 +26,13 @@ constexpr int kBytes = 32;
 #else
 constexpr int kBytes = 16;
 #endif
-constexpr int kLanes = kBytes / 4;  // fp32 lanes of a register
+constexpr int kLanes = kBytes / 4;  // number of fp32 lanes in a register
 
 typedef float F32 __attribute__((vector_size(kBytes)));
 typedef int32_t I32 __attribute__((vector_size(kBytes)));
 typedef uint32_t U32 __attribute__((vector_size(kBytes)));
-typedef uint16_t U16 __attribute__((vector_size(kBytes / 2)));  // one 16-bit value a lane
-typedef uint8_t U8 __attribute__((vector_size(kBytes / 4)));    // one byte a lane
+typedef uint16_t U16 __attribute__((vector_size(kBytes / 2)));  // one 16-bit value per lane
+typedef uint8_t U8 __attribute__((vector_size(kBytes / 4)));    // one byte per lane
 
 #define SHOESTRING_INLINE static inline __attribute__((always_inline))
 #define SHOESTRING_METHOD inline __attribute__((always_inline))
@@ -52,7 +52,7 @@ SHOESTRING_INLINE V load_as(const T* p) {
 SHOESTRING_INLINE F32 load(const float* p) { return load_as<F32>(p); }
 SHOESTRING_INLINE void store(float* p, F32 v) { __builtin_memcpy(p, &v, sizeof v); }
 
-// The first n lanes; the others are `fill`.
+// Loads or stores the first n lanes. Loading sets the other lanes to `fill`.
 SHOESTRING_INLINE F32 load(const float* p, int64_t n, float fill) {
   F32 v = splat(fill);
   __builtin_memcpy(&v, p, n * sizeof(float));
@@ -60,7 +60,7 @@ SHOESTRING_INLINE F32 load(const float* p, int64_t n, float fill) {
 }
 SHOESTRING_INLINE void store(float* p, F32 v, int64_t n) { __builtin_memcpy(p, &v, n * sizeof(float)); }
 
-// b where either is NaN.
+// Maximum and minimum per lane. The result is b if a or b is NaN.
 #if defined(__AVX512F__)
 SHOESTRING_INLINE F32 max(F32 a, F32 b) { return _mm512_max_ps(a, b); }
 SHOESTRING_INLINE F32 min(F32 a, F32 b) { return _mm512_min_ps(a, b); }
@@ -88,7 +88,7 @@ SHOESTRING_INLINE I32 widen(const uint8_t* p) {
   return (I32)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
 #else
-SHOESTRING_INLINE F32 fma(F32 a, F32 b, F32 c) { return a * b + c; }  // rounded twice
+SHOESTRING_INLINE F32 fma(F32 a, F32 b, F32 c) { return a * b + c; }  // rounds twice, unlike a true FMA
 SHOESTRING_INLINE F32 sqrt(F32 x) {
   for (int i = 0; i < kLanes; ++i) x[i] = __builtin_sqrtf(x[i]);
   return x;
@@ -101,8 +101,8 @@ SHOESTRING_INLINE bool any(I32 mask) {
 SHOESTRING_INLINE I32 widen(const uint8_t* p) { return __builtin_convertvector(load_as<U8>(p), I32); }
 #endif
 
-// A table of eight numbers, looked up by the low three bits of each lane: in a register where there is one to
-// hold it.
+// Looks up eight fp32 numbers by the low three bits of each lane. The table is kept in a register if the CPU
+// can shuffle by index.
 #if defined(__AVX512F__)
 typedef F32 Table8;
 SHOESTRING_INLINE Table8 load_table8(const float* p) { return _mm512_broadcast_f32x8(_mm256_loadu_ps(p)); }
@@ -121,7 +121,7 @@ SHOESTRING_INLINE F32 lookup(Table8 t, U32 i) {
 }
 #endif
 
-// -x where the sign bit of `sign` is set, else x; may be 0 where `sign` is 0.
+// Returns -x if the sign bit of `sign` is set, otherwise x. With AVX2 the result is 0 if `sign` is 0.
 SHOESTRING_INLINE I32 copy_sign(I32 x, F32 sign) {
 #if defined(__AVX512F__)
   return (I32)_mm512_mask_sub_epi32((__m512i)x, _mm512_movepi32_mask((__m512i)sign), (__m512i)I32{},
@@ -134,7 +134,8 @@ SHOESTRING_INLINE I32 copy_sign(I32 x, F32 sign) {
 #endif
 }
 
-// x plus one where a > b. Said so, a mask need not become a number first.
+// Returns x + 1 where a > b, otherwise x. With AVX-512 the mask is used directly and not converted to a
+// number.
 SHOESTRING_INLINE I32 add_where_greater(I32 x, F32 a, F32 b) {
 #if defined(__AVX512F__)
   const __mmask16 greater = _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ);
@@ -144,7 +145,7 @@ SHOESTRING_INLINE I32 add_where_greater(I32 x, F32 a, F32 b) {
 #endif
 }
 
-// The smaller ones of the lanes' halves, each for itself.
+// Returns the minimum of each 16-bit half of the lanes separately.
 SHOESTRING_INLINE U32 min_halves(U32 a, U32 b) {
 #if defined(__AVX512F__)
   return (U32)_mm512_min_epu16((__m512i)a, (__m512i)b);
@@ -156,10 +157,11 @@ SHOESTRING_INLINE U32 min_halves(U32 a, U32 b) {
 #endif
 }
 
-// Stores four registers of numbers, in order, as bytes; with `bias` they are in [0, 255].
+// Stores four registers of integers as bytes, in order. After `bias` is added, the integers are in [0, 255].
 SHOESTRING_INLINE void store_bytes(uint8_t* p, I32 a, I32 b, I32 c, I32 d, int bias) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-  // Packing works within 128-bit halves; the permutation puts the groups of four bytes in order again.
+  // The pack instructions work within 128-bit halves, so a permutation restores the order of the groups of
+  // four bytes.
   const __m256i offset = _mm256_set1_epi16(static_cast<int16_t>(bias));
   __m256i low = _mm256_add_epi16(_mm256_packs_epi32((__m256i)a, (__m256i)b), offset);
   __m256i high = _mm256_add_epi16(_mm256_packs_epi32((__m256i)c, (__m256i)d), offset);
@@ -179,7 +181,7 @@ SHOESTRING_INLINE void store_bytes(uint8_t* p, I32 a, I32 b, I32 c, I32 d, int b
 #endif
 }
 
-// bf16 is the upper half of an fp32; rounding is to nearest, ties to even, and NaN stays NaN.
+// A bf16 number is the upper half of an fp32 number. Rounding is to nearest, ties to even; NaN stays NaN.
 #if defined(__AVX512F__)
 SHOESTRING_INLINE F32 from_bf16(U16 x) { return as_float((U32)_mm512_cvtepu16_epi32((__m256i)x) << 16); }
 #elif defined(__AVX2__)
@@ -187,8 +189,8 @@ SHOESTRING_INLINE F32 from_bf16(U16 x) { return as_float((U32)_mm256_cvtepu16_ep
 #else
 SHOESTRING_INLINE F32 from_bf16(U16 x) { return as_float(__builtin_convertvector(x, U32) << 16); }
 #endif
-// In the upper halves; what is below them is of no account. The first may make a number of a NaN with bits
-// there.
+// These two functions return the bf16 number in the upper half of each lane; the lower half is undefined.
+// round_upper_half() may turn a NaN with bits in its lower half into a number.
 SHOESTRING_INLINE U32 round_upper_half(F32 x) {
   const U32 bits = as_bits(x), above = bits + 0x7fffu;
 #if defined(__AVX512F__)
@@ -201,7 +203,7 @@ SHOESTRING_INLINE U32 round_upper_half(F32 x) {
 SHOESTRING_INLINE U32 rounded_bf16(F32 x) { return x == x ? round_upper_half(x) : as_bits(x) | 0x400000u; }
 SHOESTRING_INLINE U16 to_bf16(F32 x) { return __builtin_convertvector(rounded_bf16(x) >> 16, U16); }
 
-// The upper halves of two registers, in order.
+// Stores the upper halves of the lanes of two registers, in order.
 SHOESTRING_INLINE void store_upper_halves(uint16_t* p, U32 a, U32 b) {
 #if defined(__AVX512F__)
   __m512i odd;
@@ -212,7 +214,7 @@ SHOESTRING_INLINE void store_upper_halves(uint16_t* p, U32 a, U32 b) {
   }
   _mm512_storeu_si512(p, _mm512_permutex2var_epi16((__m512i)a, odd, (__m512i)b));
 #elif defined(__AVX2__)
-  __m256i both = _mm256_packus_epi32((__m256i)(a >> 16), (__m256i)(b >> 16));  // within 128-bit halves
+  __m256i both = _mm256_packus_epi32((__m256i)(a >> 16), (__m256i)(b >> 16));  // packs within 128-bit halves
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(both, 0xd8));
 #else
   U16 x = __builtin_convertvector(a >> 16, U16), y = __builtin_convertvector(b >> 16, U16);
@@ -232,8 +234,8 @@ SHOESTRING_INLINE U16 to_fp16(F32 x) {
   return (U16)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 #else
-// Exponent and mantissa move up 13 bits; the multiplication by 2^112 re-biases and normalises subnormals at
-// once.
+// Shifts exponent and mantissa up by 13 bits. A multiplication by 2^112 then corrects the exponent bias and
+// normalises subnormal numbers.
 SHOESTRING_INLINE F32 from_fp16(U16 x) {
   U32 h = __builtin_convertvector(x, U32);
   F32 magnitude = as_float((h & 0x7fffu) << 13) * 0x1p112f;
@@ -244,7 +246,7 @@ SHOESTRING_INLINE U16 to_fp16(F32 x) {
   U32 sign = (as_bits(x) >> 16) & 0x8000u;
   U32 bits = as_bits(x) & 0x7fffffffu;
   U32 normal = (bits - (112u << 23) + 0xfffu + ((bits >> 13) & 1u)) >> 13;
-  // Below 2^-14 the sum with 0.5 leaves the rounded subnormal in the low mantissa bits.
+  // For magnitudes below 2^-14, adding 0.5 leaves the rounded subnormal number in the low mantissa bits.
   U32 small = as_bits(as_float(bits) + 0.5f) - 0x3f000000u;
   U32 half = bits < 0x38800000u ? small : normal;
   half = bits >= 0x477ff000u ? U32{} + 0x7c00u : half;

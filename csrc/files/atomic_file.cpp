@@ -16,7 +16,8 @@ namespace shoestring::files {
 
 AtomicFile::AtomicFile(std::string caller, std::string path)
     : caller_(std::move(caller)), path_(std::move(path)) {
-  // Two writers of one path must not share a temporary file; one that a killed process left is stepped over.
+  // Two writers of one path must not share a temporary file. A temporary file that a killed process left
+  // behind is skipped.
   for (int i = 0; fd_ < 0; ++i) {
     temporary_ = path_ + ".tmp" + std::to_string(::getpid()) + "-" + std::to_string(i);
     fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
@@ -38,7 +39,7 @@ void AtomicFile::commit() {
   if (::fsync(fd_) != 0) fail("cannot write", errno);
   if (std::rename(temporary_.c_str(), path_.c_str()) != 0) fail("cannot put the file in place", errno);
   ::close(std::exchange(fd_, -1));
-  // The rename itself is on disk once the folder is.
+  // The rename itself is on disk only after the folder is synced.
   const auto slash = path_.rfind('/');
   sync_folder(caller_, slash == std::string::npos ? "." : path_.substr(0, slash + 1));
 }
@@ -58,8 +59,8 @@ void remove_file(const std::string& caller, const std::string& path) {
 
 void sync_folder(const std::string& caller, const std::string& path) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  const bool synced =
-      fd >= 0 && (::fsync(fd) == 0 || errno == EINVAL);  // EINVAL: a file system without folder sync
+  // fsync() fails with EINVAL on a file system that cannot sync folders.
+  const bool synced = fd >= 0 && (::fsync(fd) == 0 || errno == EINVAL);
   const int error = errno;
   if (fd >= 0) ::close(fd);
   TORCH_CHECK(synced, caller, ": ", path, ": cannot sync the folder: ", std::strerror(error));

@@ -5,8 +5,9 @@
 
 namespace shoestring::files {
 
-/// A file that appears under its name only when it is complete and on disk: written beside it, synced, then
-/// renamed. Errors are c10::Error and begin with `caller`; without commit() nothing is left behind.
+/// A file that appears under its final name only when it is complete and on disk. It is written to a
+/// temporary file in the same folder, synced, and then renamed. Without commit() the temporary file is
+/// removed. Errors are c10::Error and begin with `caller`.
 class AtomicFile {
  public:
   AtomicFile(std::string caller, std::string path);
@@ -25,14 +26,14 @@ class AtomicFile {
   int64_t written_ = 0;
 };
 
-/// Removes a file, where it is there.
+/// Removes a file if it exists.
 void remove_file(const std::string& caller, const std::string& path);
 
-/// Returns once the names in a folder are on disk.
+/// Syncs a folder: returns once the names of its files are on disk.
 void sync_folder(const std::string& caller, const std::string& path);
 
-/// Makes a folder, and those above it, where they are not there. (Not std::filesystem: LibTorch exports an
-/// older library's copy of it, which crashes where it is called.)
+/// Creates a folder and its missing parents. Does not use std::filesystem: LibTorch exports an older version
+/// of that library, and calls to it crash.
 void make_folders(const std::string& caller, const std::string& path);
 
 }  // namespace shoestring::files

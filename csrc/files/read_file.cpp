@@ -13,8 +13,8 @@
 namespace shoestring::files {
 namespace {
 
-constexpr int kDeepest = 64;          // objects and lists in each other; a real file has 4
-constexpr int64_t kMost = 1'000'000;  // values; a real file has one for each tensor
+constexpr int kDeepest = 64;          // nesting depth of objects and lists; real files have 4
+constexpr int64_t kMost = 1'000'000;  // values in a JSON text; real files have one per tensor
 
 struct Closer {
   int fd;
@@ -24,7 +24,7 @@ struct Closer {
 }  // namespace
 
 int open_regular(const std::string& caller, const std::string& path, int64_t& size) {
-  // O_NONBLOCK: a named pipe is refused below, not waited for.
+  // With O_NONBLOCK, open() does not wait on a named pipe, which is refused below.
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   TORCH_CHECK_VALUE(fd >= 0, caller, ": ", path, ": cannot open: ", std::strerror(errno));
   struct stat info{};

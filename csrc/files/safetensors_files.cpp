@@ -13,13 +13,13 @@ namespace shoestring::files {
 
 namespace {
 
-constexpr int64_t kMaxIndex = 16'000'000;  // 100 bytes a tensor
+constexpr int64_t kMaxIndex = 16'000'000;  // bytes, about 100 per tensor
 
 }  // namespace
 
 SafetensorsFiles::SafetensorsFiles(const std::string& path) {
-  // stat, and not std::filesystem: LibTorch exports an older library's copy of it, which crashes where it is
-  // called.
+  // Uses stat() and not std::filesystem: LibTorch exports an older version of that library, and calls to it
+  // crash.
   struct stat info{};
   const bool folder = ::stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
   const std::string single = folder ? path + "/model.safetensors" : path, index = single + ".index.json";
@@ -50,7 +50,7 @@ void SafetensorsFiles::open_shards(const std::string& folder, const std::string&
     TORCH_CHECK(shard.is_string(), "safetensors: ", index, ": tensor ", quote(name),
                 ": expected the name of a file");
     const auto file = shard.get<std::string>();
-    // A name with a folder in it could lead anywhere on the disk.
+    // A name that contains a folder could point anywhere on the disk.
     TORCH_CHECK(!file.empty() && file.size() <= NAME_MAX &&
                     file.find_first_of(std::string("/\\\0", 3)) == std::string::npos,
                 "safetensors: ", index, ": tensor ", quote(name),
@@ -60,7 +60,7 @@ void SafetensorsFiles::open_shards(const std::string& folder, const std::string&
       files_.push_back(std::make_unique<SafetensorsFile>(folder + "/" + file));
       open = files_.back().get();
     }
-    open->entry(name);  // an error where it is not there
+    open->entry(name);  // raises an error if the shard lacks the tensor
     where_[name] = open;
   }
   for (const auto& file : files_) {

@@ -9,16 +9,17 @@
 
 namespace shoestring::files {
 
-/// The tensors of one safetensors file, or of a Hugging Face model directory: its model.safetensors, or the
-/// shards that its model.safetensors.index.json names. Every header is read and checked at once, no tensor.
+/// The tensors of one safetensors file or of a Hugging Face model directory. A directory holds
+/// model.safetensors, or the shards that its model.safetensors.index.json lists. The constructor reads and
+/// checks every header but reads no tensor.
 class SafetensorsFiles {
  public:
   explicit SafetensorsFiles(const std::string& path);
 
-  /// File by file, in the order of their bytes.
+  /// Returns the tensors' names, file by file, in the order of their bytes.
   const std::vector<std::string>& names() const { return names_; }
   bool contains(const std::string& name) const { return where_.count(name) > 0; }
-  /// The file that holds `name`, which is there.
+  /// Returns the file that holds the tensor `name`, which must exist.
   const SafetensorsFile& file(const std::string& name) const { return *where_.at(name); }
   const SafetensorsFile::Entry& entry(const std::string& name) const { return file(name).entry(name); }
 

@@ -15,7 +15,8 @@ struct DType {
   at::ScalarType type;
 };
 
-// In the order in which files hold them: the widest first, so that every tensor is aligned.
+// The dtypes in the order in which tensors are stored in a file: the widest first, so that every tensor is
+// aligned.
 inline constexpr DType kDTypes[] = {
     {"U64", at::kUInt64},
     {"I64", at::kLong},
@@ -36,10 +37,10 @@ inline constexpr DType kDTypes[] = {
     {"BOOL", at::kBool},
 };
 
-inline constexpr int64_t kMaxHeader = 100'000'000;  // bytes; the format's own limit
-inline constexpr size_t kMaxDims = 64;              // no real tensor has as many
+inline constexpr int64_t kMaxHeader = 100'000'000;  // bytes; the limit of the safetensors format
+inline constexpr size_t kMaxDims = 64;              // no real tensor has this many dimensions
 
-/// Text from a file in a message: quoted, one line, of bounded length.
+/// Quotes text from a file for an error message, as one line of bounded length.
 inline std::string quote(std::string_view text) {
   constexpr size_t kLongest = 120;
   const bool cut = text.size() > kLongest;

@@ -1,4 +1,5 @@
-// The header is parsed event by event, never into a tree: 100 MB of "[[[[" would make a tree of gigabytes.
+// Parses the JSON header of a safetensors file event by event and never builds a tree: 100 MB of "[[[[" would
+// become a tree of gigabytes.
 
 #include "files/safetensors_header.h"
 
@@ -143,7 +144,7 @@ class Parser : public nlohmann::json_sax<Json> {
   void check_size(const Entry& entry) {
     int64_t bytes = c10::elementSize(entry.dtype);
     bool overflow = false;
-    // Sizes of 0 do not save a shape that overflows: strides are products of the other sizes.
+    // A size of 0 does not excuse a shape that overflows, because strides are products of the other sizes.
     for (int64_t size : entry.shape)
       overflow |= __builtin_mul_overflow(bytes, std::max<int64_t>(size, 1), &bytes);
     if (overflow) fail_tensor("shape: [", c10::Join(", ", entry.shape), "] overflows 64 bits");

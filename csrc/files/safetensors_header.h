@@ -9,11 +9,11 @@
 namespace shoestring::files {
 
 struct Header {
-  std::vector<SafetensorsFile::Entry> entries;  // by position in the file
+  std::vector<SafetensorsFile::Entry> entries;  // ordered by position in the file
   Metadata metadata;
 };
 
-/// Parses and checks a header's JSON; `data` is the number of bytes that follow it in the file `path`.
+/// Parses and checks the JSON of a header. `data` is the number of bytes after the header in the file `path`.
 Header parse_header(const std::string& path, std::string_view text, int64_t data);
 
 }  // namespace shoestring::files

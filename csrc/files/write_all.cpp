@@ -16,9 +16,11 @@ namespace shoestring::files {
 namespace {
 
 constexpr int64_t kPiece = int64_t{8} << 20;
-constexpr int64_t kFew = int64_t{1} << 20;  // may stay: to ask the system takes as long as to write them
+constexpr int64_t kFew =
+    int64_t{1} << 20;  // bytes; for smaller buffers, reading /proc/self/maps takes as long as writing them
 
-// Whether memory is one shared mapping. Its pages may be dropped: what was changed in them stays in the file.
+// Returns true if the memory range is part of one shared mapping. Its pages may then be dropped, because
+// changes to them are kept in the mapped file.
 bool is_shared_mapping([[maybe_unused]] uintptr_t begin, [[maybe_unused]] uintptr_t end) {
 #if defined(__linux__)
   const std::unique_ptr<FILE, int (*)(FILE*)> maps(std::fopen("/proc/self/maps", "re"), &std::fclose);

@@ -11,7 +11,7 @@ void gemm(const Tensor& out, const Tensor& a, const Tensor& b, double beta, doub
   if (!out.is_cuda()) {
     gemm_cpu(out, a, b, beta, alpha);
   } else if (out.scalar_type() == a.scalar_type()) {
-    // One tensor as self and as out: PyTorch then copies nothing, and with beta = 0 does not read it.
+    // Passing one tensor as self and as out avoids a copy, and with beta = 0 PyTorch does not read it.
     at::addmm_out(result, result, a, b, beta, alpha);
   } else {
     at::addmm_out(result, result, a, b, out.scalar_type(), beta, alpha);

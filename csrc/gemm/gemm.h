@@ -4,31 +4,34 @@
 
 namespace shoestring::gemm {
 
-/// How many pieces of a size there are, the last one perhaps smaller.
+/// Returns the number of pieces of length `size` that cover `total`. The last piece may be shorter.
 constexpr int64_t parts_of(int64_t total, int64_t size) { return (total + size - 1) / size; }
 
-/// out (m, n) = beta * out + alpha * a (m, k) b (k, n), accumulated in fp32 (fp64 for fp64).
+/// Computes out (m, n) = beta * out + alpha * a (m, k) b (k, n), accumulated in fp32 (fp64 for fp64).
 ///
-/// a and b: fp32, fp64, bf16 or fp16, on CUDA of one dtype; out: that dtype or, for 16 bits, fp32. Each may
-/// be a transposed or row-strided view, which is read and written as it lies. On CUDA cuBLAS multiplies, and
-/// fp32 follows torch.backends.cuda.matmul. On the CPU 16-bit operands are widened on their way into cache,
-/// or, two of bf16, multiplied by the CPU's units for them; sums do not depend on the number of threads.
+/// a and b are fp32, fp64, bf16 or fp16; on CUDA they have the same dtype. out has that dtype or, for 16-bit
+/// operands, fp32. Each matrix may be a transposed or row-strided view; no copy of it is made. On CUDA,
+/// cuBLAS computes the product, and fp32 follows torch.backends.cuda.matmul. On the CPU, 16-bit operands are
+/// widened to fp32 while they are packed for the cache. Two bf16 operands use the CPU's bf16 instructions
+/// instead, if it has them. The sums do not depend on the number of threads.
 void gemm(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta = 0, double alpha = 1);
-/// What a product on the CPU packs into, about, at most: 8 MiB for all threads and 256 KiB for each.
+/// Upper bound (approximate) on the memory of packed panels in a CPU product: 8 MiB shared by all threads and
+/// 256 KiB per thread.
 constexpr int64_t kGemmWorkspace = int64_t{9} << 20;
 
-/// True where gemm on this CPU reads 16-bit operands of a product in `type` as they lie; else it copies them
-/// first.
+/// Returns true if gemm() on this CPU reads 16-bit operands directly for a product in `type`. Otherwise it
+/// converts them to `type` first.
 bool gemm_widens(at::ScalarType type);
 void gemm_cpu(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta, double alpha);
 
-/// gemm on a CPU, where one product of bf16 matrices may be rounded to bf16 before it is written or added, as
-/// PyTorch's own are: for a few rows the library's product is then several times faster. With AMX, terms that
+/// Computes gemm() on the CPU, but may round a product of bf16 matrices to bf16 before writing or adding it,
+/// as PyTorch does. For a few rows the library's product is then several times faster. With AMX, terms that
 /// are added to an fp32 `out` are never rounded.
 void gemm_rounded(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta = 0,
                   double alpha = 1);
 
-/// out = bias (n) + alpha * a b, all of one dtype: cuBLAS adds the bias as it writes.
+/// Computes out = bias (n) + alpha * a b; all tensors have the same dtype. cuBLAS adds the bias while it
+/// writes the result.
 void gemm_bias(const at::Tensor& out, const at::Tensor& bias, const at::Tensor& a, const at::Tensor& b,
                double alpha = 1);
 

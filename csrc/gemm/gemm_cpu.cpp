@@ -1,7 +1,7 @@
-// The longer of the result's sides is cut into blocks, and a thread packs those that are its own, each for
-// the second-level cache; the other side is packed before, once for all, as much of its depth as kSharedBytes
-// hold. So the larger operand is read from memory once, and threads wait for each other only at the end of
-// such a round.
+// Matrix products on the CPU. The longer side of the result is split into blocks; each thread packs the
+// panels of its own blocks so that they fit the L2 cache. The panels of the shorter side are packed once and
+// shared by all threads. They cover as much of the depth at a time as kSharedBytes holds. So the larger
+// operand is read from memory once, and threads synchronise only after each such round.
 
 #include <algorithm>
 #include <mutex>
@@ -22,17 +22,18 @@ namespace {
 
 using at::Tensor;
 
-// Of a panel, at most. A tile's sums begin anew with each, so errors grow with the square root of this and
-// not of the whole depth; and a panel of 32 columns, 24 KiB, stays in the first-level cache.
+// The largest depth of a panel. The sums of a tile start anew with each panel, so rounding errors grow with
+// the square root of this value and not of the whole depth. A panel of 32 columns then takes 24 KiB and stays
+// in the L1 cache.
 constexpr int64_t kDepth = 192;
-constexpr int64_t kBlockBytes = int64_t{256} << 10;  // of panels that a thread packs for itself
-constexpr int64_t kResultBytes = int64_t{768}
-                                 << 10;  // of the result, which each piece of the depth is added to
-constexpr int64_t kSharedBytes = int64_t{8} << 20;  // of panels for all
-constexpr int64_t kSkinny = 48;                     // columns; more, and packing is repaid
-constexpr int64_t kFewLines = 8;                    // fewer, and the product is no faster than packing
+constexpr int64_t kBlockBytes = int64_t{256} << 10;  // of the panels that each thread packs for itself
+// The part of the result, in bytes, that a block covers. Each piece of the depth is added to it.
+constexpr int64_t kResultBytes = int64_t{768} << 10;
+constexpr int64_t kSharedBytes = int64_t{8} << 20;  // of the panels that all threads share
+constexpr int64_t kSkinny = 48;                     // columns of b; with more of them, packing pays off
+constexpr int64_t kFewLines = 8;  // with fewer rows or columns, packing takes as long as the product
 
-// One operand: the rows of a, or the columns of b, in panels of `width`.
+// One operand of a product, the rows of a or the columns of b ("lines"), split into panels of `width` lines.
 struct Side {
   Side(const kernels::GemmProduct& product, const Tensor& matrix, int line_dim, int64_t width)
       : lines(matrix.size(line_dim)), width(width), panels(parts_of(lines, width)), product(product),
@@ -41,10 +42,10 @@ struct Side {
     depth_stride = matrix.size(1 - line_dim) == 1 ? 1 : this->matrix.stride(1 - line_dim);
   }
 
-  // Elements of a panel.
+  // Returns the number of floats in a packed panel.
   int64_t packed(int64_t depth) const { return kernels::packed_size(depth, product.steps, width); }
 
-  // Panels [first, last), of their depth [begin, begin + depth).
+  // Packs panels [first, last) for the depths [begin, begin + depth) into `out`.
   void pack(int64_t first, int64_t last, int64_t begin, int64_t depth, float* out) const {
     const int64_t line = first * width, count = std::min(last * width, lines) - line;
     const int64_t offset = line * line_stride + begin * depth_stride;
@@ -128,8 +129,8 @@ void multiply(const kernels::GemmProduct& product, float* c, int64_t stride, con
   const int64_t fit =
       kSharedBytes / static_cast<int64_t>(sizeof(float)) / (shared.panels * shared.packed(piece));
   const int64_t round = piece * std::max<int64_t>(1, std::min(fit, parts_of(depth, piece)));
-  // Blocks of equal size, as many for each thread. Where there are fewer than threads, they share a block:
-  // each has a part of the other side.
+  // Blocks have equal size, and each thread gets the same number of them. If there are fewer blocks than
+  // threads, several threads share a block and split the other side between them.
   const int64_t fit_packed = kBlockBytes / static_cast<int64_t>(sizeof(float)) / own.packed(piece);
   const int64_t fit_result = kResultBytes / static_cast<int64_t>(sizeof(float)) / (own.width * shared.lines);
   const int64_t block_fit = std::max<int64_t>(1, std::min(fit_packed, fit_result));
@@ -143,8 +144,8 @@ void multiply(const kernels::GemmProduct& product, float* c, int64_t stride, con
 
   for (int64_t begin = 0; begin < depth; begin += round) {
     const int64_t end = std::min(depth, begin + round);
-    // Calls body(d, count, panels) for the pieces of this round; `panels` is where the shared ones of a piece
-    // are.
+    // Calls body(d, count, panels) for each piece of the depth in this round. `panels` points to the shared
+    // panels of that piece.
     const auto for_each_piece = [&](auto body) {
       for (int64_t d = begin; d < end; d += piece) {
         body(d, std::min(piece, end - d), all + (d - begin) / piece * piece_size);
@@ -181,7 +182,8 @@ void multiply(const kernels::GemmProduct& product, float* c, int64_t stride, con
   }
 }
 
-// c (m, n) = beta c + alpha a b for few columns n, and rows of a that lie along the depth.
+// Returns true if b has few columns and the rows of a are contiguous along the depth. multiply_skinny() then
+// computes c (m, n) = beta c + alpha a b.
 bool is_skinny(const Tensor& a, const Tensor& b) {
   return b.size(1) <= kSkinny && a.size(0) >= 4 * b.size(1) && (a.stride(1) == 1 || a.size(1) == 1);
 }
@@ -210,7 +212,7 @@ void multiply_skinny(const Tensor& c, const Tensor& a, const Tensor& b, float al
                    });
 }
 
-// Whether the CPU's units for bf16 may multiply them.
+// Returns true if the product may use the CPU's bf16 instructions.
 bool by_bf16_units(const Tensor& a, const Tensor& b) {
   return a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16 && multiplies_bf16();
 }
@@ -225,15 +227,16 @@ bool has_amx() {
 #endif
 }
 
-// c (m, n) = beta c + alpha a b of bf16 matrices by oneDNN's AMX kernels, which add in fp32 and write fp32.
-// c's rows are contiguous. A task keeps a panel of a (256 x 1,024: 512 KiB) and a packed block of b (1,024 x
-// 64: 128 KiB) in the L2 cache.
+// Computes c (m, n) = beta c + alpha a b for bf16 matrices with oneDNN's AMX kernels, which accumulate and
+// write fp32. The rows of c are contiguous. A task keeps a panel of a (256 x 1,024: 512 KiB) and a packed
+// block of b (1,024 x 64: 128 KiB) in the L2 cache.
 void multiply_amx(const Tensor& c, const Tensor& a, const Tensor& b, double alpha, double beta) {
   namespace blas = at::native::cpublas;
-  constexpr int64_t kRows = 256, kColumns = 64, kPiece = 1024;  // kColumns: the most that pack() takes
+  constexpr int64_t kRows = 256, kColumns = 64,
+                    kPiece = 1024;  // kColumns: the largest width that pack() accepts
   const int64_t m = a.size(0), n = b.size(1), odd = a.size(1) % 2, depth = a.size(1) + odd;
-  const Tensor left =
-      odd != 0 ? at::constant_pad_nd(a, {0, 1}) : a.contiguous();  // AMX adds pairs of products
+  // AMX adds products in pairs, so an odd depth is padded with zeros.
+  const Tensor left = odd != 0 ? at::constant_pad_nd(a, {0, 1}) : a.contiguous();
   const Tensor right = odd != 0 ? at::constant_pad_nd(b, {0, 0, 0, 1}) : b.contiguous();
   const int64_t blocks = parts_of(n, kColumns), tiles = parts_of(m, kRows);
   const Tensor packed = at::empty({blocks, depth, kColumns}, right.options());
@@ -251,7 +254,8 @@ void multiply_amx(const Tensor& c, const Tensor& a, const Tensor& b, double alph
   const auto* rows = left.const_data_ptr<at::BFloat16>();
   float* out = sum.mutable_data_ptr<float>();
   const int64_t stride = sum.stride(0);
-  // A task is a tile of rows and a group of column blocks: four tasks for each thread, if there are as many.
+  // A task is a tile of rows and a group of column blocks. Each thread gets four tasks, if there are that
+  // many.
   const int64_t groups = std::min(blocks, parts_of(4 * at::get_num_threads(), tiles));
   at::parallel_for(0, tiles * groups, 1, [&](int64_t first, int64_t last) {
     for (int64_t task = first; task < last; ++task) {
@@ -307,14 +311,15 @@ void gemm_rounded(const Tensor& out, const Tensor& a, const Tensor& b, double be
     at::addmm_out(c, out, a, b, beta, alpha);
     return;
   }
-  // One product may be rounded to bf16, as PyTorch's own is. The terms of a sum may not: their errors would
-  // add up.
+  // A single product may be rounded to bf16, as PyTorch's own products are. The terms of a sum may not,
+  // because their errors would add up.
   const bool contiguous = out.scalar_type() == at::kFloat && (out.stride(1) == 1 || out.size(1) == 1);
   if (has_amx() && contiguous && a.size(1) > 0 && (beta != 0 || a.size(0) >= a.size(1))) {
     return multiply_amx(out, a, b, alpha, beta);
   }
+  // Rows per product, so that each product stays in the cache until it is added.
   const int64_t step = std::max<int64_t>(64, kSharedBytes / 2 / std::max<int64_t>(1, b.size(1)));
-  for (int64_t i = 0; i < a.size(0); i += step) {  // a product that stays in cache until it is added
+  for (int64_t i = 0; i < a.size(0); i += step) {
     const int64_t rows = std::min(step, a.size(0) - i);
     const Tensor product = at::mm(a.narrow(0, i, rows), b);
     Tensor part = c.narrow(0, i, rows);

@@ -6,22 +6,23 @@
 
 namespace shoestring::kernels {
 
-/// Behind a packed panel, in elements: packing may write there.
+/// Extra elements after each packed panel, which packing may overwrite.
 constexpr int64_t kGemmSlack = 16;
 
-/// Elements of a panel of `width` lines whose elements hold so many steps of the depth.
+/// Returns the size in elements of a packed panel of `width` lines. Each packed element holds `steps` steps
+/// of the depth.
 constexpr int64_t packed_size(int64_t depth, int64_t steps, int64_t width) {
   return (depth + steps - 1) / steps * width + kGemmSlack;
 }
 
-/// Products of matrices in fp32, a tile of `rows` by `columns` of the result at a time, whose sums stay in
-/// registers. Both operands are first packed: in panels of so many lines (rows of a, columns of b), the lines
-/// of a panel side by side for each step of the depth that is summed over. A panel that lacks lines is filled
-/// up with zeros.
+/// Matrix products in fp32. A product computes one tile of `rows` by `columns` of the result at a time and
+/// keeps its sums in registers. Both operands are packed into panels first. A panel holds `width` lines (rows
+/// of a, or columns of b), interleaved so that the lines' elements of one depth step are contiguous. Missing
+/// lines of the last panel are filled with zeros.
 struct GemmProduct {
-  // Packs `lines` lines of `depth` elements, element (l, d) at source[l * line_stride + d * depth_stride];
-  // one stride is 1. out: panels of packed_size elements. With a line stride of 1 the width is at most the
-  // product's columns.
+  // Packs `lines` lines of `depth` elements into panels of packed_size() elements. Element (l, d) is at
+  // source[l * line_stride + d * depth_stride], and one of the strides is 1. If line_stride is 1, width is at
+  // most the product's columns.
   void (*pack_float)(const float* source, int64_t lines, int64_t depth, int64_t line_stride,
                      int64_t depth_stride, int64_t width, float* out);
   void (*pack_bf16)(const uint16_t* source, int64_t lines, int64_t depth, int64_t line_stride,
@@ -29,28 +30,29 @@ struct GemmProduct {
   void (*pack_fp16)(const uint16_t* source, int64_t lines, int64_t depth, int64_t line_stride,
                     int64_t depth_stride, int64_t width, float* out);
 
-  // c (m, n), rows `stride` apart, = beta c + alpha a b, for packed a and b; c is not read where beta is 0.
-  // The panels of b are walked through once if b_outside, else those of a: the other side should fit the
-  // second-level cache.
+  // Computes c (m, n) = beta c + alpha a b for packed a and b. The rows of c are `stride` elements apart, and
+  // c is not read if beta is 0. If b_outside, the outer loop runs over the panels of b, otherwise over those
+  // of a. The operand of the inner loop should fit the L2 cache.
   void (*multiply)(const float* a, const float* b, int64_t m, int64_t n, int64_t depth, float* c,
                    int64_t stride, float alpha, float beta, bool b_outside);
 
-  // Of one panel of b: c (lines, columns), contiguous, = beta c + alpha a b, for panels of a, `a_stride`
-  // apart, of `width` lines, from least_rows to rows; c has room for the last panel's lines, all of which may
-  // be written. size: of the depth, in packed elements; the panels may begin amid it.
+  // Computes c (lines, columns) = beta c + alpha a b for one panel of b; c is contiguous. The panels of a are
+  // `a_stride` apart and `width` lines wide, from least_rows to rows. c has room for all lines of the last
+  // panel, which may be written. `size` is the depth in packed elements; the pointers may start in the middle
+  // of a panel.
   using Strip = void (*)(const float* a, int64_t a_stride, int64_t width, int64_t lines, const float* b,
                          int64_t size, float* c, float alpha, float beta);
   Strip strip;
 
-  int64_t steps;  // of the depth, that an element of a packed panel holds
+  int64_t steps;  // depth steps that one element of a packed panel holds
 };
 
 struct GemmTable {
   int64_t rows, least_rows, columns;
-  bool beats_library;  // else products of whole matrices are the library's
+  bool beats_library;  // if false, products of whole matrices use the BLAS library
   GemmProduct fp32;
-  // Both operands are rounded to bf16, and two of their products at a time are added in fp32. Where the CPU
-  // has the units.
+  // A product that rounds both operands to bf16 and adds two of their products at a time in fp32. Empty if
+  // the CPU has no bf16 instructions.
   GemmProduct bf16;
 };
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// Packing into panels: lines that lie side by side are copied, others transposed, a block of registers at a
-// time.
+// Packs rows or columns of a matrix into panels. Neighbouring lines (line stride 1) are copied; otherwise the
+// lines are transposed one block of registers at a time.
 
 #include "core/element_simd.h"
 #include "gemm/gemm_table.h"
@@ -9,28 +9,30 @@
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 
 #if defined(__AVX512F__)
-constexpr int kRows = 14, kLeastRows = 8;  // 28 of 32 registers hold sums; 16 hide the latency of an addition
+constexpr int kRows = 14,
+              kLeastRows = 8;  // 28 of the 32 registers hold sums; 16 sums hide the latency of an addition
 #elif defined(__AVX2__)
-constexpr int kRows = 6, kLeastRows = 6;  // 12 of 16
+constexpr int kRows = 6, kLeastRows = 6;  // 12 of the 16 registers hold sums
 #else
 constexpr int kRows = 4, kLeastRows = 4;
 #endif
-constexpr int kWide = 2;  // registers
+constexpr int kWide = 2;  // registers that hold one row of a result tile
 constexpr int kColumns = kWide * kLanes;
 
-// A step of a panel is whole registers, or less than one: what that has too much, the next step overwrites.
+// Packing writes whole registers for each depth step. If a panel is narrower than a register, the next step
+// overwrites the excess.
 static_assert(kRows <= kLanes && kLanes <= kernels::kGemmSlack);
 
-// What a packed panel's elements are: an fp32, or two steps of the depth in bf16, the first in the lower
-// half.
+// The contents of a packed panel's elements: One holds an fp32 number. Two holds two depth steps in bf16, the
+// first one in the lower half.
 struct One {
   static constexpr int kSteps = 1;
-  // Lines that lie side by side, `n` of them, `count` steps from p on.
+  // Loads one packed element for each of `n` neighbouring lines, from `count` depth steps starting at p.
   template <class Element>
   static SHOESTRING_METHOD F32 across(const typename Element::Type* p, int64_t n, int64_t, int64_t) {
     return load_some<Element>(p, n);
   }
-  // kLanes elements along the depth, of which n steps are there.
+  // Loads kLanes packed elements of one line along the depth, of which `n` steps exist.
   template <class Element>
   static SHOESTRING_METHOD F32 along(const typename Element::Type* p, int64_t n) {
     return load_some<Element>(p, n);
@@ -48,7 +50,8 @@ struct Two {
   }
   template <class Element>
   static SHOESTRING_METHOD F32 along(const typename Element::Type* p, int64_t n) {
-    if (__is_same(Element, BFloat16) && n >= 2 * kLanes) return load_as<F32>(p);  // as they lie
+    if (__is_same(Element, BFloat16) && n >= 2 * kLanes)
+      return load_as<F32>(p);  // bf16 pairs are already packed
     uint16_t both[2 * kLanes];
     store_upper_halves(both, rounded_bf16(load_some<Element>(p, n)),
                        rounded_bf16(load_some<Element>(p + kLanes, n - kLanes)));
@@ -62,15 +65,15 @@ SHOESTRING_INLINE I32 lanes() {
   return v;
 }
 
-// Kept out of the loop that it would slow down.
+// A separate function, because inlining it would slow down the calling loop.
 template <class Packed, class Element>
 __attribute__((noinline)) F32 across_some(const typename Element::Type* p, int64_t n, int64_t count,
                                           int64_t stride) {
   return Packed::template across<Element>(p, n, count, stride);
 }
 
-// Lines that lie side by side, one or two registers of a panel; `readable` elements are there from `source`
-// on.
+// Packs neighbouring lines (line stride 1) into one or two registers of a panel's width. `readable` elements
+// may be read from `source` on.
 template <class Packed, class Element, int kParts>
 void copy(const typename Element::Type* source, int64_t lines, int64_t readable, int64_t depth,
           int64_t depth_stride, int64_t width, float* out) {
@@ -91,7 +94,7 @@ void copy(const typename Element::Type* source, int64_t lines, int64_t readable,
   }
 }
 
-// Halves of as many lanes change places between rows that lie as far apart: the first step of a
+// Exchanges groups of kHalf lanes between rows that are kHalf apart. This is the first step of a
 // transposition.
 template <int kHalf>
 SHOESTRING_INLINE void exchange(F32 (&rows)[kLanes]) {
@@ -110,8 +113,8 @@ SHOESTRING_INLINE void exchange(F32 (&rows)[kLanes]) {
   }
 }
 
-// Once blocks of four lanes lie where they belong, the rest stays within 128 bits, which the units do at
-// once.
+// Transposes kLanes rows of kLanes elements. Once the blocks of four lanes are in place, all shuffles stay
+// within 128 bits, where they are fast.
 SHOESTRING_INLINE void transpose(F32 (&rows)[kLanes]) {
   if constexpr (kLanes >= 16) exchange<kLanes / 2>(rows);
   if constexpr (kLanes >= 8) exchange<4>(rows);
@@ -132,8 +135,8 @@ SHOESTRING_INLINE void transpose(F32 (&rows)[kLanes]) {
   }
 }
 
-// The blocks of kLanes elements along the depth that are whole, of kLines lines; how much of the depth that
-// was.
+// Transposes the whole blocks of kLanes packed elements along the depth, for kLines lines. Returns the depth
+// that these blocks cover.
 template <class Packed, class Element, int kLines>
 int64_t transpose_whole(const typename Element::Type* source, int64_t depth, int64_t line_stride,
                         int64_t width, float* out) {
@@ -151,7 +154,7 @@ int64_t transpose_whole(const typename Element::Type* source, int64_t depth, int
   return d;
 }
 
-// The others: of `lines` lines, or at the end of the depth.
+// Transposes a block with fewer than kLanes lines or at the end of the depth.
 template <class Packed, class Element>
 __attribute__((noinline)) void transpose_some(const typename Element::Type* source, int64_t lines,
                                               int64_t depth, int64_t line_stride, int64_t width, float* out) {
@@ -163,7 +166,7 @@ __attribute__((noinline)) void transpose_some(const typename Element::Type* sour
   for (int i = 0; i < kLanes && i * Packed::kSteps < depth; ++i) store(out + i * width, block[i]);
 }
 
-// Lines that each lie in one piece.
+// Packs lines that are each contiguous along the depth.
 template <class Packed, class Element>
 void transpose(const typename Element::Type* source, int64_t lines, int64_t depth, int64_t line_stride,
                int64_t width, float* out) {
@@ -192,8 +195,8 @@ void pack(const typename Element::Type* source, int64_t lines, int64_t depth, in
     }
     return;
   }
-  // So much of the depth is read by all panels while it is in cache, where steps that are pages apart share
-  // few places.
+  // This many depth steps are packed for all panels while they are in the cache. Fewer steps are used if they
+  // are 4 KiB or more apart, because such addresses compete for the same cache sets.
   const int64_t together =
       depth_stride * static_cast<int64_t>(sizeof(typename Element::Type)) < 4096 ? 32 : 16;
   for (int64_t d = 0; d < depth; d += together) {

@@ -27,16 +27,16 @@ using files::quote;
 using nn::LinearImpl;
 using nn::QuantizedLinearImpl;
 
-// Something in a module that has a name in files.
+// A tensor or quantised weight of a module, with its name in the files.
 struct Slot {
   std::string name;
-  Tensor tensor;                         // undefined where the weight is quantised
-  LinearImpl* linear = nullptr;          // whose weight it is
-  QuantizedLinearImpl* layer = nullptr;  // which holds the weight, quantised
+  Tensor tensor;                         // undefined if the weight is quantised
+  LinearImpl* linear = nullptr;          // the Linear layer that owns the weight, or null
+  QuantizedLinearImpl* layer = nullptr;  // the layer that holds the quantised weight, or null
 
   std::string prefix() const { return name.substr(0, name.size() - std::string("weight").size()); }
   std::string layer_name() const { return prefix().empty() ? "" : prefix().substr(0, prefix().size() - 1); }
-  // The same for two names of one thing.
+  // Returns the same pointer for two names of one tensor or layer.
   const void* identity() const {
     return layer != nullptr ? static_cast<const void*>(layer) : tensor.unsafeGetTensorImpl();
   }
@@ -69,12 +69,13 @@ void collect(const torch::nn::Module& module, const std::string& prefix, std::ve
   }
 }
 
-// How one slot is filled.
+// Describes how load_model fills one slot: from a quantised weight, by quantising a dense weight, or by
+// copying.
 struct Step {
   Slot slot;
-  std::optional<QuantizedKeys> keys;  // the file's weight is quantised
+  std::optional<QuantizedKeys> keys;  // set if the weight is already quantised in the file
   bool quantize = false;
-  at::ScalarType dtype = at::kFloat;  // of the tensor, or of the weight before it was quantised
+  at::ScalarType dtype = at::kFloat;  // of the tensor, or of the dense weight before quantisation
 };
 
 class Plan {
@@ -107,11 +108,11 @@ class Plan {
     }
   }
 
-  // By the name in the files.
+  // Returns the steps by their names in the files.
   const std::map<std::string, Step>& steps() const { return steps_; }
 
  private:
-  // False where the files have none of the names of one thing.
+  // Adds a step for a slot that has one or more names. Returns false if the files contain none of them.
   bool add(const std::vector<Slot>& names) {
     bool found = false;
     for (const Slot& slot : names) {
@@ -127,7 +128,7 @@ class Plan {
         taken_.insert(step.keys->names.begin(), step.keys->names.end());
       } else if (files_.contains(slot.name)) {
         check_dense(slot);
-        // A weight that something else uses too, such as the embedding, stays dense.
+        // A weight with several names, such as one tied to the embedding, stays dense.
         step.quantize = slot.layer != nullptr ||
                         (slot.linear != nullptr && names.size() == 1 && options_.quantize() != "none" &&
                          !lora::matches(slot.layer_name(), options_.skip()));
@@ -159,7 +160,7 @@ class Plan {
   const files::SafetensorsFiles& files_;
   const LoadOptions& options_;
   std::map<std::string, Step> steps_;
-  std::set<std::string> taken_;  // names in the files that the module has a use for
+  std::set<std::string> taken_;  // names in the files that fill a slot of the module
 };
 
 void load_quantized(const files::SafetensorsFiles& files, const Step& step) {
@@ -200,7 +201,8 @@ void load_dense(const files::SafetensorsFiles& files, const Step& step) {
 
 constexpr const char* kShard = "model-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].safetensors";
 
-// Loaders that look for an index first would go on reading a former model: its index goes before its shards.
+// Removes the index and the shards of an earlier model. Loaders that look for an index first would otherwise
+// go on reading that model, so the index is removed before its shards.
 void remove_shards(const std::string& directory) {
   files::remove_file("save_model", directory + "/model.safetensors.index.json");
   files::sync_folder("save_model", directory);
@@ -227,7 +229,7 @@ void load_model(torch::nn::Module& module, const std::string& path, const LoadOp
   torch::NoGradGuard no_grad;
   const files::SafetensorsFiles files(path);
   const integrations::Plan plan(module, files, path, options);
-  // One buffer for every dense weight on its way into a quantised one: memory that is freed between tensors
+  // All dense weights that are quantised on loading share one buffer, because memory freed between tensors
   // does not always go back to the system.
   int64_t largest = 0;
   for (const auto& [name, step] : plan.steps()) {
@@ -250,8 +252,8 @@ void load_model(torch::nn::Module& module, const std::string& path, const LoadOp
 }
 
 void save_model(const torch::nn::Module& module, const std::string& directory) {
-  const lora::DisableAdapterGuard guard(
-      const_cast<torch::nn::Module&>(module));  // trained copies are adapters' too
+  // The guard also disables trained copies of modules, which belong to adapters.
+  const lora::DisableAdapterGuard guard(const_cast<torch::nn::Module&>(module));
   std::vector<integrations::Slot> slots;
   integrations::collect(module, "", slots);
   TensorDict tensors;

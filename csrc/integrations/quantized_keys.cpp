@@ -20,11 +20,11 @@ using at::Tensor;
 using files::quote;
 using Json = nlohmann::json;
 
-// By the type of 4 bits.
+// The suffix of the key that describes a 4-bit weight, by quant_type.
 const std::map<std::string, std::string> kStates = {{"nf4", ".quant_state.bitsandbytes__nf4"},
                                                     {"fp4", ".quant_state.bitsandbytes__fp4"},
                                                     {"int4", ".quant_state.shoestring__int4"}};
-constexpr int64_t kLongestState = 4096;  // bytes; a real one has 250
+constexpr int64_t kLongestState = 4096;  // bytes; real descriptions have about 250
 
 struct TypeName {
   const char* name;
@@ -49,7 +49,8 @@ void require(const files::SafetensorsFiles& files, const std::string& weight, co
   }
 }
 
-// The description's JSON, with every field that a description has, of its type.
+// Returns the JSON description of a quantised weight after checking that it has every required field with the
+// right type.
 Json read_state(const files::SafetensorsFiles& files, const std::string& name) {
   const auto& entry = files.entry(name);
   if (entry.dtype != at::kByte || entry.end - entry.begin > kLongestState) {
@@ -98,7 +99,7 @@ std::optional<QuantizedKeys> find_int8(const files::SafetensorsFiles& files, con
   return keys;
 }
 
-// A number as Python writes it: the shortest digits that give it back.
+// Formats a number as Python does: with the fewest digits that give the same number when read back.
 std::string python_number(double value) {
   char digits[32];
   const auto scientific = std::to_chars(digits, digits + sizeof digits, value, std::chars_format::scientific);
@@ -146,7 +147,8 @@ std::optional<QuantizedKeys> find_quantized(const files::SafetensorsFiles& files
 
   const int64_t count = rows * columns, blocks = (count + block - 1) / block, packed = (count + 1) / 2;
   if (!files.contains(weight)) refuse(files, name, "expected ", quote(weight), " beside it, received none");
-  const auto& entry = files.entry(weight);  // of any type: bitsandbytes may call the bytes bf16, say
+  const auto& entry =
+      files.entry(weight);  // of any dtype: bitsandbytes may store the bytes as bf16, for example
   if (entry.end - entry.begin != packed) {
     refuse(files, weight, "expected ", packed, " bytes, received ", entry.end - entry.begin);
   }

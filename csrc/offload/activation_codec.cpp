@@ -1,5 +1,7 @@
 #include "offload/activation_codec.h"
 
+// Encodes activations for host memory: unchanged, as bf16, or as 8-bit codes with scales.
+
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 
@@ -10,14 +12,15 @@
 namespace shoestring::offload {
 namespace {
 
-constexpr int64_t kPartAlignment = 64;  // of a part: vector loads
+constexpr int64_t kPartAlignment = 64;  // alignment of encoded parts in bytes, for vector loads
 
 at::Tensor part_of(const at::Tensor& host, const EncodedPart& part) {
   const int64_t bytes = part.count * static_cast<int64_t>(c10::elementSize(part.dtype));
   return host.narrow(0, part.offset, bytes).view(part.dtype);
 }
 
-// Where one of a block's elements is not finite, so is its scale, and all of the block comes back as NaN.
+// Returns the scales, with NaN or infinity for each block with an element that is not finite. Such a block is
+// decoded as NaN.
 at::Tensor checked_scale(const at::Tensor& x, const at::Tensor& scale) {
   const int64_t whole = x.numel() / kernels::kStateBlock, length = whole * kernels::kStateBlock;
   const at::Tensor zeros = at::zeros_like(scale), of = x * 0;
@@ -71,8 +74,8 @@ Encoding encoding_of(Compression compression, int64_t count, at::ScalarType dtyp
 
 void encode(const Encoding& encoding, const at::Tensor& elements, const at::Tensor& host) {
   const at::Tensor first = part_of(host, encoding.parts[0]);
-  if (encoding.compression !=
-      Compression::k8bit) {  // copying to another type makes its temporary on the device
+  // A copy to another dtype creates its temporary on the device.
+  if (encoding.compression != Compression::k8bit) {
     first.copy_(elements.to(first.scalar_type()), /*non_blocking=*/true);
     return;
   }

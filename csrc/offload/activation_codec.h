@@ -8,15 +8,16 @@
 
 namespace shoestring::offload {
 
-/// How activations are written on the host.
+/// How activations are encoded in host memory.
 enum class Compression { kNone, kBfloat16, k8bit };
 
 Compression compression_of(const char* op, const std::string& name);
 
-/// Whether elements of this type become fewer bytes.
+/// Returns whether the encoding of this dtype is smaller than the elements.
 bool compresses(Compression compression, at::ScalarType dtype);
 
-/// The parts that elements of one storage are written as: shapes and types, one after the other.
+/// The parts of the encoding of one storage, one after the other: offsets in bytes, element counts and
+/// dtypes.
 struct EncodedPart {
   int64_t offset, count;
   at::ScalarType dtype;
@@ -28,7 +29,8 @@ struct Encoding {
 };
 Encoding encoding_of(Compression compression, int64_t count, at::ScalarType dtype);
 
-/// elements (count) to host (bytes of the encoding), and back into elements.
+/// encode writes elements (count) to host memory (encoding.bytes); decode writes the encoding back into
+/// elements.
 void encode(const Encoding& encoding, const at::Tensor& elements, const at::Tensor& host);
 void decode(const Encoding& encoding, const at::Tensor& host, const at::Tensor& elements);
 

@@ -1,5 +1,7 @@
 #include "offload/activation_core.h"
 
+// Moves storages of saved activations to the host or to a disk, and back.
+
 #include <algorithm>
 #include <utility>
 
@@ -11,14 +13,15 @@ namespace shoestring::offload {
 namespace {
 
 constexpr const char* kOp = "offload_activations";
-// Host memory grows by so much in the first step; afterwards it is one slab of what that step took.
+// Host memory grows by this many bytes in the first step. Later steps use one slab of the size that the first
+// step took.
 constexpr int64_t kGrowth = int64_t{16} << 20;
 
 int64_t pages(int64_t bytes) {
   return (bytes + SwapFile::kAlignment - 1) / SwapFile::kAlignment * SwapFile::kAlignment;
 }
 
-// The elements of a storage, which has to live as long.
+// Returns a view of the elements of a storage. The storage must outlive the view.
 at::Tensor elements(const c10::Storage& storage, at::ScalarType dtype, int64_t count) {
   return at::from_blob(storage.mutable_data(), {count},
                        at::TensorOptions().dtype(dtype).device(storage.device()));
@@ -57,7 +60,8 @@ ActivationEntry::~ActivationEntry() {
     if (l->second.empty()) core->layers.erase(l);
   }
   std::erase_if(core->pending, [](const auto& e) { return e.expired(); });
-  try {  // what has failed does not matter any more; but nothing may still be used
+  // The result of the copy does not matter any more, but no copy may still use the memory.
+  try {
     if (out) out->block(source ? stream : std::nullopt);
   } catch (...) {
   }
@@ -99,7 +103,7 @@ bool ActivationStoreCore::stays(const at::Tensor& x) const {
   const auto bytes = static_cast<int64_t>(x.storage().nbytes());
   if (bytes == 0 || bytes < min_bytes) return true;
   const at::Tensor base = x.is_view() ? at::Tensor(x._base()) : x;
-  if (base.is_leaf() && base.requires_grad()) return true;  // a parameter lives on
+  if (base.is_leaf() && base.requires_grad()) return true;  // moving a parameter frees no memory
   const std::lock_guard lock(mutex);
   const auto found = excluded.find(x.storage().unsafeGetStorageImpl());
   return found != excluded.end() && !found->second.expired();
@@ -112,7 +116,8 @@ at::Tensor ActivationStoreCore::host_memory(int64_t bytes) {
     return true;
   });
   int64_t slab = kGrowth;
-  if (live_host == 0 && slabs > 1) {  // a step is over: what it took becomes one slab
+  // A step is over: allocate what it took as one slab.
+  if (live_host == 0 && slabs > 1) {
     slab = memory.bytes();
     memory.trim();
     slabs = 0;
@@ -138,7 +143,9 @@ std::shared_ptr<ActivationEntry> ActivationStoreCore::entry_of(const at::Tensor&
   const bool whole = compresses(compression, x.scalar_type()) && x.storage().nbytes() % x.element_size() == 0;
   const ActivationEntry::Key key{x.storage().unsafeGetStorageImpl(), whole ? x.scalar_type() : at::kByte};
   if (const auto found = entries.find(key); found != entries.end()) {
-    const auto e = found->second.lock();  // of the same address, hence of the same storage; changed since?
+    // The same address means the same storage, because the entry keeps the address from being reused. The
+    // storage may have changed since, so compare versions.
+    const auto e = found->second.lock();
     if (e && e->version.current_version() == e->stored_version &&
         e->bytes == static_cast<int64_t>(x.storage().nbytes())) {
       return e;
@@ -163,7 +170,7 @@ void ActivationStoreCore::begin_out(ActivationEntry& e) {
     e.disk_bytes = size;
   }
   e.host = host_memory(size);
-  ActivationEntry* const entry = &e;  // waits in its destructor for what runs here
+  ActivationEntry* const entry = &e;  // stays valid: the destructor of the entry waits for these jobs
   e.out = out.run({Fence::now(device)}, [entry] {
     if (entry->dropped) return;
     const int64_t count = entry->bytes / static_cast<int64_t>(c10::elementSize(entry->dtype));
@@ -178,8 +185,8 @@ void ActivationStoreCore::begin_out(ActivationEntry& e) {
 
 void ActivationStoreCore::begin_in(ActivationEntry& e) {
   const c10::OptionalDeviceGuard guard(device);
-  // Memory of this thread's stream: the copy waits for what the stream does with it until now, and the stream
-  // for the copy.
+  // The destination is memory of this thread's stream. So the copy waits for the stream's present work, and
+  // the stream waits for the copy.
   const at::Tensor copy = at::empty({e.bytes}, at::TensorOptions().dtype(at::kByte).device(device));
   std::vector<FencePtr> after{Fence::now(device), e.out};
   ActivationEntry* const entry = &e;
@@ -211,8 +218,8 @@ void ActivationStoreCore::forget_copy(ActivationEntry& e) {
 }
 
 c10::Storage ActivationStoreCore::on_device(ActivationEntry& e) {
-  if (c10::Storage source = present(e.identity, e.bytes))
-    return source;  // it has not left, or others need it, too
+  // The storage has not left the device, or another tensor keeps it alive.
+  if (c10::Storage source = present(e.identity, e.bytes)) return source;
   const auto stream = current_stream(device);
   c10::Storage copy = e.in ? present(e.copy_identity, e.bytes) : c10::Storage();
   if (!copy || e.copy_stream != stream) {
@@ -224,7 +231,7 @@ c10::Storage ActivationStoreCore::on_device(ActivationEntry& e) {
     e.in->block(stream);
   } catch (...) {
     forget_copy(e);
-    e.in = nullptr;  // the next one may have more luck
+    e.in = nullptr;  // the next call starts a new copy
     throw;
   }
   retire(std::move(e.staging), e.in);
@@ -244,7 +251,7 @@ void ActivationStoreCore::prefetch_before(int64_t of) {
 }
 
 void ActivationStoreCore::settle(int64_t most) {
-  int64_t behind = 0;  // bytes of layers that are over
+  int64_t behind = 0;  // bytes of finished layers that are still on the device
   for (const auto& one : pending) {
     if (const auto e = one.lock(); e && e->layer < layer) behind += e->bytes;
   }
@@ -255,7 +262,7 @@ void ActivationStoreCore::settle(int64_t most) {
     pending.pop_front();
     if (e == nullptr) continue;
     behind -= e->bytes;
-    e->out->block(e->stream);  // throws where it has failed: then the source stays
+    e->out->block(e->stream);  // block throws if the copy failed; the source then stays
     copied_out += e->encoding.bytes;
     gone.push_back(std::move(e->source));
     e->source = c10::Storage();

@@ -1,5 +1,7 @@
 #include "offload/activation_store.h"
 
+// ActivationStore and StoredActivation: the interface over ActivationStoreCore, and its registration.
+
 #include <utility>
 
 #include <ATen/ops/empty.h>
@@ -32,7 +34,7 @@ at::Tensor StoredActivation::reload() {
   const ActivationTurn turn(core_);
   const c10::Storage storage = core_->on_device(*entry_);
   if (!std::exchange(read_, true)) --entry_->unread;
-  if (entry_->unread == 0) entry_->copy = c10::Storage();  // whoever uses the tensor holds it
+  if (entry_->unread == 0) entry_->copy = c10::Storage();  // a tensor that uses the storage keeps it alive
   core_->prefetch_before(entry_->layer);
   at::Tensor x = at::empty({0}, at::TensorOptions().dtype(dtype_).device(core_->device));
   x.set_(storage, offset_, sizes_, strides_);
@@ -59,7 +61,7 @@ c10::intrusive_ptr<StoredActivation> ActivationStore::store(const at::Tensor& x)
   core_->process.check("offload_activations");
   auto stored = c10::make_intrusive<StoredActivation>(x);
   if (core_->stays(x)) {
-    stored->kept_ = x.requires_grad() ? x.detach() : x;  // x itself may hold the graph that holds this
+    stored->kept_ = x.requires_grad() ? x.detach() : x;  // x itself may own the graph that owns `stored`
     return stored;
   }
   const ActivationTurn turn(core_);
@@ -121,7 +123,8 @@ void register_activation_store(torch::Library& library) {
                                link.prefetch);
            })
       .def("statistics", &ActivationStore::statistics);
-  // Here and not in a block of their own: a kernel's signature may name a class only after it.
+  // Registered here, not in a TORCH_LIBRARY_IMPL block: a kernel's signature may name a class only after its
+  // registration.
   constexpr auto key = c10::DispatchKey::CompositeExplicitAutograd;
   const auto store = [](const c10::intrusive_ptr<ActivationStore>& store, const at::Tensor& x) {
     return store->store(x);

@@ -1,5 +1,7 @@
 #pragma once
 
+// Operator-level interface of activation offloading; shoestring/offload_activations.h wraps it for C++.
+
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -15,21 +17,21 @@ namespace shoestring::offload {
 struct ActivationEntry;
 struct ActivationStoreCore;
 
-/// The speed of copies beside a computation.
+/// The speed of copies while a computation runs.
 struct LinkSpeed {
   double out_bytes_per_second, in_bytes_per_second;
-  double copy_share;  // of a copy's time, the part by which the computation is delayed
-  int64_t prefetch;   // layers
+  double copy_share;  // fraction of a copy's duration by which it delays the computation
+  int64_t prefetch;   // number of layers to prefetch
 };
 
-/// What is kept of one saved tensor: its own sizes and strides over a storage that has left the device, or
-/// the tensor.
+/// Stands for one saved tensor. Holds the sizes and strides of the tensor over a storage that has left the
+/// device, or the tensor itself if it stays.
 class StoredActivation : public torch::CustomClassHolder {
  public:
   explicit StoredActivation(const at::Tensor& x);
   ~StoredActivation() override;
 
-  /// The tensor, on its device. May be called several times.
+  /// Returns the tensor on its device. May be called several times.
   at::Tensor reload();
 
  private:
@@ -37,7 +39,7 @@ class StoredActivation : public torch::CustomClassHolder {
 
   std::shared_ptr<ActivationStoreCore> core_;
   std::shared_ptr<ActivationEntry> entry_;
-  at::Tensor kept_;  // where there is no entry
+  at::Tensor kept_;  // the tensor itself, if it stays on the device
   c10::VariableVersion version_;
   uint32_t stored_version_;
   c10::DimVector sizes_, strides_;
@@ -46,37 +48,43 @@ class StoredActivation : public torch::CustomClassHolder {
   bool read_ = false;
 };
 
-/// Storages that autograd has saved, in host memory or on a disk, while forward and backward go on. What is
-/// stored leaves when its layer is over, in the background; when a layer is reloaded, those before it follow
-/// on their own. Thread-safe.
+/// Keeps storages that autograd has saved in host memory, or on a disk, between forward and backward. Each
+/// storage is copied in the background and leaves the device when its layer is over. When backward reloads a
+/// layer, the layers before it are prefetched. Thread-safe.
 class ActivationStore : public torch::CustomClassHolder {
  public:
-  /// compression: "none", "bf16" or "8bit". prefetch: layers. max_pending: layers whose copies may still be
-  /// on their way when a later one begins; then forward waits. min_bytes: smaller storages stay. folder: of
-  /// the swap file, "": none; host_bytes: what is stored on the host before the disk is used.
+  /// Args:
+  /// - compression: "none", "bf16" or "8bit".
+  /// - prefetch: number of layers that are copied back ahead of backward.
+  /// - max_pending: number of earlier layers whose copies may still be running; forward waits for older ones.
+  /// - min_bytes: smaller storages stay on the device.
+  /// - folder: folder of the swap file; "": no swap file.
+  /// - host_bytes: bytes in host memory before the swap file is used.
   ActivationStore(const std::string& device, const std::string& compression, int64_t prefetch,
                   int64_t max_pending, int64_t min_bytes, const std::string& folder, int64_t host_bytes);
   ~ActivationStore() override;
 
   c10::intrusive_ptr<StoredActivation> store(const at::Tensor& x);
-  /// The tensors' storages stay where they are from now on: weights, and whatever lives on anyway.
+  /// Keeps the storages of these tensors on the device from now on: weights, and tensors that stay alive
+  /// anyway.
   void exclude(const std::vector<at::Tensor>& tensors);
-  /// What is stored from here on belongs to the next layer. Without it each storage is a layer of its own.
+  /// Begins a new layer for what is stored from now on. Without marks, each storage is a layer of its own.
   void mark();
-  /// On the host until at most so many bytes of layers that are over are still there.
+  /// Blocks the host until at most `bytes` bytes of finished layers are still on the device.
   void wait(int64_t bytes);
-  /// How quick copies are beside a computation, and what they take from it, by moving some: to the disk where
-  /// there is one and so many bytes are more than host_bytes.
+  /// Measures the speed of copies during a computation, and how much they slow it down. Measures the disk if
+  /// there is a swap file and `bytes` exceeds host_bytes.
   LinkSpeed measure_link(int64_t bytes) const;
-  /// For tests and reports: bytes "stored" by forward so far, "copied_out" and freed, and "reloaded"; now in
-  /// "host" slabs, in "live" extents of them, and in the "disk" file; "entries" alive.
+  /// Returns figures for tests and reports. Bytes so far: "stored" by forward, "copied_out" (and freed),
+  /// "reloaded". Bytes now: "host" (slabs), "live" (their part in use), "disk" (the file). "entries": number
+  /// of storages.
   c10::Dict<std::string, int64_t> statistics() const;
 
  private:
   std::shared_ptr<ActivationStoreCore> core_;
 };
 
-/// Registers the two classes, which schemas name, and the operators over them.
+/// Registers the two classes, which must precede the schemas that name them, and the operators on them.
 void register_activation_store(torch::Library& library);
 
 }  // namespace shoestring::offload

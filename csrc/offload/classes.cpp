@@ -1,4 +1,5 @@
-// What Python's optimizers use: classes, since they hold memory, files and threads.
+// Registers the classes behind Python's offloading optimizers. They are classes, not operators, because they
+// own memory, files and threads.
 
 #include <torch/library.h>
 
@@ -7,7 +8,7 @@
 namespace shoestring::offload {
 namespace {
 
-// Schemas have no lists of dtypes: they come as empty tensors.
+// Reads dtypes from empty tensors, since a schema cannot have a list of dtypes.
 std::vector<at::ScalarType> dtypes_of(const std::vector<Tensor>& like) {
   std::vector<at::ScalarType> dtypes;
   for (const Tensor& t : like) dtypes.push_back(t.scalar_type());

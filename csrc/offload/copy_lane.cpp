@@ -83,8 +83,10 @@ FencePtr CopyLane::run(std::vector<FencePtr> after, std::function<void()> copy) 
 
 void CopyLane::work() {
   const c10::NoGradGuard no_grad;
-  at::internal::lazy_init_num_threads();            // else the first operator would undo the next line
-  if (threads_ > 0) omp_set_num_threads(threads_);  // of this thread: the others compute
+  // Initialise first, or the first operator would reset the number of threads. The limit applies to this
+  // thread only; other threads compute.
+  at::internal::lazy_init_num_threads();
+  if (threads_ > 0) omp_set_num_threads(threads_);
   std::optional<c10::Stream> stream;
   if (!device_.is_cpu())
     stream = c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_);
@@ -108,7 +110,7 @@ void CopyLane::work() {
     } catch (...) {
       error = std::current_exception();
     }
-    job.copy = nullptr;  // before anybody hears that it is done
+    job.copy = nullptr;  // free the copy's captures before the fence signals
     job.fence->issue(std::move(event), std::move(error));
   }
 }

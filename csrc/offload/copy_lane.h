@@ -1,5 +1,7 @@
 #pragma once
 
+// Asynchronous copies between host and device on a thread (and a CUDA stream) of their own.
+
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -18,27 +20,29 @@
 
 namespace shoestring::offload {
 
-/// The stream of the device that this thread works on; none on the CPU.
+/// Returns this thread's current stream of the device, or nothing for the CPU.
 std::optional<c10::Stream> current_stream(c10::Device device);
 
 class Fence;
 using FencePtr = std::shared_ptr<Fence>;
 
-/// A point in the work of a lane or of a stream. Work is issued, and on a GPU done some time after.
+/// A point in the work of a lane or of a stream. Work is first issued; a GPU completes it some time later.
 class Fence {
  public:
-  /// A fence for work that is still to be issued.
+  /// Returns a fence for work that has not been issued yet.
   static FencePtr make() { return FencePtr(new Fence, DeleteInOwnProcess()); }
-  /// What this thread has given the device to do so far.
+  /// Returns a fence for all work that this thread has given to the device so far.
   static FencePtr now(c10::Device device);
 
-  /// On the host until the work is issued, on the CPU done; throws what has failed, and in a forked child.
+  /// Blocks the host until the work is issued; on the CPU, until it is done. Rethrows an error of the work.
+  /// Raises in a forked child.
   void wait_issued() const;
-  /// The stream waits, the host only for what wait_issued waits for. Without a stream: wait_issued.
+  /// Makes the stream wait for the work, while the host only waits until it is issued. Without a stream,
+  /// equals wait_issued.
   void block(const std::optional<c10::Stream>& stream) const;
-  /// On the host until the work is done.
+  /// Blocks the host until the work is done.
   void synchronize() const;
-  /// Or has failed.
+  /// Returns whether the work is done or has failed.
   bool is_done() const;
 
  private:
@@ -54,18 +58,19 @@ class Fence {
   std::optional<c10::Event> event_;
 };
 
-/// Copies, one after the other, beside the computation: a thread, and on a GPU a stream of its own.
+/// Runs copies one after the other while the computation goes on: on a thread, and on a GPU in a stream of
+/// its own.
 class CopyLane {
  public:
-  /// threads: that operators in it may use; 0: as many as elsewhere.
+  /// threads: number of threads that operators in a copy may use; 0: PyTorch's default.
   explicit CopyLane(c10::Device device, int threads = 1) : device_(device), threads_(threads) {}
-  /// After all copies. In a forked child, which has no such thread, at once.
+  /// Waits for all copies. A forked child does not wait, since it has no such thread.
   ~CopyLane();
   CopyLane(const CopyLane&) = delete;
   CopyLane& operator=(const CopyLane&) = delete;
 
-  /// Runs `copy` after these fences, with the lane's stream as the current one. It must not need Python's
-  /// lock, nor give back memory that a stream may still use. Raises in a forked child.
+  /// Runs `copy` after these fences, with the lane's stream as the current stream. `copy` must not need the
+  /// GIL, and must not free memory that a stream may still use. Raises in a forked child.
   FencePtr run(std::vector<FencePtr> after, std::function<void()> copy);
 
  private:
@@ -79,7 +84,7 @@ class CopyLane {
     std::condition_variable changed;
     std::deque<Job> jobs;
     bool ending = false;
-    std::thread thread;  // from the first job on
+    std::thread thread;  // runs the jobs; started by the first one
   };
   void work();
 

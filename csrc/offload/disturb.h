@@ -9,26 +9,26 @@
 
 namespace shoestring::offload::io {
 
-/// For tests of memory that is on its way to a host's memory or a disk and back: what happens to each
-/// transfer.
+/// Faults that tests inject into transfers between device, host memory and disk.
 struct Disturbance {
-  int64_t max_delay_us = 0;      // a random time before each copy, read or write
-  int64_t fail_after = -1;       // reads and writes until one fails, once; -1: none
-  int error = 0;                 // how: an errno
-  bool short_transfers = false;  // of more than 8 KiB, only half is done at a time
-  bool reserves = true;          // whether the file system can reserve blocks
+  int64_t max_delay_us = 0;      // upper limit of a random delay before each copy, read or write
+  int64_t fail_after = -1;       // number of reads and writes before one fails, once; -1: none fails
+  int error = 0;                 // errno that the failing call reports
+  bool short_transfers = false;  // transfers above 8 KiB do only half of the bytes at a time
+  bool reserves = true;          // false: the file system reports that it cannot reserve blocks
 };
 SHOESTRING_API void disturb(const Disturbance& disturbance);
 
-/// The time that a copy, read or write has to wait; 0 but in tests.
+/// Returns the delay of the next copy, read or write; 0 outside of tests.
 int64_t random_delay_us();
-/// Waits for so long.
+/// Sleeps for random_delay_us().
 void delay();
-/// The result of a read or write that has to fail, in the place of doing it; asked once for each system call.
+/// Returns the result of a read or write that has to fail instead of running, else nothing. Called once for
+/// each system call.
 std::optional<ssize_t> failure();
-/// fallocate, as the disturbance lets it: 0 or an errno.
+/// Calls fallocate unless the disturbance forbids it. Returns 0 or an errno.
 int reserve(int fd, int64_t offset, int64_t size);
-/// A system call's result as the disturbance wants it.
+/// Returns the result of a system call, reduced if the disturbance asks for short transfers.
 ssize_t shortened(ssize_t result, int64_t asked);
 
 }  // namespace shoestring::offload::io

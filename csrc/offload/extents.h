@@ -6,14 +6,14 @@
 
 namespace shoestring::offload {
 
-/// Which parts of a file or of a slab of memory are free: the first that fits is taken, and neighbours that
-/// are free become one.
+/// Keeps the free extents of a file or of a slab of memory. Allocation takes the first extent that fits;
+/// neighbouring free extents are merged.
 class Extents {
  public:
-  /// What has been free is at the end of the space from here on, too.
+  /// Adds `size` free bytes that the space has gained at its end.
   void grow(int64_t from, int64_t size) { free(from, size); }
 
-  /// An offset, or -1 where none is large enough.
+  /// Returns the offset of `size` bytes, or -1 if no free extent is large enough.
   int64_t allocate(int64_t size) {
     for (auto i = free_.begin(); i != free_.end(); ++i) {
       if (i->second < size) continue;
@@ -41,7 +41,7 @@ class Extents {
     free_.emplace(offset, size);
   }
 
-  /// What is free at the end of a space of this size.
+  /// Returns how many bytes are free at the end of a space of `end` bytes.
   int64_t at_end(int64_t end) const {
     if (free_.empty()) return 0;
     const auto& [offset, length] = *free_.rbegin();
@@ -49,7 +49,7 @@ class Extents {
   }
 
  private:
-  std::map<int64_t, int64_t> free_;  // sizes by offset
+  std::map<int64_t, int64_t> free_;  // sizes of the free extents, by offset
 };
 
 }  // namespace shoestring::offload

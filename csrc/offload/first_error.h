@@ -5,7 +5,8 @@
 
 namespace shoestring::offload {
 
-/// Does several things although one of them throws, which is said at the end.
+/// Runs several functions although one of them may throw. Keeps the first exception, to rethrow it at the
+/// end.
 class FirstError {
  public:
   template <class Body>

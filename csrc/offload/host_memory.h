@@ -1,5 +1,7 @@
 #pragma once
 
+// Allocator of host memory, pinned if the device is a GPU.
+
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -12,22 +14,22 @@
 
 namespace shoestring::offload {
 
-/// Host memory for what a device has no room for: tensors in slabs of the size that is asked for (PyTorch's
-/// own pinned memory comes in powers of two), aligned for direct I/O, in huge pages, and page-locked where
-/// `device` is a GPU. What is freed is used again. Tensors keep their slab alive; they may outlive this
-/// object. Thread-safe. A forked child may read the tensors; empty() raises there.
+/// Allocates host memory for tensors that leave a device. Slabs have the size that is asked for, whereas
+/// PyTorch's pinned memory is rounded up to powers of two. They are aligned for direct I/O, in huge pages,
+/// and pinned if `device` is a GPU. Freed memory is reused. A tensor keeps its slab alive and may outlive
+/// this object. Thread-safe. A forked child may read the tensors, but empty() raises there.
 class SHOESTRING_API HostMemory {
  public:
   HostMemory(std::string caller, c10::Device device);
 
-  /// Not initialised, but for that of a new slab, which is zeros. A slab is made where no free extent is
-  /// large enough, of at least `slab` bytes.
+  /// Returns an uninitialised tensor; memory of a new slab is zero. If no free extent is large enough,
+  /// allocates a new slab of at least `slab` bytes.
   at::Tensor empty(at::IntArrayRef shape, at::ScalarType dtype, int64_t slab = 0);
 
-  /// Of all slabs, in use or not.
+  /// Returns the size of all slabs, in use or not.
   int64_t bytes() const;
   bool is_pinned() const;
-  /// Gives back the slabs that nothing uses.
+  /// Frees the slabs that no tensor uses.
   void trim();
 
  private:

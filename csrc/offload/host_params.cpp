@@ -6,7 +6,7 @@
 namespace shoestring::offload {
 namespace {
 
-// Tensors of any strides, one after the other in memory of 64 bytes' alignment.
+// Alignment in bytes of each tensor within the slab.
 constexpr int64_t kParamAlignment = 64;
 
 int64_t bytes_of(const Tensor& t) {
@@ -24,7 +24,7 @@ uint32_t version_of(const Tensor& t) { return t.is_inference() ? 0 : static_cast
 HostParams::HostParams(c10::intrusive_ptr<Offload> offload, const std::vector<Tensor>& params)
     : offload_(std::move(offload)), weights_(slab(params)), own_(params.size()) {}
 
-// Of the shapes and dtypes of these, contiguous, not initialised.
+// Allocates uninitialised contiguous tensors with the shapes and dtypes of `like`, in one slab.
 std::vector<Tensor> HostParams::slab(const std::vector<Tensor>& like) {
   int64_t total = 0, begin = 0;
   for (const Tensor& t : like) total += bytes_of(t);
@@ -38,14 +38,14 @@ std::vector<Tensor> HostParams::slab(const std::vector<Tensor>& like) {
   return found;
 }
 
-// Memory must not be freed below a copy.
+// A copy in flight must finish before its memory is freed.
 HostParams::~HostParams() {
   if (!offload_->process.is_here()) return;
   for (Own& own : own_) {
     for (const FencePtr& fence : {own.fetched, own.sent}) {
       try {
         if (fence != nullptr) fence->synchronize();
-      } catch (const std::exception&) {  // nobody is left who would step with it
+      } catch (const std::exception&) {  // an error does not matter: no step will use this memory
       }
     }
   }
@@ -66,7 +66,7 @@ void HostParams::fetch(int64_t index, const Tensor& param, const std::optional<T
   }
   if (grad) {
     if (gradients_.empty()) {
-      offload_->memory.trim();  // of arenas that this one has taken the place of
+      offload_->memory.trim();  // frees the slabs of arenas that this one replaces
       gradients_ = slab(weights_);
     }
     Tensor& on_host = gradients_[static_cast<size_t>(index)];
@@ -80,8 +80,8 @@ void HostParams::fetch(int64_t index, const Tensor& param, const std::optional<T
   own.fetched = offload_->out.run({Fence::now(offload_->device)},
                                   [device = offload_->device, copies = std::move(copies)]() mutable {
                                     copy_all(copies);
-                                    // A gradient may be freed now, though the stream that computes has its
-                                    // memory again only once it has gone.
+                                    // The gradient may be freed on the host now. record_stream keeps its
+                                    // memory from being reused before the copy has finished.
                                     for (auto& [to, from] : copies) {
                                       if (const auto stream = current_stream(device))
                                         from.record_stream(*stream);

@@ -1,7 +1,7 @@
 #pragma once
 
-// What the CPU steps where a device has no room for the state of its optimizer: parameters and gradients in
-// host memory, and how they come there and go back beside what the device does.
+// Parameters and gradients in host memory, for an optimizer that steps on the CPU because the device has no
+// room for its state. Copies overlap the work of the device.
 
 #include <cstdint>
 #include <optional>
@@ -11,32 +11,33 @@
 
 namespace shoestring::offload {
 
-/// Those of an arena. Any thread may call; for one parameter, one at a time.
+/// Host copies of the parameters of an arena. Thread-safe for calls on different parameters; calls on the
+/// same parameter must not overlap.
 class SHOESTRING_API HostParams : public torch::CustomClassHolder {
  public:
   HostParams(c10::intrusive_ptr<Offload> offload, const std::vector<Tensor>& params);
   ~HostParams() override;
 
-  /// Contiguous, in exact-size host memory. Each up to date after collect(), until its parameter is changed
-  /// on the device.
+  /// Returns the weights, contiguous, in host memory of exactly their size. A weight is up to date after
+  /// collect(), until its parameter changes on the device.
   const std::vector<Tensor>& weights() const { return weights_; }
 
-  /// Begins to bring a gradient to the host, after what the device does by now, and the parameter where it is
-  /// not as send() has left it. Nothing keeps the gradient once it has gone.
+  /// Starts copying a gradient to the host, after the device's present work. Also copies the parameter if it
+  /// changed since send(). The gradient is released when its copy has finished.
   void fetch(int64_t index, const Tensor& param, const std::optional<Tensor>& grad);
-  /// On the host until that is there, and what was sent has gone: the gradients of parameters [first, last),
-  /// in the place of those that have none an undefined tensor.
+  /// Waits until fetched gradients have arrived and sent weights have left. Returns the gradients of
+  /// parameters [first, last), or nothing for a parameter without a gradient.
   std::vector<std::optional<Tensor>> collect(int64_t first, int64_t last);
-  /// Begins to bring the weights of these parameters back to the device.
+  /// Starts copying the weights of these parameters back to the device.
   void send(const std::vector<int64_t>& indices, const std::vector<Tensor>& params);
-  /// What this thread gives the device to do from now on comes after all that was sent.
+  /// Makes the later work of this thread on the device wait for all weights that were sent.
   void receive();
 
  private:
   struct Own {
     bool has_gradient = false;
     FencePtr fetched, sent;
-    uint32_t version = 0;  // of the parameter when the two were the same last
+    uint32_t version = 0;  // version of the parameter when it last equalled the host copy
     const void* data = nullptr;
     bool is_new = true;
   };

@@ -1,5 +1,5 @@
-// How quick a store's copies are, beside a computation: that is how they run, and on a CPU both want the same
-// cores.
+// Measures the speed of a store's copies during a computation. Copies always run that way, and on a CPU they
+// compete with the computation for cores.
 
 #include <algorithm>
 #include <chrono>
@@ -19,7 +19,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kRuns = 5;  // the median counts; one more before them makes slabs and files
+constexpr int kRuns = 5;  // the median counts; one extra run before them allocates slabs and files
 constexpr int kPieces = 4;
 constexpr int kLayers = 20;
 
@@ -29,7 +29,7 @@ double seconds_since(Clock::time_point began) {
   return std::chrono::duration<double>(Clock::now() - began).count();
 }
 
-// A product of matrices and what is applied to its elements, as in a layer: on all cores, or on the device.
+// A matrix product and an elementwise operator, as in a layer, on all cores or on the device.
 class Computation {
  public:
   explicit Computation(c10::Device device)
@@ -43,7 +43,8 @@ class Computation {
   }
 
   struct Beside {
-    double seconds = 0, lost = 0;  // until something was done, and how much less was computed than without it
+    // Seconds until the copies were done, and seconds of computation lost to them.
+    double seconds = 0, lost = 0;
   };
   template <class Begin, class Done>
   Beside beside(const Begin& begin, const Done& done) const {
@@ -80,7 +81,7 @@ LinkSpeed ActivationStore::measure_link(int64_t bytes) const {
   for (int i = 0; i < kPieces; ++i) {
     pieces.push_back(at::ones({piece_bytes(core->device) / 4}, at::TensorOptions().device(core->device)));
   }
-  core->marked = true;  // all are of one layer, and nothing is prefetched
+  core->marked = true;  // one layer for all pieces, so nothing is prefetched
   std::vector<Computation::Beside> outs, ins;
   for (int run = 0; run <= kRuns; ++run) {
     std::vector<std::shared_ptr<ActivationEntry>> entries;
@@ -96,7 +97,7 @@ LinkSpeed ActivationStore::measure_link(int64_t bytes) const {
           for (const at::Tensor& piece : pieces) entries.push_back(core->entry_of(piece));
         },
         all(&ActivationEntry::out)));
-    for (const auto& e : entries) e->out->synchronize();  // throws what has failed
+    for (const auto& e : entries) e->out->synchronize();  // synchronize throws if a copy failed
     ins.push_back(computation.beside(
         [&] {
           const ActivationTurn turn(core);

@@ -1,5 +1,7 @@
 #pragma once
 
+// Guards objects with threads against use in a forked child.
+
 #include <unistd.h>
 
 #include <memory>
@@ -10,9 +12,9 @@
 
 namespace shoestring::offload {
 
-/// The process that made an object. A forked child inherits the object but none of its threads: a lock may
-/// stay locked for ever, and nobody ends a wait. In a child, destructors only close what the child has
-/// inherited, and uses raise.
+/// Remembers the process that made an object. A forked child inherits the object but none of its threads: a
+/// lock may stay locked forever, and no thread ends a wait. In a child, destructors only close inherited
+/// descriptors, and every other use raises.
 class OwnProcess {
  public:
   bool is_here() const { return ::getpid() == id_; }
@@ -26,8 +28,9 @@ class OwnProcess {
   pid_t id_ = ::getpid();
 };
 
-/// Deletes an object in the process that made it. A child leaves it in memory: destroying a joinable thread,
-/// or a condition variable that a thread waits at, ends or blocks the process.
+/// Deletes an object only in the process that made it. A forked child leaks the object, because destroying it
+/// is unsafe. A joinable thread would end the process; a condition variable with a waiting thread would block
+/// it.
 struct DeleteInOwnProcess {
   OwnProcess process;
 

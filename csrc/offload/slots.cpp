@@ -1,4 +1,4 @@
-// How chunks come to the device and go back: a few slots, each of which holds one, and what happens to it.
+// Moves chunks of optimizer state to the device and back, through a few slots that hold one chunk each.
 
 #include <algorithm>
 #include <exception>
@@ -12,14 +12,15 @@
 namespace shoestring::offload {
 namespace {
 
-// One that is stepped, two that are read, and one that is written.
+// One slot is being stepped, two are being read, and one is being written.
 constexpr size_t kSlots = 4;
-constexpr int64_t kAhead =
-    2;  // of those that are read: more would share the disk with the first, which is waited for
+// Number of chunks that are read ahead. More reads would share the disk with the first one, which the step
+// waits for.
+constexpr int64_t kAhead = 2;
 
 }  // namespace
 
-// Buffers must not be freed below a transfer.
+// Transfers in flight must finish before their buffers are freed.
 State::~State() {
   if (offload_->process.is_here()) discard();
 }
@@ -52,7 +53,7 @@ bool State::is_over(const Slot& slot) {
                      [&](int64_t ticket) { return offload_->file->is_finished(ticket); });
 }
 
-// The slot that has been of no use for longest; null where all are needed.
+// Returns the clean slot that was used least recently, or null if no slot is clean.
 State::Slot* State::idle() {
   Slot* oldest = nullptr;
   for (Slot& slot : slots_) {
@@ -71,15 +72,15 @@ State::Slot& State::make_idle() {
     oldest = &slot;
   }
   TORCH_INTERNAL_ASSERT(oldest != nullptr);
-  if (oldest->phase == Phase::kReading)
-    await_read(*oldest);  // read ahead, and not taken: the plan has changed
+  // The chunk was read ahead but not taken, because the plan has changed.
+  if (oldest->phase == Phase::kReading) await_read(*oldest);
   if (oldest->phase == Phase::kDirty) write(*oldest);
   while (oldest->phase == Phase::kFetching || oldest->phase == Phase::kWriting) await_write(*oldest);
   return *oldest;
 }
 
-// Waits for a slot's transfers; where one has failed, all are over nevertheless, and the slot is as `failed`
-// says.
+// Waits for all transfers of a slot. If one of them failed, sets the phase to `failed` and rethrows the first
+// error.
 void State::wait_all(Slot& slot, Phase failed) {
   FirstError error;
   if (!is_in_file(slot)) {
@@ -121,7 +122,8 @@ void State::await_read(Slot& slot) {
   slot.phase = Phase::kReady;
 }
 
-// A file's writes on behalf of a GPU begin once its copy has come.
+// Starts writing a slot back. With a file and a GPU, the chunk is first copied to the host; the write to the
+// file follows.
 void State::write(Slot& slot) {
   const int64_t begin = edges_[static_cast<size_t>(slot.chunk)];
   const int64_t blocks = edges_[static_cast<size_t>(slot.chunk) + 1] - begin;
@@ -141,7 +143,7 @@ void State::write(Slot& slot) {
   }
 }
 
-// Or for the copy alone, where a write follows.
+// Waits for the end of a write, or for the copy to the host if a write to the file follows.
 void State::await_write(Slot& slot) {
   const bool fetched = slot.phase == Phase::kFetching && offload_->file != nullptr;
   wait_all(slot, Phase::kDirty);

@@ -1,5 +1,7 @@
 #include "offload/state.h"
 
+// Layout of an optimizer's offloaded state: parameters, chunks and parts, in host memory or in a file.
+
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -13,16 +15,16 @@
 namespace shoestring::offload {
 namespace {
 
-// Chunks begin at multiples of this many blocks: then every part of one, if only four bytes a block, is whole
-// pages.
+// Chunks begin at multiples of this many blocks. Every part of a chunk then consists of whole pages, even at
+// four bytes per block.
 constexpr int64_t kEdge = 1024;
-// Of a chunk: parts of a few MiB, which is what a disk needs to be fast, and few enough for the caches'
-// second half.
+// Bytes per chunk. Its parts have a few MiB, which a disk needs for full speed, but still fit into the CPU's
+// caches.
 constexpr int64_t kChunkBytes = int64_t{8} << 20;
 
 int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// A part of the file as memory.
+// A part of the swap file that is mapped into memory.
 struct Region {
   c10::intrusive_ptr<Offload> offload;
   int64_t offset, size;
@@ -41,7 +43,8 @@ int64_t block_bytes(const std::vector<at::ScalarType>& dtypes, const std::vector
   return bytes;
 }
 
-// In blocks of so many bytes: where each parameter begins, and the edges of the chunks.
+// Lays out blocks of `bytes` bytes each. Returns the first block of each parameter, and the edges of the
+// chunks, in blocks.
 std::pair<std::vector<int64_t>, std::vector<int64_t>> layout(int64_t bytes,
                                                              const std::vector<int64_t>& blocks,
                                                              bool splits) {
@@ -72,7 +75,8 @@ std::shared_ptr<Region> map(const c10::intrusive_ptr<Offload>& offload, int64_t 
   if (memory == MAP_FAILED) file.free(offset, size);
   TORCH_CHECK(memory != MAP_FAILED, offload->caller, ": ", file.path(), ": cannot map ", size,
               " bytes: ", std::strerror(errno));
-  if (offset < before) std::memset(memory, 0, static_cast<size_t>(size));  // used before; new space is zeros
+  // Zero an extent that was used before; new space in the file is zero already.
+  if (offset < before) std::memset(memory, 0, static_cast<size_t>(size));
   return std::shared_ptr<Region>(new Region{offload, offset, size, memory});
 }
 
@@ -132,7 +136,7 @@ std::vector<int64_t> State::chunks(int64_t first, int64_t last) const {
   return found;
 }
 
-// That of a block, or of a parameter without any that begins there.
+// Returns the chunk that contains the block, or in which a parameter without blocks begins.
 int64_t State::chunk_of(int64_t block) const {
   const auto after = std::upper_bound(edges_.begin() + 1, edges_.end() - 1, block);
   return after - edges_.begin() - 1;
@@ -142,7 +146,7 @@ State::Piece State::piece(int64_t chunk, int64_t first, int64_t last) const {
   const int64_t begin = edges_[static_cast<size_t>(chunk)], end = edges_[static_cast<size_t>(chunk) + 1];
   const auto begin_of = [&](int64_t i) { return begins_[static_cast<size_t>(i)]; };
   const auto end_of = [&](int64_t i) { return begin_of(i) + blocks_[static_cast<size_t>(i)]; };
-  // A parameter without elements is stepped as well: it is counted.
+  // A parameter without elements also belongs to a chunk: the step counter of every parameter must advance.
   const auto is_in = [&](int64_t i) {
     return chunk_of(begin_of(i)) <= chunk && (end_of(i) > begin || begin_of(i) == begin);
   };

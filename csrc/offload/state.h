@@ -1,7 +1,7 @@
 #pragma once
 
-// An optimizer's state where its device has no room for it, and how it comes to the device for a step and
-// goes back: in chunks, several of them under way.
+// Optimizer state in host memory or in a file, for a device that has no room for it. A step copies the state
+// to the device and back in chunks, several of them in flight.
 
 #include <cstdint>
 #include <memory>
@@ -20,15 +20,16 @@ namespace shoestring::offload {
 
 using at::Tensor;
 
-/// What the arenas of an optimizer on one device share: host memory, the file, and the way to the device.
+/// The resources that the arenas of an optimizer on one device share: host memory, the swap file, and the
+/// copies to and from the device.
 class SHOESTRING_API Offload : public torch::CustomClassHolder {
  public:
   /// where: "cpu" or "stream" (state in host memory), or "nvme:DIR" (in a file in the folder DIR).
   Offload(std::string caller, const std::string& where, c10::Device device);
   /// Raises in a forked child.
   void check() const { process.check(caller); }
-  /// Makes room in the file for so many more bytes of state. Raises where the disk has none; does nothing
-  /// without a file.
+  /// Reserves space in the file for `bytes` more bytes of state. Raises if the disk has no room. Has no
+  /// effect without a file.
   void reserve(int64_t bytes) {
     if (file != nullptr) file->reserve(bytes);
   }
@@ -37,52 +38,56 @@ class SHOESTRING_API Offload : public torch::CustomClassHolder {
   const std::string caller;
   const c10::Device device;
   HostMemory memory;
-  std::unique_ptr<SwapFile> file;  // null: in host memory
-  CopyLane in, out;                // to the device, and from it
+  std::unique_ptr<SwapFile> file;  // null if the state is in host memory
+  CopyLane in, out;                // copies to the device, and from it
 };
 
-/// The state of an arena: parts (codes, scales, ...), each of them flat and of so many elements for each
-/// block of 256 elements of the parameters. Chunks are taken to the device, stepped there, and put back. By
-/// one thread at a time.
+/// The state of an arena. It consists of flat parts (codes, scales, ...), each with a fixed number of
+/// elements per block of 256 parameter elements. A step takes chunks to the device, updates them, and puts
+/// them back. Not thread-safe.
 class SHOESTRING_API State : public torch::CustomClassHolder {
  public:
-  /// blocks: of each parameter. splits: whether a chunk may end within a parameter.
+  /// blocks: number of blocks of each parameter. splits: whether a chunk may end within a parameter.
   State(c10::intrusive_ptr<Offload> offload, const std::vector<at::ScalarType>& dtypes,
         std::vector<int64_t> per_block, const std::vector<int64_t>& blocks, bool splits);
   ~State() override;
 
-  /// The bytes of such a state in the file.
+  /// Returns the size in bytes of such a state in the file.
   static int64_t bytes(const std::vector<at::ScalarType>& dtypes, const std::vector<int64_t>& per_block,
                        const std::vector<int64_t>& blocks, bool splits);
 
-  /// In blocks, of each parameter, and where the last one ends, rounded up.
+  /// begins() returns the first block of each parameter; total() returns the block after the last one,
+  /// rounded up.
   const std::vector<int64_t>& begins() const { return begins_; }
   int64_t total() const { return edges_.back(); }
-  /// The whole parts, zeros at first: host memory, or the file's, mapped. Up to date after finish().
+  /// Returns the whole parts, initially zero, in host memory or in the mapped file. Up to date after
+  /// finish().
   const std::vector<Tensor>& values() const { return values_; }
 
-  /// The chunks that parameters [first, last) lie in.
+  /// Returns the chunks that contain parameters [first, last).
   std::vector<int64_t> chunks(int64_t first, int64_t last) const;
-  /// Of parameters [first, last), those in a chunk: the first and behind the last, the first one's block at
-  /// which they begin there, where in the chunk that is, and how many blocks there are.
+  /// The part of some parameters that is in one chunk. [first, last) are these parameters. The part begins at
+  /// block first_block of the first parameter, at block `offset` of the chunk, and has `blocks` blocks.
   struct Piece {
     int64_t first, last, first_block, offset, blocks;
   };
   Piece piece(int64_t chunk, int64_t first, int64_t last) const;
 
-  /// What is going to be taken, in this order, so that it can be read ahead.
+  /// Announces the chunks that will be taken, in this order, so that they can be read ahead.
   void start(std::vector<int64_t> chunks);
-  /// A chunk's parts on the device, which may be written to until put().
+  /// Returns the parts of a chunk on the device. The caller may write to them until put().
   std::vector<Tensor> take(int64_t chunk);
   void put(int64_t chunk);
-  /// All that was put is back where it lies. An error that names the file where something could not be read
-  /// or written: nothing is lost, chunks that were put stay done(), and calling it again tries again.
+  /// Waits until all chunks that were put are back in host memory or in the file. If a transfer fails, raises
+  /// an error that names the file. Nothing is lost then: chunks that were put stay done(), and calling
+  /// finish() again retries.
   void finish();
-  /// Has been put since the last commit(): a step that is repeated after an error leaves it out.
+  /// Returns whether the chunk has been put since the last commit(). A step that is repeated after an error
+  /// skips such chunks.
   bool done(int64_t chunk) const { return done_.count(chunk) > 0; }
   bool any_done() const { return !done_.empty(); }
   void commit() { done_.clear(); }
-  /// Ends a step in which nothing has been put, whatever happens to the transfers under way.
+  /// Ends a step in which no chunk has been put. Errors of transfers in flight are ignored.
   void discard();
 
  private:
@@ -90,9 +95,11 @@ class SHOESTRING_API State : public torch::CustomClassHolder {
   struct Slot {
     int64_t chunk = -1, used = 0;
     Phase phase = Phase::kClean;
-    std::vector<Tensor> host, device;  // the same tensors where the device is the CPU; host alone with a file
-    std::vector<int64_t> tickets;      // of the file
-    FencePtr made, copied;             // what used the device's memory before is over; the last copy is
+    // Equal if the device is the CPU and there is a file. `host` is used only with a file.
+    std::vector<Tensor> host, device;
+    std::vector<int64_t> tickets;  // tickets of transfers between host memory and the file
+    // Signals that earlier users of the device memory are done; signals the end of the last copy.
+    FencePtr made, copied;
   };
 
   Slot* find(int64_t chunk);
@@ -119,7 +126,7 @@ class SHOESTRING_API State : public torch::CustomClassHolder {
   const std::vector<int64_t> per_block_;
   std::vector<int64_t> begins_, blocks_, edges_;
   std::vector<Tensor> values_;
-  std::vector<int64_t> offsets_;  // of the parts, in the file
+  std::vector<int64_t> offsets_;  // offsets of the parts in the file, in bytes
   std::vector<Slot> slots_;
   std::vector<int64_t> plan_;
   size_t planned_ = 0;

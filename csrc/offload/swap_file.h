@@ -15,41 +15,41 @@
 
 namespace shoestring::offload {
 
-/// Memory on disk: a file that is read and written many extents at a time, past the page cache (O_DIRECT),
-/// through io_uring. Its name is gone once it is open, so that its space is free again however the process
-/// ends. May be used from several threads. Errors are c10::Error, and begin with `caller` and the file. In a
-/// forked child every use is one: both processes would give the same extents away.
+/// Memory on disk: a file with many concurrent reads and writes that bypass the page cache (O_DIRECT),
+/// through io_uring. The file is unlinked once it is open, so its space is freed however the process ends.
+/// Thread-safe. Errors are c10::Error and begin with `caller` and the file. Every use in a forked child
+/// raises, since both processes would allocate the same extents.
 class SHOESTRING_API SwapFile {
  public:
-  static constexpr int64_t kAlignment = 4096;  // of offsets, sizes and memory: any disk's sector
+  // Alignment of offsets, sizes and memory addresses, in bytes: a multiple of any disk's sector.
+  static constexpr int64_t kAlignment = 4096;
   enum class Backend { kBest, kThreads };
 
-  /// In `folder`, which is there; empty.
+  /// Creates an empty file in `folder`, which must exist.
   SwapFile(std::string caller, const std::string& folder, Backend backend = Backend::kBest);
-  /// After all transfers: memory that is read into has to live until then. In a forked child it only closes
-  /// the file.
+  /// Waits for all transfers; their memory must live until then. In a forked child, only closes the file.
   ~SwapFile();
   SwapFile(const SwapFile&) = delete;
   SwapFile& operator=(const SwapFile&) = delete;
 
-  /// The offset of `size` bytes (a multiple of kAlignment) that are nobody else's; the file grows where it
-  /// has to. An error, with the bytes needed and free, where the disk has no room; nothing has changed then.
+  /// Returns the offset of `size` unused bytes; `size` must be a multiple of kAlignment. The file grows if
+  /// necessary. If the disk has no room, raises an error with the bytes needed and free, and changes nothing.
   int64_t allocate(int64_t size);
   void free(int64_t offset, int64_t size);
-  /// Makes the file `size` bytes larger now, for later calls of allocate(). The same error where the disk has
+  /// Grows the file by `size` bytes now, for later calls of allocate(). Raises the same error if the disk has
   /// no room.
   void reserve(int64_t size);
 
-  /// Begin at once, in any order: who writes waits before reading the same extent. Each ticket is waited for
-  /// once.
+  /// Start a transfer and return its ticket. Transfers run in any order: wait for a write before reading the
+  /// same extent. Each ticket must be waited for once.
   using Ticket = int64_t;
   Ticket read(int64_t offset, void* to, int64_t size);
   Ticket write(int64_t offset, const void* from, int64_t size);
-  /// Until the transfer is over; an error that names the extent where it has failed.
+  /// Waits until the transfer is over. If it failed, raises an error that names the extent.
   void wait(Ticket ticket);
   bool is_finished(Ticket ticket) const;
 
-  /// Whether the file system has O_DIRECT; else transfers go through the page cache.
+  /// Returns whether the file system supports O_DIRECT; otherwise transfers go through the page cache.
   bool is_direct() const { return direct_; }
   bool uses_io_uring() const { return uring_; }
   const std::string& path() const { return path_; }
@@ -76,8 +76,9 @@ class SHOESTRING_API SwapFile {
   Extents extents_;
   int64_t size_ = 0;
   Ticket next_ = 0;
-  std::unordered_map<Ticket, std::unique_ptr<io::Transfer>> transfers_;  // not waited for
-  ProcessOwned<io::Engine> engine_;                                      // the last member: it goes first
+  // Transfers whose tickets have not been waited for.
+  std::unordered_map<Ticket, std::unique_ptr<io::Transfer>> transfers_;
+  ProcessOwned<io::Engine> engine_;  // the last member, so the engine is destroyed first
 };
 
 }  // namespace shoestring::offload

@@ -1,5 +1,7 @@
 #include <unistd.h>
 
+// Reads and writes of a swap file by a pool of threads, for kernels without io_uring.
+
 #include <algorithm>
 #include <cerrno>
 #include <condition_variable>
@@ -23,21 +25,21 @@ bool advance(Transfer& t, ssize_t result, int64_t alignment) {
   } else {
     t.done += result;
     if (t.done >= t.size) return true;
-    // The rest of a short transfer begins where direct I/O may begin.
+    // The rest of a short transfer begins at a multiple of `alignment`, as direct I/O requires.
     const int64_t whole = t.done / alignment * alignment;
     if (whole == t.done || result > t.done - whole) {
       t.done = whole;
       return false;
     }
-    t.error = t.is_write ? EIO : kEndOfFile;  // less than a sector: there is no more to come
+    t.error = t.is_write ? EIO : kEndOfFile;  // less than one sector was transferred, so no more will follow
   }
   return true;
 }
 
 namespace {
 
-constexpr int kThreads =
-    8;  // a read of some MiB keeps a fast disk busy by itself; several hide what lies between them
+// A read of some MiB keeps a fast disk busy by itself. Several threads hide the gaps between reads.
+constexpr int kThreads = 8;
 
 class Threads final : public Engine {
  public:

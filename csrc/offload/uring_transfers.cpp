@@ -1,3 +1,5 @@
+// Reads and writes of a swap file through io_uring.
+
 #include "offload/transfers.h"
 
 #ifndef SHOESTRING_IO_URING
@@ -22,17 +24,17 @@ ProcessOwned<Engine> io_uring_engine(int, int64_t, Engine::Finished) { return nu
 namespace shoestring::offload::io {
 namespace {
 
-constexpr unsigned kDepth =
-    64;  // transfers in the kernel at a time: more than any disk's queue needs at a MiB each
+// Transfers in the kernel at a time. At a MiB each, this exceeds the queue of any disk.
+constexpr unsigned kDepth = 64;
 
-// One thread reaps what has finished; whoever wants a transfer submits it.
+// An engine over io_uring. The thread that calls submit() submits; one reaper thread handles completions.
 class Ring final : public Engine {
  public:
   Ring(int fd, int64_t alignment, Finished finished)
       : fd_(fd), alignment_(alignment), finished_(std::move(finished)) {}
 
   bool open() {
-    // Twice the depth: in tests, a delay stands before each transfer.
+    // Twice the depth, since in tests a delay precedes each transfer.
     if (::io_uring_queue_init(2 * kDepth, &ring_, 0) != 0) return false;
     io_uring_probe* probe = ::io_uring_get_probe_ring(&ring_);
     const bool good = probe != nullptr && ::io_uring_opcode_supported(probe, IORING_OP_READ) != 0;
@@ -64,11 +66,12 @@ class Ring final : public Engine {
     fill();
   }
 
-  // The queues are memory that the processes share: an entry submitted here would be the parent's.
+  // The parent shares the memory of these queues: an entry submitted by the child would run in the parent.
   void close_inherited() override { ::io_uring_queue_exit(&ring_); }
 
  private:
-  static constexpr uint64_t kStop = 1, kDelay = 2;  // no transfer's address
+  // Completion tags that cannot be the address of a transfer
+  static constexpr uint64_t kStop = 1, kDelay = 2;
 
   void fill() {
     bool any = false;
@@ -99,8 +102,9 @@ class Ring final : public Engine {
     if (any) send();
   }
 
-  // Entries that the kernel does not take now stay in the queue, and go with the next ones; it takes all, but
-  // where it is out of memory, until something has finished.
+  // Submits the entries of the queue. Entries that the kernel does not take now stay in the queue and are
+  // submitted with later ones. The kernel takes all unless it is out of memory; then this waits until a
+  // transfer has finished.
   void send() {
     int result;
     do {
@@ -112,7 +116,7 @@ class Ring final : public Engine {
   void reap() {
     for (;;) {
       io_uring_cqe* entry = nullptr;
-      if (::io_uring_wait_cqe(&ring_, &entry) != 0) continue;  // interrupted
+      if (::io_uring_wait_cqe(&ring_, &entry) != 0) continue;  // a signal interrupted the wait
       const uint64_t data = ::io_uring_cqe_get_data64(entry);
       const ssize_t result = entry->res;
       ::io_uring_cqe_seen(&ring_, entry);
@@ -134,7 +138,7 @@ class Ring final : public Engine {
   const int64_t alignment_;
   const Finished finished_;
   io_uring ring_{};
-  std::mutex mutex_;  // of all that submits
+  std::mutex mutex_;  // guards the submission queue and the fields below
   std::deque<Transfer*> waiting_;
   unsigned in_kernel_ = 0;
   std::thread reaper_;

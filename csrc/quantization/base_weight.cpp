@@ -11,10 +11,11 @@ using at::Tensor;
 
 namespace {
 
-// On the CPU a panel that is still in the last cache when its product reads it, and few enough of them: each
-// is two rounds of all threads, which waits where other programs run. On CUDA 64 MiB in the product's type:
-// products that fill the GPU, and equal panels, so that none is a rest. A multiple of 16 rows begins at a
-// whole word of codes.
+// Returns the number of rows in a panel. On the CPU a panel has 4 MiB in fp32, so that it is still in the
+// last-level cache when its product reads it. Smaller panels would cost time: for each panel, all threads
+// wait for each other twice, which is slow if other programs use the CPU. On CUDA a panel has up to 64 MiB in
+// the product's dtype, which fills the GPU. All panels have about equal size, so that the last one is not a
+// small remainder. A multiple of 16 rows starts at a whole word of codes.
 int64_t panel_rows(Backend backend, int64_t rows, int64_t columns, int64_t element_bytes) {
   const bool cuda = backend == Backend::kCuda;
   const int64_t panel_bytes = int64_t{cuda ? 64 : 4} << 20;
@@ -82,10 +83,10 @@ Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Adaptation&
     return sum.to(dtype);
   }
   Tensor out = in_huge_pages(at::empty({tokens, weight.rows()}, x.options().dtype(dtype)));
-  // On a CPU with bf16 units the sum of both products is in fp32.
+  // With bf16 instructions on the CPU, the sum of both products is kept in fp32.
   const bool separate = low.defined() && products.weight != products.other;
   const auto type = separate ? products.other : products.weight;
-  Tensor room;  // of the first panel's result, which no other exceeds
+  Tensor room;  // result of one panel; the first panel is the largest
   weight.for_each_panel([&](int64_t begin, const Tensor& panel) {
     const int64_t size = panel.size(0);
     if (type != dtype && !room.defined()) room = at::empty({tokens * size}, x.options().dtype(type));
@@ -97,8 +98,9 @@ Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Adaptation&
       gemm::gemm_rounded(to, x, panel.t());
       if (offset.defined()) to.add_(offset);
       gemm::gemm(to, low, part(up).t(), /*beta=*/1, scaling);
-    } else if (low.defined()) {  // first: where `to` has 16 bits, that rounds the smaller part, and then the
-                                 // sum once
+    } else if (low.defined()) {
+      // The low-rank product comes first: if `to` has 16 bits, this rounds the smaller term, and then the sum
+      // once.
       gemm::multiply_into(to, products, offset, low, part(up).t(), 0, scaling);
       gemm::multiply_into(to, products, Tensor(), x, panel.t(), 1);
     } else {
@@ -113,7 +115,8 @@ Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Adaptation&
 Tensor times_weight(const std::vector<GradAndWeight>& terms, int64_t tokens, int64_t columns,
                     at::TensorOptions like, const Tensor& low, const Tensor& down,
                     const gemm::Products& products) {
-  // On CUDA the sum over several panels is in fp32; one panel's product rounds its own fp32 sum.
+  // On CUDA the sum over several panels is kept in fp32. A single panel needs no such buffer, because the
+  // product itself accumulates in fp32.
   const bool narrow = products.backend == Backend::kCuda && terms.size() == 1 && terms[0].weight.one_panel();
   const auto wide = products.other == at::kDouble ? at::kDouble : at::kFloat;
   Tensor out = at::empty({tokens, columns}, like.dtype(narrow ? products.other : wide));

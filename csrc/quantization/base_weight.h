@@ -11,9 +11,9 @@
 
 namespace shoestring::quantization {
 
-/// A frozen (rows, columns) weight, dense or quantised, read a panel of rows at a time in the type of the
-/// product: as it lies where it is dense in that type, or in one that gemm widens to it, else through one
-/// buffer: of about the cache's size, on CUDA of up to 64 MiB.
+/// A frozen weight (rows, columns), dense or quantised, served as row panels in the GEMM's dtype. Panels are
+/// views if the GEMM reads the weight directly; otherwise they are converted into one reused buffer (about 4
+/// MiB on the CPU, up to 64 MiB on CUDA).
 class BaseWeight {
  public:
   static BaseWeight dense(const at::Tensor& weight, at::ScalarType product);
@@ -22,11 +22,12 @@ class BaseWeight {
   int64_t rows() const { return rows_; }
   int64_t columns() const { return columns_; }
   bool one_panel() const { return rows_ <= step_; }
-  /// The packed weight, where it multiplies so few tokens itself; else null.
+  /// Returns the packed weight if PackedReader::multiply() is faster for this number of tokens, otherwise
+  /// null.
   const PackedReader* for_few(int64_t tokens) const {
     return reader_.has_value() && reader_->multiplies(tokens, columns_) ? &*reader_ : nullptr;
   }
-  /// Calls body(begin, panel) for panels (size, columns) that together are the weight, in order.
+  /// Calls body(begin, panel) for each panel (size, columns) of the weight, in order.
   template <class Body>
   void for_each_panel(Body body) const {
     for (int64_t begin = 0; begin < rows_; begin += step_) {
@@ -42,28 +43,32 @@ class BaseWeight {
   std::optional<PackedReader> reader_;
 };
 
-/// What an adapter adds to its layer's output; every part may be undefined.
+/// The tensors that an adapter adds to a layer's output. Every tensor may be undefined.
 struct Adaptation {
-  at::Tensor low,
-      up;  // together: scaling * low (tokens, rank) up (rows, rank)^T is added to the product with the weight
+  // The term scaling * low (tokens, rank) up (rows, rank)^T is added to the product with the weight.
+  at::Tensor low, up;
   double scaling = 1;
-  at::Tensor gain;  // (rows), fp32 or fp64: multiplies that sum
-  at::Tensor bias;  // (rows), is added then
+  at::Tensor gain;  // (rows), fp32 or fp64: multiplies the sum of both products
+  at::Tensor bias;  // (rows): added after the multiplication by gain
 };
 
-/// out (tokens, rows) of `dtype` = gain * (x (tokens, columns) weight^T + scaling * low up^T) + bias. x is of
-/// type products.weight, or of one that gemm widens to it, the others of products.other.
+/// Computes out (tokens, rows) in `dtype` = gain * (x (tokens, columns) weight^T + scaling * low up^T) +
+/// bias. x has the dtype products.weight, or one that gemm() widens to it. The other tensors have the dtype
+/// products.other.
 at::Tensor apply_weight(const BaseWeight& weight, const at::Tensor& x, const Adaptation& adaptation,
                         at::ScalarType dtype, const gemm::Products& products);
 
-/// The sum over the weights of (gain * grad) (tokens, rows) weight, and of low (tokens, rank) down, of a type
-/// that holds it: (tokens, columns). Each grad, of any dtype, is converted to products.weight a panel's
-/// columns at a time; low and down are of type products.other, and undefined together.
+/// One term of times_weight().
 struct GradAndWeight {
   at::Tensor grad;
   at::Tensor gain;  // (rows), fp32 or fp64; may be undefined
   BaseWeight weight;
 };
+
+/// Returns the sum over all terms of (gain * grad) (tokens, rows) weight, plus low (tokens, rank) down. The
+/// result is (tokens, columns) in a dtype wide enough for the sum. Each grad may have any dtype; it is
+/// converted to products.weight, one panel's columns at a time. low and down have the dtype products.other,
+/// or both are undefined.
 at::Tensor times_weight(const std::vector<GradAndWeight>& terms, int64_t tokens, int64_t columns,
                         at::TensorOptions like, const at::Tensor& low, const at::Tensor& down,
                         const gemm::Products& products);

@@ -1,7 +1,8 @@
-// Bandwidth-bound: a byte in, two or four out, and between them a conversion and two products.
+// Dequantises int8 weights on the CPU. Bandwidth-bound: one byte in, two or four bytes out, one conversion
+// and two multiplications per element.
 
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's own AVX-512 headers
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns about its own AVX-512 headers
 #endif
 
 #include "quantization/quantize_int8_table.h"
@@ -16,7 +17,7 @@ using kernels::PackedInt8;
 
 constexpr int kStep = 2 * kLanes;
 
-// Two roundings, as in bitsandbytes.
+// Multiplies twice, and so rounds twice, as bitsandbytes does.
 SHOESTRING_INLINE F32 decode(const int8_t* codes, F32 scale) {
   return to_float(codes) * scale * kernels::kInverse127;
 }

@@ -1,13 +1,15 @@
 #pragma once
 
-// The dynamic 8-bit map of block-wise optimizers (Dettmers et al., arXiv 2110.02861): per decade 10^e [0.1,
-// 1], e = -6..0, equally spaced means, twice as many in each decade as in the one below. Counting magnitudes
-// from the smallest, the position of the leading bit of the count is the decade, and the value is affine in
-// the count inside it: no table is needed. Values are those that bitsandbytes stores in its maps, but for the
-// last bits of an fp32.
+// The dynamic 8-bit map of block-wise optimizers (Dettmers et al., arXiv 2110.02861). Each decade 10^e [0.1,
+// 1], e = -6..0, holds equally spaced values, twice as many as the decade below. Count the magnitudes from
+// the smallest. Then the position of the count's leading bit is the decade, and inside a decade the value is
+// an affine function of the count. So no table is needed. The values equal those in bitsandbytes' maps except
+// for the last bits of an fp32.
 //
-//   signed:   code 127 + k is count k = -127..128; k = 2^b + j has 2^b means; 128 is 1.0, and there is no
-//   -1.0 unsigned: code u - 1 is count u = 1..256;      u = 2^b + j has 2^b means; 1 is zero, 256 is 1.0
+//   signed:    code 127 + k has the count |k|, k = -127..128. The decade of count 2^b + j has 2^b values.
+//              Count 0 is zero and count 128 is 1.0; there is no -1.0.
+//   unsigned:  code u - 1 has the count u = 1..256. The decade of count 2^b + j has 2^b values.
+//              Count 1 is zero and count 256 is 1.0.
 
 #include <cstdint>
 
@@ -16,23 +18,23 @@ namespace shoestring::kernels {
 constexpr int64_t kStateBlock = 256;  // elements that share a scale
 
 struct DynamicMap {
-  // value(count) = offset[i] + count * slope[i], rounded once, with i the low three bits of the biased
-  // exponent of count + bias as an fp32. The eighth entry serves zero and 1.0 together.
+  // value(count) = offset[i] + count * slope[i], rounded once. i is the low three bits of the biased exponent
+  // of count + bias as an fp32 number. The eighth entry serves both zero and 1.0.
   float bias;
   float offset[8], slope[8];
 
-  int lowest, highest;  // counts of zero and of 1.0
-  float value[257];     // by count
-  float middle[257];    // [count]: larger magnitudes round to count + 1 or above
+  int lowest, highest;  // the counts of zero and of 1.0
+  float value[257];     // the value of each count
+  float middle[257];    // middle[count]: larger magnitudes round to count + 1 or above
 
-  // Encoding by segment, the decades in order after what rounds to zero: next[i] is the largest value in
-  // segment i, and a value x in it has the count lowest + floor(min(inverse_offset[i] + x * inverse_slope[i],
-  // limit[i]) / 65536), unless that is within kNear / 65536 of an integer, where only `middle` can tell.
-  // Exact for counts below `highest`.
+  // Constants for encoding by segment. Segment 0 holds what rounds to zero; then the decades follow in order.
+  // next[i] is the largest value in segment i. A value x in the segment has the count lowest +
+  // floor(min(inverse_offset[i] + x * inverse_slope[i], limit[i]) / 65536). If the quotient is within kNear /
+  // 65536 of an integer, only `middle` decides. The result is exact for counts below `highest`.
   float next[8], inverse_offset[8], inverse_slope[8], limit[8];
 };
 
-// Bound on the rounding error of the inverse, in 65536ths of a count; inverse_offset includes it.
+// Upper bound on the rounding error of the inverse, in units of 1 / 65536 count. inverse_offset includes it.
 constexpr int kNear = 4;
 
 namespace detail {
@@ -52,7 +54,8 @@ constexpr DynamicMap make_dynamic_map(bool is_signed) {
   for (int b = first; b < first + 7; ++b) {
     const double scale = 1 / power_of_ten(6 - (b - first)), bins = 1 << b;
     const float slope = static_cast<float>(scale * 0.9 / bins);
-    map.slope[(127 + b) & 7] = slope;  // the offset takes in its rounding, for the decade's small end
+    // The offset below compensates for the rounding of the slope at the small end of the decade.
+    map.slope[(127 + b) & 7] = slope;
     map.offset[(127 + b) & 7] = static_cast<float>(scale * (0.1 + 0.45 / bins) - slope * bins);
   }
   const int ends = is_signed ? 6 : 7;
@@ -70,7 +73,8 @@ constexpr DynamicMap make_dynamic_map(bool is_signed) {
 
   for (int i = 0; i < 8; ++i) {
     const int b = first + i - 1;
-    if (i == 0) {  // a second moment never becomes zero by rounding: the smallest positive code instead
+    // A second moment never rounds to zero. It takes the smallest positive code instead.
+    if (i == 0) {
       map.next[0] = is_signed ? map.middle[0] : 0.f;
       map.inverse_offset[0] = is_signed ? 0.5f * 65536 : 1.5f * 65536;
       map.limit[0] = map.inverse_offset[0];

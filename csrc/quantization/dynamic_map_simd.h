@@ -1,7 +1,7 @@
 #pragma once
 
-// Encoding and decoding of block-wise 8-bit state (quantization/dynamic_map.h) without gathers: the segment
-// comes from the bits of a float, its constants from a register, and the rest is one multiply-add.
+// Encodes and decodes block-wise 8-bit state (quantization/dynamic_map.h) without gathers. The segment comes
+// from the bits of a float and its constants from a register; the rest is one multiply-add.
 
 #include "core/vec_simd.h"
 #include "quantization/dynamic_map.h"
@@ -19,7 +19,7 @@ SHOESTRING_INLINE constexpr const DynamicMap& dynamic_map() {
 template <bool kSigned>
 class Decoder {
  public:
-  // For codes of a block with this scale.
+  // Prepares to decode the codes of a block with this scale.
 #if defined(__AVX2__)
   explicit SHOESTRING_METHOD Decoder(float scale)
       : offset_(load_table8(dynamic_map<kSigned>().offset) * scale),
@@ -28,7 +28,7 @@ class Decoder {
   explicit SHOESTRING_METHOD Decoder(float scale) : scale_(scale) {}
 #endif
 
-  // The values of kLanes codes, within 1e-6: the scale is in the constants.
+  // Decodes kLanes codes with a relative error of 1e-6. The scale is already part of the constants.
   SHOESTRING_METHOD F32 operator()(const uint8_t* codes) const {
     constexpr const DynamicMap& map = dynamic_map<kSigned>();
     F32 count = __builtin_convertvector(widen(codes), F32) + (kSigned ? -127.f : 1.f);
@@ -37,7 +37,8 @@ class Decoder {
     U32 segment = as_bits(kSigned ? magnitude + map.bias : magnitude) >> 23;
     F32 value = fma(magnitude, lookup(slope_, segment), lookup(offset_, segment));
 #else
-    F32 value;  // without a fused multiply-add the last bits would differ
+    // Without a fused multiply-add, arithmetic would give other last bits, so the values are looked up.
+    F32 value;
     for (int i = 0; i < kLanes; ++i) value[i] = map.value[static_cast<int>(magnitude[i])];
     value *= scale_;
 #endif
@@ -52,8 +53,8 @@ class Decoder {
 #endif
 };
 
-// The largest magnitude as an integer: the order of fp32 bits, in which NaN is above infinity and so not
-// lost. Where x cannot be negative, a sign is that of a NaN.
+// Updates the largest magnitude, held as an integer: in the order of fp32 bits, NaN is above infinity and so
+// is not lost. If x cannot be negative, a sign bit can only be that of a NaN.
 template <bool kSigned>
 SHOESTRING_INLINE U32 larger(U32 most, F32 x) {
   U32 bits = as_bits(kSigned ? abs(x) : x);
@@ -69,15 +70,15 @@ SHOESTRING_INLINE float largest(U32 most) {
   return x;
 }
 
-// The decade of a magnitude, guessed from the bits of the float, which are a piecewise linear logarithm: the
-// segment or the one below it. 0.95 decades a step and -6.3 for the first keep the guess between the exact
-// limits of both maps.
+// Constants that guess a magnitude's segment from the bits of its float, which are a piecewise linear
+// logarithm. The guess is the segment or the one below it. A step of 0.95 decades and a start of -6.3 keep
+// the guess within the exact limits of both maps.
 constexpr double kBitsPerStep = 8388608 * 3.321928094887362 * 0.95;
 constexpr float kGuessSlope = static_cast<float>(1 / kBitsPerStep);
-// 1.5 * 2^23 leaves the guess, rounded, in the low bits of the sum.
+// Adding 1.5 * 2^23 leaves the rounded guess in the low bits of the sum.
 constexpr float kGuessOffset = static_cast<float>(12582912 + 6.3 / 0.95 + 0.5 - 127 * 8388608 / kBitsPerStep);
-constexpr float kNegligible =
-    2e-7f;  // rounds as zero does; NaN is taken for it, so that every code is a valid one
+// Magnitudes up to kNegligible round like zero. NaN is replaced by kNegligible, so that every code is valid.
+constexpr float kNegligible = 2e-7f;
 
 template <bool kSigned>
 struct Encoder {
@@ -86,9 +87,11 @@ struct Encoder {
   Table8 slope = load_table8(dynamic_map<kSigned>().inverse_slope);
   Table8 limit = load_table8(dynamic_map<kSigned>().limit);
 
-  // Stores the codes of a block, kStateBlock of x, nearest in the map to x / scale; scale is max |x|.
+  // Stores the codes of a block, kStateBlock elements of x: for each, the map's value nearest to x / scale.
+  // scale is max |x|.
   SHOESTRING_METHOD void operator()(float* x, float scale, uint8_t* codes) const {
-    if (scale > 0 && scale < 0x1p-100f) {  // the reciprocal would overflow; a power of two changes no code
+    // The reciprocal of a tiny scale would overflow. Multiplying by a power of two changes no code.
+    if (scale > 0 && scale < 0x1p-100f) {
       for (int64_t i = 0; i < kStateBlock; i += kLanes) store(x + i, load(x + i) * 0x1p100f);
       scale *= 0x1p100f;
     }
@@ -117,8 +120,8 @@ struct Encoder {
       if constexpr (kSigned) {
         code[j] = copy_sign(count, scaled);
       } else {
-        // Zero alone has code zero. The bits of what is so small that they would lower a code stand for code
-        // 1 anyway.
+        // Only zero itself has code zero. Numbers whose bits are small enough to lower the code would have
+        // code 1 anyway.
         I32 bits = (I32)as_bits(raw);
         code[j] = count < bits ? count : bits;
       }
@@ -127,8 +130,8 @@ struct Encoder {
     if (__builtin_expect(any((nearest & 0xffffu) < 2 * kernels::kNear), 0)) settle(x, inverse, codes);
   }
 
-  // Some value of the group is too close to the middle of two neighbours for arithmetic: the exact middles
-  // decide.
+  // Re-encodes a group in which some value is too close to the middle of two neighbours for arithmetic. The
+  // exact middles decide.
   static __attribute__((noinline)) void settle(const float* x, float inverse, uint8_t* codes) {
     constexpr const DynamicMap& map = dynamic_map<kSigned>();
     for (int i = 0; i < 4 * kLanes; ++i) {

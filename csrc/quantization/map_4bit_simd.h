@@ -1,8 +1,8 @@
 #pragma once
 
-// Encoding and decoding of 4-bit state (quantization/map_4bit.h). A table of 16 values is one or two
-// registers, so decoding is a permutation; encoding is arithmetic on the bits of floats, each operation of
-// which rounds alike everywhere, so that every capability and the GPU make the same codes.
+// Encodes and decodes 4-bit optimizer state (quantization/map_4bit.h). A table of 16 values fits one or two
+// registers, so decoding is a permutation. Encoding is arithmetic on the bits of floats. Each operation
+// rounds alike everywhere, so every CPU capability and the GPU produce the same codes.
 
 #include "core/vec_simd.h"
 #include "quantization/map_4bit.h"
@@ -22,12 +22,12 @@ SHOESTRING_INLINE constexpr const float* map4() {
 template <bool kSigned>
 class Decoder4 {
  public:
-  // For a block's codes and scales.
+  // Prepares to decode the codes and scales of one block.
   SHOESTRING_METHOD Decoder4(const uint8_t* codes, const float* scales) : codes_(codes), scales_(scales) {}
 
-  // The values of elements i to i + kLanes, i a multiple of that.
+  // Returns the values of elements i to i + kLanes - 1, where i is a multiple of kLanes.
   SHOESTRING_METHOD F32 operator()(int64_t i) const {
-    uint32_t words[kLanes / 8 + 1] = {};  // eight elements each
+    uint32_t words[kLanes / 8 + 1] = {};  // each word holds eight elements
     __builtin_memcpy(words, codes_ + i / 2, kLanes / 2);
 #if defined(__AVX512F__)
     U32 nibble = (U32)_mm512_mask_set1_epi32(_mm512_set1_epi32(words[0]), 0xff00, words[1]) >> shifts();
@@ -60,7 +60,7 @@ class Decoder4 {
   const float* scales_;
 };
 
-// The low halves of a's lanes, as signed numbers, times b.
+// Multiplies the low half of each lane of a, as a signed 16-bit number, by b.
 SHOESTRING_INLINE I32 times_low(I32 a, int16_t b) {
 #if defined(__AVX512F__)
   return (I32)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi32(b));
@@ -71,25 +71,26 @@ SHOESTRING_INLINE I32 times_low(I32 a, int16_t b) {
 #endif
 }
 
-// To the nearest integer, ties to even; x below 2^22.
+// Rounds to the nearest integer, ties to even, for |x| < 2^22.
 SHOESTRING_INLINE I32 round_to_int(F32 x) {
 #if defined(__AVX512F__)
   return (I32)_mm512_cvtps_epi32(x);
 #elif defined(__AVX2__)
   return (I32)_mm256_cvtps_epi32(x);
 #else
-  return (I32)as_bits(x + 12582912.f) - 0x4b400000;  // 1.5 * 2^23 leaves the integer in the low bits
+  return (I32)as_bits(x + 12582912.f) - 0x4b400000;  // adding 1.5 * 2^23 leaves the integer in the low bits
 #endif
 }
 
-// Stores the low four bits of four registers' lanes, in order.
+// Stores the low four bits of each lane of four registers, in order.
 SHOESTRING_INLINE void store_nibbles(uint8_t* p, I32 a, I32 b, I32 c, I32 d) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-  // Packing works within 128-bit halves; interleaving these puts the pairs of bytes in order again.
+  // The pack instructions work within 128-bit halves, so interleaving the halves restores the order of the
+  // byte pairs.
   __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32((__m256i)a, (__m256i)b),
                                      _mm256_packs_epi32((__m256i)c, (__m256i)d));
   bytes = _mm256_and_si256(bytes, _mm256_set1_epi8(15));
-  __m256i pairs = _mm256_maddubs_epi16(bytes, _mm256_set1_epi16(0x1001));  // first + 16 second
+  __m256i pairs = _mm256_maddubs_epi16(bytes, _mm256_set1_epi16(0x1001));  // first + 16 * second
   pairs = _mm256_packus_epi16(pairs, pairs);
   __m128i out = _mm_unpacklo_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), out);
@@ -108,11 +109,11 @@ SHOESTRING_INLINE void store_nibbles(uint8_t* p, I32 a, I32 b, I32 c, I32 d) {
 #endif
 }
 
-// Scales are looked for in parts of 32 elements, of which a group has one or four.
+// Maxima are found for parts of 32 elements. A group consists of one or four parts.
 constexpr int kParts4 = 8;
 constexpr int64_t kPart4 = kStateBlock / kParts4;
 
-// The largest lane of each vector.
+// Computes the largest lane of each vector.
 SHOESTRING_INLINE void maxima(const U32 (&v)[kParts4], uint32_t (&out)[kParts4]) {
 #if defined(__AVX2__)
   __m256i x[kParts4];
@@ -124,7 +125,7 @@ SHOESTRING_INLINE void maxima(const U32 (&v)[kParts4], uint32_t (&out)[kParts4])
     x[i] = (__m256i)v[i];
 #endif
   }
-  for (int i = 0; i < kParts4; i += 2) {  // a transposition, and maxima on the way
+  for (int i = 0; i < kParts4; i += 2) {  // transposes and takes maxima at the same time
     x[i / 2] = _mm256_max_epu32(_mm256_unpacklo_epi32(x[i], x[i + 1]), _mm256_unpackhi_epi32(x[i], x[i + 1]));
   }
   for (int i = 0; i < kParts4 / 2; i += 2) {
@@ -146,8 +147,8 @@ class Encoder4 {
  public:
   explicit SHOESTRING_METHOD Encoder4(Rounding4 rounding) : rounding_(rounding) {}
 
-  // Stores the scales and codes of a block, kStateBlock of x. A group with NaN has the scale NaN, and one
-  // with infinity an infinite one.
+  // Stores the scales and codes of a block, kStateBlock elements of x. A group with a NaN has the scale NaN,
+  // and a group with an infinity has an infinite scale.
   SHOESTRING_METHOD void operator()(const float* x, float* scales, uint8_t* codes) const {
     float inverse[kParts4], raised[kStateBlock];
     if (__builtin_expect(find_scales(x, scales, inverse), 0)) {
@@ -164,7 +165,7 @@ class Encoder4 {
  private:
   static constexpr int kPartsInScale = kParts4 / kScales4<kSigned>;
 
-  // True where a reciprocal may have overflown.
+  // Computes the scales and their reciprocals. Returns true if a reciprocal may have overflowed.
   static SHOESTRING_METHOD bool find_scales(const float* x, float* scales, float (&inverse)[kParts4]) {
     U32 part[kParts4];
     for (int k = 0; k < kParts4; ++k) {
@@ -173,8 +174,9 @@ class Encoder4 {
 #pragma GCC unroll 8
       for (int64_t i = 0; i < kPart4; i += kLanes) {
         U32 bits = as_bits(load(x + k * kPart4 + i));
-        if constexpr (kSigned) {  // the orders of integers: NaN is above infinity, and negative numbers above
-                                  // all
+        // In the order of integers, NaN is above infinity, and as unsigned integers negative numbers are
+        // above all others.
+        if constexpr (kSigned) {
           positive = (I32)bits > positive ? (I32)bits : positive;
           any = bits > any ? bits : any;
         } else {
@@ -182,7 +184,7 @@ class Encoder4 {
           positive = (I32)bits > positive ? (I32)bits : positive;
         }
       }
-      // Signed: the magnitude, and the sign in the lowest bit.
+      // For signed values, `part` holds the magnitude with the sign in the lowest bit.
       part[k] = (U32)positive;
       if constexpr (kSigned) {
         U32 rotated = (any << 1) | (any >> 31);
@@ -200,7 +202,7 @@ class Encoder4 {
       }
     }
     for (int k = 0; k < kParts4; ++k) {
-      // The largest magnitude is minus one in units of the scale.
+      // A signed group's scale has the sign that makes its largest magnitude -1 in units of the scale.
       bits[k] = !kSigned ? top[k] : top[k] != 0 ? (top[k] >> 1) | (~top[k] << 31) : 0;
     }
     float all[kParts4];
@@ -241,14 +243,14 @@ class Encoder4 {
   template <bool kDithered>
   static SHOESTRING_METHOD I32 encode_one(F32 x, I32 dither) {
     if constexpr (kSigned) {
-      x = min(x, splat(kernels::kTop4Signed));  // NaN: the same
+      x = min(x, splat(kernels::kTop4Signed));  // NaN becomes kTop4Signed, too
       I32 steps = (I32)as_bits(abs(x) + kernels::kBias4) + kernels::offset4_signed(kDithered);
       if constexpr (kDithered) steps += times_low(dither, kernels::kDither4Signed);
       F32 magnitude = __builtin_convertvector(steps, F32) * kernels::kInverseStep4Signed;
       if constexpr (kDithered) magnitude = max(magnitude, F32{});
       return copy_sign(round_to_int(magnitude), x);
     } else {
-      I32 steps = kernels::offset4_unsigned(kDithered) - (I32)as_bits(max(x, F32{}));  // NaN: zero
+      I32 steps = kernels::offset4_unsigned(kDithered) - (I32)as_bits(max(x, F32{}));  // NaN becomes zero
       if constexpr (kDithered) steps += times_low(dither, kernels::kDither4Unsigned);
       return round_to_int(
           min(__builtin_convertvector(steps, F32) * kernels::kInverseStep4Unsigned, splat(15)));

@@ -1,13 +1,14 @@
 #pragma once
 
-// What readers and writers of quantised tensors share.
+// Helper functions shared by the CPU kernels that read or write quantised tensors.
 
 #include "core/vec_simd.h"
 #include "quantization/quantize_4bit_table.h"
 
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 
-// The product is rounded before the sum, as in bitsandbytes: no fused multiply-add.
+// Returns the scale of a block. A nested scale rounds the product before the sum, as bitsandbytes does, so
+// the compiler must not fuse them.
 SHOESTRING_INLINE float scale_of(const kernels::Packed& p, int64_t block) {
   if (p.absmax != nullptr) return p.absmax[block];
   float product = p.nested[1 + p.codes[block]] * p.nested[257 + (block >> 8)];
@@ -20,7 +21,8 @@ SHOESTRING_INLINE float scale_of(const kernels::Packed& p, int64_t block) {
   return product + p.nested[0];
 }
 
-// The 16 values of a block's codes. int4's products are exact, so that a fused sum is the same sum.
+// Computes the 16 values of a block's codes. The products of int4 are exact, so a fused multiply-add gives
+// the same values.
 constexpr int kTableParts = 16 / kLanes;
 SHOESTRING_INLINE void scaled_values(const kernels::Packed& p, const F32 (&code)[kTableParts], int64_t block,
                                      F32 (&values)[kTableParts]) {
@@ -34,7 +36,7 @@ SHOESTRING_INLINE void scaled_values(const kernels::Packed& p, const F32 (&code)
   for (int k = 0; k < kTableParts; ++k) values[k] = code[k] * scale;
 }
 
-// A register of int8 codes.
+// Converts one register of int8 codes to fp32.
 SHOESTRING_INLINE F32 to_float(const int8_t* codes) {
 #if defined(__AVX512F__)
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))));
@@ -46,7 +48,7 @@ SHOESTRING_INLINE F32 to_float(const int8_t* codes) {
 #endif
 }
 
-// n numbers as fp32; `to` has room for whole registers.
+// Converts n numbers to fp32. For the 16-bit version `to` has room for whole registers.
 SHOESTRING_INLINE void widen(const float* from, int64_t n, float* to) {
   __builtin_memcpy(to, from, n * sizeof(float));
 }
@@ -63,7 +65,8 @@ SHOESTRING_INLINE void widen16(const uint16_t* from, int64_t n, float* to) {
 SHOESTRING_INLINE F32 convert_bf16(U16 x) { return from_bf16(x); }
 SHOESTRING_INLINE F32 convert_fp16(U16 x) { return from_fp16(x); }
 
-// The largest magnitude; NaN where there is one, since its bits are the largest. n is a multiple of 16.
+// Returns the largest magnitude, or NaN if there is one, because the bits of a NaN are the largest. n is a
+// multiple of 16.
 SHOESTRING_INLINE float largest_magnitude(const float* x, int64_t n) {
   I32 best{};
   for (int64_t i = 0; i < n; i += kLanes) {
@@ -77,8 +80,8 @@ SHOESTRING_INLINE float largest_magnitude(const float* x, int64_t n) {
   return result;
 }
 
-// 32 codes, 0 to 15, given kLanes at a time by code(first), to 16 bytes; a pair's first has the upper four
-// bits.
+// Packs 32 codes, 0 to 15, into 16 bytes. code(first) returns kLanes codes at a time. The first code of a
+// pair takes the upper four bits.
 template <class Code>
 SHOESTRING_INLINE void pack32(Code code, uint8_t* packed) {
 #if defined(__AVX512F__)

@@ -29,19 +29,19 @@ void check_quantize_4bit(const Tensor& x, c10::string_view quant_type, int64_t b
   check_block_size("quantize_4bit", block_size);
 }
 
-// int4's scale and offset share an element.
+// Returns the dtype of the scales. int4 stores a scale and an offset in one int32.
 at::ScalarType scale_type(c10::string_view quant_type) {
   return quant_type == "int4" ? at::kInt : at::kFloat;
 }
 
-// Empty codes and scales of `count` elements.
+// Allocates the codes and scales for x.
 std::tuple<Tensor, Tensor> make_4bit_parts(const Tensor& x, c10::string_view quant_type, int64_t block_size) {
   const int64_t count = x.numel(), blocks = (count + block_size - 1) / block_size;
   return {in_huge_pages(at::empty({(count + 1) / 2}, x.options().dtype(at::kByte))),
           at::empty({blocks}, x.options().dtype(scale_type(quant_type)))};
 }
 
-// Calls one of a table's three functions with x and what follows it.
+// Calls the function of a kernel table that matches the dtype of x.
 template <class Kernels, class... Arguments>
 void quantize_range(const Kernels& kernels, const Tensor& x, int64_t begin, Arguments... arguments) {
   switch (x.scalar_type()) {
@@ -74,7 +74,7 @@ std::tuple<Tensor, Tensor> quantize_4bit_cpu(const Tensor& x, c10::string_view q
   const int64_t count = flat.numel();
   uint8_t* bytes = packed.data_ptr<uint8_t>();
   const bool int4 = quant_type == "int4";
-  // Elements for a thread: int4's are fitted, which takes far longer.
+  // Blocks per task. Fitting int4 takes far longer, so its tasks are smaller.
   const int64_t grain = std::max<int64_t>(1, (int64_t{1} << (int4 ? 10 : 14)) / block_size);
   at::parallel_for(0, absmax.numel(), grain, [&](int64_t first, int64_t last) {
     const int64_t begin = first * block_size, n = std::min(last * block_size, count) - begin;
@@ -117,7 +117,8 @@ std::tuple<Tensor, Tensor> quantize_4bit_meta(const Tensor& x, c10::string_view 
       at::empty_symint({(count + (block_size - 1)) / block_size}, x.options().dtype(scale_type(quant_type)))};
 }
 
-// The 256 values of the signed dynamic 8-bit type (8-bit optimizers, arXiv 2110.02861), ascending.
+// Returns the 256 values of the signed dynamic 8-bit type (8-bit optimizers, arXiv 2110.02861) in ascending
+// order.
 Tensor dynamic_map() {
   Tensor values = at::empty({256}, at::kFloat);
   float* v = values.data_ptr<float>();
@@ -141,10 +142,11 @@ void check_scales(const Tensor& absmax) {
               absmax.scalar_type());
 }
 
-// The scales are few (one for 32 to 4096 weights), so PyTorch's own operators serve. A scale becomes the
-// value nearest to its place on a grid of 65536 steps, which is how bitsandbytes' table finds it. On CUDA the
-// mean adds in another order than on the CPU, and the copy of the 256 values waits for the stream and cannot
-// be captured in a graph: a weight is quantised once.
+// Quantises scales to 8 bits. There is one scale for 32 to 4096 weights, so PyTorch's operators are fast
+// enough. A scale is first rounded to a grid of 65536 steps and then to the nearest value, as bitsandbytes'
+// lookup table does. On CUDA the mean is summed in another order than on the CPU. Copying the 256 values to
+// the GPU waits for the stream and cannot be captured in a CUDA graph. That is acceptable, because a weight
+// is quantised only once.
 std::tuple<Tensor, Tensor> quantize_absmax_any(const Tensor& absmax) {
   check_scales(absmax);
   const c10::OptionalDeviceGuard guard(absmax.device());
@@ -162,7 +164,8 @@ std::tuple<Tensor, Tensor> quantize_absmax_any(const Tensor& absmax) {
   Tensor grid =
       centred.mul(scale.reciprocal().nan_to_num(0, 0, 0).unsqueeze(1)).add(1).mul(32767.5).add(0.5).floor();
   Tensor midpoints = values.slice(0, 0, -1).add(values.slice(0, 1)).div(2);
-  // Where all scales of a group are the offset, their own scale is 0 and any code serves; 0 is bitsandbytes'.
+  // If all scales of a group equal the offset, the second-level scale is 0 and any code is correct.
+  // bitsandbytes uses 0.
   Tensor codes = at::bucketize(grid.div(32767.5).sub(1), midpoints, /*out_int32=*/true)
                      .masked_fill(scale.eq(0).unsqueeze(1), 0);
   return {codes.to(at::kByte).view({-1}).slice(0, 0, count).contiguous(),
@@ -228,7 +231,7 @@ TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
   m.impl("quantize_absmax", quantize_absmax_meta);
   m.impl("dequantize_4bit", dequantize_4bit_meta);
 }
-// Rounding has no useful gradient: whoever asks for one is told so.
+// Rounding has no useful gradient, so a request for one raises an error.
 TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
   m.impl("quantize_4bit", torch::autograd::autogradNotImplementedFallback());
   m.impl("quantize_absmax", torch::autograd::autogradNotImplementedFallback());

@@ -1,4 +1,4 @@
-// The codes that optimizers keep their state in, on their own.
+// Quantises fp32 tensors to the 8-bit format of optimizer state and back, on the CPU.
 
 #include "quantization/quantize_8bit_table.h"
 

@@ -7,13 +7,13 @@
 
 namespace shoestring::kernels {
 
-// Between values and 8-bit state; n may be anything, and codes have n elements.
+// Converts n fp32 values to 8-bit codes and scales, or back. n need not be a multiple of the block size.
 struct Quantize8bitTable {
   void (*quantize)(const float* x, int64_t n, bool is_signed, uint8_t* codes, float* scale);
   void (*dequantize)(const uint8_t* codes, const float* scale, int64_t n, bool is_signed, float* x);
 };
 
-// The same on the device. Each function returns an error's text or null.
+// CUDA launchers of the functions in Quantize8bitTable. Each returns an error text or null.
 struct Quantize8bitCuda {
   const char* (*quantize)(const float* x, int64_t n, bool is_signed, uint8_t* codes, float* scale,
                           void* stream);

@@ -1,9 +1,9 @@
-// Blocks stay in the first cache while they are fitted. Every capability adds in 16 lanes, in one register or
-// in four, so that all find the same codes; the file is compiled without fused multiply-adds for the same
-// reason.
+// Fits and encodes int4 weights on the CPU. A block stays in the L1 cache while it is fitted. Every
+// capability sums in 16 lanes, in one register or in four, so that all capabilities find the same codes. For
+// the same reason this file is compiled without fused multiply-adds.
 
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's own AVX-512 headers
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns about its own AVX-512 headers
 #endif
 
 #include "quantization/fit_int4.h"
@@ -23,7 +23,7 @@ constexpr int kBatch = 4;
 constexpr int kParts = kInt4Lanes / kLanes;
 typedef float F4 __attribute__((vector_size(16)));
 
-// 16 lanes of a sum.
+// A sum that is accumulated in 16 lanes; folded() adds the lanes up.
 struct Lanes {
   F32 part[kParts] = {};
 
@@ -35,13 +35,13 @@ struct Lanes {
   }
 };
 
-// What a code is found with.
+// The scale, its inverse and the offset of a fit, broadcast to registers. They map a value to its code.
 struct Grid {
   F32 scale, offset, inverse;
   explicit SHOESTRING_METHOD Grid(const Int4Fit& fit)
       : scale(splat(fit.scale)), offset(splat(fit.offset)), inverse(splat(fit.inverse())) {}
-  // A code, -8 to 7, is in the lowest bits of what this returns, which is itself the code after kInt4Shift is
-  // taken away.
+  // Returns the code (-8 to 7) plus kInt4Shift. The code is then in the lowest bits, or is the result minus
+  // kInt4Shift.
   SHOESTRING_METHOD F32 shifted(F32 away) const {
     return min(max(away * inverse, splat(-8)), splat(7)) + kInt4Shift;
   }
@@ -74,8 +74,8 @@ struct Sums {
   }
 };
 
-// Where the fit of x (n, and copies of one element up to a multiple of 16) begins. Without a scale it stays
-// there.
+// Returns the initial fit of x (n elements, padded with copies of one element to a multiple of 16). A fit
+// without a scale is final.
 SHOESTRING_INLINE Int4Fit first_fit(const float* x, int64_t n) {
   const int64_t padded = (n + kInt4Lanes - 1) / kInt4Lanes * kInt4Lanes;
   const float top = largest_magnitude(x, padded);
@@ -89,8 +89,8 @@ SHOESTRING_INLINE Int4Fit first_fit(const float* x, int64_t n) {
   return kernels::first_int4(-horizontal_max(-low), horizontal_max(high));
 }
 
-// Of `count` blocks, n elements each: a step of one is a chain of dependent sums and divisions, and those of
-// several overlap.
+// Fits `count` blocks of n elements each. A step for one block is a chain of dependent sums and divisions, so
+// several blocks are fitted together to overlap the chains.
 SHOESTRING_INLINE void fit_blocks(const float* x, int64_t n, int count, Int4Fit (&best)[kBatch]) {
   Int4Fit fit[kBatch];
   float smallest[kBatch], limit[kBatch], error[kBatch];
@@ -123,7 +123,7 @@ SHOESTRING_INLINE void fit_blocks(const float* x, int64_t n, int count, Int4Fit 
   }
 }
 
-// The codes of x (n, and copies up to a multiple of 32) to (n + 1) / 2 bytes.
+// Stores the codes of x (n elements, padded to a multiple of 32) in (n + 1) / 2 bytes.
 SHOESTRING_INLINE void encode(const float* x, int64_t n, const Int4Fit& fit, uint8_t* packed) {
   const Grid grid(fit);
   for (int64_t i = 0; i < n; i += 32) {

@@ -1,7 +1,8 @@
-// A row is read twice, the second time from the cache: its largest magnitude, then its codes.
+// Quantises rows to int8 on the CPU. A row is read twice, first for its largest magnitude, then from the
+// cache for its codes.
 
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's own AVX-512 headers
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns about its own AVX-512 headers
 #endif
 
 #include "quantization/quantize_int8_table.h"
@@ -15,8 +16,9 @@ constexpr int kRegisters = 4;
 constexpr int kStep = kRegisters * kLanes;
 
 SHOESTRING_INLINE F32 read(const float* x) { return load(x); }
+// A 16-bit number as its own type, so that the overloads below can tell bf16 from fp16.
 template <F32 (*Convert)(U16)>
-struct Half {  // a 16-bit number that the overloads below can tell from the other kind
+struct Half {
   uint16_t bits;
 };
 F32 convert_bf16(U16 x) { return from_bf16(x); }
@@ -26,7 +28,7 @@ SHOESTRING_INLINE F32 read(const Half<Convert>* x) {
   return Convert(load_as<U16>(x));
 }
 
-// To the nearest integer, ties to even.
+// Rounds to the nearest integer, ties to even.
 SHOESTRING_INLINE I32 round_to_int(F32 x) {
 #if defined(__AVX512F__)
   return (I32)_mm512_cvtps_epi32(x);
@@ -39,10 +41,11 @@ SHOESTRING_INLINE I32 round_to_int(F32 x) {
 #endif
 }
 
-// kStep numbers from -128 to 127 as bytes.
+// Stores kStep integers from -128 to 127 as bytes.
 SHOESTRING_INLINE void store_int8(int8_t* codes, const I32 (&v)[kRegisters]) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-  // Packing works within 128-bit halves; the permutation puts the groups of four bytes in order again.
+  // The pack instructions work within 128-bit halves, so a permutation restores the order of the groups of
+  // four bytes.
   const __m256i low = _mm256_packs_epi32((__m256i)v[0], (__m256i)v[1]);
   const __m256i high = _mm256_packs_epi32((__m256i)v[2], (__m256i)v[3]);
   const __m256i bytes =
@@ -59,8 +62,8 @@ SHOESTRING_INLINE void store_int8(int8_t* codes, const I32 (&v)[kRegisters]) {
 #endif
 }
 
-// Calls body(from, i, n) for kStep numbers x[i ..] at a time, n of which are the row's; the last ones are a
-// copy that zeros fill.
+// Calls body(from, i, n) for each kStep numbers x[i ..]; n of them belong to the row. The last call gets a
+// copy padded with zeros.
 template <class T, class Body>
 SHOESTRING_INLINE void for_each_step(const T* x, int64_t columns, Body body) {
   int64_t i = 0;
@@ -71,7 +74,7 @@ SHOESTRING_INLINE void for_each_step(const T* x, int64_t columns, Body body) {
   body(rest, i, columns - i);
 }
 
-// NaN where there is one, since its bits are the largest.
+// Returns the largest magnitude of a row, or NaN if there is one, because the bits of a NaN are the largest.
 template <class T>
 SHOESTRING_INLINE float largest_magnitude(const T* x, int64_t columns) {
   I32 best[kRegisters] = {};
@@ -95,8 +98,9 @@ SHOESTRING_INLINE void quantize(const T* x, int64_t rows, int64_t columns, int8_
   for (int64_t row = 0; row < rows; ++row, x += columns, codes += columns) {
     const float top = largest_magnitude(x, columns);
     absmax[row] = top;
-    const float scale = 1 / top * 127;               // two roundings, as in bitsandbytes
-    if (!(scale > 0 && scale < __builtin_inff())) {  // all (but) zero, or not finite
+    const float scale = 1 / top * 127;  // rounds twice, as bitsandbytes does
+    // The codes become 0 if the row is zero or nearly zero, or its largest magnitude is not finite.
+    if (!(scale > 0 && scale < __builtin_inff())) {
       __builtin_memset(codes, 0, columns);
       continue;
     }

@@ -6,31 +6,32 @@
 
 namespace shoestring::kernels {
 
-// Reading side of an int8 tensor: element i is codes[i] * absmax[i / columns] / 127.
+// An int8 tensor as its kernels read it: element i is codes[i] * absmax[i / columns] / 127.
 struct PackedInt8 {
   const int8_t* codes;
   const float* absmax;
   int64_t columns;
 };
 
-// bitsandbytes multiplies by this, as fp32 has it; so do we, for its bytes.
+// 1 / 127 as the fp32 constant that bitsandbytes uses, so that the results agree.
 constexpr float kInverse127 = 7.874015718698502e-3f;
 
 struct QuantizeInt8Table {
-  // x (rows, columns), columns >= 1; writes rows of codes and their scales.
+  // Quantises x (rows, columns) with columns >= 1, and writes the codes and scales of its rows.
   void (*quantize_float)(const float* x, int64_t rows, int64_t columns, int8_t* codes, float* absmax);
   void (*quantize_bf16)(const uint16_t* x, int64_t rows, int64_t columns, int8_t* codes, float* absmax);
   void (*quantize_fp16)(const uint16_t* x, int64_t rows, int64_t columns, int8_t* codes, float* absmax);
 };
 
 struct DequantizeInt8Table {
-  // Elements [begin, end) of the tensor to out[0 .. end - begin).
+  // Dequantises elements [begin, end) of the tensor into out[0 .. end - begin).
   void (*dequantize_float)(const PackedInt8&, int64_t begin, int64_t end, float* out);
   void (*dequantize_bf16)(const PackedInt8&, int64_t begin, int64_t end, uint16_t* out);
   void (*dequantize_fp16)(const PackedInt8&, int64_t begin, int64_t end, uint16_t* out);
 };
 
-// Pointers are on the device; stream is a cudaStream_t. They return an error's text or null.
+// CUDA launchers. All pointers are device pointers, and stream is a cudaStream_t. Each function returns an
+// error text or null.
 struct QuantizeInt8Cuda {
   const char* (*quantize_float)(const void* x, int64_t rows, int64_t columns, int8_t* codes, float* absmax,
                                 void* stream);
@@ -41,7 +42,7 @@ struct QuantizeInt8Cuda {
 };
 
 struct DequantizeInt8Cuda {
-  // Elements [begin, begin + count) of the tensor, which are whole rows, to out[0 .. count).
+  // Dequantises elements [begin, begin + count) of the tensor, which are whole rows, into out[0 .. count).
   const char* (*dequantize_float)(const PackedInt8&, int64_t begin, int64_t count, void* out, void* stream);
   const char* (*dequantize_bf16)(const PackedInt8&, int64_t begin, int64_t count, void* out, void* stream);
   const char* (*dequantize_fp16)(const PackedInt8&, int64_t begin, int64_t count, void* out, void* stream);

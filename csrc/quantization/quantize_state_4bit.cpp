@@ -99,8 +99,8 @@ Tensor dequantize_state_4bit_cuda(const Tensor& codes, const Tensor& scale, bool
   const c10::OptionalDeviceGuard guard(codes.device());
   Tensor x = empty_state_4bit_values(codes, scale, is_signed, numel);
   Tensor source = codes.contiguous();
-  if (reinterpret_cast<uintptr_t>(source.const_data_ptr()) % 4 != 0)
-    source = source.clone();  // it is read in words
+  // The kernel reads the codes in 4-byte words.
+  if (reinterpret_cast<uintptr_t>(source.const_data_ptr()) % 4 != 0) source = source.clone();
   const Tensor factors = scale.contiguous();
   check_launch("dequantize_state_4bit", state_4bit_cuda_kernels().dequantize(
                                             source.const_data_ptr<uint8_t>(), factors.const_data_ptr<float>(),

@@ -1,7 +1,7 @@
-// The 4-bit codes that optimizers keep their state in, on their own.
+// Quantises fp32 tensors to the 4-bit format of optimizer state and back, on the CPU.
 
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's own AVX-512 headers
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns about its own AVX-512 headers
 #endif
 
 #include "quantization/quantize_state_4bit_table.h"
@@ -13,7 +13,7 @@ namespace {
 
 using kernels::kBlockBytes4;
 
-// body(its first element, how many elements it has, which one it is) for each block.
+// Calls body(first element, number of elements, block index) for each block.
 template <class Body>
 SHOESTRING_INLINE void over_blocks(int64_t n, Body body) {
   for (int64_t begin = 0; begin < n; begin += kStateBlock) {

@@ -19,7 +19,8 @@ using QuantizedLinearBackwardSignature = Tensor(const Tensor&, const Tensor&, co
                                                 const OptionalTensor&, c10::SymInt, c10::string_view,
                                                 int64_t);
 
-// The weight is frozen: gradients by x and bias only, and nothing of x's size is saved.
+// The autograd function of quantized_linear. The weight is frozen: only x and the bias receive gradients, and
+// nothing of x's size is saved.
 class QuantizedLinear : public torch::autograd::Function<QuantizedLinear> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& packed, const Tensor& absmax,
@@ -70,7 +71,7 @@ Tensor quantized_linear_autograd(const Tensor& x, const Tensor& packed, const Te
                                 std::string(quant_type), block_size);
 }
 
-// As for a linear layer: x takes the autocast dtype, and so does the result.
+// Under autocast, x and the result take the autocast dtype, as in a linear layer.
 template <c10::DeviceType device>
 Tensor quantized_linear_autocast(const Tensor& x, const Tensor& packed, const Tensor& absmax,
                                  const OptionalTensor& nested, const OptionalTensor& bias,

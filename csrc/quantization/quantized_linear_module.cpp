@@ -16,8 +16,8 @@ QuantizedLinearImpl::QuantizedLinearImpl(const QuantizedLinearOptions& options) 
 }
 
 void QuantizedLinearImpl::reset() {
-  packed = absmax = nested =
-      Tensor();  // clone() calls this on a copy, which still names the original's tensors
+  // clone() calls reset() on a copy that still refers to the tensors of the original.
+  packed = absmax = nested = Tensor();
   Tensor dense = torch::empty({options.out_features(), options.in_features()});
   torch::nn::init::kaiming_uniform_(dense, std::sqrt(5));
   set_weight(dense);
@@ -64,14 +64,15 @@ void QuantizedLinearImpl::set_parts(const Tensor& bytes, const Tensor& scales, c
                              second.defined() ? std::optional<Tensor>(second) : std::nullopt,
                              options.out_features() * options.in_features(), quantize.quant_type(),
                              quantize.block_size(), bytes.device());
+  // LibTorch cannot unregister a buffer, so a layer with nested scales cannot change to plain scales.
   TORCH_CHECK(
-      second.defined() || !options.nested(),  // LibTorch cannot take a buffer back
+      second.defined() || !options.nested(),
       "QuantizedLinear: set_parts: second: expected nested scales, as the layer has them, received none");
   options.quantize(quantize).nested(second.defined());
   take(bytes, scales, second);
 }
 
-// Parts in place of the ones that there are, in the layer's own shapes.
+// Stores the quantised weight in the layer's own shapes and replaces the weight that it held before.
 void QuantizedLinearImpl::take(Tensor bytes, Tensor scales, const Tensor& second) {
   const int64_t rows = options.out_features(), columns = options.in_features(),
                 block = options.quantize().block_size();
@@ -85,7 +86,7 @@ void QuantizedLinearImpl::take(Tensor bytes, Tensor scales, const Tensor& second
     bytes = bytes.flatten();
     scales = scales.flatten();
   }
-  if (!packed.defined()) {  // reset() registers them
+  if (!packed.defined()) {  // reset() registers the buffers later
     packed = bytes;
     absmax = scales;
     nested = second;
@@ -112,8 +113,8 @@ Tensor QuantizedLinearImpl::forward(const Tensor& x) {
       nested.defined() ? std::optional<Tensor>(nested) : std::nullopt, options.quantize());
 }
 
-// torch::nn::Module converts every buffer, whole numbers too: the parts are put back, on the device they went
-// to.
+// Restores the quantised weight after torch::nn::Module::to(), which converts the dtype of every buffer,
+// integers included. The tensors stay on the device that they were moved to.
 void QuantizedLinearImpl::keep_parts(const Tensor& packed_was, const Tensor& absmax_was,
                                      const Tensor& nested_was) {
   packed.set_data(packed_was.to(packed.device()));

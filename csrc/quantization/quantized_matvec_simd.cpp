@@ -1,10 +1,11 @@
-// For a few tokens the weight's bytes are what a product costs. They are decoded into registers and
-// multiplied there, and a block's scale is applied to its sum (int4: scale and offset to the table of values,
-// a tenth slower). The even elements' codes are upper halves of bytes and the odd ones' lower halves, so with
-// x sorted in the same way neither needs to be put in order.
+// The product of a quantised weight with a few tokens on the CPU. Its cost is reading the weight's bytes, so
+// codes are decoded into registers and multiplied there. A block's scale is applied to the block's sum. For
+// int4, scale and offset are applied to the table of values, which is a tenth slower. The codes of even
+// elements are the upper halves of bytes and those of odd elements the lower halves. x is sorted in the same
+// way, so no codes have to be reordered.
 
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's own AVX-512 headers
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns about its own AVX-512 headers
 #endif
 
 #include "quantization/quantized_matvec_table.h"
@@ -19,7 +20,7 @@ using kernels::kMatvecTokens;
 using kernels::Packed;
 using kernels::PackedInt8;
 
-// 16 values, looked up by the low four bits of each lane.
+// Looks up one of 16 values by the low four bits of each lane.
 #if defined(__AVX512F__)
 struct Table16 {
   __m512 table;

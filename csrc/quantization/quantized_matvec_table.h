@@ -8,13 +8,14 @@
 
 namespace shoestring::kernels {
 
-/// Tokens that a call takes at most.
+/// The largest number of tokens in one call.
 constexpr int64_t kMatvecTokens = 4;
 
-/// y[t * stride + row] = x[t] . w[row] for rows [first, last) of a weight (rows, columns) that is not written
-/// out anywhere.
+/// Computes y[t * stride + row] = x[t] . w[row] for rows [first, last) of a quantised weight (rows, columns).
+/// The dequantised weight is not stored.
 struct QuantizedMatvecTable {
-  // columns is a multiple of the block size. x: of each token first the even elements, then the odd ones.
+  // columns is a multiple of the block size. Each token of x has its even elements first, then its odd
+  // elements.
   void (*multiply_4bit)(const Packed&, int64_t first, int64_t last, int64_t columns, const float* x,
                         int64_t tokens, float* y, int64_t stride);
   void (*multiply_int8)(const PackedInt8&, int64_t first, int64_t last, int64_t columns, const float* x,

@@ -1,6 +1,7 @@
 #pragma once
 
-// Optimizer state in 8 or 4 bits has blocks of kStateBlock elements; the last block may have fewer.
+// Helpers for optimizer state in 8 or 4 bits, which has blocks of kStateBlock elements. The last block may
+// have fewer.
 
 #include <algorithm>
 
@@ -11,13 +12,13 @@
 
 namespace shoestring::quantization {
 
-/// The number of blocks that `count` elements take.
+/// Returns the number of blocks that hold `count` elements.
 inline c10::SymInt state_blocks(const c10::SymInt& count) {
   return (count + kernels::kStateBlock - 1) / kernels::kStateBlock;
 }
 
-/// Calls body(block, first, count) on all threads: `count` elements from element `first` on, which begins
-/// block `block`. Whole blocks, but at the end of n elements.
+/// Calls body(block, first, count) on all threads: `count` elements from element `first` on, which is the
+/// start of block `block`. count is a multiple of the block size except at the end of the n elements.
 template <class Body>
 void for_state_blocks(int64_t n, Body body) {
   using kernels::kStateBlock;

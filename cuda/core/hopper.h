@@ -1,38 +1,38 @@
 #pragma once
 
-// What Hopper GPUs have besides, for kernels that are compiled for sm_90a alone: barriers that count arrivals
-// and bytes, copies of whole tiles that complete on them, and registers that pass from one warpgroup (four
-// warps, the first a multiple of 4) to another. Their products are in wgmma.h, the host's side of tensor maps
-// in tensor_map.h.
+// Instructions of Hopper GPUs for kernels that are compiled for sm_90a only. They are barriers that count
+// arrivals and bytes, tile copies that complete on such barriers (TMA), and the transfer of registers between
+// warpgroups. A warpgroup is four warps whose first index is a multiple of 4. The matrix products are in
+// wgmma.h, the host code for tensor maps in tensor_map.h.
 //
-// A tile in shared memory has rows of 128 bytes and begins at a multiple of 1024. Its 16-byte chunks are
-// swizzled: the chunk's number, bits 4 to 6 of the address, is xor-ed with the row's, bits 7 to 9, so that
-// eight rows lie in different banks.
+// A tile in shared memory has rows of 128 bytes and starts at a multiple of 1024 bytes. Its 16-byte chunks
+// are swizzled: the index of the chunk (address bits 4 to 6) is xor-ed with that of the row (bits 7 to 9). So
+// the same chunk of eight consecutive rows is in eight different groups of banks.
 
 #include <cstdint>
 
 #include "cuda/core/ptx.h"
 
 #if defined(__CUDACC__)
-#include <cuda.h>  // the type alone: nothing of libcuda is linked
+#include <cuda.h>  // only for the type: libcuda is not linked
 #else
-#include "hopper_emulation.h"  // the emulator's twins have the same names
+#include "hopper_emulation.h"  // the emulator defines the same functions
 #endif
 
 namespace shoestring::cuda {
 
-/// In shared memory. Its phase is over when `arrivals` threads have arrived and all bytes that were announced
-/// are there; then the next one begins. Phases have the parities 0, 1, 0, ...
+/// A barrier in shared memory. A phase completes when `arrivals` threads have arrived and all announced bytes
+/// have been copied; then the next phase begins. Phases have the parities 0, 1, 0, ...
 struct alignas(8) Mbarrier {
   uint64_t state;
 };
 
 #if defined(__CUDACC__)
 
-/// A kernel takes it as `const __grid_constant__ TensorMap`.
+/// A kernel takes a tensor map as a parameter `const __grid_constant__ TensorMap`.
 using TensorMap = CUtensorMap;
 
-/// By one thread, which then calls mbarrier_init_fence() before the block synchronises.
+/// Initialises a barrier. One thread calls it, and then mbarrier_init_fence(), before the block synchronises.
 __device__ inline void mbarrier_init(Mbarrier& barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals)
                : "memory");
@@ -41,20 +41,20 @@ __device__ inline void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-/// What this thread did before is seen by those that wait for the phase.
+/// Arrives at the barrier. Threads that wait for the phase see everything this thread did before.
 __device__ inline void mbarrier_arrive(Mbarrier& barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
-/// Announces bytes of copies, which are started behind it, and arrives.
+/// Announces `bytes` of copies that this thread starts afterwards, and arrives.
 __device__ inline void mbarrier_arrive_expect(Mbarrier& barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
                "r"(bytes)
                : "memory");
 }
 
-/// Waits until the phase of this parity is over: that of the other parity is under way. On a new barrier, a
-/// wait for parity 1 returns at once.
+/// Waits until the phase of this parity has completed and the phase of the other parity is in progress. On a
+/// new barrier, a wait for parity 1 returns at once.
 __device__ inline void mbarrier_wait(Mbarrier& barrier, int parity) {
   asm volatile(
       "{\n"
@@ -67,13 +67,13 @@ __device__ inline void mbarrier_wait(Mbarrier& barrier, int parity) {
       : "memory");
 }
 
-/// Copies and products that come after see what this thread has written to shared memory; others' after a
-/// barrier.
+/// Makes this thread's writes to shared memory visible to later tile copies and matrix products. To include
+/// other threads' writes, each of them calls it before a barrier.
 __device__ inline void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-/// Starts the copy of a map's box, whose first element is `at` (innermost dimension first, that one not below
-/// 0), to a swizzled tile; zeros take the place of what lies outside of the tensor. One thread. The bytes of
-/// the whole box arrive on the barrier.
+/// Starts the copy of a tensor map's box to a swizzled tile; one thread calls it. `at` is the box's first
+/// element, innermost dimension first; that coordinate must not be negative. Elements outside the tensor
+/// become zeros. The barrier receives the bytes of the whole box.
 template <int rank>
 __device__ void tma_load(void* tile, const TensorMap& map, Mbarrier& barrier, const int (&at)[rank]) {
   static_assert(rank >= 3 && rank <= 5, "a tensor map has three to five dimensions");
@@ -100,8 +100,9 @@ __device__ void tma_load(void* tile, const TensorMap& map, Mbarrier& barrier, co
   }
 }
 
-/// Registers of a thread from here on, a multiple of 8 from 24 to 256: a whole warpgroup gives some back, or
-/// waits until there are enough. The kernel has a __launch_bounds__(threads, 1).
+/// Changes the number of registers per thread from here on, to a multiple of 8 from 24 to 256. A whole
+/// warpgroup calls it, to release registers or to wait until enough are free. The kernel needs
+/// __launch_bounds__(threads, 1).
 template <int count>
 __device__ void registers_shrink() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));

@@ -6,8 +6,9 @@
 
 namespace shoestring::cuda {
 
-/// Starts a kernel; returns the error's text, or null. The one place from which kernels are started.
-/// shared_bytes: what dynamic_shared() gives out; above 48 KiB the kernel is told first.
+/// Launches a kernel and returns an error text or null. All kernels are launched by this function.
+/// shared_bytes is the size of the memory that dynamic_shared() returns. Above 48 KiB the kernel's attribute
+/// is set first.
 template <class... Parameters, class... Arguments>
 const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes, void* stream,
                    Arguments... arguments) {
@@ -28,7 +29,7 @@ const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, i
 #endif
 }
 
-/// The launch's dynamic shared memory, aligned to 16 bytes.
+/// Returns the launch's dynamic shared memory, aligned to 16 bytes.
 __device__ inline unsigned char* dynamic_shared() {
 #if defined(__CUDACC__)
   extern __shared__ __align__(16) unsigned char shoestring_dynamic_shared[];

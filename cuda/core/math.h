@@ -1,7 +1,7 @@
 #pragma once
 
-// One hardware instruction each, where CUDA's own functions take several: an error of a unit or two in the
-// last place, subnormal numbers taken for zero.
+// Fast approximations that are one hardware instruction each, where CUDA's own functions take several. Their
+// error is one or two units in the last place, and they treat subnormal numbers as zero.
 
 #include <cuda_runtime.h>
 

@@ -1,10 +1,10 @@
 #pragma once
 
-// Instructions that CUDA C++ has no name for; the only file with inline PTX. The emulator's twins have the
-// same names. All but the barriers and ldmatrix need sm_80. Kernels that use the others compile for sm_75 and
-// trap there: the host code of such an operator refuses the GPU first.
+// Inline PTX for instructions that CUDA C++ has no function for. The emulator defines the same functions. All
+// except the barriers and ldmatrix need sm_80. Kernels that use the sm_80 instructions compile for sm_75 and
+// trap there. The host code of such an operator rejects the GPU first.
 //
-// Fragments of a warp's matrices, by lane, with g = lane / 4 and t = lane % 4; each row of a table is a
+// Layout of matrix fragments in a warp, with g = lane / 4 and t = lane % 4. Each row of the table is one
 // register:
 //   16 bit, A (16, 16)                 B (16, 8)                    TF32, A (16, 8)    B (8, 8)
 //   a[0]  row g      k 2t, 2t + 1      b[0]  k 2t, 2t + 1  col g    row g      k t     k t      col g
@@ -37,8 +37,9 @@ __device__ inline unsigned shared_address(const void* p) {
 
 // ---- asynchronous copies
 
-/// Starts a copy of 4, 8 or 16 bytes to shared memory; both addresses are multiples of that. Only the first
-/// `from_bytes` are read, the rest becomes zero. 16 bytes go past the L1 cache.
+/// Starts an asynchronous copy of 4, 8 or 16 bytes to shared memory. Both addresses are multiples of that
+/// size. Reads only the first `from_bytes` and fills the rest with zeros. Copies of 16 bytes bypass the L1
+/// cache.
 template <int bytes>
 __device__ void cp_async(void* shared, const void* global, int from_bytes = bytes) {
   static_assert(bytes == 4 || bytes == 8 || bytes == 16, "cp.async copies 4, 8 or 16 bytes");
@@ -51,11 +52,11 @@ __device__ void cp_async(void* shared, const void* global, int from_bytes = byte
   }
 }
 
-/// Closes the group of the copies that this thread has started since the last one; it may be empty.
+/// Closes a group of all copies that this thread started since the last group. A group may be empty.
 __device__ inline void cp_async_commit() { SHOESTRING_SM80("cp.async.commit_group;" :: : "memory"); }
 
-/// Waits until at most `pending` of this thread's last groups are under way. The other threads' copies have
-/// arrived only after a barrier behind everybody's wait.
+/// Waits until at most `pending` of this thread's most recent groups are in progress. To use the copies of
+/// other threads, every thread waits and then meets the others at a barrier.
 template <int pending>
 __device__ void cp_async_wait() {
   SHOESTRING_SM80("cp.async.wait_group %0;" ::"n"(pending) : "memory");
@@ -63,23 +64,22 @@ __device__ void cp_async_wait() {
 
 // ---- named barriers
 
-/// Waits until `threads` (a multiple of 32, those that only arrive included) are at barrier `id`, 1 to 15: 0
-/// is that of
-/// __syncthreads. Whole warps.
+/// Waits until `threads` threads are at barrier `id`, from 1 to 15; barrier 0 is that of __syncthreads.
+/// `threads` is a multiple of 32 and includes threads that only arrive. Whole warps call it.
 __device__ inline void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/// The same without waiting: what this thread did before is seen by those that wait.
+/// Arrives at barrier `id` without waiting. Threads that wait there see everything this thread did before.
 __device__ inline void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// ---- matrices: all 32 lanes, in one place of the code
+// ---- matrices: all 32 lanes of a warp execute these instructions together
 
-/// Loads `count` = 1, 2 or 4 matrices of 8 by 8 16-bit values from shared memory. Lane 8 i + r gives the
-/// address of row r of matrix i, 16 bytes; the other lanes' addresses are ignored. A lane gets row g, columns
-/// 2t and 2t + 1 of each.
+/// Loads `count` = 1, 2 or 4 matrices of 8 x 8 16-bit values from shared memory. Lane 8 i + r gives the
+/// address of row r of matrix i (16 bytes); addresses of other lanes are ignored. A lane receives row g,
+/// columns 2t and 2t + 1 of each matrix.
 template <int count>
 __device__ void ldmatrix(uint32_t (&out)[count], const void* row) {
   static_assert(count == 1 || count == 2 || count == 4, "ldmatrix loads 1, 2 or 4 matrices");
@@ -102,7 +102,7 @@ __device__ void ldmatrix(uint32_t (&out)[count], const void* row) {
   }
 }
 
-/// As ldmatrix, transposed: a lane gets rows 2t and 2t + 1, column g.
+/// Loads matrices like ldmatrix, but transposed: a lane receives rows 2t and 2t + 1 of column g.
 template <int count>
 __device__ void ldmatrix_trans(uint32_t (&out)[count], const void* row) {
   static_assert(count == 1 || count == 2 || count == 4, "ldmatrix loads 1, 2 or 4 matrices");
@@ -125,7 +125,7 @@ __device__ void ldmatrix_trans(uint32_t (&out)[count], const void* row) {
   }
 }
 
-/// c += a b, fp32 accumulators; T is __nv_bfloat16 or __half.
+/// Computes c += a b with fp32 accumulators. T is __nv_bfloat16 or __half.
 template <class T>
 __device__ void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 
@@ -145,14 +145,14 @@ __device__ inline void mma_16x8x16<__half>(float (&c)[4], const uint32_t (&a)[4]
   SHOESTRING_MMA("m16n8k16.row.col.f32.f16.f16.f32");
 }
 
-/// c += a b in TF32. Of each operand 10 bits of the mantissa count; to_tf32 rounds to them, without it they
-/// are cut off.
+/// Computes c += a b in TF32, which uses 10 bits of each operand's mantissa. to_tf32 rounds to 10 bits;
+/// without it, the hardware truncates.
 __device__ inline void mma_16x8x8_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   SHOESTRING_MMA("m16n8k8.row.col.f32.tf32.tf32.f32");
 }
 #undef SHOESTRING_MMA
 
-/// To the nearest, ties away from zero.
+/// Rounds to TF32, to nearest, ties away from zero.
 __device__ inline uint32_t to_tf32(float x) {
   uint32_t bits = 0;
   SHOESTRING_SM80("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));

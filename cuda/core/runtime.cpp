@@ -8,7 +8,7 @@ namespace {
 
 const char* text_of(cudaError_t error) {
   if (error == cudaSuccess) return nullptr;
-  cudaGetLastError();  // else the next launch would report it
+  cudaGetLastError();  // clears the error, so that the next launch does not report it
   return cudaGetErrorString(error);
 }
 

@@ -1,5 +1,6 @@
-// The factor is mostly 1 (the upstream gradient of a loss), and the host must not wait to know: the kernel
-// looks first, and is then over before it has touched what would take a pass over a weight's gradient.
+// Multiplies a tensor by a factor on the GPU. The factor is the upstream gradient of a loss and usually 1,
+// and the host must not wait to read it. So the kernel reads the factor first and returns at once if it is 1.
+// That saves a pass over the gradient of a weight.
 
 #include "core/cuda_tables.h"
 #include "core/scale_table.h"
@@ -11,8 +12,8 @@ namespace shoestring::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMaxBlocks =
-    2048;  // several for every SM, and few to start and end where there is nothing to do
+// Several blocks for every SM, but few enough that an early return is cheap.
+constexpr int64_t kMaxBlocks = 2048;
 
 template <class T>
 __device__ T times(T x, float factor) {
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(kThreads) scale(T* x, int64_t count, const Fac
     for (int i = 0; i < kVector; ++i) values[i] = times(values[i], f);
     store(to, values);
   }
-  // What is before whole vectors and behind them.
+  // Scales the elements before the first whole vector and after the last one.
   const int64_t rest = first < head ? first : first + vectors * kVector;
   if (rest < count) x[rest] = times(x[rest], f);
 }

@@ -1,7 +1,7 @@
 #pragma once
 
-// The host's side of tma_load (hopper.h): describes a tensor in global memory and the box of it that one copy
-// takes.
+// Host code for tma_load (hopper.h): describes a tensor in global memory and the box that one copy loads from
+// it.
 
 #include <cstdint>
 
@@ -13,14 +13,15 @@
 
 namespace shoestring::cuda {
 
-/// A tensor of 16-bit elements (bf16 or fp16: copies do not tell them apart) of `rank` = 3 to 5 dimensions,
-/// innermost first. Sizes are in elements; strides, of dimension 1 and up, in bytes: multiples of 16, as the
-/// address is. A box has at most 64 elements in its rows and 256 in other dimensions. Returns an error's
-/// text, or null.
+/// Encodes the tensor map of a 16-bit tensor (bf16 or fp16, which copies treat alike) with `rank` = 3 to 5
+/// dimensions, innermost first. Sizes are in elements. Strides, of dimension 1 and up, are in bytes. The
+/// strides and the address are multiples of 16. A box has at most 64 elements per row and 256 in each other
+/// dimension. Returns an error text or null.
 inline const char* encode_tensor_map(TensorMap* map, const void* address, int rank, const int64_t* sizes,
                                      const int64_t* strides, const int* box) {
 #if defined(__CUDACC__)
-  // Asked of the runtime, so that the library loads on a machine without a driver.
+  // The function pointer comes from the CUDA runtime, so that the library also loads on a machine without a
+  // driver.
   static const auto encode = []() -> PFN_cuTensorMapEncodeTiled_v12000 {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found{};

@@ -6,8 +6,8 @@
 
 namespace shoestring::cuda {
 
-/// N values that move together: one load or store of up to 16 bytes, or several of 16. The address of what is
-/// loaded or stored is a multiple of the vector's size, at most 16.
+/// N values that are loaded or stored together: one access of up to 16 bytes, or several of 16 bytes. The
+/// address must be a multiple of the vector's size, or of 16 if the vector is larger.
 template <class T, int N>
 struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
   T value[N];
@@ -25,7 +25,7 @@ __device__ void store(T* to, const Vector<T, N>& v) {
   *reinterpret_cast<Vector<T, N>*>(to) = v;
 }
 
-/// Whether `p` may be read in vectors of `bytes`, a power of two.
+/// Returns true if `p` may be read in vectors of `bytes`, a power of two.
 inline bool aligned(const void* p, int bytes = 16) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
 }  // namespace shoestring::cuda

@@ -1,11 +1,11 @@
 #pragma once
 
-// Hopper's matrix products: a warpgroup multiplies a (64, 16) of 16-bit numbers by b (16, n), beside its
-// other work. sm_90a.
+// Hopper's asynchronous matrix products (sm_90a). A warpgroup multiplies a (64, 16) by b (16, n), both of
+// 16-bit numbers, while it does other work. The call sequence is:
 //   wgmma_fence(d); wgmma(d, ...) as often as needed; wgmma_commit(); ... ; wgmma_wait<pending>(d);
-// Between the first product and the wait nobody touches the registers d, writes to those of a, or writes to
-// the operands in shared memory. Fragments are those of mma_16x8x16 (ptx.h): warp w has rows 16 w to 16 w +
-// 15, d[j] the columns 8 j to 8 j + 7.
+// Between the first product and the wait, no code may access the registers d or write to the registers of a
+// or to the operands in shared memory. The fragments are those of mma_16x8x16 (ptx.h). Warp w has rows 16 w
+// to 16 w + 15, and d[j] has columns 8 j to 8 j + 7.
 
 #include <cstdint>
 #include <type_traits>
@@ -14,26 +14,28 @@
 
 namespace shoestring::cuda {
 
-/// Of a swizzled tile (rows, 64) as tma_load leaves it: the operand, to which the following are added.
+/// Returns the operand descriptor of a swizzled tile (rows, 64) as written by tma_load. The descriptor
+/// offsets below are added to it.
 __device__ inline uint64_t wgmma_operand(const void* tile) {
   const uint64_t at = shared_address(tile);
   return (at & 0x3ffff) >> 4 | uint64_t{16 >> 4} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
-/// A tile that is `bytes` behind, a multiple of 1024.
+/// Returns the descriptor offset of a tile that starts `bytes` later, a multiple of 1024.
 __device__ constexpr uint64_t wgmma_bytes(int bytes) { return static_cast<uint64_t>(bytes >> 4); }
-/// What is summed over are the tile's rows; its next 64 columns are `panel` bytes on.
+/// Returns the descriptor offset for a product that sums over the tile's rows. The next 64 columns are
+/// `panel` bytes further on.
 __device__ constexpr uint64_t wgmma_rows_together(int panel) {
   return static_cast<uint64_t>(panel / 16 - 1) << 16;
 }
-/// It begins at row or column k, a multiple of 16.
+/// Returns the descriptor offset for an operand that starts at row or column k, a multiple of 16.
 __device__ constexpr uint64_t wgmma_step(int k, bool rows_together = false, int panel = 16) {
   return rows_together ? k * 128 >> 4 : (k / 64 * panel + k % 64 * 2) >> 4;
 }
 
 #if defined(__CUDACC__)
 
-/// The compiler moves no access to these registers past this: to those of a before wgmma_fence(d), which does
-/// it for d.
+/// Prevents the compiler from moving accesses to these registers past this point. Call it for the registers
+/// of a before wgmma_fence(d), which calls it for d.
 template <int tiles>
 __device__ void wgmma_pin(float (&d)[tiles][4]) {
 #pragma unroll
@@ -50,24 +52,25 @@ __device__ void wgmma_pin(uint32_t (&a)[count][4]) {
   }
 }
 
-/// Before the first product of a group: what was done to d, and to the registers of a, is over.
+/// Orders earlier accesses to d and to the registers of a before the first product of a group.
 template <int tiles>
 __device__ void wgmma_fence(float (&d)[tiles][4]) {
   wgmma_pin(d);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-/// Closes the group of the products that were issued since the last one.
+/// Closes a group of all products that were issued since the last group.
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-/// Waits until at most `pending` of the last groups are under way; d is that of one which is over.
+/// Waits until at most `pending` of the most recent groups are in progress. d belongs to a group that has
+/// then finished.
 template <int pending, int tiles>
 __device__ void wgmma_wait(float (&d)[tiles][4]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
   wgmma_pin(d);
 }
 
-// The registers of d: eight tiles, and all of them by number.
+// Asm operands for the registers of d: one tile, eight tiles, and all tiles of each product width n.
 #define SHOESTRING_D(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
 #define SHOESTRING_D8(j)                                                                               \
   SHOESTRING_D(j), SHOESTRING_D(j + 1), SHOESTRING_D(j + 2), SHOESTRING_D(j + 3), SHOESTRING_D(j + 4), \
@@ -108,8 +111,8 @@ __device__ void wgmma_wait(float (&d)[tiles][4]) {
   "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111," \
   "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
-// OPERANDS: a and b by number, in brackets where a is in registers; ADD and KN by number, TRANS_A for a in
-// shared memory.
+// OPERANDS holds the asm operand numbers of a and b, in braces if a is in registers. ADD and KN are operand
+// numbers, too. TRANS_A is given only for a in shared memory.
 #define SHOESTRING_WGMMA_OF(TYPE, N, REGISTERS, D, OPERANDS, ADD, TRANS_A, KN, A)                           \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD                                                  \
                ", 0;\n"                                                                                     \
@@ -125,8 +128,8 @@ __device__ void wgmma_wait(float (&d)[tiles][4]) {
     SHOESTRING_WGMMA_OF("f16", __VA_ARGS__);                                              \
   }
 
-/// d (64, n) = a b, plus d where `add`; n, 8 for each of d's tiles, is 48, 64, 96, 128, 192 or 256. b_is_kn:
-/// b's rows are those of the sum.
+/// Computes d (64, n) = a b, plus d if `add`. n is 8 per tile of d: 48, 64, 96, 128, 192 or 256. If b_is_kn,
+/// the product sums over the rows of b's tile.
 template <class T, bool b_is_kn, int tiles>
 __device__ void wgmma(float (&d)[tiles][4], uint64_t a, uint64_t b, bool add) {
   if constexpr (tiles == 6) {
@@ -150,7 +153,7 @@ __device__ void wgmma(float (&d)[tiles][4], uint64_t a, uint64_t b, bool add) {
                      SHOESTRING_A_SHARED)
   }
 }
-/// The same with a in registers.
+/// Computes the same product with a in registers.
 template <class T, bool b_is_kn, int tiles>
 __device__ void wgmma(float (&d)[tiles][4], const uint32_t (&a)[4], uint64_t b, bool add) {
   if constexpr (tiles == 6) {

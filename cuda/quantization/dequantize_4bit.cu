@@ -1,6 +1,7 @@
-// Bandwidth-bound: half a byte in, two or four out. A lane decodes what fills one 16-byte store, so that a
-// warp's stores are 512 contiguous bytes, and has four such vectors in flight. The table of 16 values lies in
-// 16 banks of shared memory, so a warp's look-ups never conflict.
+// Dequantises 4-bit weights on the GPU. Bandwidth-bound: half a byte in, two or four bytes out. A lane
+// decodes the elements of one 16-byte store, so a warp stores 512 contiguous bytes. Each lane has four such
+// vectors in flight. The table of 16 values lies in 16 banks of shared memory, so the look-ups of a warp
+// never conflict.
 
 #include <type_traits>
 
@@ -14,9 +15,10 @@ namespace shoestring::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVectors = 4;  // of a thread, all loaded before the first is decoded
+constexpr int kVectors = 4;  // vectors per thread, all loaded before the first one is decoded
 
-// kernels::Packed as the kernel wants it: a shift in place of a division, and the values.
+// The form of kernels::Packed that the kernel takes: a shift in place of a division, and the values of the
+// codes.
 struct Source {
   const uint8_t* packed;
   const float* absmax;
@@ -29,7 +31,7 @@ struct Source {
 
 enum class Scales { kPlain, kNested, kOffset };
 
-// A block's: what a code's value is multiplied with, and, of int4, what is added, both in one word.
+// The scale of a block. For int4 one word holds a bf16 scale and a bf16 offset.
 template <Scales kScales>
 struct Scale {
   float scale;
@@ -37,7 +39,7 @@ struct Scale {
   __device__ static Scale of(const Source& s, int64_t block) {
     if (kScales == Scales::kOffset) return {__uint_as_float(s.offset[block])};
     if (kScales == Scales::kPlain) return {s.absmax[block]};
-    // Two roundings, as on the CPU: not an fma.
+    // Rounds twice, as on the CPU; an fma would round once.
     return {__fadd_rn(__fmul_rn(s.nested[1 + s.codes[block]], s.nested[257 + (block >> 8)]), s.nested[0])};
   }
   __device__ float operator()(float value) const {
@@ -47,13 +49,15 @@ struct Scale {
   }
 };
 
-// The value of the code in bits [shift, shift + 4) of a word; the bits serve as an offset in bytes.
+// Returns the value of the code in bits [shift, shift + 4) of a word. The four bits are used as a byte offset
+// into the table.
 __device__ float value_at(const float* table, unsigned word, int shift) {
   const unsigned offset = (shift < 2 ? word << 2 : word >> (shift - 2)) & 60;
   return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(table) + offset);
 }
 
-// N vectors of a thread, kThreads vectors apart. Their codes are whole words, each under one scale.
+// The N vectors of a thread, kThreads vectors apart. The codes of a vector are one whole word and share one
+// scale.
 template <class T, Scales kScales, int N>
 struct Vectors {
   static constexpr int kWidth = 16 / sizeof(T);
@@ -77,7 +81,7 @@ struct Vectors {
     for (int v = 0; v < N; ++v) {
       Vector<T, kWidth> values;
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) {  // the even element in a byte's upper half
+      for (int k = 0; k < kWidth; ++k) {  // the even element is in the upper half of a byte
         values[k] = rounded<T>(scale[v](value_at(table, word[v], 4 * (k ^ 1))));
       }
       store(out + v * kThreads * kWidth, values);
@@ -85,8 +89,8 @@ struct Vectors {
   }
 };
 
-// Elements [begin, begin + count) to out; the first `whole` of them in vectors. begin is a multiple of a
-// vector's width.
+// Dequantises elements [begin, begin + count) into out, the first `whole` of them in vectors. begin is a
+// multiple of the vector width.
 // Budget: 48 registers, 64 bytes shared, no spills.
 template <class T, Scales kScales>
 __global__ void __launch_bounds__(kThreads)
@@ -96,7 +100,8 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t tile = int64_t{blockIdx.x} * kTile, first = tile + threadIdx.x * kWidth;
   const bool full = tile + kTile <= whole;
   Vectors<T, kScales, kVectors> vectors;
-  if (full) vectors.load(s, begin + first);  // before the table is there: the loads take longest
+  // The loads start before the table is filled, because they take longest.
+  if (full) vectors.load(s, begin + first);
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int k = 0; k < 16; ++k) table[k] = s.value[k];

@@ -1,5 +1,6 @@
-// Bandwidth-bound: a byte in, two or four out. A thread decodes what fills one 16-byte store, and has four
-// such vectors in flight. Where rows are whole vectors, each of them has one scale.
+// Dequantises int8 weights on the GPU. Bandwidth-bound: one byte in, two or four bytes out. A thread decodes
+// the elements of one 16-byte store and has four such vectors in flight. If rows consist of whole vectors,
+// each vector has one scale.
 
 #include "core/cuda_tables.h"
 #include "cuda/core/convert.h"
@@ -11,13 +12,13 @@ namespace shoestring::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVectors = 4;  // of a thread, all loaded before the first is decoded
+constexpr int kVectors = 4;  // vectors per thread, all loaded before the first one is decoded
 
-// The scales around a place in the tensor: a tile is short, so that 32 bits serve for what is inside one.
+// The scales of a tile's rows. A tile is small, so 32-bit offsets suffice inside it.
 struct Scales {
-  const float* absmax;  // of the row that the tile begins in
-  unsigned left;        // elements of that row from there on, and
-  unsigned columns;     // those of a row; where that is more than 2^31, more than any tile
+  const float* absmax;  // the scale of the row in which the tile starts
+  unsigned left;        // elements of that row from the tile's start to the row's end
+  unsigned columns;     // elements per row, at most 2^31 - 1, which is more than a tile has
   __device__ Scales(const kernels::PackedInt8& p, int64_t begin) {
     const int64_t row = begin / p.columns, rest = (row + 1) * p.columns - begin;
     absmax = p.absmax + row;
@@ -34,7 +35,7 @@ __device__ T decode(int8_t code, float scale) {
   return rounded<T>(__fmul_rn(__fmul_rn(static_cast<float>(code), scale), kernels::kInverse127));
 }
 
-// Elements [begin, begin + count) to out. kWhole: rows are whole vectors.
+// Dequantises elements [begin, begin + count) into out. If kWhole, rows consist of whole vectors.
 // Budget: 56 registers, 0 bytes shared, no spills.
 template <class T, bool kWhole>
 __global__ void __launch_bounds__(kThreads)

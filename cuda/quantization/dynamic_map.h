@@ -1,14 +1,15 @@
 #pragma once
 
-// Block-wise 8-bit codes (quantization/dynamic_map.h) by warps: a block is 32 lanes of eight elements.
+// Encodes and decodes block-wise 8-bit codes (quantization/dynamic_map.h) on the GPU. A warp handles a block
+// of 256, eight elements per lane.
 //
-// Decoding looks a code up in shared memory. Encoding is arithmetic: inside a decade the count is affine in
-// the magnitude, but that a decade's first bin begins 0.2 of a bin late, half way from the last mean of the
-// decade below. The smaller of two lines says all of that: L, and X = 1.25 L - B / 4 - 1 / 4, which crosses B
-// (the count at which the decade begins) where L is B + 0.2, meets L one count later, and lets the line of
-// the upper decade be used from below where it begins. So the decade comes straight from a hardware
-// logarithm. A number within kNear of a boundary, which is one in ten thousand, is compared with the exact
-// boundary.
+// Decoding looks a code up in shared memory. Encoding is arithmetic. Inside a decade the count is an affine
+// function of the magnitude, except for the first bin: it starts 0.2 of a bin late, half way from the last
+// value of the decade below. The minimum of two lines describes this: L, and X = 1.25 L - B / 4 - 1 / 4,
+// where B is the count at which the decade starts. X crosses B where L is B + 0.2 and meets L one count
+// later. It also allows the line of the upper decade to be used slightly below its start, so a hardware
+// logarithm is accurate enough to select the decade. About one number in ten thousand is within kNear of a
+// boundary and is compared with the exact boundary.
 
 #include "cuda/core/math.h"
 #include "cuda/core/vector.h"
@@ -20,15 +21,15 @@ namespace shoestring::cuda {
 constexpr int kPerLane = 8;
 static_assert(kPerLane * kWarp == kernels::kStateBlock);
 
-// Half the width, in units of a position's last bit, in which the lines may be wrong. The largest error
-// beside any boundary of either map is one.
+// Bound on the error of the lines near a boundary, in units of a position's last bit. The largest error next
+// to any boundary of either map is one unit.
 constexpr int kNear = 2;
 
-// What a kernel is given of a map.
+// The constants of a map, passed to a kernel as an argument.
 struct MapConstants {
   float bias, decode_offset[8], decode_slope[8];
-  float slope[8], offset[8];  // L by decade; the eighth is for what may round to 1.0
-  float bend;                 // X = 1.25 L - 0.28125 offset + bend
+  float slope[8], offset[8];  // L by decade; the eighth entry is for values that may round to 1.0
+  float bend;                 // the constant term of X = 1.25 L - 0.28125 offset + bend
 };
 
 inline MapConstants make_constants(bool is_signed) {
@@ -39,8 +40,8 @@ inline MapConstants make_constants(bool is_signed) {
     c.decode_offset[i] = map.offset[i];
     c.decode_slope[i] = map.slope[i];
   }
-  // Positions lie in [128, 256] (counts, signed) or [256, 512) (codes: a count less one), so that the bits of
-  // the float are fixed-point numbers.
+  // Positions are in [128, 256] (signed: counts) or [256, 512) (unsigned: codes, which are counts minus one).
+  // So the bits of the float are a fixed-point number.
   const double origin = is_signed ? 128 + kNear / 65536. : 255 + kNear / 32768.;
   double scale = 1e6;
   for (int i = 1; i < 7; ++i) {
@@ -49,9 +50,9 @@ inline MapConstants make_constants(bool is_signed) {
     c.slope[i] = static_cast<float>(bins * scale / 0.9);
     c.offset[i] = static_cast<float>(bins * 8 / 9 + origin);
   }
-  // The lowest decade has one boundary: signed, half way to zero; unsigned, between its two means, and
-  // nothing becomes zero by rounding. X is what crosses it, and an unsigned X is near a boundary at zero, so
-  // that zero is noticed.
+  // The lowest decade has one boundary. For a signed map it is half way to zero. For an unsigned map it is
+  // between the decade's two values, and nothing rounds to zero. X crosses this boundary. At zero, an
+  // unsigned X is near a boundary, so that settled() handles zero.
   const double start = is_signed ? 1 : 2.25 / 0.96875;
   const int below = is_signed ? 0 : 2;
   const double crossing = (below + 1 + 0.25 + 0.28125 * start) / 1.25;
@@ -64,13 +65,14 @@ inline MapConstants make_constants(bool is_signed) {
   return c;
 }
 
-// A map in shared memory.
+// The tables of a map in shared memory.
 struct SharedMap {
-  float value[256];  // by code
-  float2 line[8];    // slope, offset
+  float value[256];  // the value of each code
+  float2 line[8];    // slope and offset of L by decade
 };
 
-/// By all threads of a block, of which there are at least 8; a barrier must follow.
+/// Fills a map's tables in shared memory. All threads of a block call it, at least 8 of them; a barrier must
+/// follow.
 template <bool kSigned>
 __device__ void fill(SharedMap& map, const MapConstants& c) {
   for (int code = threadIdx.x; code < 256; code += blockDim.x) {
@@ -82,21 +84,21 @@ __device__ void fill(SharedMap& map, const MapConstants& c) {
   if (threadIdx.x < 8) map.line[threadIdx.x] = make_float2(c.slope[threadIdx.x], c.offset[threadIdx.x]);
 }
 
-/// The values of a lane's codes, for a scale of one.
+/// Decodes a lane's codes for a scale of one.
 __device__ inline void decode(uint2 codes, const SharedMap& map, float (&x)[kPerLane]) {
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) x[i] = map.value[(i < 4 ? codes.x : codes.y) >> (i % 4 * 8) & 0xff];
 }
 
-// Where a magnitude lies, as a fixed-point number: the count (the code, unsigned) in bits 16 to 23, its
-// fraction below.
+// Returns the position of a magnitude as a fixed-point number: the count (unsigned: the code) in bits 16 to
+// 23, and the fraction below.
 template <bool kSigned>
 __device__ unsigned position(float magnitude, const SharedMap& map, float bend) {
-  // log10(x) + 7, rounded down, from 0 to 7. The upper decade's line serves from 0.9945 of where the decade
-  // begins: both lines' codes are the same there, in either map.
+  // `decade` is log10(magnitude) + 7 rounded down, from 0 to 7. The upper decade's line is used from 0.9945
+  // of the decade's start. In either map both lines give the same codes there.
   constexpr float kLog = 0.301029996f / 8, kStart = (6.5f + 0.0023952f) / 8;
-  // In [2, 4) a float's last bit is 2^-22: its low bits are the decade, and the high ones leave when that
-  // becomes an offset into the table.
+  // In [2, 4) the last bit of a float is 2^-22, so the low bits are the decade. The multiplication by
+  // sizeof(float2) makes them a table offset and shifts the high bits out.
   const float decade = __fmaf_rn(__saturatef(__fmaf_rn(fast_log2(magnitude), kLog, kStart)), 0x1p-19f, 2.f);
   const unsigned offset = __float_as_uint(decade) * static_cast<unsigned>(sizeof(float2));
   const float2 line = *reinterpret_cast<const float2*>(reinterpret_cast<const char*>(map.line) + offset);
@@ -106,32 +108,34 @@ __device__ unsigned position(float magnitude, const SharedMap& map, float bend) 
   return kSigned ? bits : bits << 1;
 }
 
-// The exact boundary decides which side of it a position near it is on.
+// Corrects a position near a boundary by comparing the magnitude with the exact boundary.
 template <bool kSigned>
 __device__ unsigned settled(unsigned position, float x, float magnitude, const SharedMap& map) {
   if ((position & 0xffff) >= (kSigned ? 2 : 4) * kNear) return position;
-  if (!kSigned && x == 0) return 0;  // zero alone has code zero
+  if (!kSigned && x == 0) return 0;  // only zero itself has code zero
   const int upper = (position >> 16 & 0xff) + (kSigned ? 127 : 0);
   if (!kSigned && upper < 2) return position;
   return magnitude > (map.value[upper - 1] + map.value[upper]) * 0.5f ? position : position - 0x10000;
 }
 
-/// The codes of a lane's x, nearest in the map to x / scale; scale is the block's largest magnitude.
+/// Encodes a lane's elements: for each, the code of the map's value nearest to x / scale. scale is the
+/// block's largest magnitude.
 template <bool kSigned>
 __device__ uint2 encode(float (&x)[kPerLane], float scale, const SharedMap& map, float bend) {
   float inverse;
   if (scale >= 0x1p-100f && scale <= 0x1p100f) {
-    inverse =
-        fast_reciprocal(scale);  // within a unit in the last place: one step of Newton's rounds it correctly
+    // The approximation is within one unit in the last place, so one Newton step rounds it correctly.
+    inverse = fast_reciprocal(scale);
     inverse = __fmaf_rn(inverse, -__fmaf_rn(inverse, scale, -1.f), inverse);
   } else if (scale > 0x1p100f && scale < __uint_as_float(0x7f800000)) {
     inverse = __frcp_rn(scale);
-  } else if (scale > 0 &&
-             scale < 0x1p-100f) {  // the reciprocal would overflow; a power of two changes no code
+  } else if (scale > 0 && scale < 0x1p-100f) {
+    // The reciprocal of a tiny scale would overflow. Multiplying by a power of two changes no code.
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) x[i] *= 0x1p100f;
     inverse = __frcp_rn(scale * 0x1p100f);
-  } else {  // a block of zeros; or one with NaN or infinity, whose values are NaN whatever the codes
+  } else {
+    // The block is all zeros, or has a NaN or infinity, so that its values become NaN for any code.
     return kSigned ? make_uint2(0x7f7f7f7f, 0x7f7f7f7f) : make_uint2(0, 0);
   }
   const auto magnitude = [&](int i) {
@@ -140,8 +144,10 @@ __device__ uint2 encode(float (&x)[kPerLane], float scale, const SharedMap& map,
   unsigned at[kPerLane], near = 0;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) at[i] = position<kSigned>(magnitude(i), map, bend);
+  // Small fractions are detected for two positions at once: the subtraction borrows in their half of the
+  // word.
 #pragma unroll
-  for (int i = 0; i < kPerLane; i += 2) {  // a borrow from either half, where a fraction is small
+  for (int i = 0; i < kPerLane; i += 2) {
     const unsigned fractions = __byte_perm(at[i], at[i + 1], 0x5410);
     near |= (fractions - (kSigned ? 0x20002u : 0x40004u) * kNear) & ~fractions;
   }
@@ -160,15 +166,15 @@ __device__ uint2 encode(float (&x)[kPerLane], float scale, const SharedMap& map,
       const unsigned high = __byte_perm(__float_as_uint(f[2]), __float_as_uint(f[3]), 0x73);
       const unsigned sign = __byte_perm(low, high, 0x5410) & 0x80808080u;
       unsigned count = codes[i];
-      count -= (count & sign) >> 7;                                         // there is no -1.0
+      count -= (count & sign) >> 7;                                         // the signed map has no -1.0
       codes[i] = 0x7f7f7f7fu + count - 2 * (count & (sign - (sign >> 7)));  // 127 + count, or 127 - count
     }
   }
   return make_uint2(codes[0], codes[1]);
 }
 
-/// A block's largest magnitude, the same in every lane: NaN where there is one, else infinity where there is
-/// one. kSigned: whether x may be negative.
+/// Returns a block's largest magnitude in every lane: NaN if any element is NaN, otherwise infinity if any is
+/// infinite. kSigned says whether x may be negative.
 template <bool kSigned>
 __device__ float largest_magnitude(const float (&x)[kPerLane]) {
   unsigned most = 0;
@@ -178,8 +184,7 @@ __device__ float largest_magnitude(const float (&x)[kPerLane]) {
   return __uint_as_float(warp_max(most) & 0x7fffffffu);
 }
 
-/// A lane's elements of a row as they lie in memory: nothing is done with them before all loads are on their
-/// way.
+/// A lane's elements of a row as raw words. They are converted only after all loads have been issued.
 template <class T>
 struct Raw {
   static constexpr int kWords = kPerLane * sizeof(T) / 4;
@@ -192,7 +197,8 @@ struct Raw {
   }
 };
 
-/// In vectors where the whole warp may, else one by one, zeros from `left` on.
+/// Loads a lane's elements as vectors if `vectors` is true for the whole warp. Otherwise it loads one element
+/// at a time, with zeros from index `left` on.
 template <class T>
 __device__ Raw<T> load_part(const T* from, int left, bool vectors) {
   Raw<T> raw;
@@ -215,7 +221,8 @@ __device__ void store_part(T* to, int left, bool vectors, const Vector<T, kPerLa
   }
 }
 
-/// How many of this lane's elements lie before the end, `count` elements behind the block's first.
+/// Returns how many of this lane's elements lie before the end of the tensor, which is `count` elements after
+/// the start of the block.
 __device__ inline int left_of(int64_t count) {
   return static_cast<int>(count < kernels::kStateBlock ? count : kernels::kStateBlock) - lane() * kPerLane;
 }

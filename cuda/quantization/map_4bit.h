@@ -1,9 +1,9 @@
 #pragma once
 
-// 4-bit codes of optimizer state (quantization/map_4bit.h) by warps: a block is 32 lanes of eight consecutive
-// elements, whose codes are one word. A signed group is four lanes, an unsigned one sixteen. No table and so
-// no barrier: either way is a handful of instructions on a float's bits, the same as on the CPU, rounding for
-// rounding.
+// Encodes and decodes 4-bit optimizer state (quantization/map_4bit.h) on the GPU. A warp handles a block;
+// each lane has eight consecutive elements, whose codes are one word. A signed group is 4 lanes and an
+// unsigned group 16. There is no table and so no barrier. Both directions are a few instructions on a float's
+// bits and round exactly as on the CPU.
 
 #include "cuda/core/warp.h"
 #include "quantization/map_4bit.h"
@@ -13,11 +13,11 @@ namespace shoestring::cuda {
 constexpr int kPerLane4 = 8;
 static_assert(kPerLane4 * kWarp == kernels::kStateBlock);
 
-/// Lanes that share a scale: lane l has scale l / kGroupLanes4 of its block's.
+/// The number of lanes that share a scale: lane l uses scale l / kGroupLanes4 of its block.
 template <bool kSigned>
 constexpr int kGroupLanes4 = static_cast<int>(kernels::kGroup4<kSigned>) / kPerLane4;
 
-/// The values of a lane's codes.
+/// Decodes a lane's codes.
 template <bool kSigned>
 __device__ void decode4(uint32_t codes, float scale, float (&x)[kPerLane4]) {
 #pragma unroll
@@ -34,11 +34,11 @@ __device__ void decode4(uint32_t codes, float scale, float (&x)[kPerLane4]) {
   }
 }
 
-/// The scale of a lane's group, the same in all its lanes: NaN where an element is NaN, infinite where one
-/// is.
+/// Returns the scale of a lane's group, the same in all its lanes. It is NaN if an element is NaN, and
+/// infinite if one is infinite.
 template <bool kSigned>
 __device__ float find_scale4(const float (&x)[kPerLane4]) {
-  unsigned most = 0;  // signed: the sign in the lowest bit
+  unsigned most = 0;  // signed: the magnitude, with the sign in the lowest bit
 #pragma unroll
   for (int i = 0; i < kPerLane4; ++i) {
     const unsigned bits = __float_as_uint(x[i]);
@@ -49,10 +49,10 @@ __device__ float find_scale4(const float (&x)[kPerLane4]) {
     most = max(most, __shfl_xor_sync(kAllLanes, most, offset));
   }
   if (!kSigned) return __uint_as_float(most);
-  return __uint_as_float(most != 0 ? most >> 1 | ~most << 31 : 0);  // the largest magnitude is minus one
+  return __uint_as_float(most != 0 ? most >> 1 | ~most << 31 : 0);  // the largest magnitude is -1
 }
 
-/// The codes of a lane's x in units of its group's scale. It may multiply x by a power of two.
+/// Returns the codes of a lane's elements for the group's scale. May multiply x by a power of two.
 template <bool kSigned>
 __device__ uint32_t encode4(float (&x)[kPerLane4], float scale, kernels::Rounding4 rounding) {
   if (scale != 0 && fabsf(scale) < kernels::kTinyScale4) {
@@ -61,7 +61,7 @@ __device__ uint32_t encode4(float (&x)[kPerLane4], float scale, kernels::Roundin
     for (int i = 0; i < kPerLane4; ++i) x[i] *= kernels::kRaise4;
   }
   const float inverse = scale != 0 ? __frcp_rn(scale) : 0;
-  // To the nearest it is zero, so that both ways are the same instructions.
+  // The weight is zero for rounding to the nearest, so that both kinds of rounding use the same instructions.
   const int weight = !rounding.dithered ? 0 : kSigned ? kernels::kDither4Signed : kernels::kDither4Unsigned;
   const uint32_t phase = rounding.phase + lane() * (kPerLane4 * kernels::kDitherStride);
   const int offset =

@@ -1,7 +1,7 @@
-// A warp holds 1024 elements in registers, eight neighbours a lane four times, so that x is read once and a
-// block's largest magnitude takes shuffles alone. Blocks of 2048 and 4096 elements are read twice. A code is
-// found without a search: none of 32 equal buckets of [-1, 1] holds two midpoints of a code book (but for
-// FP4's two zeros).
+// Quantises to 4 bits on the GPU. A warp holds 1024 elements in registers: each lane has four vectors of
+// eight neighbours. So x is read once, and the largest magnitude of a block needs only shuffles. Blocks of
+// 2048 and 4096 elements are read twice. A code is found without a search: each of 32 equal buckets of [-1,
+// 1] holds at most one midpoint of the code book (except next to FP4's two zeros).
 
 #include <cmath>
 
@@ -16,25 +16,26 @@ namespace shoestring::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
-constexpr int kWidth = 8;  // neighbours in a lane: a word of codes
+constexpr int kWidth = 8;  // neighbouring elements per vector, whose codes are one word
 constexpr int kVectors = 4;
-constexpr int kStep = kWarp * kWidth;     // from a lane's vector to its next
-constexpr int kChunk = kVectors * kStep;  // what a warp holds
+constexpr int kStep = kWarp * kWidth;     // elements from one vector of a lane to its next
+constexpr int kChunk = kVectors * kStep;  // elements that a warp holds
 constexpr int kBuckets = 32;
-constexpr float kSmallestScale = 1e-38f;  // as on the CPU: below it the reciprocal would overflow
+constexpr float kSmallestScale = 1e-38f;  // as on the CPU: a smaller scale's reciprocal would overflow
 
-// By bucket: its midpoint, and the codes up to that (the lowest byte) and above (the next). two_zeros: FP4's
-// positive numbers below the midpoint next to 0 have the code 8, and 0 itself the code 0.
+// The look-up table of a code book: for each bucket its midpoint, the code up to the midpoint (lowest byte)
+// and the code above (next byte). two_zeros marks FP4, in which positive numbers below the midpoint next to 0
+// have code 8, and 0 has code 0.
 struct Table {
   float midpoint[kBuckets];
   unsigned codes[kBuckets];
   bool two_zeros;
 };
 
-/// The bucket of u in [-1, 1], times 4: an offset in bytes. Zero is a bound, as FP4's midpoints on both its
-/// sides need.
+/// Returns the bucket of u in [-1, 1] multiplied by 4, which is an offset in bytes. Zero is a bucket
+/// boundary, because FP4 has midpoints on both sides of it.
 __host__ __device__ inline unsigned bucket(float u) {
-  const float n = fmaf(u, 62.f, 63.5f) + 8388608.f;  // its last bits are an integer, rounded
+  const float n = fmaf(u, 62.f, 63.5f) + 8388608.f;  // the last bits are the rounded integer
   unsigned bits;
   __builtin_memcpy(&bits, &n, sizeof bits);
   return bits & (4 * (kBuckets - 1));
@@ -58,21 +59,21 @@ __device__ unsigned encode(const Table& table, float u) {
   const unsigned offset = bucket(u);
   const float left =
       *reinterpret_cast<const float*>(reinterpret_cast<const char*>(table.midpoint) + offset) - u;
-  // By the sign, not by a comparison: predicates are few.
+  // The sign bit selects the byte. A comparison would need a predicate register, and those are few.
   return reinterpret_cast<const uint8_t*>(table.codes)[offset + (__float_as_uint(left) >> 31)];
 }
 
 __device__ unsigned largest(unsigned a, unsigned b) { return a > b ? a : b; }
 
-// kEdge: x may end inside a unit, and need not be aligned.
+// If kEdge, x may end inside a unit and need not be aligned.
 // Budget: 80 registers, 260 bytes shared, no spills.
 template <class T, bool kEdge>
 __global__ void __launch_bounds__(kThreads)
     quantize(const T* x, int64_t count, int log_block, Table given, uint8_t* packed, float* absmax) {
   __shared__ Table table;
   const int block_size = 1 << log_block, unit = block_size > kChunk ? block_size : kChunk;
-  const int64_t begin =
-      (int64_t{blockIdx.x} * kWarps + warp()) * unit;  // whole blocks; from here on 32 bits serve
+  // Each warp handles whole quantisation blocks from here on, so 32-bit indices suffice after this offset.
+  const int64_t begin = (int64_t{blockIdx.x} * kWarps + warp()) * unit;
   x += begin;
   packed += begin / 2;
   absmax += begin >> log_block;
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   };
 
-  unsigned top[kVectors] = {};  // magnitudes as integers: NaN is the largest of them
+  unsigned top[kVectors] = {};  // magnitudes as integers; NaN is the largest
   for (int from = lane() * kWidth; from < unit; from += kChunk) {
     read(from);
 #pragma unroll
@@ -126,22 +127,24 @@ __global__ void __launch_bounds__(kThreads)
       if (kEdge && i >= end) continue;
       const float scale = __uint_as_float(top[v]), divisor = scale < kSmallestScale ? kSmallestScale : scale;
       const float inverse = 1 / divisor;
-      // The last block, where it is short, is divided, and its scale never below the smallest, as
-      // bitsandbytes does.
+      // A short last block divides by the scale, which is never below kSmallestScale, as bitsandbytes does.
       const bool cut = kEdge && ((i >> log_block) + 1) << log_block > end;
       if ((i & (block_size - 1)) == 0) absmax[i >> log_block] = cut ? divisor : scale;
       float u[kWidth];
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
-        const float value = to_float(part[v][k]);  // below, a rounded product: nothing may fuse with it
+        // The product below is rounded separately, so it must not fuse into an fma.
+        const float value = to_float(part[v][k]);
         u[k] = !cut ? __fmul_rn(value, inverse) : i + k < end ? value / divisor : 0;
       }
-      if (top[v] >= 0x7f800000) {  // infinite or NaN
+      // In a block with an infinity or a NaN, NaN gets the code of the largest value, as on the CPU.
+      if (top[v] >= 0x7f800000) {
 #pragma unroll
-        for (int k = 0; k < kWidth; ++k)
-          u[k] = u[k] != u[k] ? 1 : u[k];  // the largest value's code, as on the CPU
+        for (int k = 0; k < kWidth; ++k) u[k] = u[k] != u[k] ? 1 : u[k];
       }
-      unsigned word = 0;  // by halves of bytes from the top: the even element is a byte's upper half
+      // The word of codes is assembled from its top four bits down. The even element of a pair is in the
+      // upper half of its byte.
+      unsigned word = 0;
 #pragma unroll
       for (int k = kWidth - 1; k >= 0; --k) word = word * 16 + encode(table, u[k ^ 1]);
       if (given.two_zeros) {

@@ -1,4 +1,5 @@
-// A warp a block of 256, eight elements a lane: the codes that optimizers keep their state in, on their own.
+// Quantises fp32 tensors to the 8-bit format of optimizer state and back, on the GPU. A warp handles a block
+// of 256, eight elements per lane.
 
 #include "core/cuda_tables.h"
 #include "cuda/core/launch.h"
@@ -14,7 +15,7 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kBlocksPerWarp = 4;
 
-// body(first element, block) for each state block of a warp.
+// Calls body(first element, block index) for each state block of a warp.
 template <class Body>
 __device__ void over_blocks(int64_t n, Body body) {
   const int64_t first = int64_t{blockIdx.x} * (kWarps * kBlocksPerWarp) + warp();

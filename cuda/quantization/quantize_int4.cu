@@ -1,5 +1,5 @@
-// Half a warp has a block, whose sums take four shuffles and no barrier. The block is read a dozen times, but
-// from the first cache: arithmetic is what the fit costs.
+// Fits and encodes int4 weights on the GPU. Half a warp handles a block, so a sum takes four shuffles and no
+// barrier. The block is read about a dozen times, but from the L1 cache; the fit is bound by arithmetic.
 
 #include <cmath>
 
@@ -17,7 +17,7 @@ using kernels::kInt4Lanes;
 
 constexpr int kThreads = 256, kBlocks = kThreads / kInt4Lanes;
 
-/// Combines the values of a block's lanes; every lane has the result, the same bits in each.
+/// Combines the values of a block's 16 lanes. Every lane gets the same result, bit for bit.
 template <class T, class Combine>
 __device__ T fold(T x, Combine combine) {
 #pragma unroll
@@ -29,7 +29,7 @@ __device__ float sum(float x) {
   return fold(x, [](float a, float b) { return a + b; });
 }
 
-/// A code, -8 to 7, as its sum with kInt4Shift: in the lowest bits. NaN has the code -8.
+/// Returns a code (-8 to 7) plus kInt4Shift, so that the code is in the lowest bits. NaN has the code -8.
 __device__ float shifted(float away, float inverse) {
   return __fadd_rn(fminf(fmaxf(__fmul_rn(away, inverse), -8.f), 7.f), kernels::kInt4Shift);
 }
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads)
     quantize(const T* x, int64_t count, int block_size, uint8_t* packed, kernels::Int4Scale* scales) {
   const int64_t block = int64_t{blockIdx.x} * kBlocks + threadIdx.x / kInt4Lanes, begin = block * block_size;
   const int first = threadIdx.x % kInt4Lanes;
-  // No elements where blocks have run out: their lanes take part in the shuffles.
+  // Half-warps without a block have no elements, but their lanes take part in the shuffles.
   const int n = begin >= count               ? 0
                 : count - begin < block_size ? static_cast<int>(count - begin)
                                              : block_size;
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads)
       const float pull = fmaxf(fminf(rest, limit), -limit);
       error += fabsf(rest);
       sums.codes += code;
-      sums.squares += code * code;  // small integers
+      sums.squares += code * code;  // exact, because codes are small integers
       sums.pulls += pull;
       sums.products += __fmul_rn(code, pull);
     }

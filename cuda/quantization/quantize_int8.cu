@@ -1,5 +1,6 @@
-// A block has a row. What its threads read while they look for the largest magnitude stays in registers, as
-// far as it fits there; the rest of a longer row comes from the L2 cache when it is read again.
+// Quantises rows to int8 on the GPU, one thread block per row. The elements that threads read to find the
+// largest magnitude stay in registers, as far as they fit. The rest of a longer row is read again from the L2
+// cache.
 
 #include <cmath>
 
@@ -14,14 +15,14 @@ namespace shoestring::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
-constexpr int kWidth = 8;  // neighbours in a thread: eight bytes of codes
+constexpr int kWidth = 8;  // neighbouring elements per vector, whose codes are eight bytes
 constexpr int kVectors = 2;
-constexpr int kStep = kThreads * kWidth;  // from a thread's vector to its next
+constexpr int kStep = kThreads * kWidth;  // elements from one vector of a thread to its next
 constexpr int kChunk = kVectors * kStep;
 
 __device__ unsigned larger(unsigned a, unsigned b) { return a > b ? a : b; }
 
-// kEdge: rows may begin and end anywhere.
+// If kEdge, rows may begin and end at any address.
 // Budget: 64 registers, 32 bytes shared, no spills.
 template <class T, bool kEdge>
 __global__ void __launch_bounds__(kThreads)
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
   };
 
   const int64_t first = threadIdx.x * kWidth;
-  unsigned top = 0;  // magnitudes as integers: NaN is the largest of them
+  unsigned top = 0;  // magnitudes as integers; NaN is the largest
   for (int64_t from = first; from < columns; from += kChunk) {
     read(from);
 #pragma unroll
@@ -62,8 +63,9 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) top = larger(top, largest[w]);
 
-  const float scale = __fmul_rn(1 / __uint_as_float(top), 127.f);  // two roundings, as on the CPU
-  const bool plain = scale > 0 && scale < INFINITY;  // else the row is all (but) zero, or not finite
+  const float scale = __fmul_rn(1 / __uint_as_float(top), 127.f);  // rounds twice, as on the CPU
+  // If `plain` is false, the row is zero or nearly zero, or its largest magnitude is not finite.
+  const bool plain = scale > 0 && scale < INFINITY;
   if (threadIdx.x == 0) absmax[blockIdx.x] = __uint_as_float(top);
   for (int64_t from = first; from < columns; from += kChunk) {
     if (columns > kChunk) read(from);

@@ -1,5 +1,5 @@
-// The 4-bit codes that optimizers keep their state in, on their own. Memory-bound: a warp has four blocks,
-// the loads of which depend on nothing before them.
+// Quantises fp32 tensors to the 4-bit format of optimizer state and back, on the GPU. Memory-bound: a warp
+// handles four blocks, whose loads are independent of each other.
 
 #include "core/cuda_tables.h"
 #include "cuda/core/launch.h"
@@ -19,8 +19,8 @@ constexpr int kWarps = kThreads / kWarp;
 constexpr int kBlocksPerWarp = 4;
 constexpr int64_t kPerBlock = int64_t{kWarps} * kBlocksPerWarp * kStateBlock;
 
-// body(block, this lane's first element, how many follow it: may be above eight, or negative) for each of a
-// warp's.
+// Calls body(block, this lane's first element, elements from there to the end) for each block of a warp. The
+// third argument may be above eight or negative.
 template <class Body>
 __device__ void over_blocks(int64_t n, Body body) {
   const int64_t first = int64_t{blockIdx.x} * (kWarps * kBlocksPerWarp) + warp();

@@ -5,7 +5,7 @@
 
 #include <shoestring/shoestring.h>
 
-// Prints "ok" lines; the exit code is the number of failures.
+// Uses the installed C++ API: prints an "ok" or "not ok" line per check, and returns the number of failures.
 int main() {
   int failures = 0;
   const auto check = [&failures](bool good, const char* what) {

@@ -1,3 +1,5 @@
+// Checks that the operators are registered in a program that references no symbol of the library.
+
 #include <cstdio>
 
 #include <ATen/core/dispatch/Dispatcher.h>

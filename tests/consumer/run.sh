@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Builds the consumer against the installed package (python/shoestring, the same tree as in a wheel) and runs it without
-# Python, once as it is and once with any CUDA toolkit hidden. The library itself is only configured without a toolkit;
-# with --build (make nightly) it is also built and installed so. Prints "ok ..." or "not ok ..." for each check.
-# Usage: run.sh BUILD_DIR [--build]
+# Builds the consumer against the installed package (python/shoestring, the same tree as in a wheel), and runs
+# it without Python: once as it is, and once with any CUDA toolkit hidden. The library itself is only
+# configured without a toolkit; with --build (make nightly) it is also built and installed that way. Prints
+# "ok ..." or "not ok ..." for each check.
+#   Usage: run.sh BUILD_DIR [--build]
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 prefix=$PWD/python/shoestring
@@ -11,7 +12,7 @@ torch=$(sed -n 's/^-- LibTorch .* in //p' "$1/configure.log" 2>/dev/null)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 failures=0
-check() {  # DESCRIPTION COMMAND...
+check() {  # usage: check DESCRIPTION COMMAND...
   local what=$1
   shift
   if "$@" >"$work/log" 2>&1; then
@@ -31,7 +32,8 @@ check "the consumer builds" cmake --build "$work/a" --parallel 2
 check "the C++ API works without Python" env -i "$work/a/api"
 check "the dispatcher finds the operators" env -i "$work/a/dispatcher"
 
-# A machine without a toolkit: no nvcc to be found, and nowhere that FindCUDAToolkit looks. Unoptimised, to be quick.
+# Simulates a machine without a CUDA toolkit: nvcc is neither in PATH nor anywhere that FindCUDAToolkit looks.
+# The build is not optimised, to be quick.
 bare() { env -u CUDA_HOME -u CUDA_PATH -u CUDACXX PATH=/usr/bin:/bin "$@"; }
 check "the library configures without a CUDA toolkit" bare cmake -S . -B "$work/c" -DTorch_ROOT="$torch" \
   -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O0 $launcher

@@ -1,4 +1,4 @@
-"""Processes that are killed: at the system calls of every save, and in training at random times."""
+"""Options for tests that kill processes at system calls of a save, or at random times in training."""
 
 import pytest
 

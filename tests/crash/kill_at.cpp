@@ -1,5 +1,6 @@
-// Preloaded (LD_PRELOAD): kills a process right before its n-th system call that changes a name or a file's
-// length, or makes either durable. A forked process arms itself with kill_at; its parent reads the count.
+// A preloaded library (LD_PRELOAD) that kills a process right before its n-th system call of the counted
+// kinds. They change a name or the length of a file, or make such a change durable. A forked process calls
+// kill_at for itself, and its parent reads the count.
 
 #include <dlfcn.h>
 #include <signal.h>
@@ -15,7 +16,7 @@
 
 namespace {
 
-struct Shared {  // with processes that are forked later
+struct Shared {  // shared with processes that are forked later
   std::atomic<long> calls{0}, last{0};
   std::atomic<pid_t> process{0};
   std::atomic<bool> exchanges{true};
@@ -35,7 +36,7 @@ void count() {
 
 }  // namespace
 
-/// From now on this process's calls are counted; the n-th kills it. n = 0 only counts. exchanges = false:
+/// Starts counting the calls of this process; the n-th call kills it. n = 0 only counts. exchanges = false:
 /// renameat2 fails as on a file system without RENAME_EXCHANGE.
 EXPORTED void kill_at(long n, bool exchanges) {
   shared().calls = 0;
@@ -46,7 +47,7 @@ EXPORTED void kill_at(long n, bool exchanges) {
 
 EXPORTED long calls_counted() { return shared().calls; }
 
-// The declaration gives the function its C name without the headers' exception specification.
+// The declaration gives the function its C name without the exception specification of the system headers.
 #define COUNTED(name, parameters, arguments)                                                 \
   EXPORTED int counted_##name parameters asm(#name);                                         \
   EXPORTED int counted_##name parameters {                                                   \

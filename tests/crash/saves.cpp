@@ -1,7 +1,7 @@
-// Saves and loads for tests/crash/test_saves.py. It reads lines and answers each with one:
+// Saves and loads files for tests/crash/test_saves.py. It reads commands from stdin and answers each with one
+// line:
 //
-//   save NAME FOLDER old|new N EXCHANGES    in a process that dies before its N-th system call (see
-//   kill_at.cpp)
+//   save NAME FOLDER old|new N EXCHANGES    in a process that dies before its N-th system call (kill_at.cpp)
 //     killed CALLS | saved CALLS | failed CALLS
 //   check NAME FOLDER
 //     old | new | refused MESSAGE
@@ -43,7 +43,7 @@ struct Model : torch::nn::Module {
   }
 };
 
-// All elements of everything; NaN where they differ.
+// Returns the value of all elements of all tensors, or NaN if they differ.
 double value_of(const std::vector<Tensor>& tensors) {
   double value = tensors.at(0).flatten()[0].item<double>();
   for (const Tensor& tensor : tensors) value = tensor.eq(value).all().item<bool>() ? value : std::nan("");
@@ -55,7 +55,8 @@ std::string verdict(double value) {
 }
 
 struct Save {
-  std::function<void(const std::string& folder, double value)> save;  // 1: the old state, 2: the new one
+  // Saves a state: value 1 is the old state, 2 the new one.
+  std::function<void(const std::string& folder, double value)> save;
   std::function<double(const std::string& folder)> load;
 };
 
@@ -71,7 +72,8 @@ void save_shards(const std::string& folder, double value) {
       << R"({"weight_map": {"up.weight": "model-00001-of-00002.safetensors", "down.weight": "model-00002-of-00002.safetensors"}})";
 }
 
-// The old and the new state have the same shapes: only alpha is in the configuration.
+// The old and the new state have the same shapes, and only the configuration contains alpha. So a mixture of
+// both loads unless the reader detects it.
 void save_adapter(const std::string& folder, double value) {
   Model model;
   lora::apply(model, lora::LoraOptions().adapter(nn::AdapterOptions().rank(4).alpha(value == 1 ? 4 : 32)));
@@ -89,7 +91,8 @@ double load_adapter(const std::string& folder) {
   lora::load_adapter(model, folder + "/adapter");
   const torch::NoGradGuard no_grad;
   const double up = value_of({model.up(at::ones({1, 8}))}), down = value_of({model.down(at::ones({1, 16}))});
-  // alpha / 4 * lora_B * lora_A * ones: 16 and 32 with the old pair, 256 and 512 with the new one.
+  // The outputs are alpha / 4 * lora_B * lora_A * ones: 16 and 32 for the old state, 256 and 512 for the new
+  // one.
   return up == 16 && down == 32 ? 1 : up == 256 && down == 512 ? 2 : up;
 }
 
@@ -125,7 +128,7 @@ const std::map<std::string, Save>& saves() {
           const auto tensors = shoestring::load_safetensors(folder + "/file.safetensors");
           return value_of({tensors["a"], tensors["b"]});
         }}},
-      {"model",  // over one of two shards
+      {"model",  // the new state replaces one of two shards
        {[](const std::string& folder, double value) {
           if (value == 1) return save_shards(folder, value);
           Model model;

@@ -1,6 +1,6 @@
-"""Saves and loads for test_saves.py; a server with the commands of saves.cpp.
+"""Save and load files for test_saves.py, with the commands of saves.cpp.
 
-It imports once and forks for every save. Run with libkill_at.so in LD_PRELOAD.
+The program imports once and forks for every save. Run it with libkill_at.so in LD_PRELOAD.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ OLD, NEW = 1, 2
 
 @dataclass
 class Save:
-    save: Callable[[Path, int], None]  # 1: the old state, 2: the new one
+    save: Callable[[Path, int], None]  # value 1: the old state, 2: the new one
     load: Callable[[Path], float]
 
 
 def value_of(tensors: Sequence[Tensor]) -> float:
-    """The value of all elements; NaN where they differ."""
+    """Return the value of all elements, or NaN if they differ."""
     value = tensors[0].flatten()[0].item()
     return value if all(bool((tensor == value).all()) for tensor in tensors) else float("nan")
 
 
 class Model(nn.Module):
-    """The model of saves.cpp."""
+    """The same model as in saves.cpp."""
 
     def __init__(self, value: float = 0) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Model(nn.Module):
             nn.init.constant_(parameter, value)
 
 
-# ---- adapters: of the same shapes, so that only the configuration says which alpha they have ----------------------
+# ---- adapters: both states have the same shapes, and only the configuration contains alpha -----------------------
 
 
 def save_adapter(folder: Path, value: int, rank: int = 4) -> None:
@@ -71,7 +71,8 @@ def load_adapter(folder: Path) -> float:
     model = lora.load_adapter(Model(), folder / "adapter")
     with torch.no_grad():
         up, down = value_of([model.up(torch.ones(1, 8))]), value_of([model.down(torch.ones(1, 16))])
-    # alpha / rank * lora_B * lora_A * ones: 16 and 32 with the old pair, 256 and 512 with the new one.
+    # The outputs are alpha / rank * lora_B * lora_A * ones: 16 and 32 for the old state, 256 and 512 for the
+    # new one.
     return {(16, 32): OLD, (256, 512): NEW}.get((up, down), up)
 
 
@@ -103,7 +104,7 @@ def load_state(folder: Path) -> float:
 
 
 class Words:
-    """A tokenizer: the length of each word; 0 ends a text."""
+    """A tokenizer that maps each word to its length; 0 ends a text."""
 
     eos_token_id = 0
 
@@ -133,7 +134,7 @@ def load_record(folder: Path) -> float:
 
 
 def save_run_checkpoint(folder: Path, value: int, steps: Sequence[int] = (3,)) -> None:
-    """The old state has checkpoints 1 and 2; the new one adds 3, and removes 1."""
+    """Save checkpoints 1 and 2 for the old state. The new state adds checkpoint 3, and removes 1."""
     for step in (1, 2) if value == OLD else steps:
         model, optimizer = Model(value), make_optimizer(value)
         save_checkpoint(
@@ -150,7 +151,7 @@ def load_run_checkpoint(folder: Path) -> float:
 
 
 def language_models() -> dict[int, tuple[nn.Module, nn.Module]]:
-    """A dense and a quantised one for each state; the old one has more shards than the new one."""
+    """Return a dense and a quantised model for each state. The old state has more shards than the new one."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     found = {}
@@ -243,7 +244,7 @@ def saves() -> dict[str, Save]:
 
 
 def killed_at(n: int, save: Save, folder: Path, value: int, exchanges: bool) -> str:
-    """Save in a process that dies before its n-th system call (0: none)."""
+    """Save in a process that dies before its n-th system call (0: it does not die)."""
     library = ctypes.CDLL(None)
     library.calls_counted.restype = ctypes.c_long
     child = os.fork()
@@ -275,7 +276,7 @@ def check(save: Save, folder: Path) -> str:
 def main() -> None:
     torch.set_num_threads(1)  # threads do not survive a fork
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what the libraries print
+    os.dup2(2, 1)  # what the libraries print goes to stderr
     known = saves()
     for line in sys.stdin:
         command, name, folder, *rest = line.split()

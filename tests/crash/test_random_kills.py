@@ -1,6 +1,6 @@
-"""Training under SIGKILL at random times: resumed until its end, every bit is that of a run without a kill.
+"""Kill training at random times and resume it: the result must equal a run without kills, bit for bit.
 
-`pytest tests/crash/test_random_kills.py --kills 1000` is the whole; a report line follows each program.
+`pytest tests/crash/test_random_kills.py --kills 1000` is the full test. A report line follows each program.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from cpp_examples import ENVIRONMENT, build_example, learnable_tokens, token_fil
 STEPS = ["--steps", "10", "--checkpoint-every", "1"]
 SMALL = ["--layers", "2", "--hidden", "128", "--heads", "2", "--kv-heads", "2", "--batch-size", "4", "--threads", "1",
          "--seq-len", "32", "--steps", "40", "--checkpoint-every", "1"]  # fmt: skip
-NO_PICTURE = "from shoestring.training import report; report.draw_run = lambda run: b''"  # it takes longer than the training
+# Drawing the picture takes longer than the training.
+NO_PICTURE = "from shoestring.training import report; report.draw_run = lambda run: b''"
 PROGRAMS = ("train", "finetune", "finetune --plain", "train_gpt")
 
 
 @dataclass
 class Program:
-    """Starts and awaits a run that continues in ``out``, and says what the run has learnt."""
+    """Starts a run that continues in ``out``, waits for it, and finds its results."""
 
-    start: Callable[[Path, Path], int]  # out, log
+    start: Callable[[Path, Path], int]  # arguments: out, log
     wait: Callable[[int], int]
-    result: Callable[[Path], list[Path]]  # the files of weights
-    unfinished: str  # what a kill within a checkpoint leaves, as a pattern in the folder of the run
+    result: Callable[[Path], list[Path]]  # returns the files of weights
+    # A pattern for the files that a kill during a checkpoint leaves in the folder of the run.
+    unfinished: str
     curve: Callable[[Path], object]
 
 
@@ -47,7 +49,8 @@ class Report:
     within_checkpoint: int = 0
     bitwise: int = 0
     failures: list[str] = field(default_factory=list)
-    longest: float = 1.0  # seconds until a kill; a run that ends before it shortens it
+    # Longest time until a kill, in seconds. A run that ends earlier reduces it.
+    longest: float = 1.0
 
     def __str__(self) -> str:
         return (
@@ -169,9 +172,8 @@ def _run_killed(
                 pass
             if report.kills % 2:
                 time.sleep(rng.choice((0.0, 0.001, 0.004)))
-            os.kill(
-                process, signal.SIGKILL
-            )  # nothing happens to a process that has ended and is not yet awaited
+            # SIGKILL has no effect on a process that has ended but has not been awaited yet.
+            os.kill(process, signal.SIGKILL)
         code = program.wait(process)
         if code == 0:
             report.longest = min(report.longest, time.monotonic() - began)

@@ -1,6 +1,6 @@
-"""A process that is killed at any system call of a save leaves the old state or the new one, and foreign files.
+"""Kill a process at any system call of a save: the old or the new state and foreign files must remain.
 
-saves.py and saves.cpp save and load, kill_at.cpp kills.
+saves.py and saves.cpp save and load; kill_at.cpp kills.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import pytest
 from build_folder import BUILD
 
 PROGRAMS = BUILD / "tests/crash"
-SAMPLE = 4  # kills of each save in a run without --all, besides the first and the last
+SAMPLE = 4  # kills per save in a run without --all, besides the first and the last call
 PAIR = ["expected the weights that were saved with", "adapter_model.safetensors", "adapter_config.json"]
-# A state that is neither the old nor the new one is refused with these words.
+# A folder in neither the old nor the new state must be refused with a message that contains these words.
 UNFINISHED = ["no config.json there"]
 REFUSED = {
     "adapter": PAIR,
@@ -38,7 +38,7 @@ FOREIGN = {"mine.txt": "mine", "notes/deep/mine.txt": "mine, deeper"}
 
 
 class Server:
-    """saves.py or saves.cpp, with the shim of system calls."""
+    """Runs saves.py or saves.cpp, with libkill_at.so preloaded."""
 
     def __init__(self, command: list[str | Path]) -> None:
         environment = os.environ | {"LD_PRELOAD": str(PROGRAMS / "libkill_at.so"), "OMP_NUM_THREADS": "1"}
@@ -53,7 +53,7 @@ class Server:
         return reply
 
     def save(self, name: str, folder: Path, version: str, n: int = 0) -> int:
-        """Save and return the number of system calls; the process is killed before the n-th."""
+        """Save and return the number of system calls; if n > 0, kill the process before the n-th."""
         outcome, calls = self.ask(
             "save", name, folder, version, n, int(not name.endswith("_in_place"))
         ).split()
@@ -84,7 +84,7 @@ def add_foreign(folder: Path) -> None:
 
 
 def assert_foreign(template: Path, folder: Path) -> None:
-    """Links and files of FOREIGN are where they were, except in checkpoints that were removed."""
+    """Check that links and files of FOREIGN are in place, except in checkpoints that were removed."""
     for path in template.rglob("*"):
         there = folder / path.relative_to(template)
         if path.parts[-1] not in ("mine.txt", "link") or "step-00000001" in path.parts:
@@ -119,7 +119,7 @@ def test_a_kill_leaves_the_old_state_or_the_new(
     for n in points:
         folder = fresh(n)
         server.save(name, folder, "new", n)
-        for checker in servers.values():  # files of one language load in the other
+        for checker in servers.values():  # files that one language wrote load in the other
             if name not in CPP and checker is servers["cpp"]:
                 continue
             verdict = checker.ask("check", name, folder)
@@ -129,7 +129,7 @@ def test_a_kill_leaves_the_old_state_or_the_new(
             assert verdict in ("old", "new") or refused, f"killed at call {n} of {calls}: {verdict}"
             verdicts[verdict.split()[0]] += 1
         assert_foreign(template, folder)
-        server.save(name, folder, "new")  # what was left is not in the way
+        server.save(name, folder, "new")  # the remains of a killed save do not prevent the next one
         assert server.ask("check", name, folder) == "new"
         assert_foreign(template, folder)
         shutil.rmtree(folder)

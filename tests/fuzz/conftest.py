@@ -1,4 +1,4 @@
-"""The length of a fuzzing run."""
+"""The pytest option for the length of a fuzzing run."""
 
 import pytest
 

@@ -1,11 +1,11 @@
-// Damaged files for the readers of the C++ library, compiled with AddressSanitizer and
-// UndefinedBehaviorSanitizer:
+// Feeds damaged files to the functions of the C++ library that read files (readers). Compiled with
+// AddressSanitizer and UndefinedBehaviorSanitizer:
 //
 //   fuzz_readers SEED SECONDS FOLDER
 //
-// Each case loads, or raises the documented exception with one line. Prints a line for each reader. Any other
-// exception, a report of a sanitizer or a case that takes longer than 20 s ends the program, which names the
-// reader and the case; the folder keeps the input.
+// In each case the reader loads the file, or raises the documented exception with a message of one line. The
+// program prints a line for each reader. Any other exception, a report of a sanitizer or a case of more than
+// 20 s ends the program, which names the reader and the case. FOLDER keeps the input.
 
 #include <sys/stat.h>
 #include <unistd.h>
@@ -65,7 +65,7 @@ struct Pair : torch::nn::Module {
 
 struct Reader {
   std::string name;
-  std::function<void(const std::string&)> make;  // writes sound files into a folder
+  std::function<void(const std::string&)> make;  // writes valid files into a folder
   std::vector<std::pair<std::string, Mutator>> files;
   std::function<void(const std::string&)> load;
   size_t fewest = 20;
@@ -92,7 +92,8 @@ void make_adapter(const std::string& folder, const std::string& kind) {
   if (kind == "lora") config["alpha_pattern"] = {{"(?=.*up).*_proj", 3}, {"first\\.(down|up)_proj", 5.5}};
   if (kind == "ia3") config["feedforward_modules"] = ".*\\.(down|gate)_proj";
   write(folder + "/adapter_config.json", config.dump());
-  // As PEFT writes them: the digest of their configuration would refuse every change of it.
+  // Write the weights as PEFT does, without our digest of the configuration: the digest would make the reader
+  // refuse every damaged configuration.
   const std::string weights = folder + "/adapter_model.safetensors";
   shoestring::TensorDict tensors;
   const shoestring::SafetensorsFile file(weights);
@@ -212,7 +213,7 @@ std::vector<Reader> readers() {
   };
 }
 
-char running[256];  // what a report names
+char running[256];  // the reader and case that an error report names
 
 void say_case() { std::fprintf(stderr, "fuzz_readers: in %s\n", running); }
 
@@ -226,7 +227,7 @@ void too_long(int) {
   std::_Exit(1);
 }
 
-// A pipe, a folder or nothing in place of a file.
+// Puts a pipe, a folder, a link to /dev/zero or nothing in place of a file.
 void make_special(const std::string& path, size_t kind) {
   ::unlink(path.c_str());
   if (kind == 0) ::mkfifo(path.c_str(), 0600);

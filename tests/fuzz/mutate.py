@@ -1,4 +1,4 @@
-"""Damage to files: bits, lengths and ends of any file; types, numbers, depth and names of JSON."""
+"""Damage files: bits, lengths and ends of any file; types, numbers, nesting and names in JSON."""
 
 import copy
 import json
@@ -44,7 +44,7 @@ NOTHING = (None, True, False, [], {}, [[]], {"a": {}})
 
 
 def flip_bits(data: bytes, rng: random.Random) -> bytes:
-    """Change one to eight bits."""
+    """Flip one to eight bits."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, 8)):
         if changed:
@@ -53,7 +53,7 @@ def flip_bits(data: bytes, rng: random.Random) -> bytes:
 
 
 def cut(data: bytes, rng: random.Random) -> bytes:
-    """Keep the beginning, the end, or all but a piece."""
+    """Keep the beginning, keep the end, or remove a piece."""
     begin = rng.randrange(len(data) + 1)
     end = rng.randrange(begin, len(data) + 1)
     return rng.choice((data[:begin], data[begin:], data[:begin] + data[end:]))
@@ -71,7 +71,7 @@ def grow(data: bytes, rng: random.Random) -> bytes:
 
 
 def change_length(data: bytes, rng: random.Random) -> bytes:
-    """Overwrite 4 or 8 bytes, most often the first ones, as a length would be written."""
+    """Overwrite 4 or 8 bytes, most often the first ones, with an integer, as if they stored a length."""
     form = rng.choice(("<I", "<Q"))
     size = struct.calcsize(form)
     if len(data) < size:
@@ -87,7 +87,7 @@ BYTES: tuple[Callable[[bytes, random.Random], bytes], ...] = (flip_bits, cut, gr
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
-    """Every container and key of a tree."""
+    """Return the container and key of every value in a tree."""
     found: list[tuple[Any, Any]] = []
     waiting = [value]
     while waiting:
@@ -100,7 +100,7 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 
 
 def another(value: Any, rng: random.Random) -> Any:
-    """A value of another type or range in place of ``value``."""
+    """Return a value of another type or range than ``value``."""
     kind = rng.randrange(6)
     if kind == 0:
         return rng.choice(HUGE)
@@ -122,7 +122,7 @@ def another(value: Any, rng: random.Random) -> Any:
 
 
 def mutate_json(text: bytes, rng: random.Random) -> bytes:
-    """Change one to three places of a JSON document, or its text where it is no longer a tree."""
+    """Change one to three places of a JSON document, or its bytes if the text is not valid JSON."""
     kind = rng.randrange(12)
     if kind == 0:
         return b"[" * rng.choice((10, 1000, 100_000)) + (b"" if rng.random() < 0.5 else text)
@@ -152,7 +152,7 @@ def mutate_json(text: bytes, rng: random.Random) -> bytes:
         else:
             inside[key] = another(inside[key], rng)
     mutated = json.dumps(tree, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
-    if kind == 2 and mutated[:1] == b"{" and len(mutated) > 2:  # every name twice
+    if kind == 2 and mutated[:1] == b"{" and len(mutated) > 2:  # every name occurs twice
         return mutated[:-1] + b", " + mutated[1:]
     if kind == 3:
         return mutated.replace(b'"', b'"\\ud800', 1)
@@ -160,14 +160,14 @@ def mutate_json(text: bytes, rng: random.Random) -> bytes:
 
 
 def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
-    """Change a binary file by one or two of ``BYTES``."""
+    """Apply one or two of the mutations in ``BYTES`` to a binary file."""
     for _ in range(rng.randint(1, 2)):
         data = rng.choice(BYTES)(data, rng)
     return data
 
 
 def mutate_safetensors(data: bytes, rng: random.Random) -> bytes:
-    """Change a safetensors file: as bytes, or its header as JSON, with a length that fits most often."""
+    """Change a safetensors file: its bytes, or its header as JSON, mostly with a consistent length."""
     if rng.random() < 0.4 or len(data) < 8:
         return mutate_bytes(data, rng)
     size = int.from_bytes(data[:8], "little")
@@ -179,7 +179,7 @@ def mutate_safetensors(data: bytes, rng: random.Random) -> bytes:
 
 
 def inner_json(header: bytes, rng: random.Random) -> bytes:
-    """Change JSON that stands as text in the metadata of a header."""
+    """Change JSON that is stored as text in the metadata of a header."""
     tree = json.loads(header)
     metadata = tree.get("__metadata__", {})
     for name, text in metadata.items():
@@ -189,7 +189,7 @@ def inner_json(header: bytes, rng: random.Random) -> bytes:
 
 
 def mutate_lines(data: bytes, rng: random.Random) -> bytes:
-    """Change one line of JSONL."""
+    """Change one line of a JSONL file."""
     lines = data.split(b"\n")
     at = rng.randrange(len(lines))
     lines[at] = mutate_json(lines[at], rng)

@@ -1,4 +1,4 @@
-"""Every reader of files: how to make a sound input, which of its files to damage, and what the reader may raise."""
+"""The readers to fuzz: how to make valid input for each, and which files to damage."""
 
 import functools
 import json
@@ -31,17 +31,17 @@ Mutator = Callable[[bytes, random.Random], bytes]
 
 @dataclass(frozen=True)
 class Reader:
-    """A reader and its input.
+    """A function that reads files, and its input.
 
     Args:
         covers: the public functions that it fuzzes, with their modules.
-        make: writes a sound input into an empty folder.
-        files: how each file is damaged, by name, or by a pattern of names.
+        make: writes valid input into an empty folder.
+        files: maps a file name, or a pattern of names, to the function that damages the file.
         load: reads the folder.
-        errors: documented exceptions.
-        share: of the time, relative to the others.
-        special: pipes and the like in place of a file are cases too.
-        folder: where the input lies, in a folder of the test.
+        errors: the documented exceptions.
+        share: fraction of the time, relative to the other readers.
+        special: whether to also try a pipe, a folder and the like in place of a file.
+        folder: path of the input within the folder of the test.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class Small(nn.Module):
-    """Names as in a language model; weights of 8 by 12."""
+    """A small model with the names of a language model, whose weights have shape (8, 12)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def _adapter(kind: str) -> Reader:
     def make(folder: Path) -> None:
         lora.save_adapter(lora.apply(Small(), ADAPTERS[kind]), folder)
         config = json.loads((folder / "adapter_config.json").read_text())
-        if kind == "ia3":  # a pattern, as PEFT may write it
+        if kind == "ia3":  # a pattern, which PEFT may write
             config["feedforward_modules"] = r".*\.(down|gate)_proj"
         if kind == "lora":
             config["alpha_pattern"] = {r"(?:layers\.)?[01]\.down_proj": 4.0, r"(?=.*up).*_proj": 32.0}
@@ -104,7 +104,7 @@ def _adapter(kind: str) -> Reader:
 
 
 def _forget_digest(folder: Path) -> None:
-    """Write the weights as PEFT does, without the digest that would refuse every change of the configuration."""
+    """Write the weights as PEFT does, without the digest that would reveal every changed configuration."""
     weights = folder / "adapter_model.safetensors"
     save_file(load_file(weights), weights, metadata={"format": "pt"})
 
@@ -201,7 +201,7 @@ def _make_examples(folder: Path) -> None:
 
 
 class Tokenizer:
-    """As much of one as reading examples needs."""
+    """The parts of a tokenizer that reading examples needs."""
 
     eos_token, chat_template = "</s>", None
 
@@ -237,7 +237,7 @@ def _make_checkpoint(folder: Path) -> None:
 
 
 def _make_former_checkpoint(folder: Path) -> None:
-    """Without the checksums, which would refuse every change."""
+    """Save a checkpoint without checksums, which would make the reader refuse every change."""
     _make_checkpoint(folder)
     (folder / "checksums.json").unlink()
 
@@ -361,7 +361,7 @@ READERS = [
         _make_former_checkpoint,
         {"weights.safetensors": mutate_safetensors, "state.json": mutate_json, "optimizer.pt": mutate_bytes},
         _load_checkpoint,
-        special=False,  # the folder is the run's own
+        special=False,  # the run itself wrote this folder, so it contains no special files
         folder="checkpoints/step-00000003",
     ),
     Reader(
@@ -384,7 +384,7 @@ READERS = [
     ),
 ]
 
-# Public functions that take a path and read no file of another's making, with the reason.
+# Public functions that take a path but do not read files written by others, with the reason.
 NOT_READERS = {
     **dict.fromkeys(
         ("files.lock.locked", "files.atomic.atomic_path", "files.atomic.atomic_file", "files.atomic.atomic_directory",
@@ -412,4 +412,4 @@ NOT_READERS = {
     "training.adapters.merge_adapter": "load_adapter, or PEFT",
 }  # fmt: skip
 
-assert shoestring.__version__  # the operators are registered
+assert shoestring.__version__  # importing shoestring registers the operators

@@ -1,7 +1,8 @@
-"""Damaged files: a reader loads them, or raises what it documents, in one line, within time and memory, and writes nothing.
+"""Fuzz the functions that read files (readers) with damaged files.
 
-``--fuzz-seconds`` sets the length, ``--seed`` the mutations. A failure names the seed and the number of its case, and
-keeps the folder.
+A reader must load the file, or raise a documented exception with a message of one line. It must stay within
+limits of time and memory, and write nothing. ``--fuzz-seconds`` sets the duration, ``--seed`` the mutations.
+A failure names the seed and the number of its case, and keeps the folder.
 """
 
 import faulthandler
@@ -25,15 +26,15 @@ from readers import NOT_READERS, READERS, Reader
 
 import shoestring
 
-SECONDS = 10.0  # of a case
-MEBIBYTES = 1024  # that a case may add to the process's peak
-CPP_SHARE = 0.25  # of --fuzz-seconds
-FEWEST = 20  # cases of a reader, however short the run
+SECONDS = 10.0  # limit for one case
+MEBIBYTES = 1024  # limit of what a case may add to the peak memory of the process
+CPP_SHARE = 0.25  # share of --fuzz-seconds for the C++ readers
+FEWEST = 20  # least number of cases for a reader, however short the run
 SPECIAL = ("pipe", "folder", "link to nothing", "link to /dev/zero", "absent", "empty")
 
 
 def make_special(path: Path, kind: str) -> None:
-    """Put something else than a regular file in place of ``path``."""
+    """Put something other than a regular file in place of ``path``."""
     path.unlink()
     if kind == "pipe":
         os.mkfifo(path)
@@ -55,7 +56,7 @@ def remove(path: Path) -> None:
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Kind, size and time of every file, by name."""
+    """Return kind, size and modification time of every file, by name."""
     found = ((path, path.lstat()) for path in folder.rglob("*"))
     return {
         str(path.relative_to(folder)): (info.st_mode, info.st_size, info.st_mtime_ns) for path, info in found
@@ -63,12 +64,12 @@ def listing(folder: Path) -> dict[str, tuple[int, int, int]]:
 
 
 def peak() -> int:
-    """The process's largest memory so far, in MiB."""
+    """Return the peak memory of the process so far, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
 
 class TooLongError(BaseException):
-    """Raised by the alarm; no reader catches it as an error of its own."""
+    """Raised by the alarm. Not an Exception, so no reader catches it."""
 
 
 def too_long(*_: object) -> None:
@@ -76,7 +77,7 @@ def too_long(*_: object) -> None:
 
 
 def verdict(reader: Reader, folder: Path) -> tuple[str, str]:
-    """ "loaded", "refused" or "failed", and the reason."""
+    """Load the folder and return "loaded", "refused" or "failed", and the reason."""
     before, memory = listing(folder), peak()
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
@@ -111,7 +112,10 @@ def verdict(reader: Reader, folder: Path) -> tuple[str, str]:
 
 @pytest.fixture(autouse=True)
 def limits() -> object:
-    """An alarm for each case; a hang where no Python runs ends the process with a traceback. Memory is limited."""
+    """Limit the time of each case and the memory of the process.
+
+    A hang outside of Python code ends the process with a traceback.
+    """
     handler = signal.signal(signal.SIGALRM, too_long)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -134,7 +138,8 @@ def test_reader(reader: Reader, seed: int, tmp_path: Path, request: pytest.Fixtu
         path.name: change for name, change in reader.files.items() for path in sorted(folder.glob(name))
     }
     sound = {name: (folder / name).read_bytes() for name in mutators}
-    assert verdict(reader, folder)[0] == "loaded", verdict(reader, folder)  # imports and caches, too
+    # The valid input must load. This also performs imports and fills caches.
+    assert verdict(reader, folder)[0] == "loaded", verdict(reader, folder)
     counts = {"loaded": 0, "refused": 0, "failed": 0}
     failures: dict[str, str] = {}
     end, case = time.monotonic() + seconds, 0
@@ -177,7 +182,7 @@ def takes_path(function: object) -> bool:
 
 
 def public_functions() -> set[str]:
-    """The public functions and classes of all modules that take a path."""
+    """Return the public functions and classes of all modules that take a path."""
     found = set()
     for info in pkgutil.walk_packages(shoestring.__path__, "shoestring."):
         if info.name.endswith("__main__"):
@@ -190,7 +195,7 @@ def public_functions() -> set[str]:
 
 
 def test_every_reader_has_a_fuzzer() -> None:
-    """A new function that takes a path is in READERS, or in NOT_READERS with the reason."""
+    """Check that each public function that takes a path is in READERS, or in NOT_READERS with a reason."""
     fuzzed = {function for reader in READERS for function in reader.covers}
     found = public_functions()
     assert found - fuzzed - NOT_READERS.keys() == set(), "functions that take a path, without a fuzzer"

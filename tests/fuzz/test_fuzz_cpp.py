@@ -1,4 +1,4 @@
-"""The readers of the C++ library under sanitizers, and that none of its readers is without a fuzzer."""
+"""Fuzz the readers of the C++ library under sanitizers, and check that each of its readers has a fuzzer."""
 
 import os
 import re
@@ -12,7 +12,8 @@ from build_folder import BUILD
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = BUILD / "tests/fuzz/fuzz_readers"
-# The functions of the public headers that take a path: readers, which the program calls, and functions that only write.
+# The functions of the public headers that take a path: FUZZED are readers, which the program calls;
+# NOT_READERS only write.
 FUZZED = {"SafetensorsFile", "load_safetensors", "load_model", "load_adapter", "load_optimizer"}
 NOT_READERS = {"save_safetensors", "save_model", "save_adapter", "save_optimizer"}
 PATHS = re.compile(r"\b(\w+)\((?:[^()]*,)?\s*const std::string& (?:path|directory|folder|file)\b")
@@ -20,7 +21,7 @@ OPTIONS = "detect_leaks=0:detect_odr_violation=0:max_allocation_size_mb=4096:har
 
 
 def test_cpp_readers(seed: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Any report of a sanitizer, any other exception than the documented ones and any hang ends the program."""
+    """Run the program. A report of a sanitizer, an undocumented exception or a hang ends it with an error."""
     assert PROGRAM.exists(), f"{PROGRAM} is not built; run make build-tests, or set SHOESTRING_BUILD"
     seconds = request.config.getoption("--fuzz-seconds") * CPP_SHARE
     environment = {**os.environ, "ASAN_OPTIONS": OPTIONS, "UBSAN_OPTIONS": "print_stacktrace=1"}
@@ -35,7 +36,7 @@ def test_cpp_readers(seed: int, tmp_path: Path, request: pytest.FixtureRequest) 
 
 
 def test_every_cpp_reader_has_a_fuzzer() -> None:
-    """A new function of the public headers that takes a path is in FUZZED, which the program calls, or in NOT_READERS."""
+    """Check that each public function that takes a path is in FUZZED, which the program calls, or NOT_READERS."""
     headers = "\n".join(path.read_text() for path in (ROOT / "csrc/include/shoestring").rglob("*.h"))
     found = set(PATHS.findall(headers))
     assert found == FUZZED | NOT_READERS

@@ -1,5 +1,5 @@
-// What threads do together: barriers, and operations of a warp's lanes. Both also pass on who knows what of
-// whom.
+// Collective operations: barriers, and operations of a warp's lanes. They also update the vector clocks,
+// which say what each thread knows about the accesses of others.
 
 #include <algorithm>
 #include <cstring>
@@ -11,22 +11,23 @@ namespace simt {
 namespace {
 
 struct Barrier {
-  std::vector<int> waiting, arrived;  // threads
-  std::vector<uint32_t>
-      published;  // what those that arrived knew and had done by then; what they do later is not in it
+  std::vector<int> waiting, arrived;  // ids of the threads at the barrier
+  // Clocks that the arrived threads knew, and their own clocks, when they arrived. Later accesses are not
+  // included.
+  std::vector<uint32_t> published;
   int count = 0;
 };
 Barrier barriers[16];
 std::vector<int> reduced_values;
 int reduced = 0;
 
-// Everything that any of `ids` knows, and what they themselves have done, becomes known to all of them, and
-// `published`.
+// Makes the knowledge of all threads in `ids`, their own clocks and `published` known to all of them.
 void synchronise(const std::vector<int>& ids, const std::vector<uint32_t>& published = {}) {
   auto known = std::make_shared<std::vector<uint32_t>>(block.threads, 0);
   learn(*known, published);
   const std::vector<uint32_t>* last = nullptr;
-  const bool all = static_cast<int>(ids.size()) == block.threads;  // then only mbarriers are left to learn of
+  // If all threads take part, only mbarriers are left to learn about.
+  const bool all = static_cast<int>(ids.size()) == block.threads;
   for (int t : ids) {
     if (threads[t].known.get() == last) continue;
     last = threads[t].known.get();
@@ -111,7 +112,8 @@ void barrier_arrive(int id, int count, const char* name, Where where) {
   arrive(id, count, name, where);
   Barrier& b = barriers[id];
   b.arrived.push_back(current->id);
-  learn(b.published, *current->known);  // the own warp's lanes arrive themselves
+  // The other lanes of this warp arrive themselves, so their clocks are not added here.
+  learn(b.published, *current->known);
   b.published[current->id] = current->clock++;
   complete(b);
 }
@@ -123,7 +125,7 @@ int barrier_reduce(int value, int (*combine)(int, int), const char* name, Where 
     reduced_values.clear();
   }
   barrier(0, 0, name, where);
-  // Nobody overwrites the result before the next such barrier, where this thread has to be as well.
+  // The result cannot be overwritten before the next such barrier, which this thread has to reach as well.
   return reduced;
 }
 
@@ -170,7 +172,8 @@ void warp_collective(const char* name, unsigned mask, const void* in, void* out,
   }
   for (int t : ids) compute(inputs, mask, t % 32, threads[t].out);
   if (orders_memory) {
-    bool one_past = true;  // the same barriers behind them all: then only their own warp's clocks change
+    // If all these lanes have passed the same barriers, only the clocks of their own warp change.
+    bool one_past = true;
     for (int t : ids) one_past = one_past && threads[t].known == self->known;
     if (one_past) {
       uint32_t lanes[32] = {};

@@ -1,4 +1,4 @@
-// cp.async: data arrive at the wait of the thread that started the copy, no sooner.
+// cp.async: the data arrive when the thread that started the copy waits for it, not before.
 
 #include <cstring>
 

@@ -1,7 +1,6 @@
 #pragma once
 
-// Memory for kernels, on a GPU where this is compiled against CUDA's headers, in the emulator where against
-// its own.
+// Memory for kernels: on a GPU if this is compiled with CUDA's headers, else in the emulator.
 
 #include <stdexcept>
 #include <vector>
@@ -27,7 +26,7 @@ class DeviceArray {
   DeviceArray(const DeviceArray&) = delete;
 
   T* data() { return data_; }
-  std::vector<T> to_host() const {  // after the kernels before
+  std::vector<T> to_host() const {  // waits for earlier kernels
     std::vector<T> values(size_);
     check(cudaMemcpy(values.data(), data_, size_ * sizeof(T), cudaMemcpyDeviceToHost));
     return values;
@@ -44,7 +43,7 @@ template <class T>
 class DeviceArray {
  public:
   explicit DeviceArray(const std::vector<T>& values) : values_(values) {
-    values_.resize(values.size() + 64 / sizeof(T));  // apart from the next
+    values_.resize(values.size() + 64 / sizeof(T));  // keeps a gap of 64 bytes to the next allocation
     simt::add_memory(values_.data(), values.size() * sizeof(T));
   }
   ~DeviceArray() { simt::remove_memory(values_.data()); }

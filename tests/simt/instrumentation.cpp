@@ -1,4 +1,5 @@
-// What the compiler calls before each load and store of a kernel, and what the processor reports.
+// The functions that the compiler calls before each load and store of a kernel, and a handler for processor
+// faults.
 
 #include <dlfcn.h>
 #include <signal.h>
@@ -19,13 +20,13 @@ std::string text_of(const Place& place) {
   std::snprintf(command, sizeof command, "addr2line -i -e '%s' %p 2>/dev/null", info.dli_fname,
                 reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(place.code) - 1 -
                                         reinterpret_cast<uintptr_t>(info.dli_fbase)));
-  // The innermost of the inlined functions' lines that is a kernel's own, not a helper's.
+  // Choose the innermost line among the inlined functions that belongs to a kernel and not to a helper.
   std::string best;
   if (FILE* pipe = popen(command, "r")) {
     char text[4096];
     while (std::fgets(text, sizeof text, pipe)) {
-      const std::string line =
-          relative(std::string(text, std::strcspn(text, " \n")));  // without "(discriminator 3)"
+      // Cut off a suffix such as "(discriminator 3)".
+      const std::string line = relative(std::string(text, std::strcspn(text, " \n")));
       if (best.empty() || best.find("/common/") != std::string::npos) best = line;
     }
     pclose(pipe);
@@ -37,10 +38,10 @@ namespace {
 
 struct sigaction before;
 
-// Every access is checked before it happens, but for the alignment of what is wider than 16 bytes: the
-// compiler does not say it, and moves 16 at a time.
+// Handles a misaligned access of more than 16 bytes. All other errors are found before the access; but for
+// wide accesses the compiler reports only pieces of 16 bytes, without their alignment.
 void on_fault(int, siginfo_t*, void* context) {
-  if (current == nullptr) {  // not a kernel's
+  if (current == nullptr) {  // the fault is not in a kernel
     sigaction(SIGSEGV, &before, nullptr);
     return;
   }
@@ -58,7 +59,8 @@ void on_fault(int, siginfo_t*, void* context) {
 CaughtFaults::CaughtFaults() {
   struct sigaction action{};
   action.sa_sigaction = on_fault;
-  action.sa_flags = SA_SIGINFO | SA_NODEFER;  // it is left by a jump
+  // The handler is left by a jump, so the signal must stay unblocked.
+  action.sa_flags = SA_SIGINFO | SA_NODEFER;
   sigaction(SIGSEGV, &action, &before);
 }
 CaughtFaults::~CaughtFaults() { sigaction(SIGSEGV, &before, nullptr); }
@@ -93,7 +95,7 @@ void __tsan_write_range(void* p, size_t n) {
   simt::check(p, n, true, false, {__builtin_return_address(0), {}});
 }
 
-// -fsanitize=bounds: an index beyond an array whose size the compiler knows.
+// Called through -fsanitize=bounds for an index beyond an array whose size the compiler knows.
 struct BoundsCheck {
   const char* file;
   uint32_t line, column;

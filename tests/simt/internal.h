@@ -1,6 +1,7 @@
 #pragma once
 
-// What the emulator's files share. One launch runs at a time, one block after another, on the calling thread.
+// Declarations that the emulator's source files share. One launch runs at a time, one block after another, on
+// the calling thread.
 
 #include <cstdint>
 #include <memory>
@@ -12,29 +13,32 @@
 
 namespace simt {
 
-constexpr int kMaxThreads = 1024;  // of a block, with its mbarriers: see Thread::known
+constexpr int kMaxThreads = 1024;  // threads and mbarriers of a block together: see Thread::known
 constexpr size_t kStack = 256 << 10;
 
-// What a thread has seen of the others: a clock counts a thread's synchronisations, and an access is ordered
-// before everything that happens after its thread's clock at that time has become known.
+// The knowledge of one thread about all threads (a vector clock). A thread's clock counts its
+// synchronisations. An access happens before everything that follows once its thread's clock at that time is
+// known.
 using Clocks = std::shared_ptr<const std::vector<uint32_t>>;
 
 struct Thread {
   int id = 0;
   uint32_t clock = 1;
-  Clocks known;  // by thread, as of the last barriers; behind them, by mbarrier: its phases that are known to
-                 // be over
-  uint32_t known_lanes[32] = {};  // of the own warp, as of the last warp-level synchronisations
+  // Known clocks: of each thread as of the last barriers, then of each mbarrier the number of its phases that
+  // are known to be over.
+  Clocks known;
+  uint32_t known_lanes[32] = {};  // clocks of the own warp, as of the last warp-level synchronisations
 
   bool done = true, waiting = false;
-  const char* at = nullptr;  // what it waits at, and where in the source
+  const char* at = nullptr;  // where the thread waits: name, then place in the source
   Where where;
-  unsigned mask = 0;  // of a warp's operation; 0 at a barrier
+  unsigned mask = 0;  // mask of the warp operation that the thread waits in; 0 at a barrier
   const void* in = nullptr;
   void* out = nullptr;
 
-  uint32_t fenced = 0;  // of what it wrote up to this clock, tensor copies and wgmma know
-  // Registers of wgmma that are under way: their begin and end on the stack; those of A may still be read.
+  uint32_t fenced = 0;  // tensor copies and wgmma see what the thread wrote up to this clock
+  // Registers of a wgmma in flight: begin and end of their addresses on the stack. Registers of operand a may
+  // still be read.
   struct Registers {
     uintptr_t begin, end;
     bool readable;
@@ -47,10 +51,10 @@ struct Thread {
   }
 };
 
-// The block that runs.
+// The block that is running.
 struct Block {
-  uint32_t serial = 0;        // counts blocks over all launches
-  uint32_t launch_first = 0;  // the serial of this launch's first block
+  uint32_t serial = 0;        // number of the block, counted over all launches
+  uint32_t launch_first = 0;  // the serial of the first block of this launch
   int64_t index = 0, blocks = 0;
   int threads = 0, shared_bytes = 0;
   unsigned char* dynamic = nullptr;
@@ -58,54 +62,57 @@ struct Block {
 
 extern Block block;
 extern std::vector<Thread> threads;
-extern Thread* current;  // null while no kernel's thread runs
-extern char* stacks;     // kMaxThreads of kStack bytes
+extern Thread* current;  // null while no thread of a kernel runs
+extern char* stacks;     // kMaxThreads stacks of kStack bytes
 
-std::string relative(const std::string& file);  // to the project
+std::string relative(const std::string& file);  // returns the path relative to the project folder
 std::string text_of(Where where);
 
-// scheduler.cpp
-void wait_at(const char* name, Where where);  // until somebody clears `waiting`
-// collectives.cpp
+// Defined in scheduler.cpp.
+void wait_at(const char* name, Where where);  // waits until another thread clears `waiting`
+// Defined in collectives.cpp.
 void forget_collectives();
 void learn(std::vector<uint32_t>& known, const std::vector<uint32_t>& more);
-void learn_from(std::vector<uint32_t>& known,
-                const Thread& thread);  // what it knows, but not what it did itself
-// memory.cpp
+// Adds what the thread knows about others, but not what it did itself.
+void learn_from(std::vector<uint32_t>& known, const Thread& thread);
+// Defined in memory.cpp.
 void begin_block();
-// copies.cpp
+// Defined in copies.cpp.
 void begin_copies();
-void finish_thread();  // nothing may be under way
+void finish_thread();  // raises an error if a copy is still in flight
 
-// Where in the source an access stands: from the compiler's call, whose address is looked up only for a
-// message, or given.
+// The place of an access in the source. `code` is the address of the compiler's call, which is looked up only
+// for a message. Without it, `where` gives the place.
 struct Place {
   const void* code = nullptr;
   Where where;
 };
 void check(const void* address, size_t size, bool write, bool atomic, const Place& place);
 bool is_shared(const void* address, size_t size);
-// A write that another agent does, from now on until end_write(): to shared memory that nobody touches in
-// between.
+// Begins a write to shared memory by another agent, a copy for instance. Until end_write(), no thread may
+// access these bytes.
 void begin_write(const void* address, size_t size, int agent, const Place& place);
 void end_write(const void* address, size_t size, int agent, uint32_t clock);
-// A read by the tensor cores, from now on until end_read(), which says whether somebody wrote in between.
+// Begins a read by the tensor cores. end_read() returns true if no thread wrote to these bytes in between.
 uint64_t begin_read(const void* address, size_t size, const Place& place);
 bool end_read(const void* address, size_t size, uint64_t begun);
-// mbarrier.cpp
+// Defined in mbarrier.cpp.
 void begin_mbarriers();
-bool deliver();                    // what is under way, until somebody can go on
-const char* left_in_block();       // what is still under way when all threads have returned, or null
-std::string state_of_mbarriers();  // those that somebody waits for
-// wgmma.cpp
+bool deliver();  // completes copies in flight until a thread can continue
+// Returns an error if copies are still in flight when all threads have returned, else null.
+const char* left_in_block();
+std::string state_of_mbarriers();  // describes the mbarriers that threads wait for
+// Defined in wgmma.cpp.
 void begin_wgmma();
 const char* left_in_wgmma();
-void check_aligned(const void* address, size_t size, bool write, const Place& place);  // to its size, too
+// Also checks that the address is a multiple of the size.
+void check_aligned(const void* address, size_t size, bool write, const Place& place);
 [[noreturn]] void bad_access(const char* what, size_t size, bool write, bool atomic, const Place& place,
                              const std::string& rest);
-// instrumentation.cpp
+// Defined in instrumentation.cpp.
 std::string text_of(const Place& place);
-// For its lifetime, a fault in a kernel ends the launch, not the process.
+// Turns faults in a kernel into errors of the launch, during its own lifetime. Without it they end the
+// process.
 class CaughtFaults {
  public:
   CaughtFaults();

@@ -1,6 +1,6 @@
-// Barriers in shared memory and the tensor copies that complete on them. A copy has the data of when it
-// began, and delivers them when nobody can go on without: whoever does not wait for it finds bytes that are
-// under way.
+// Emulates barriers in shared memory (mbarrier) and the tensor copies that complete on them. A copy reads its
+// data when it begins, and delivers the data only when no thread can continue without it. A thread that does
+// not wait therefore finds bytes that are still in flight.
 
 #include <algorithm>
 #include <cstring>
@@ -13,18 +13,21 @@ namespace simt {
 namespace {
 
 constexpr uint64_t kMagic = 0x7e4507a9;
-constexpr int kMostBytes = (1 << 20) - 1;  // that a phase counts
+constexpr int kMostBytes = (1 << 20) - 1;  // the most bytes that a phase can count
 
 struct Mbarrier {
   uintptr_t address;
-  int agent;  // what the copies that complete on it are called where stamps and known clocks name a thread
+  // A number that identifies the copies of this barrier in stamps and vector clocks, as a thread id
+  // identifies a thread.
+  int agent;
   int arrivals, pending;
-  int64_t expected = 0, issued = 0;  // bytes, of this phase
-  uint32_t phase = 0;                // phases that are over
+  int64_t expected = 0, issued = 0;  // bytes that this phase expects; bytes of its copies so far
+  uint32_t phase = 0;                // number of completed phases
   bool fenced = false;
   int owner;
-  std::vector<uint32_t> published, completed;  // what those that arrived know, in this phase; in the last
-  std::vector<int> waiting;                    // threads
+  // Vector clocks of the threads that arrived: in this phase, and in the last one.
+  std::vector<uint32_t> published, completed;
+  std::vector<int> waiting;  // ids of the threads that wait for this phase
 };
 std::deque<Mbarrier> barriers;
 
@@ -42,7 +45,7 @@ std::deque<Copy> copies;
 Mbarrier& barrier_at(void* p, const char* name, Where where) {
   for (Mbarrier& b : barriers) {
     if (b.address != reinterpret_cast<uintptr_t>(p)) continue;
-    check(p, 8, false, false, {nullptr, where});  // its initialisation is seen
+    check(p, 8, false, false, {nullptr, where});  // fails unless this thread sees the initialisation
     return b;
   }
   fail(std::string(name) + " (" + text_of(where) + "): there is no initialised mbarrier at this address");
@@ -188,7 +191,8 @@ void tensor_copy(void* to, const TensorMap& map, void* p, const int* at, int ran
   auto* begin = static_cast<unsigned char*>(to);
   if (!is_shared(to, copy.bytes))
     bad_access("a tensor copy writes to shared memory only", copy.bytes, true, false, place, "");
-  const int64_t last = map.sizes[0] - at[0];  // elements of a row that exist
+  // Elements of a row from the first coordinate to the end of the tensor.
+  const int64_t last = map.sizes[0] - at[0];
   for (int64_t row = 0; row < rows; ++row) {
     std::vector<unsigned char> bytes(row_bytes, 0);
     const unsigned char* from = map.address + at[0] * int64_t{map.element};

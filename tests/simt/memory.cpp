@@ -1,7 +1,6 @@
-// Every access of a kernel, checked before it happens: is it inside memory that the kernel may touch,
-// aligned, of bytes that somebody wrote, and ordered after whatever another thread did to them? The compiler
-// inserts the calls
-// (-fsanitize=thread, whose run-time library this file takes the place of).
+// Checks every memory access of a kernel before it happens. The memory must be accessible to the kernel,
+// aligned, and initialised, and the access must be ordered after the accesses of other threads. The compiler
+// inserts the calls (-fsanitize=thread); this file takes the place of that sanitizer's run-time library.
 
 #include <link.h>
 
@@ -16,11 +15,11 @@
 namespace simt {
 namespace {
 
-// Who touched a byte last, and when: block (30 bits), thread (10), clock (23), and whether it was an atomic
-// operation.
+// Identifies the last access to a byte: block (30 bits), thread (10), clock (23), and whether it was atomic
+// (1).
 using Stamp = uint64_t;
-constexpr uint32_t kInFlight =
-    (1u << 23) - 1;  // the clock of bytes that a copy has not yet delivered or wgmma still reads
+// The clock of bytes that a copy has not delivered yet, or that a wgmma still reads.
+constexpr uint32_t kInFlight = (1u << 23) - 1;
 
 Stamp stamp(int thread, uint32_t clock, bool atomic) {
   return Stamp{block.serial} << 34 | Stamp(thread) << 24 | Stamp{clock} << 1 | Stamp{atomic};
@@ -33,16 +32,17 @@ bool atomic_of(Stamp s) { return s & 1; }
 
 struct Cell {
   Stamp write;
-  Stamp reads[3];  // the last; the last by another lane of its warp; the last by another warp
+  // The last read; the last read by another lane of the same warp; the last read by another warp.
+  Stamp reads[3];
 };
 
 struct Memory {
   size_t size;
-  std::unique_ptr<Cell[], void (*)(void*)> cells{nullptr, std::free};  // made at the first access
+  std::unique_ptr<Cell[], void (*)(void*)> cells{nullptr, std::free};  // allocated at the first access
 };
 
-// By the first byte's address; never destroyed, since tensors may live until the process ends. Others may
-// allocate while a kernel runs.
+// Registered memory, by the address of its first byte. Never destroyed, since tensors may live until the
+// process ends. The lock is needed because other threads of the process may allocate while a kernel runs.
 auto& memories = *new std::map<uintptr_t, Memory>;
 auto& memories_lock = *new std::mutex;
 uintptr_t last_begin = 1, last_end = 0;
@@ -55,8 +55,9 @@ Cell* cells_of(Memory& m) {
   return m.cells.get();
 }
 
-// This library's own memory: __shared__ variables are its thread-local storage, constants its read-only data.
-thread_local volatile char touch;  // makes the TLS block of this library exist before it is looked for
+// The memory of this library: __shared__ variables are its thread-local storage, and constants its read-only
+// data.
+thread_local volatile char touch;  // forces the TLS block of this library into existence
 
 struct Module {
   uintptr_t begin = 0, end = 0, shared = 0;
@@ -107,8 +108,8 @@ const char* kind(bool write, bool atomic) {
              ", not ordered after " + who + (other_wrote ? "'s write" : "'s read"));
 }
 
-// True where `s` is of this launch and this thread does not know that it is over. Each block has its own
-// shared memory.
+// Returns whether access `s` belongs to this launch and this thread does not know that it is over. Accesses
+// of other blocks to shared memory do not count, since each block has its own.
 bool unordered(Stamp s, bool shared) {
   const uint32_t serial = serial_of(s);
   if (serial == block.serial) return !current->knows(thread_of(s), clock_of(s));
@@ -145,8 +146,8 @@ void check_cell(Cell& cell, bool shared, size_t size, bool write, bool atomic, c
   }
 }
 
-// The bookkeeping of a range of bytes that a kernel may touch; null where none is needed (a thread's own
-// stack, constants).
+// Returns the cells of bytes that a kernel may access. Returns null for memory without cells: the stack of
+// the thread, and constants.
 Cell* find(uintptr_t address, size_t size, bool write, bool atomic, const Place& place, bool& shared) {
   shared = false;
   const uintptr_t stack = reinterpret_cast<uintptr_t>(stacks) + current->id * kStack;
@@ -168,8 +169,9 @@ Cell* find(uintptr_t address, size_t size, bool write, bool atomic, const Place&
   if (address >= dynamic && address + size <= dynamic + block.shared_bytes)
     return dynamic_cells.data() + (address - dynamic);
   shared = false;
+  // The lock is released before bad_access(), which leaves this function by a jump.
   {
-    const std::lock_guard lock(memories_lock);  // not held where a launch ends
+    const std::lock_guard lock(memories_lock);
     if (auto after = memories.upper_bound(address); after != memories.begin()) {
       auto& [begin, memory] = *std::prev(after);
       if (address + size <= begin + memory.size) {
@@ -193,7 +195,7 @@ void bad_access(const char* what, size_t size, bool write, bool atomic, const Pl
 }
 
 void check(const void* pointer, size_t size, bool write, bool atomic, const Place& place) {
-  if (current == nullptr) return;  // static initialisation
+  if (current == nullptr) return;  // the access belongs to static initialisation
   const auto address = reinterpret_cast<uintptr_t>(pointer);
   bool shared;
   Cell* cells = find(address, size, write, atomic, place, shared);
@@ -258,14 +260,14 @@ bool end_read(const void* address, size_t size, uint64_t begun) {
     for (Stamp& read : cells[i].reads) {
       if (read == flying) read = now, found = true;
     }
-    if (!found) cells[i].reads[0] = now;  // it was pushed out by others
+    if (!found) cells[i].reads[0] = now;  // later reads have replaced the entry of this read
   }
   return writes == begun;
 }
 
 void begin_block() {
   static std::thread::id thread;
-  if (std::this_thread::get_id() != thread) {  // each has its own thread-local storage
+  if (std::this_thread::get_id() != thread) {  // each thread of the process has its own thread-local storage
     std::free(module.cells);
     module = find_module();
     thread = std::this_thread::get_id();

@@ -23,27 +23,27 @@ SYNCHRONISATION = re.compile(
 
 
 def sites(source: Path) -> list[tuple[int, int, int]]:
-    """Line number, begin and end of each statement that synchronises; their declarations and definitions are none."""
+    """Return line number, begin and end of each synchronising statement, without declarations."""
     text = source.read_text()
     code = re.sub(r"//[^\n]*", lambda m: " " * len(m.group()), text)
     return [(text.count("\n", 0, m.start()) + 1, m.start(), m.end()) for m in SYNCHRONISATION.finditer(code)]
 
 
 def run(*command: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """The command's outcome, with its output; ``more`` is added to the environment."""
+    """Run a command and return its result with output. ``more`` is added to the environment."""
     return subprocess.run(
         list(map(str, command)), capture_output=True, text=True, check=False, cwd=ROOT, env=os.environ | more
     )
 
 
 def first_error(output: str) -> str:
-    """The emulator's own words if it was it that noticed, else the first failure that a suite reports."""
+    """Return the emulator's message if it noticed the change, else the first failure that a suite reports."""
     found = re.search(r"launch failed: (.*)", output) or re.search(r"^(?:E  +|FAILED )(.*)", output, re.M)
     return (found.group(1) if found else (output.strip().splitlines() or ["it printed nothing"])[-1])[:140]
 
 
 def tests(build: Path) -> tuple[bool, str]:
-    """Whether the build and both suites pass, and what the first failure says."""
+    """Build and run both suites. Return whether they pass, and the first failure."""
     built = run("cmake", "--build", build, "--target", "shoestring_simt", "simt_tests")
     if built.returncode != 0:
         sys.exit(f"the build failed:\n{built.stdout[-3000:]}{built.stderr[-1000:]}")
@@ -64,7 +64,7 @@ def tests(build: Path) -> tuple[bool, str]:
 
 
 def main() -> int:
-    """Lists every site with what became of it; 1 where any survived."""
+    """Print every site and its outcome. Return 1 if a removal survived."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

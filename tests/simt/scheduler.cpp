@@ -1,5 +1,5 @@
-// Threads as fibres: a thread runs until it has to wait for others, and the last one to arrive lets the
-// others go on.
+// Runs the threads of a block as fibres. A thread runs until it has to wait for others, and the last thread
+// that arrives releases the others.
 
 #include <setjmp.h>
 #include <sys/mman.h>
@@ -41,7 +41,8 @@ int fixed_order = [] {
   return text ? std::atoi(text) : -1;
 }();
 
-// No call of setjmp may share a frame with anything that the optimiser keeps in a register.
+// setjmp is called in functions that are not inlined, so that no caller keeps a variable in a register across
+// it.
 __attribute__((noinline)) void yield() {
   Fiber& fiber = fibers[current->id];
   if (_setjmp(fiber.resume) == 0) _longjmp(scheduler, 1);
@@ -72,7 +73,7 @@ __attribute__((noinline)) void resume(Thread& thread) {
   current = nullptr;
 }
 
-// Who stands where, when nobody can go on.
+// Describes where each thread waits, when none can continue.
 std::string standstill() {
   std::map<std::string, std::vector<int>> places;
   for (int t = 0; t < block.threads; ++t) {
@@ -114,7 +115,7 @@ void run_block(const std::vector<int>& order, std::mt19937& random, bool shuffle
       moved = true;
       if (!error.empty()) return;
     }
-    if (!moved) moved = deliver();  // as late as can be
+    if (!moved) moved = deliver();  // deliver copies as late as possible
   }
   for (int t = 0; t < block.threads; ++t) {
     if (!threads[t].done) {
@@ -147,7 +148,7 @@ void fail(const char* text) { fail(std::string(text)); }
 void fail(const std::string& text) {
   error = "block " + std::to_string(block.index) + ", thread " + std::to_string(current->id) + ": " + text;
   yield();
-  std::abort();  // a failed launch is never resumed
+  std::abort();  // not reached: a failed launch is never resumed
 }
 
 void failf(const char* format, ...) {
@@ -190,8 +191,8 @@ const char* run(int64_t blocks, int thread_count, int shared_bytes, void (*body)
   block.blocks = blocks;
   block.threads = thread_count;
   block.shared_bytes = shared_bytes;
-  // No more than 16 bytes of alignment are promised. Where a GPU's shared memory begins is a multiple of
-  // 1024.
+  // CUDA promises an alignment of 16 bytes only, so the memory begins 16 bytes after a multiple of 1024. The
+  // beginning of a GPU's shared memory is a multiple of 1024.
   block.dynamic = dynamic.data() + (1024 - reinterpret_cast<uintptr_t>(dynamic.data()) % 1024) + 16;
   std::vector<int64_t> block_order(order > 1 ? blocks : 0);
   std::iota(block_order.begin(), block_order.end(), 0);
@@ -202,7 +203,8 @@ const char* run(int64_t blocks, int thread_count, int shared_bytes, void (*body)
     run_block(turns, random, order > 1);
   }
   if (error.empty()) return nullptr;
-  for (Fiber& fiber : fibers) fiber.started = false;  // those that were left in the middle begin anew
+  // Fibres that were stopped midway start anew in the next launch.
+  for (Fiber& fiber : fibers) fiber.started = false;
   last_error = error;
   return last_error.c_str();
 }

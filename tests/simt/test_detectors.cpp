@@ -1,5 +1,5 @@
-// The emulator lets right kernels pass under every order of the threads, and says what is wrong with the
-// others.
+// Tests that the emulator accepts right kernels under every order of the threads, and reports what is wrong
+// with the others.
 
 #include <cstdio>
 #include <cstdlib>
@@ -13,7 +13,7 @@ using simt_tests::Case;
 
 TEST_CASE("right kernels run, whatever the order of the threads") {
   for (const Case& c : simt_tests::kRight) {
-    for (int order = 0; order < 8; ++order) {  // ascending, descending, and six at random
+    for (int order = 0; order < 8; ++order) {  // ascending, descending, and six random orders
       simt::set_order(order);
       const char* error = c.run();
       INFO(c.name << ", order " << order);

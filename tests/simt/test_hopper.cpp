@@ -1,5 +1,5 @@
-// The primitives of cuda/core/hopper.h and wgmma.h. Built twice, as test_primitives.cpp is; on a GPU that is
-// no Hopper they do not run.
+// Tests the primitives of cuda/core/hopper.h and wgmma.h. Built twice, like test_primitives.cpp. On a GPU
+// that is not a Hopper, the tests are skipped.
 
 #include <cmath>
 #include <cstdint>
@@ -44,7 +44,8 @@ void in_every_order(Check check) {
 #endif
 }
 
-// Multiples of 1/32 up to 4: exact in both types, and so is each sum of up to 200 of their products in fp32.
+// Random multiples of 1/32 up to 4. They are exact in both types, and every sum of up to 200 of their
+// products is exact in fp32.
 struct Matrix {
   std::vector<float> exact;
   std::vector<uint16_t> bits;
@@ -155,7 +156,7 @@ TEST_CASE("tensor maps that a copy cannot take are refused") {
   CHECK(map_error(in.data(), 3, sizes, strides, wide) != nullptr);
   CHECK(map_error(in.data(), 3, sizes, strides, tall) != nullptr);
 #if !defined(CUDART_VERSION)
-  CHECK(map_error(in.data(), 3, sizes, none, extent) != nullptr);  // a driver may take it
+  CHECK(map_error(in.data(), 3, sizes, none, extent) != nullptr);  // a CUDA driver may accept a stride of 0
 #else
   static_cast<void>(none);
 #endif

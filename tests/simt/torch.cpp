@@ -1,5 +1,5 @@
-// The emulator under PyTorch: loading this library sends every operator that has a CUDA kernel there when it
-// is called with CPU tensors. The kernels work in the memory of those tensors.
+// Connects the emulator to PyTorch. Loading this library redirects every operator that has a CUDA kernel to
+// that kernel when it is called with CPU tensors. The kernels work in the memory of those tensors.
 
 #include <cstring>
 #include <mutex>
@@ -18,8 +18,8 @@ const shoestring::cuda::Runtime kRuntime{[](int) -> void* { return nullptr; },
                                          [](void*, size_t) -> const char* { return nullptr; },
                                          [](void*) -> const char* { return nullptr; }};
 
-// Tells the emulator what memory there is, fills it with NaN, and keeps allocations apart, so that a stray
-// access finds nobody else's memory.
+// Allocates CPU tensors, registers their memory with the emulator, and fills it with NaN. A gap around each
+// allocation ensures that a stray access does not hit another tensor.
 class TrackedAllocator final : public c10::Allocator {
  public:
   explicit TrackedAllocator(c10::Allocator* below) : below_(below) {}
@@ -46,13 +46,13 @@ class TrackedAllocator final : public c10::Allocator {
     whole_.erase(begin);
   }
   c10::Allocator* below_;
-  // Never destroyed: tensors may live until the process ends.
+  // Never destroyed, since tensors may live until the process ends.
   static inline auto& whole_ = *new std::unordered_map<void*, c10::DataPtr>;
   static inline auto& lock_ = *new std::mutex;
 };
 
-// Arguments whose memory came from elsewhere (a file, NumPy, before this library was loaded), for as long as
-// a call lasts.
+// Registers, for the duration of a call, arguments whose memory the allocator did not provide: memory from a
+// file, from NumPy, or from before this library was loaded.
 class Lent {
  public:
   explicit Lent(const torch::jit::Stack& arguments) {
@@ -89,7 +89,7 @@ const bool kLoaded = [] {
       *new torch::Library(torch::Library::IMPL, "shoestring", c10::DispatchKey::CPU, __FILE__, __LINE__);
   c10::WarningUtils::WarningHandlerGuard quiet([] {
     static struct : c10::WarningHandler {
-      void process(const c10::Warning&) override {}  // that kernels are replaced is the purpose
+      void process(const c10::Warning&) override {}  // ignores the warning about replaced kernels
     } handler;
     return &handler;
   }());
@@ -104,9 +104,9 @@ const bool kLoaded = [] {
 
 }  // namespace
 
-// For tests that want the kernels of another GPU: see simt.h.
+// Sets the compute capability, for tests that want the kernels of another GPU (see simt.h).
 extern "C" __attribute__((visibility("default"))) void simt_set_capability(int capability) {
   simt::set_capability(capability);
 }
-// Which kernel ran, as far as its number of threads tells.
+// Returns the number of threads per block of the last launch, which tells tests which kernel ran.
 extern "C" __attribute__((visibility("default"))) int simt_last_threads() { return simt::last_threads(); }

@@ -1,11 +1,11 @@
-// Products of a warpgroup that run beside it. The result is computed when the instruction is issued and
-// reaches the registers at the wait; in between these may not be touched, nor the operands in shared memory
-// written. A warp's lane 0 stands for the warp where operands are read.
+// Emulates wgmma, the asynchronous products of a warpgroup. The result is computed when the instruction is
+// issued, and reaches the registers at the wait. In between, no thread may access these registers or write
+// the operands in shared memory. Lane 0 of a warp stands for the warp where operands are read.
 
 #include <cstring>
 #include <deque>
 
-#include "internal.h"  // and what it includes first: CUDA's names are macros
+#include "internal.h"  // included first, since CUDA's names are macros
 #include "ptx_emulation.h"
 #include "simt_hopper.h"
 
@@ -20,20 +20,20 @@ struct Read {
 
 struct Operation {
   Wgmma wgmma;
-  std::vector<float> result;  // n / 2
-  std::vector<Read> reads;    // lane 0
-  int group;                  // -1: not yet committed
+  std::vector<float> result;  // results of this thread, n / 2 values
+  std::vector<Read> reads;    // reads of shared memory; empty except in lane 0 of each warp
+  int group;                  // number of the commit group; -1: not yet committed
 };
 
 struct Own {
   std::deque<Operation> operations;
   int groups = 0;
   bool fenced = false;
-  int registers = 0;  // by setmaxnreg; 0: as at the launch
+  int registers = 0;  // registers per thread set by setmaxnreg; 0: as at the launch
 };
 std::vector<Own> own(kMaxThreads);
 
-// What each warpgroup has issued: its four warps have to issue the same.
+// The instructions that each warpgroup has issued. Its four warps have to issue the same ones.
 struct Issued {
   uint64_t a_at, b_at;
   int n;
@@ -46,8 +46,8 @@ size_t issued_by[kMaxThreads / 32];
 
 uintptr_t shared_base() { return reinterpret_cast<uintptr_t>(block.dynamic) / 1024 * 1024; }
 
-// Element (row, k) of an operand; (k, row) in memory where the rows lie side by side. Both are swizzled by
-// 128 bytes.
+// Returns the address of element (row, k) of an operand. If rows_together, memory has shape (k, row), with
+// adjacent rows contiguous. Both layouts are swizzled by 128 bytes.
 const unsigned char* element_at(uint64_t descriptor, bool rows_together, int row, int k) {
   const auto field = [&](int bit) { return static_cast<uintptr_t>(descriptor >> bit & 0x3fff) * 16; };
   const uintptr_t leading = field(16), stride = field(32);
@@ -81,7 +81,7 @@ struct Lane {
 
 float product_a[16][16], product_b[256][16];
 
-// For one lane of the warp; the operands are read at the first.
+// Computes the result of one lane. The first lane reads the operands for the whole warp.
 void multiply(const void* const in[32], unsigned, int lane, void* out) {
   const auto* const* lanes = reinterpret_cast<const Lane* const*>(in);
   const Lane &mine = *lanes[lane], &first = *lanes[0];
@@ -172,7 +172,7 @@ void wgmma(const Wgmma& w, Where where) {
     const auto read = [&](const unsigned char* address, size_t size) {
       next.reads.push_back({address, size, begin_read(address, size, {nullptr, where})});
     };
-    // 16 bytes lie together: eight of k, or eight rows.
+    // 16 bytes are contiguous: eight elements along k, or eight rows.
     for (int row = 0; row < 16 && w.a == nullptr; ++row) {
       for (int k = 0; k < 16; k += 8) read(element_at(w.a_at, false, warp % 4 * 16 + row, k), 16);
     }

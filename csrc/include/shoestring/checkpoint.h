@@ -1,5 +1,7 @@
 #pragma once
 
+// Gradient checkpointing for C++ programs: backward computes activations again instead of storing them.
+
 #include <ATen/core/Tensor.h>
 
 #include <functional>
@@ -18,12 +20,12 @@
 namespace shoestring {
 
 struct CheckpointOptions {
-  /// Operators whose results are kept, so that backward does not compute them again: names ("aten::mm"), the
-  /// groups "attention" and "products", and tags (tag_activation).
+  /// Operators whose results are stored, so that backward does not compute them again. Accepts operator names
+  /// ("aten::mm"), the groups "attention" and "products", and tags (see tag_activation).
   TORCH_ARG(std::vector<std::string>, keep);
-  /// Draw the same random numbers in both runs.
+  /// Whether the second run of the function draws the same random numbers as the first.
   TORCH_ARG(bool, preserve_rng_state) = true;
-  /// End the second run at the last tensor that backward needs.
+  /// Whether the second run stops as soon as it has produced the last tensor that backward needs.
   TORCH_ARG(bool, early_stop) = true;
 };
 
@@ -31,19 +33,19 @@ namespace detail {
 
 SHOESTRING_API void check_segments(int64_t segments, int64_t count);
 SHOESTRING_API void check_tiles(const char* op, int64_t tiles, int64_t length, const char* what);
-/// The parts of a result one after the other, which is as long as x.
+/// Concatenates the results of the tiles along dim. Raises if the result is not as long as x along dim.
 SHOESTRING_API at::Tensor joined(const std::vector<at::Tensor>& parts, int64_t dim, const at::Tensor& x);
-/// By tile, then by weight.
+/// Splits each weight into tiles along its dimension. Element [i][j] of the result is tile i of weight j.
 SHOESTRING_API std::vector<std::vector<at::Tensor>> tiles_of(
     const std::vector<std::pair<at::Tensor, int64_t>>& weights, int64_t tiles);
-/// total + part, in fp32 where they are of 16 bits.
+/// Returns total + part. An undefined total counts as zero. The sum is in fp32 if part has a 16-bit dtype.
 SHOESTRING_API at::Tensor added(const at::Tensor& total, const at::Tensor& part);
 
-/// The first run of a function whose saved tensors are forgotten: until finish(), or, where it throws, the
-/// destructor.
+/// Covers the first run of a checkpointed function. Tensors that autograd saves during it are dropped and
+/// computed again in backward. The run lasts until finish(), or until the destructor if the function throws.
 class SHOESTRING_API CheckpointRun {
  public:
-  /// again: the function, given its tensors anew.
+  /// again: runs the function a second time; its argument replaces the input tensors.
   CheckpointRun(const CheckpointOptions& options, const std::vector<at::Tensor>& inputs,
                 std::function<void(const std::vector<at::Tensor>&)> again);
   ~CheckpointRun();
@@ -56,7 +58,7 @@ class SHOESTRING_API CheckpointRun {
   std::unique_ptr<Scope> scope_;
 };
 
-/// Takes the tensors out of an argument, and puts others in their places.
+/// Takes all tensors out of a function argument, and later puts other tensors in their places.
 struct Tensors {
   std::vector<at::Tensor> all;
   size_t next = 0;
@@ -109,20 +111,24 @@ decltype(auto) call(F& fn, const Inputs& inputs) {
 
 }  // namespace detail
 
-/// fn(inputs), of which autograd keeps the inputs and what the options name, and nothing else: backward runs
-/// fn a second time for the rest (gradient checkpointing, Chen et al. 2016), with the random numbers and the
-/// autocast state of the first. The gradients are bitwise those without checkpoint.
+/// Returns fn(inputs) without storing the activations of fn (gradient checkpointing, Chen et al. 2016).
+/// Autograd stores only the inputs and the results that `options.keep` names. Backward runs fn a second time
+/// to compute the rest, with the random numbers and the autocast state of the first run. The gradients are
+/// bitwise equal to those without checkpoint.
 ///
-/// inputs: a Tensor, a std::vector, or a std::tuple, whose items are fn's arguments; tensors in it, in
-/// vectors and optionals too, are kept as autograd keeps them, the rest is copied. fn may take whatever else
-/// it needs by capture (modules, tensors); it lives as long as the graph does. It returns anything, and has
-/// to do the same both times: other shapes, dtypes or operators are an error in backward. Calls may be
-/// nested; autograd::grad (inside fn, too), retain_graph, a second derivative, exceptions in fn and tensors
-/// without gradients are as without checkpoint. fn runs again for each backward pass that it begins itself.
-/// fn must not change its inputs in place. Without gradient mode it is fn(inputs) and nothing else.
+/// inputs: a Tensor, a std::vector, or a std::tuple whose items are the arguments of fn. Autograd saves the
+/// tensors in it, also those inside vectors and optionals; all other values are copied.
 ///
-/// For programs without Python: in a process with Python's autograd engine it throws c10::Error, and Python
-/// has shoestring.checkpoint.
+/// fn may capture modules and tensors; it lives as long as the graph. It may return any type. It must do the
+/// same in both runs: different shapes, dtypes or operators raise an error in backward. It must not change
+/// its inputs in place.
+///
+/// Calls may be nested. autograd::grad (also inside fn), retain_graph, second derivatives, exceptions in fn
+/// and tensors without gradients behave as without checkpoint. If fn itself starts a backward pass, each such
+/// pass runs fn again. While gradient mode is off, checkpoint only calls fn(inputs).
+///
+/// For programs without Python. In a process with Python's autograd engine it throws c10::Error; use
+/// shoestring.checkpoint from Python there.
 template <class F, class Inputs>
 auto checkpoint(F fn, Inputs inputs, const CheckpointOptions& options = {}) {
   detail::Tensors tensors;
@@ -144,9 +150,9 @@ auto checkpoint(F fn, Inputs inputs, const CheckpointOptions& options = {}) {
   }
 }
 
-/// fn(x) in tiles of x along dim: what fn makes on the way exists for one tile at a time, in backward too.
-/// For what treats the places along dim apart, such as an MLP its tokens. fn takes a tile and returns one as
-/// long; backward keeps x alone.
+/// Computes fn(x) in tiles of x along dim, so the intermediate results of fn exist for one tile at a time,
+/// also in backward. Use it for functions that treat each position along dim separately, as an MLP treats
+/// tokens. fn takes a tile and returns a tensor of the same length along dim. Autograd stores only x.
 template <class F>
 at::Tensor tiled(F fn, const at::Tensor& x, int64_t tiles, int64_t dim = -2,
                  const CheckpointOptions& options = {}) {
@@ -156,9 +162,11 @@ at::Tensor tiled(F fn, const at::Tensor& x, int64_t tiles, int64_t dim = -2,
   return detail::joined(parts, dim, x);
 }
 
-/// fn(x, tiles of the weights), added up over tiles of their features (in fp32, rounded once): what is made
-/// of them exists for one tile at a time. weights: each with the dimension along which its features lie,
-/// equally long there. fn takes x and a std::vector of a tile of each.
+/// Computes the sum of fn(x, tile) over tiles of the weights' features. The sum is accumulated in fp32 and
+/// rounded once. Intermediate results of fn exist for one tile at a time.
+///
+/// weights: pairs of a weight and the dimension of its features. All weights must have the same length along
+/// that dimension. fn takes x and a std::vector with one tile of each weight.
 template <class F>
 at::Tensor tiled_features(F fn, const at::Tensor& x,
                           const std::vector<std::pair<at::Tensor, int64_t>>& weights, int64_t tiles,
@@ -171,14 +179,14 @@ at::Tensor tiled_features(F fn, const at::Tensor& x,
   return total.to(part.scalar_type());
 }
 
-/// x itself, which a checkpoint around this that was asked to `keep` the tag does not make again in backward:
-/// the results of the operator that made x are kept. Elsewhere it does nothing. x was not modified in place
-/// since it was made.
+/// Returns x itself and gives it a name for `keep`. A surrounding checkpoint whose `keep` contains the tag
+/// stores all results of the operator that made x, so backward does not compute them again. Without such a
+/// checkpoint, tagging has no effect. x must not have been modified in place.
 SHOESTRING_API at::Tensor tag_activation(const at::Tensor& x, const std::string& tag);
 
-/// Runs functions (of one Tensor, returning one) one after the other in `segments` parts of about equal
-/// length, each but the last under checkpoint: the last is what backward begins with, so nothing would be
-/// gained.
+/// Runs functions one after the other, in `segments` parts of about equal length. Each function takes one
+/// Tensor and returns one. Each part except the last runs under checkpoint. Backward begins with the last
+/// part, so checkpointing it would save no memory.
 template <class Functions>
 at::Tensor checkpoint_sequential(const Functions& functions, int64_t segments, at::Tensor x,
                                  const CheckpointOptions& options = {}) {

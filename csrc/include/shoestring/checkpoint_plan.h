@@ -1,7 +1,7 @@
 #pragma once
 
-// Which activations of a row of blocks are kept, recomputed or moved to the host, so that a byte budget
-// holds.
+// Plans which activations of a sequence of blocks are stored, recomputed or moved to the host, so that the
+// peak memory stays within a budget in bytes.
 
 #include <cstdint>
 #include <string>
@@ -13,17 +13,17 @@
 
 namespace shoestring {
 
-/// One way to treat a block's activations.
+/// One way to treat the activations of a block.
 struct PlanChoice {
   std::string name;
-  /// Held on the device from the end of the block's forward to the end of its backward.
+  /// Bytes that stay on the device from the end of the block's forward to the end of its backward.
   int64_t bytes = 0;
-  /// Spent in backward besides the block's own backward: its recomputation.
+  /// Seconds that this choice adds to the block's backward, usually for recomputation.
   double extra_seconds = 0;
-  /// Copied to the host behind the block's forward, and back before its backward.
+  /// Bytes that are copied to the host after the block's forward, and back before its backward.
   int64_t link_bytes = 0;
-  /// The peak of the block's own forward, and of its own backward, besides what the blocks before it hold:
-  /// what the block itself holds by then counts, so bytes + link_bytes is the least that is reckoned with.
+  /// Peak bytes of the block's own forward, and of its own backward, without what earlier blocks hold. They
+  /// include what the block itself holds, so values below bytes + link_bytes are raised to that sum.
   int64_t forward_bytes = 0;
   int64_t backward_bytes = 0;
 };
@@ -35,48 +35,56 @@ struct PlanBlock {
 };
 
 struct CheckpointPlanOptions {
-  /// Of the link to the host. Copies of one direction follow one another; the directions do not disturb each
-  /// other.
+  /// Bandwidths of the link to the host and back. Copies in the same direction run one after the other; the
+  /// two directions do not slow each other down.
   TORCH_ARG(double, out_bytes_per_second) = 0;
   TORCH_ARG(double, in_bytes_per_second) = 0;
-  /// Of the computation's speed that a copy takes while it runs, 0 to 1: on a CPU it wants a core, on a GPU
-  /// next to nothing.
+  /// Fraction, 0 to 1, of the computation's speed that a copy takes while it runs. On a CPU a copy occupies a
+  /// core; on a GPU it costs almost nothing.
   TORCH_ARG(double, copy_share) = 0;
-  /// A block's copy back may start when the backward of the block so many places behind it starts: 1 to 4.
+  /// Number of blocks, 1 to 4, by which copies to the device run ahead. The copy for block i may start when
+  /// the backward of block i + prefetch starts.
   TORCH_ARG(int64_t, prefetch) = 1;
 };
 
 struct CheckpointPlan {
-  /// Of each block, an index into its choices.
+  /// For each block, an index into its choices.
   std::vector<int64_t> choices;
-  /// Of each block, how many bytes of those before it may still be on their way to the host when it begins,
-  /// so that the peak is within the budget, and at most 5 % above peak_bytes, however slow copies are.
+  /// For each block, the bytes of earlier blocks that may still be on their way to the host when the block
+  /// begins. With this limit the peak stays within the budget, and at most 5 % above peak_bytes, however slow
+  /// the copies are.
   std::vector<int64_t> pending_bytes;
   int64_t peak_bytes = 0;
   double seconds = 0;
-  /// No plan takes less. Equal to seconds where the plan is proven to be the best.
+  /// Lower bound: no plan takes less time. Equal to `seconds` if the plan is proven to be optimal.
   double least_seconds = 0;
 };
 
-/// The choices with the least time of forward and backward whose peak is within budget_bytes, by dynamic
-/// programming over the states that none other is at least as good as in every respect, without those that a
-/// lower bound rules out. That is exact up to 100000 such states, evenly behind the blocks; beyond, those
-/// with the lowest bounds go on, and least_seconds tells how far off the plan can be.
+/// Finds the choices with the least total time of forward and backward whose peak memory is within
+/// budget_bytes. It uses dynamic programming over the Pareto-optimal states and discards states that a lower
+/// bound rules out. The result is exact while there are at most 100000 such states, divided evenly among the
+/// blocks. Beyond that, only the states with the lowest bounds continue, and least_seconds tells how far from
+/// optimal the plan can be.
 ///
-/// The model. Forward runs the blocks in order; behind each, its link_bytes join the copies to the host,
-/// which free their bytes as they go. At every moment of forward the device has: what the blocks before hold,
-/// what is still to be copied, and the running block's forward_bytes; a block waits for copies until that
-/// fits. Backward starts when the last copy is out, and runs the blocks in reverse; a block waits until its
-/// link_bytes have arrived. The device then has: what the blocks before hold, the block's backward_bytes, and
-/// the link_bytes of the `prefetch` blocks before it. A block that copies computes longer, by copy_share of
-/// its copies' time.
+/// The model of forward: the blocks run in order. After each block its link_bytes join the queue of copies to
+/// the host; each copied byte is freed at once. At every moment the device holds what the earlier blocks
+/// hold, the bytes that are still to be copied, and the running block's forward_bytes. A block waits for
+/// copies until this sum fits into the budget.
 ///
-/// Times are sums of whole picoseconds. Errors: c10::Error, of an argument, and of a budget that nothing
-/// fits, with the least that does.
+/// The model of backward: it starts when the last copy has reached the host, and runs the blocks in reverse.
+/// A block waits until its link_bytes have arrived. The device then holds what the earlier blocks hold, the
+/// block's backward_bytes, and the link_bytes of the `prefetch` blocks before it. A block with copies
+/// computes longer, by copy_share times the duration of its copies.
+///
+/// All times are whole picoseconds, so sums are exact.
+///
+/// Throws c10::Error for an invalid argument. If no plan fits into the budget, the message states the
+/// smallest budget that would.
 SHOESTRING_API CheckpointPlan checkpoint_plan(const std::vector<PlanBlock>& blocks, int64_t budget_bytes,
                                               const CheckpointPlanOptions& options = {});
 
-/// What the same model predicts for given choices. Where they do not fit, the peak is above budget_bytes.
+/// Predicts memory and time of the given choices with the same model. If the choices do not fit, the
+/// predicted peak is above budget_bytes.
 SHOESTRING_API CheckpointPlan simulate_checkpoint_plan(const std::vector<PlanBlock>& blocks,
                                                        const std::vector<int64_t>& choices,
                                                        int64_t budget_bytes,

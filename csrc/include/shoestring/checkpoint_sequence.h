@@ -1,6 +1,7 @@
 #pragma once
 
-// A row of functions under a byte budget: measured, planned, run.
+// Measures a sequence of functions, plans their checkpointing within a memory budget, and runs them as
+// planned.
 
 #include <ATen/core/Tensor.h>
 
@@ -18,34 +19,41 @@ namespace shoestring {
 using BlockFunction = std::function<at::Tensor(const at::Tensor&)>;
 
 struct SequencePlan : CheckpointPlan {
-  /// Of each function: "keep" (as without checkpoint), "recompute", "keep attention" (recomputed but for
-  /// attention), "keep attention and products", "offload" (what is saved leaves the device), or "recompute,
-  /// input offloaded".
+  /// For each function, how its activations are treated:
+  /// - "keep": stored, as without checkpoint
+  /// - "recompute": computed again in backward
+  /// - "keep attention": recomputed, except for the results of attention operators
+  /// - "keep attention and products": recomputed, except for attention and matrix products
+  /// - "offload": stored outside the device
+  /// - "recompute, input offloaded": recomputed from an input that is stored outside the device
   std::vector<std::string> names;
 };
 
-/// Chooses how each function treats its activations, so that forward and backward of all of them, one after
-/// the other, take the least time within budget_bytes at their peak: of what they allocate besides
-/// parameters, gradients and optimizer state. Each function is measured once in each way, alone, forward and
-/// backward, on what those before it make of x; then checkpoint_plan decides. Parameters' gradients and
-/// random numbers are afterwards as before.
+/// Chooses how each function treats its activations, so that forward and backward of the whole sequence take
+/// the least time within budget_bytes. The budget limits the peak of what the functions allocate besides
+/// parameters, gradients and optimizer state.
 ///
-/// kinds: functions with the same number cost the same, and one of them is measured for all; empty: each is
-/// measured. A whole training step can be planned: the first function may take tokens, and the last return
-/// the loss.
+/// Each function is measured in each way, alone, with its forward and backward. Its input is what the
+/// functions before it compute from x. checkpoint_plan then decides. Afterwards the gradients of parameters
+/// and the states of the random number generators are as before.
 ///
-/// offload: functions may also move what they save (or, recomputed, their input) to the host or a disk,
-/// through this; how fast that goes is measured, and part of the plan. It should exclude parameters and
-/// whatever else lives on.
+/// kinds: a number for each function; functions with the same number cost the same, so only one of them is
+/// measured. If empty, each function is measured. A whole training step can be planned: the first function
+/// may take tokens, and the last may return the loss.
 ///
-/// Errors: c10::Error, of a budget that nothing fits, with the least that does; and where checkpoint has one.
+/// offload: if given, functions may also move what they save (or their input, if they are recomputed) to the
+/// host or to a disk. The speed of this transfer is measured and is part of the plan. It should exclude
+/// parameters and all other tensors that stay alive anyway.
+///
+/// Throws c10::Error where checkpoint does. If no plan fits into the budget, the message states the smallest
+/// budget that would.
 SHOESTRING_API SequencePlan plan_sequential(const std::vector<BlockFunction>& functions, const at::Tensor& x,
                                             int64_t budget_bytes, const std::vector<int64_t>& kinds = {},
                                             OffloadActivations* offload = nullptr);
 
-/// Runs the functions one after the other as the plan says, with the `offload` that it was made with. A
-/// function begins when copies have left as much memory as was planned, so the peak does not depend on how
-/// quick they are.
+/// Runs the functions one after the other as the plan says, with the `offload` that the plan was made with. A
+/// function begins only when copies have freed as much memory as planned, so the peak memory does not depend
+/// on the speed of the copies.
 SHOESTRING_API at::Tensor checkpoint_sequential(const std::vector<BlockFunction>& functions,
                                                 const SequencePlan& plan, at::Tensor x,
                                                 OffloadActivations* offload = nullptr);

@@ -14,32 +14,35 @@
 namespace shoestring {
 
 struct LoadOptions {
-  /// "none", "nf4", "fp4", "int4" or "int8": what the weights of shoestring::nn::Linear layers become on
-  /// arrival. Weights that are quantised in the file, by bitsandbytes' keys, are taken as they are.
+  /// The format to which load_model quantises the weights of shoestring::nn::Linear layers: "none", "nf4",
+  /// "fp4", "int4" or "int8". Weights that bitsandbytes has already quantised in the file are loaded
+  /// unchanged.
   TORCH_ARG(std::string, quantize) = "none";
-  /// Of 4-bit weights.
+  /// Block size of 4-bit weights, and whether their scales are quantised as well (double quantisation).
   TORCH_ARG(int64_t, block_size) = 64;
   TORCH_ARG(bool, nested) = false;
-  /// Layers that stay dense: names, or what they end with after a dot, such as "lm_head".
+  /// Layers that stay dense: full names, or the last components of a name, such as "lm_head".
   TORCH_ARG(std::vector<std::string>, skip) = {};
-  /// Of the floating-point tensors that stay dense. Unset: the file's.
+  /// The dtype of the floating-point tensors that stay dense. The default is the dtype in the file.
   TORCH_ARG(std::optional<at::ScalarType>, dtype) = std::nullopt;
-  /// Tensors that the files may have and the module has not: names, or what they end with after a dot.
+  /// Tensors that the files may contain although the module does not: full names, or the last components of a
+  /// name.
   TORCH_ARG(std::vector<std::string>, ignore) = {};
 };
 
-/// Fills a module's parameters and buffers by name from a safetensors file or a Hugging Face model directory,
-/// sharded or not: read (not mapped) one tensor at a time, quantised as they arrive, so that with
-/// placeholders in the module the process never holds the dense model. Parameters that are one tensor under
-/// two names (tied embeddings) need one of them. Everything is checked against the files' headers first: a
-/// tensor that is missing, surplus or of another shape is an error, and the module stays as it was.
+/// Loads a module's parameters and buffers by name from a safetensors file or a Hugging Face model directory,
+/// sharded or not. Tensors are read one at a time (not memory-mapped) and quantised as they are read. If the
+/// module holds placeholders, the process therefore never holds the dense model. Of tied parameters, which
+/// have two names, only one name needs to be in the files. All names and shapes are checked against the file
+/// headers first. A missing, unexpected or misshapen tensor raises an error and leaves the module unchanged.
 SHOESTRING_API void load_model(torch::nn::Module& module, const std::string& path,
                                const LoadOptions& options = {});
 
-/// Writes directory/model.safetensors: parameters and buffers by name, quantised weights by bitsandbytes'
-/// keys, a tensor with several names under the first. Adapters are left out: they are lora::save_adapter's.
-/// The bytes are those that Python's safetensors writes for the same model. The file replaces a former one in
-/// one step; the shards and the index of a former model are removed after that.
+/// Saves parameters and buffers by name to directory/model.safetensors. Quantised weights are saved under
+/// bitsandbytes' keys, and a tensor with several names under the first name. Adapters are not saved;
+/// lora::save_adapter saves them. The bytes equal those of Python's safetensors package for the same model.
+/// The file replaces an earlier one atomically; the shards and the index of an earlier model are removed
+/// afterwards.
 SHOESTRING_API void save_model(const torch::nn::Module& module, const std::string& directory);
 
 }  // namespace shoestring

@@ -1,6 +1,6 @@
 #pragma once
 
-// Saved activations in host memory, or on a disk, between forward and backward.
+// Keeps saved activations in host memory, or on a disk, between forward and backward.
 
 #include <cstdint>
 #include <map>
@@ -17,27 +17,33 @@
 namespace shoestring {
 
 struct SHOESTRING_API OffloadActivationsOptions {
-  /// Whose tensors leave; those of other devices stay. "": "cuda" where there is a GPU, else "cpu": to a
-  /// folder, or compressed.
+  /// The device whose tensors are moved; tensors on other devices stay. "": "cuda" if there is a GPU, else
+  /// "cpu". On the CPU, activations go to a folder, or are compressed.
   TORCH_ARG(std::string, device) = "";
-  /// "none"; "bf16": fp32 becomes bfloat16, to nearest (error at most 2^-8 of each element; above 3.39e38 it
-  /// becomes infinity); "8bit": fp32, bf16 and fp16 become blocks of 256 8-bit codes (Dettmers et al., arXiv
-  /// 2110.02861), error at most 0.00704 of the largest magnitude in the block, and all of a block with an
-  /// element that is not finite comes back as NaN. Other types are never compressed.
+  /// How activations are compressed:
+  /// - "none": not at all.
+  /// - "bf16": fp32 becomes bfloat16, rounded to nearest. The error is at most 2^-8 of each element;
+  ///   magnitudes above 3.39e38 become infinity.
+  /// - "8bit": fp32, bf16 and fp16 become 8-bit codes in blocks of 256 (Dettmers et al., arXiv 2110.02861).
+  ///   The error is at most 0.00704 of the largest magnitude in the block. A block with an element that is
+  ///   not finite comes back as NaN.
+  ///
+  /// Other dtypes are never compressed.
   TORCH_ARG(std::string, compression) = "none";
-  /// Layers that are copied back ahead of backward.
+  /// Number of layers that are copied back ahead of backward.
   TORCH_ARG(int64_t, prefetch) = 1;
-  /// Layers whose copies may still be on their way when a later one begins; then forward waits for them.
+  /// Number of earlier layers whose copies may still be running when a layer begins. Forward waits for the
+  /// older ones.
   TORCH_ARG(int64_t, max_pending) = 2;
-  /// Smaller storages stay.
+  /// Smaller storages, in bytes, stay on the device.
   TORCH_ARG(int64_t, min_bytes) = 4096;
-  /// Of a swap file for what does not fit into host_bytes; "": none.
+  /// Folder of a swap file for activations that do not fit into host_bytes; "": no swap file.
   TORCH_ARG(std::string, folder) = "";
   TORCH_ARG(int64_t, host_bytes) = 0;
 };
 
-/// What autograd saves in its scopes leaves the device, and comes back for backward. What Python's
-/// offload_activations does:
+/// Moves the tensors that autograd saves within its scopes off the device, and brings them back for backward.
+/// The Python counterpart is offload_activations. Example:
 ///
 ///     OffloadActivations offload({}, model->parameters());
 ///     for (...) {
@@ -49,24 +55,28 @@ struct SHOESTRING_API OffloadActivationsOptions {
 ///       loss.backward();
 ///     }
 ///
-/// Storages are copied beside the computation and each once, however many saved tensors are views of it; they
-/// are freed when they have been copied and their layer is over. Backward finds the last layer where it was,
-/// and copies the layers before it back ahead of time. Without compression all gradients are bitwise those
-/// without this. Host memory (page-locked for CUDA) is taken in the first step, and used again in each. A
-/// saved tensor that is changed in place before backward is an error, as it is without this. No CUDA graphs.
+/// Copies overlap the computation. Each storage is copied once, however many saved tensors are views of it.
+/// Its device memory is freed when the copy has finished and its layer is over. The last layer stays on the
+/// device, since backward begins with it; the layers before it are copied back ahead of time.
 ///
-/// Errors: c10::Error, of an option; of forward, where the disk is full or fails (the step can be repeated);
-/// of scope(), in a process with Python's autograd engine.
+/// Without compression all gradients are bitwise equal to those without offloading. Host memory (pinned for
+/// CUDA) is allocated in the first step and used again in each later step. Changing a saved tensor in place
+/// before backward raises, as without offloading. CUDA graphs are not supported.
+///
+/// Throws c10::Error for an invalid option, and from scope() in a process with Python's autograd engine.
+/// Forward throws if the disk is full or fails; the step can then be repeated.
 class SHOESTRING_API OffloadActivations {
  public:
-  /// exclude: tensors that live on anyway, whose storages stay: parameters, frozen ones too, and buffers.
+  /// exclude: tensors whose storages stay on the device because they stay alive anyway: parameters (frozen
+  /// ones too) and buffers.
   explicit OffloadActivations(const OffloadActivationsOptions& options = {},
                               const std::vector<at::Tensor>& exclude = {});
   ~OffloadActivations();
   OffloadActivations(const OffloadActivations&) = delete;
   OffloadActivations& operator=(const OffloadActivations&) = delete;
 
-  /// What autograd saves on this thread while it lives; scopes end in the reverse order of their beginnings.
+  /// Moves what autograd saves on this thread during the lifetime of the scope. Scopes must end in the
+  /// reverse order of their beginnings.
   class SHOESTRING_API Scope {
    public:
     ~Scope();
@@ -81,17 +91,18 @@ class SHOESTRING_API OffloadActivations {
   };
   [[nodiscard]] Scope scope();
 
-  /// These storages stay from now on.
+  /// Keeps the storages of these tensors on the device from now on.
   void exclude(const std::vector<at::Tensor>& tensors);
-  /// A layer ends, and the next one begins. Without marks each saved storage is a layer of its own.
+  /// Ends a layer and begins the next one. Without marks, each saved storage is a layer of its own.
   void mark();
-  /// Waits until at most so many bytes of layers that are over are still there, on their way.
+  /// Waits until at most `bytes` bytes of finished layers are still on the device, waiting for their copies.
   void wait(int64_t bytes);
-  /// How quick copies are beside a computation, and what they take from it: for checkpoint_plan, found by
-  /// moving some. With a folder and more bytes than host_bytes the disk's are meant.
+  /// Measures the speed of copies during a computation, and how much they slow the computation down, as
+  /// checkpoint_plan needs it. Measures the disk if there is a folder and `bytes` exceeds host_bytes.
   CheckpointPlanOptions measure_link(int64_t bytes) const;
-  /// Bytes "stored", "copied_out" (encoded) and freed, and "reloaded" so far; now "live" in the slabs of the
-  /// "host", and the size of the file on "disk"; and how many storages there are ("entries").
+  /// Returns byte counts since construction: "stored" by forward, "copied_out" (encoded, source freed) and
+  /// "reloaded". Also returns the present sizes in bytes: "host" (slabs of host memory), "live" (their part
+  /// in use) and "disk" (the file). "entries" is the number of storages.
   std::map<std::string, int64_t> statistics() const;
 
  private:

@@ -6,9 +6,9 @@
 
 namespace shoestring {
 
-/// A tensor of this shape in the memory of one element, NaN (a whole number: 0): what a module registers
-/// where load_model is going to bring the values. (Not a tensor on the meta device: LibTorch cannot give such
-/// a parameter values later.)
+/// Returns a tensor of this shape that occupies the memory of one element, NaN (0 for integer dtypes). A
+/// module registers such tensors for parameters that load_model will fill. A tensor on the meta device would
+/// not work: LibTorch cannot give such a parameter values later.
 SHOESTRING_API at::Tensor placeholder(at::IntArrayRef shape, at::ScalarType dtype = at::kFloat);
 
 }  // namespace shoestring

@@ -15,16 +15,16 @@ namespace shoestring {
 using TensorDict = torch::OrderedDict<std::string, at::Tensor>;
 using Metadata = std::map<std::string, std::string>;
 
-/// A safetensors file, open for reading. The header is checked in full before any tensor is allocated: a
-/// truncated or hostile file raises c10::Error. Tensors are read, not mapped: mapped pages would count as the
-/// process's memory.
+/// A safetensors file that is open for reading. The header is checked in full before any tensor is allocated,
+/// so a truncated or malicious file raises c10::Error. Tensors are read and not memory-mapped, because mapped
+/// pages would count as memory of the process.
 class SHOESTRING_API SafetensorsFile {
  public:
   struct Entry {
     std::string name;
     at::ScalarType dtype;
     std::vector<int64_t> shape;
-    int64_t begin, end;  // bytes, counted from the end of the header
+    int64_t begin, end;  // byte offsets of the tensor, counted from the end of the header
   };
 
   explicit SafetensorsFile(const std::string& path);
@@ -32,18 +32,18 @@ class SHOESTRING_API SafetensorsFile {
   SafetensorsFile(const SafetensorsFile&) = delete;
   SafetensorsFile& operator=(const SafetensorsFile&) = delete;
 
-  /// The tensors, in the order of their bytes in the file.
+  /// Returns the tensors' entries in the order of their bytes in the file.
   const std::vector<Entry>& entries() const { return entries_; }
   const Metadata& metadata() const { return metadata_; }
   bool contains(const std::string& name) const { return index_.count(name) > 0; }
   const std::string& path() const { return path_; }
-  /// The entry `name`, which the file contains.
+  /// Returns the entry of the tensor `name`, which the file must contain.
   const Entry& entry(const std::string& name) const;
 
-  /// The tensor `name`, in fresh CPU memory.
+  /// Loads the tensor `name` into newly allocated CPU memory.
   at::Tensor load(const std::string& name) const;
-  /// The same into `out`, which has the tensor's shape and dtype, on any device: no second copy of it on the
-  /// CPU.
+  /// Loads the tensor `name` into `out`, which has its shape and dtype and may be on any device. Makes no
+  /// second copy of the whole tensor on the CPU.
   void load_into(const std::string& name, const at::Tensor& out) const;
 
  private:
@@ -51,18 +51,18 @@ class SHOESTRING_API SafetensorsFile {
 
   std::string path_;
   int fd_ = -1;
-  int64_t data_ = 0;  // where the tensors' bytes begin
+  int64_t data_ = 0;  // offset of the first tensor's bytes in the file
   std::vector<Entry> entries_;
   std::unordered_map<std::string, size_t> index_;
   Metadata metadata_;
 };
 
-/// All tensors of a safetensors file, or of a Hugging Face model directory: its model.safetensors, or the
-/// shards that its model.safetensors.index.json names.
+/// Loads all tensors of a safetensors file or of a Hugging Face model directory. A directory holds
+/// model.safetensors, or the shards that its model.safetensors.index.json lists.
 SHOESTRING_API TensorDict load_safetensors(const std::string& path);
 
-/// Writes `tensors` (dense, on any device) and `metadata` to the file `path`, replacing one that is there
-/// only once the new one is complete and on disk. The bytes are those that the Python package safetensors
+/// Saves `tensors` (dense, on any device) and `metadata` to the file `path`. An existing file is replaced
+/// only after the new file is complete and on disk. The bytes equal those that the Python package safetensors
 /// writes.
 SHOESTRING_API void save_safetensors(const std::string& path, const TensorDict& tensors,
                                      const Metadata& metadata = {});

@@ -1,6 +1,6 @@
 #pragma once
 
-/// Everything: operators, modules, optimizers, files.
+/// Includes the whole public API: operators, modules, optimizers and files.
 #include <shoestring/checkpoint.h>
 #include <shoestring/checkpoint_plan.h>
 #include <shoestring/checkpoint_sequence.h>

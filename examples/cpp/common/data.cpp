@@ -1,5 +1,7 @@
 #include "data.h"
 
+// Reads token files, and splits them into blocks and batches.
+
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/randperm.h>
@@ -16,7 +18,7 @@
 namespace {
 
 constexpr int64_t kHeader = 64;
-constexpr double kHeldOut = 0.02;  // of the tokens, for validation
+constexpr double kHeldOut = 0.02;  // fraction of the tokens for validation
 
 struct Header {
   char magic[8];
@@ -90,7 +92,7 @@ at::Tensor TokenFile::read(const std::vector<int64_t>& begins, int64_t length) c
 
 std::string TokenFile::fingerprint() const {
   std::vector<unsigned char> bytes(std::min<int64_t>(size_ * width_, 1 << 20));
-  uint64_t hash = 14695981039346656037u;  // FNV-1a
+  uint64_t hash = 14695981039346656037u;  // initial value of the FNV-1a hash
   for (int64_t offset : {kHeader, kHeader + size_ * width_ - static_cast<int64_t>(bytes.size())}) {
     read_bytes(bytes.data(), bytes.size(), offset);
     for (unsigned char byte : bytes) hash = (hash ^ byte) * 1099511628211u;

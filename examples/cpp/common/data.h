@@ -5,9 +5,10 @@
 #include <string>
 #include <vector>
 
-/// The flat token file of `shoestring tokenize`: a header of 64 bytes, little-endian, then the tokens.
-/// Header: magic "shoetok\1", uint32 vocabulary, uint32 bytes per token (2 or 4), uint64 tokens, 40 zero
-/// bytes. Read, not mapped: mapped pages would count as the process's memory.
+/// Reads a token file of `shoestring tokenize`: a header of 64 bytes, then the tokens, all little-endian. The
+/// header: magic "shoetok\1", uint32 vocabulary size, uint32 bytes per token (2 or 4), uint64 number of
+/// tokens, 40 zero bytes. The file is read and not mapped, because mapped pages would count as memory of the
+/// process.
 class TokenFile {
  public:
   explicit TokenFile(const std::string& path);
@@ -17,9 +18,9 @@ class TokenFile {
 
   int64_t size() const { return size_; }
   int64_t vocab_size() const { return vocab_size_; }
-  /// Tokens [begin, begin + length) of each row, as int64 (rows, length).
+  /// Returns tokens [begin, begin + length) for each begin, as int64 (rows, length).
   at::Tensor read(const std::vector<int64_t>& begins, int64_t length) const;
-  /// Tells files apart: size, vocabulary, and a hash of the first and the last tokens.
+  /// Identifies the file: size, vocabulary, and a hash of the first and the last MiB of tokens.
   std::string fingerprint() const;
 
  private:
@@ -30,22 +31,23 @@ class TokenFile {
   int64_t vocab_size_ = 0, width_ = 0, size_ = 0;
 };
 
-/// Consecutive blocks of seq_len tokens, each read with the token that follows it; the tail is held out.
+/// A range of consecutive blocks of seq_len tokens. Each block is read with the token that follows it.
 struct Blocks {
   const TokenFile& file;
-  int64_t seq_len, begin, count;  // blocks [begin, begin + count)
+  int64_t seq_len, begin, count;  // the range is [begin, begin + count), in blocks
 
-  /// (rows, seq_len + 1)
+  /// Returns the blocks with these numbers, int64 (rows, seq_len + 1).
   at::Tensor rows(const std::vector<int64_t>& numbers) const;
 };
 
 struct Split {
   Blocks train, validation;
 };
+/// Splits the file into blocks, of which the last 2 % are for validation.
 Split split(const TokenFile& file, int64_t seq_len);
 
-/// The blocks of each micro-batch: a pure function of the seed and the number of the micro-batch, so that a
-/// resumed run needs no state. Every pass over the data is a new permutation.
+/// Computes which blocks form each micro-batch, from the seed and the number of the micro-batch alone. So a
+/// resumed run needs no saved state. Every pass over the data uses a new permutation.
 class BatchOrder {
  public:
   BatchOrder(int64_t blocks, int64_t batch_size, int64_t seed);

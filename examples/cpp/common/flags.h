@@ -1,5 +1,7 @@
 #pragma once
 
+// A small command-line parser for the examples.
+
 #include <charconv>
 #include <cmath>
 #include <cstdint>
@@ -11,18 +13,18 @@
 #include <string>
 #include <variant>
 
-/// What the person who runs the program can mend: printed as one line, exit code 2.
+/// An error that the user can correct. It is printed as one line, with exit code 2.
 struct InputError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// One option of a command line, and the member of Options that it sets. A bool is set by its name alone.
+/// A command-line option, and the member of Options that it sets. A bool option takes no value.
 template <class Options>
 struct Flag {
   const char* name;
   std::variant<std::string Options::*, int64_t Options::*, double Options::*, bool Options::*> member;
-  double least;  // of a number
-  bool decides;  // the result changes with it
+  double least;  // least value of a number
+  bool decides;  // whether the option affects the result of training
   const char* help;
 };
 
@@ -52,8 +54,8 @@ std::string shown(const Options& options, const Flag<Options>& flag) {
   return text;
 }
 
-/// The command line in `options`. Raises InputError; `--help` prints `about` and the flags, and ends the
-/// program.
+/// Parses the command line into `options`. Raises InputError. `--help` prints `about` and the options, and
+/// ends the program.
 template <class Options>
 void parse_flags(int argc, char** argv, const char* about, std::span<const Flag<Options>> flags,
                  Options& options) {
@@ -90,7 +92,7 @@ void parse_flags(int argc, char** argv, const char* about, std::span<const Flag<
   }
 }
 
-/// The options that decide every bit of the result, by name.
+/// Returns the options that affect the result, by name.
 template <class Options>
 std::map<std::string, std::string> deciding(const Options& options, std::span<const Flag<Options>> flags) {
   std::map<std::string, std::string> values;

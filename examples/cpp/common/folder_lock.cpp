@@ -1,5 +1,7 @@
 #include "folder_lock.h"
 
+// A lock on the folder of a run, by a POSIX record lock on FOLDER/.lock.
+
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -21,7 +23,8 @@ std::string host_name() {
   return ::gethostname(name, HOST_NAME_MAX) == 0 ? name : "";
 }
 
-// The process that the lock file names. The holder writes it just after it has the lock.
+// Returns a description of the process that the lock file names. That process writes its name just after it
+// takes the lock.
 std::string holder(int fd) {
   char text[HOST_NAME_MAX + 32] = {};
   if (::pread(fd, text, sizeof text - 1, 0) <= 0) return "another process";
@@ -48,7 +51,8 @@ FolderLock::FolderLock(const std::string& folder) : folder_(folder), path_(folde
 }
 
 FolderLock::~FolderLock() {
-  if (fd_ >= 0) ::unlink(path_.c_str());  // before the lock is freed: nobody else may own the file yet
+  // Remove the file before the lock is released, since afterwards another process may own the file.
+  if (fd_ >= 0) ::unlink(path_.c_str());
   release();
 }
 
@@ -76,7 +80,7 @@ void FolderLock::make_folders() {
   }
 }
 
-// False where another process has removed the folder or the file meanwhile.
+// Takes the lock. Returns false if another process has removed the folder or the file in the meantime.
 bool FolderLock::acquire() {
   fd_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
   if (fd_ < 0 && errno == ENOENT) return false;

@@ -3,15 +3,15 @@
 #include <string>
 #include <vector>
 
-/// Holds the folder of a run against other processes, and makes the folder, and those above it, where they
-/// are absent. The lock is a POSIX record lock on FOLDER/.lock, the same one that the command `shoestring
-/// train` takes: the kernel frees it when the process ends, however that ends. A file system without locks is
-/// used without.
+/// Locks the folder of a run against other processes, and creates the folder and its parents if necessary.
+/// The lock is a POSIX record lock on FOLDER/.lock, the same one that `shoestring train` takes. The kernel
+/// releases it when the process ends for any reason. On a file system without locks, the folder is used
+/// unlocked.
 class FolderLock {
  public:
-  /// Raises InputError where another process holds the folder, or where the file system refuses it.
+  /// Raises InputError if another process has locked the folder, or if the file system refuses access.
   explicit FolderLock(const std::string& folder);
-  /// Removes the lock file, and the folders made here that are still empty.
+  /// Removes the lock file, and the folders that this object created if they are still empty.
   ~FolderLock();
   FolderLock(const FolderLock&) = delete;
   FolderLock& operator=(const FolderLock&) = delete;

@@ -1,5 +1,7 @@
 #include "model.h"
 
+// The Llama-style decoder of the examples.
+
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/outer.h>
@@ -25,7 +27,7 @@ shoestring::nn::Linear linear(const LlamaConfig& config, int64_t in, int64_t out
   return layer;
 }
 
-// (vocab, hidden), for the embedding and the head.
+// Returns a matrix (vocab, hidden), for the embedding and the head.
 Tensor vocabulary(const LlamaConfig& config) {
   const std::vector<int64_t> shape{config.vocab_size, config.hidden};
   if (config.placeholders) return shoestring::placeholder(shape);
@@ -40,8 +42,8 @@ Rotary rotary(const LlamaConfig& config, int64_t tokens) {
   return {both.cos(), both.sin()};
 }
 
-// x (rows, heads, tokens, head_dim). The halves of a head, not neighbours, form the pairs: the layout of the
-// weights.
+// Applies the rotary embedding to x (rows, heads, tokens, head_dim). Element i of the first half of a head is
+// paired with element i of the second half, as the weights require.
 Tensor rotate(const Tensor& x, const Rotary& rotary) {
   const auto halves = x.chunk(2, -1);
   return x * rotary.cos + at::cat({-halves[1], halves[0]}, -1) * rotary.sin;
@@ -67,8 +69,8 @@ AttentionImpl::AttentionImpl(const LlamaConfig& config)
 
 Tensor AttentionImpl::forward(const Tensor& x, const Rotary& rotary) {
   const int64_t rows = x.size(0), tokens = x.size(1);
-  // (rows, tokens, heads * head_dim) -> (rows, heads, tokens, head_dim), in fp32: many CPUs are slow at the
-  // products of bf16, and these tensors are small.
+  // (rows, tokens, heads * head_dim) -> (rows, heads, tokens, head_dim), in fp32: many CPUs are slow at bf16
+  // matrix products, and these tensors are small.
   const auto heads = [&](const Tensor& t) {
     return t.to(at::kFloat).view({rows, tokens, -1, head_dim}).transpose(1, 2);
   };

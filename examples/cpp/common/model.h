@@ -1,5 +1,7 @@
 #pragma once
 
+// A Llama-style decoder with the parameter names of Hugging Face.
+
 #include <shoestring/checkpoint_sequence.h>
 #include <shoestring/nn.h>
 #include <torch/nn/module.h>
@@ -14,14 +16,14 @@ struct LlamaConfig {
   int64_t vocab_size, hidden, intermediate, layers, heads, kv_heads, head_dim, max_tokens;
   double rms_norm_eps = 1e-6, rope_theta = 10000;
   bool tied = true;  // the output matrix is the embedding
-  /// The weights take no memory, and have no values, until shoestring::load_model brings them.
+  /// Whether weights start without memory and values. shoestring::load_model then allocates and fills them.
   bool placeholders = false;
 
-  /// Hugging Face's config.json for these weights.
+  /// Returns the text of Hugging Face's config.json for these weights.
   std::string json() const;
 };
 
-/// Cosines and sines of the rotary embedding (Su et al. 2021), (tokens, head_dim) each.
+/// Cosines and sines of the rotary embedding (Su et al. 2021), each of shape (tokens, head_dim).
 struct Rotary {
   at::Tensor cos, sin;
 };
@@ -66,19 +68,19 @@ TORCH_MODULE(DecoderLayer);
 struct DecoderImpl : torch::nn::Module {
   explicit DecoderImpl(const LlamaConfig& config);
   at::Tensor forward(const at::Tensor& tokens);
-  /// What forward does one after the other, for rows of so many tokens: the embedding, each layer, the last
-  /// norm.
+  /// Returns the steps of forward as functions, for rows of `tokens` tokens: the embedding, each layer, and
+  /// the last norm.
   std::vector<shoestring::BlockFunction> functions(int64_t tokens);
 
   LlamaConfig config;
   torch::nn::Embedding embed_tokens = nullptr;
   std::vector<DecoderLayer> layers;
-  bool recompute_layers = false;  // backward keeps a layer's input alone
+  bool recompute_layers = false;  // store only each layer's input, and recompute the layer in backward
   RMSNorm norm = nullptr;
 };
 TORCH_MODULE(Decoder);
 
-/// The matrix that makes logits of hidden states, where it is not the embedding.
+/// The matrix that computes logits from hidden states, if it is not the embedding.
 struct HeadImpl : torch::nn::Module {
   explicit HeadImpl(const LlamaConfig& config);
 
@@ -86,12 +88,12 @@ struct HeadImpl : torch::nn::Module {
 };
 TORCH_MODULE(Head);
 
-/// A Llama-style decoder whose parameters have the names of Hugging Face's LlamaForCausalLM. Its numbers come
-/// from PyTorch's generator, so seed that first.
+/// A Llama-style decoder whose parameters have the names of Hugging Face's LlamaForCausalLM. Weights are
+/// drawn from PyTorch's random number generator, so seed it first.
 struct LlamaForCausalLMImpl : torch::nn::Module {
   explicit LlamaForCausalLMImpl(const LlamaConfig& config);
-  /// tokens (rows, tokens) int64 -> hidden states (rows, tokens, hidden), from which `output_weight` makes
-  /// logits.
+  /// Maps tokens (rows, tokens) int64 to hidden states (rows, tokens, hidden). Multiply those by
+  /// `output_weight` to get logits.
   at::Tensor forward(const at::Tensor& tokens);
   const at::Tensor& output_weight() const {
     return config.tied ? model->embed_tokens->weight : lm_head->weight;
@@ -99,6 +101,6 @@ struct LlamaForCausalLMImpl : torch::nn::Module {
 
   LlamaConfig config;
   Decoder model = nullptr;
-  Head lm_head = nullptr;  // none where tied
+  Head lm_head = nullptr;  // empty if the weights are tied
 };
 TORCH_MODULE(LlamaForCausalLM);

@@ -9,7 +9,7 @@
 namespace {
 
 constexpr int kHandled[] = {SIGINT, SIGTERM};
-constexpr double kLongWait = 20;  // seconds; batch systems kill about 30 s after SIGTERM
+constexpr double kLongWait = 20;  // seconds for a step; batch systems kill about 30 s after SIGTERM
 
 volatile sig_atomic_t first = 0;
 struct sigaction before[std::size(kHandled)];

@@ -3,16 +3,17 @@
 #include <cstdint>
 #include <exception>
 
-/// Ends a program after SIGINT or SIGTERM with the exit code 128 + `signal`; `step` has a checkpoint.
+/// Thrown to end the program after SIGINT or SIGTERM, with exit code 128 + `signal`. A checkpoint of `step`
+/// has been saved.
 struct Interrupted : std::exception {
   Interrupted(int signal, int64_t step) : signal(signal), step(step) {}
   int signal;
   int64_t step;
 };
 
-/// While it lives, the first SIGINT or SIGTERM is only noted, so that the step can be finished and a
-/// checkpoint saved; the second one ends the process at once. A signal that the process ignores stays
-/// ignored.
+/// Defers SIGINT and SIGTERM during its own lifetime. The first signal is only recorded, so that the program
+/// can finish the step and save a checkpoint. The second signal ends the process at once. Signals that the
+/// process ignores stay ignored.
 class DeferredSignals {
  public:
   DeferredSignals();
@@ -20,9 +21,9 @@ class DeferredSignals {
   DeferredSignals(const DeferredSignals&) = delete;
   DeferredSignals& operator=(const DeferredSignals&) = delete;
 
-  /// The signal that has come, or 0.
+  /// Returns the signal that was received, or 0.
   int received() const;
 };
 
-/// Says once how long a signal waits, where a step takes more than 20 s.
+/// Prints that signals wait for the end of a step, if a step takes more than 20 s.
 void tell_wait(double step_seconds);

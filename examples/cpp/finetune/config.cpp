@@ -30,7 +30,7 @@ class Config {
     if (!json_.is_object()) refuse("expected a JSON object, received something else");
   }
 
-  // The value of a key; null where it is missing.
+  // Returns the value of a key, or null if it is missing.
   Json value(const char* key) const { return json_.value(key, Json()); }
   int64_t size(const char* key) const { return size(key, value(key)); }
   int64_t size(const char* key, const Json& value) const {
@@ -45,7 +45,7 @@ class Config {
     }
     return value.get<double>();
   }
-  // Null stands for the one that is expected.
+  // Raises unless the value is null or equals the only supported one.
   void require(const char* key, const Json& value, const Json& expected) const {
     if (value.is_null() || value == expected) return;
     refuse(std::string(key) + ": expected " + expected.dump() +
@@ -57,14 +57,15 @@ class Config {
   }
 
  private:
-  static constexpr int64_t kLargest = 1'000'000;  // bytes
+  static constexpr int64_t kLargest = 1'000'000;  // limit of the file's size in bytes
   static constexpr int kDeepest = 32;
-  static constexpr size_t kLongest = 500;  // characters of a message
+  static constexpr size_t kLongest = 500;  // limit of a message's length in characters
   std::string path_;
   Json json_;
 };
 
-// Newer files have theta and the kind in rope_parameters, older ones theta beside the kind in rope_scaling.
+// Newer files have theta and the type of rotary embedding in rope_parameters. Older ones have theta at the
+// top level, and the type in rope_scaling.
 double rope_theta(const Config& config) {
   Json theta = config.value("rope_theta");
   for (const char* key : {"rope_parameters", "rope_scaling"}) {

@@ -4,6 +4,6 @@
 
 #include "model.h"
 
-/// The shape of the Llama in a Hugging Face model directory, from its config.json. Raises InputError where
-/// the file cannot be read, or describes something that model.h does not compute.
+/// Reads the shape of a Llama from config.json in a Hugging Face model directory. Raises InputError if the
+/// file cannot be read, or if it describes a model that model.h does not implement.
 LlamaConfig read_config(const std::string& directory);

@@ -1,6 +1,6 @@
-// Fine-tunes a Hugging Face Llama with QLoRA, in C++ alone: its weights arrive one tensor at a time and are
-// quantised on the way, layers are recomputed in backward, the loss never holds the logits, and the adapter
-// is one that PEFT loads.
+// Fine-tunes a Llama from Hugging Face with QLoRA, in C++ alone. The weights are loaded one tensor at a time
+// and quantised on the way. Layers are recomputed in backward, and the loss never stores the logits. PEFT can
+// load the resulting adapter.
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/linear.h>
@@ -40,7 +40,7 @@ constexpr int64_t kValidationBatches = 8;
 struct Result {
   double validation_before = 0, validation_after = 0, tokens_per_second = 0;
   std::vector<double> losses;
-  int64_t libtorch = 0, loaded = 0, peak = 0;  // bytes
+  int64_t libtorch = 0, loaded = 0, peak = 0;  // peak bytes: at the start, after loading, at the end
 };
 
 LlamaForCausalLM load(const Options& options, const TokenFile& file) {
@@ -54,7 +54,8 @@ LlamaForCausalLM load(const Options& options, const TokenFile& file) {
                           .quantize(options.quantize)
                           .nested(options.nested())
                           .dtype(options.dtype == "bf16" ? at::kBFloat16 : at::kFloat)
-                          .ignore({"inv_freq"});  // older files have it; it follows from rope_theta
+                          // Older files contain inv_freq, which follows from rope_theta.
+                          .ignore({"inv_freq"});
   if (options.quantize != "int8") load_options.block_size(options.block_size);
   if (config.tied) load_options.ignore({"inv_freq", "lm_head.weight"});
   shoestring::load_model(*model, options.model, load_options);
@@ -62,7 +63,7 @@ LlamaForCausalLM load(const Options& options, const TokenFile& file) {
   return model;
 }
 
-// rows (rows, tokens + 1): the mean loss over all positions.
+// Returns the mean loss over all positions of rows (rows, tokens + 1).
 Tensor loss_of(LlamaForCausalLM& model, const Tensor& rows, const Options& options) {
   const int64_t tokens = rows.size(1) - 1;
   const Tensor hidden = model(rows.narrow(1, 0, tokens)), target = rows.narrow(1, 1, tokens);
@@ -95,11 +96,12 @@ void train(LlamaForCausalLM& model, const Blocks& blocks, const Options& options
   std::vector<Tensor> trained;
   for (const Tensor& p : model->parameters()) {
     if (!p.requires_grad()) continue;
+    // With --keep-memory, allocate gradients now, so that they leave no holes between later temporaries.
     trained.push_back(p);
-    if (options.keep_memory)
-      p.mutable_grad() = at::zeros_like(p);  // no holes in the heap of temporaries, below
+    if (options.keep_memory) p.mutable_grad() = at::zeros_like(p);
   }
-  // New pages take the system about as long as what is computed in them: --keep-memory is for speed.
+  // Mapping new pages takes the system about as long as the computation on them. So --keep-memory keeps freed
+  // blocks below 32 MiB in the heap for the next step.
   if (options.keep_memory) ::mallopt(M_MMAP_THRESHOLD, 32 << 20);
   const auto defaults = shoestring::optim::AdamWOptions(options.lr).weight_decay(options.weight_decay);
   const auto plus = shoestring::lora::GroupOptions().lr_ratio(options.lr_ratio);
@@ -203,8 +205,9 @@ int report(const std::string& message) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  // glibc raises this threshold with what is freed, up to 32 MiB: temporaries then lie between tensors that
-  // stay, and their memory never goes back to the system. Left where it begins, they have pages of their own.
+  // glibc raises this threshold up to 32 MiB when large blocks are freed. Temporaries are then allocated
+  // between tensors that stay, and their memory never returns to the system. A fixed threshold keeps large
+  // temporaries in pages of their own.
   ::mallopt(M_MMAP_THRESHOLD, 128 << 10);
   try {
     run(parse_options(argc, argv));

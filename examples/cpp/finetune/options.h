@@ -20,9 +20,9 @@ struct Options {
   bool no_recompute = false, keep_memory = false;
 
   bool nested() const { return !no_nested && (quantize == "nf4" || quantize == "fp4"); }
-  /// Of the layers with an adapter; none: all linear ones.
+  /// Returns the names of the layers with an adapter. If empty, all linear layers have one.
   std::vector<std::string> target_modules() const;
 };
 
-/// The command line, checked. Raises InputError; `--help` prints the options and ends the program.
+/// Parses and checks the command line. Raises InputError. `--help` prints the options and ends the program.
 Options parse_options(int argc, char** argv);

@@ -19,8 +19,8 @@
 
 #include "flags.h"
 
-// std::filesystem is not used: LibTorch exports an older library's copy of it, which crashes where it is
-// called.
+// std::filesystem is not used. LibTorch exports the copy of an older standard library, which crashes when it
+// is called.
 
 namespace {
 
@@ -43,7 +43,8 @@ std::vector<std::string> names_in(const std::string& folder) {
   return names;
 }
 
-// The steps of the checkpoints in a folder, newest first. A file that was being written has another name.
+// Returns the steps of the checkpoints in a folder, newest first. Unfinished files have another name and are
+// ignored.
 std::vector<int64_t> checkpoints(const std::string& folder) {
   std::vector<int64_t> steps;
   for (const std::string& name : names_in(folder)) {
@@ -57,7 +58,7 @@ std::vector<int64_t> checkpoints(const std::string& folder) {
   return steps;
 }
 
-// A parameter's optimizer state by name, ours or LibTorch's.
+// Returns the optimizer state of a parameter by name, for shoestring's or LibTorch's optimizer.
 std::map<std::string, Tensor> named_state(const torch::optim::OptimizerParamState& state) {
   if (const auto* s = dynamic_cast<const OurState*>(&state)) return s->tensors();
   const auto& s = dynamic_cast<const PlainState&>(state);
@@ -80,8 +81,7 @@ std::unique_ptr<torch::optim::OptimizerParamState> load_state(const SafetensorsF
   return state;
 }
 
-// Every bit counts: each step of the hash is a bijection of its value, so that no single flipped bit is
-// missed.
+// A hash for which each step is a bijection of its value, so it detects every single flipped bit.
 class Hash {
  public:
   void add(const void* data, size_t size) {
@@ -101,14 +101,14 @@ class Hash {
 
  private:
   void mix(uint64_t word) {
-    value_ = (value_ ^ word) * 1099511628211u;  // FNV-1a's prime, which is odd
+    value_ = (value_ ^ word) * 1099511628211u;  // the prime of FNV-1a, which is odd
     value_ ^= value_ >> 32;
   }
   uint64_t value_ = 14695981039346656037u;
 };
 
-// Covers everything that a checkpoint holds: metadata, names, types, shapes and bytes. One tensor is asked
-// for at a time.
+// Computes a checksum over everything in a checkpoint: metadata, names, dtypes, shapes and bytes. It asks for
+// one tensor at a time.
 std::string checksum(const shoestring::Metadata& metadata, std::vector<std::string> names,
                      const std::function<Tensor(const std::string&)>& tensor_of) {
   Hash hash;
@@ -127,7 +127,8 @@ std::string checksum(const shoestring::Metadata& metadata, std::vector<std::stri
   return std::to_string(hash.value());
 }
 
-// Raises c10::Error where the file is not what was written. Files of older versions have no checksum.
+// Raises c10::Error if the file differs from what was written. Files of older versions have no checksum and
+// pass.
 void require_sound(const SafetensorsFile& file) {
   const auto found = file.metadata().find(kChecksum);
   if (found == file.metadata().end()) return;
@@ -176,7 +177,8 @@ void save_checkpoint(const std::string& folder, int64_t step, const torch::nn::M
   metadata[kChecksum] = checksum(metadata, tensors.keys(), [&](const auto& name) { return tensors[name]; });
   shoestring::save_safetensors(path_of(folder, step), tensors, metadata);
 
-  // A newer one than this is damaged: the run has continued from an older one.
+  // A checkpoint newer than this one is damaged, since the run has continued from an older one. Remove it as
+  // well.
   size_t kept = 0;
   for (int64_t other : checkpoints(folder)) {
     if (other > step || ++kept > kKept) ::unlink(path_of(folder, other).c_str());
@@ -193,7 +195,7 @@ int64_t load_checkpoint(const std::string& folder, const torch::nn::Module& mode
     try {
       file = std::make_unique<SafetensorsFile>(path);
       require_sound(*file);
-    } catch (const c10::Error& error) {  // a damaged file: the one before it is still good
+    } catch (const c10::Error& error) {  // the file is damaged; an older checkpoint may still be good
       if (refused.empty()) refused = error.what_without_backtrace();
       continue;
     }
@@ -201,7 +203,7 @@ int64_t load_checkpoint(const std::string& folder, const torch::nn::Module& mode
     for (const auto& item : model.named_parameters()) {
       file->load_into("model." + item.key(), item.value());
       const std::string prefix = "optimizer." + item.key() + ".";
-      if (!file->contains(prefix + "step")) continue;  // it has had no gradient yet
+      if (!file->contains(prefix + "step")) continue;  // the parameter has had no gradient yet
       optimizer.state()[item.value().unsafeGetTensorImpl()] = load_state(*file, prefix, ours);
     }
     if (!refused.empty())
@@ -223,6 +225,6 @@ void save_model(const std::string& folder, const torch::nn::Module& model, const
     ::unlink(temporary.c_str());
     throw InputError(path + ": cannot write: " + std::strerror(written ? errno : error));
   }
-  // The weights last: where they are, the directory is complete.
+  // Write the weights last, so a directory with weights is complete.
   shoestring::save_safetensors(folder + "/model.safetensors", model.named_parameters(), {{"format", "pt"}});
 }

@@ -1,5 +1,7 @@
 #pragma once
 
+// Checkpoints of a training run, as safetensors files.
+
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
@@ -7,24 +9,24 @@
 #include <map>
 #include <string>
 
-/// What must be the same for a run to be continued bit for bit, by name.
+/// Values, by name, that must be equal for a run to be resumed bit for bit.
 using Fingerprint = std::map<std::string, std::string>;
 
-/// True where the folder holds a checkpoint.
+/// Returns whether the folder has a checkpoint.
 bool has_checkpoint(const std::string& folder);
 
-/// Removes what a killed process left half-written in the folder.
+/// Removes files in the folder that a killed process has not finished.
 void remove_unfinished(const std::string& folder);
 
-/// Writes weights and optimizer state after `step` steps to one safetensors file in `folder`, complete or not
-/// at all, and removes all but the newest two.
+/// Writes the weights and the optimizer state after `step` steps to one safetensors file in `folder`. The
+/// file is complete or absent. Removes all but the newest two checkpoints.
 void save_checkpoint(const std::string& folder, int64_t step, const torch::nn::Module& model,
                      torch::optim::Optimizer& optimizer, const Fingerprint& fingerprint);
 
-/// Restores the newest sound checkpoint of `folder` and returns its number of steps. Raises InputError where
-/// there is none, or where it belongs to a run with other options.
+/// Restores the newest valid checkpoint of `folder` and returns its number of steps. Raises InputError if
+/// there is none, or if it belongs to a run with other options.
 int64_t load_checkpoint(const std::string& folder, const torch::nn::Module& model,
                         torch::optim::Optimizer& optimizer, const Fingerprint& fingerprint);
 
-/// Writes a Hugging Face model directory: config.json and model.safetensors.
+/// Writes a model directory in Hugging Face's format: config.json and model.safetensors.
 void save_model(const std::string& folder, const torch::nn::Module& model, const std::string& config);

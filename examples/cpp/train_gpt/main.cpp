@@ -1,7 +1,6 @@
-// Trains a Llama-style model from scratch on a token file, in C++ alone. The two lines that shoestring
-// changes are marked: the loss, which never holds the logits, and the optimizer, whose state takes 2 bytes a
-// parameter instead of 8.
-// --plain takes LibTorch's own in their place.
+// Trains a Llama-style model from scratch on a token file, in C++ alone. The lines that use shoestring are
+// marked: the loss, which never stores the logits, and the optimizer, whose state takes 2 bytes per parameter
+// instead of 8. With --plain, LibTorch's own loss and optimizer are used instead.
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/cross_entropy_loss.h>
@@ -39,15 +38,15 @@ namespace {
 constexpr int64_t kValidationBatches = 8;
 constexpr std::tuple<double, double> kBetas{0.9, 0.95};
 
-// The whole forward pass, one function after the other, for rows (rows, tokens + 1): the last returns the
-// mean loss over all positions.
+// Returns the whole forward pass as functions to run one after the other, for rows (rows, tokens + 1). The
+// last function returns the mean loss over all positions.
 std::vector<shoestring::BlockFunction> functions_of(LlamaForCausalLM& model, const Tensor& rows, bool plain) {
   const int64_t tokens = rows.size(1) - 1;
   auto functions = model->model->functions(tokens);
   functions.emplace_back(
       [weight = model->output_weight(), target = rows.narrow(1, 1, tokens), plain](const Tensor& hidden) {
         if (plain) return at::cross_entropy_loss(at::linear(hidden, weight).flatten(0, 1), target.flatten());
-        return shoestring::linear_cross_entropy(hidden, weight, target);  // shoestring
+        return shoestring::linear_cross_entropy(hidden, weight, target);  // this line uses shoestring
       });
   return functions;
 }
@@ -60,12 +59,12 @@ Tensor loss_of(LlamaForCausalLM& model, const Tensor& rows, bool plain) {
   return x;
 }
 
-// What each function does with its activations, so that they fit the budget.
+// Plans what each function does with its activations, so that they fit into the memory budget.
 std::optional<shoestring::SequencePlan> plan_of(LlamaForCausalLM& model, const Tensor& rows,
                                                 const Options& options) {
   if (options.memory_budget == 0) return std::nullopt;
   const auto functions = functions_of(model, rows, options.plain);
-  std::vector<int64_t> kinds(functions.size(), 1);  // the layers are alike
+  std::vector<int64_t> kinds(functions.size(), 1);  // all layers cost the same
   kinds.front() = 0;
   for (size_t i = static_cast<size_t>(options.layers) + 1; i < kinds.size(); ++i)
     kinds[i] = static_cast<int64_t>(i);
@@ -80,7 +79,7 @@ std::optional<shoestring::SequencePlan> plan_of(LlamaForCausalLM& model, const T
 }
 
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(LlamaForCausalLM& model, const Options& options) {
-  std::vector<Tensor> matrices, norms;  // no weight decay for the latter
+  std::vector<Tensor> matrices, norms;  // weight decay applies to matrices only
   for (const Tensor& p : model->parameters()) (p.dim() >= 2 ? matrices : norms).push_back(p);
   const auto make = [&]<class AdamW, class AdamWOptions>() {
     const auto defaults = AdamWOptions(options.lr).betas(kBetas).weight_decay(options.weight_decay);
@@ -92,10 +91,10 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(LlamaForCausalLM& model,
     return std::make_unique<AdamW>(groups, defaults);
   };
   if (options.plain) return make.operator()<torch::optim::AdamW, torch::optim::AdamWOptions>();
-  auto ours =
-      make.
-      operator()<shoestring::optim::AdamW, shoestring::optim::AdamWOptions>();  // shoestring: 8-bit state
-  if (options.offload != "none") ours->set_offload(options.offload);            // shoestring: elsewhere
+  // shoestring: the optimizer's state has 8 bits per element.
+  auto ours = make.operator()<shoestring::optim::AdamW, shoestring::optim::AdamWOptions>();
+  // shoestring: the optimizer's state is in host memory or on a disk.
+  if (options.offload != "none") ours->set_offload(options.offload);
   return ours;
 }
 
@@ -188,7 +187,8 @@ void train(const Options& options) {
     if (signal != 0) throw Interrupted(signal, step + 1);
   }
   if (const int signal = signals->received(); signal != 0) throw Interrupted(signal, options.steps);
-  signals.reset();  // from here a signal ends the program as usual: the last step has its checkpoint
+  // The last step has its checkpoint, so from here on a signal ends the program as usual.
+  signals.reset();
   const double validation = validate(model, held_out, options);
   save_model(options.out, *model, config.json());
   std::printf(

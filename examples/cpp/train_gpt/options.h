@@ -15,8 +15,8 @@ struct Options {
   bool resume = false, plain = false;
 };
 
-/// The command line, checked. Raises InputError; `--help` prints the options and ends the program.
+/// Parses and checks the command line. Raises InputError. `--help` prints the options and ends the program.
 Options parse_options(int argc, char** argv);
 
-/// The options that decide every bit of the result, by name: a run continues only with the same ones.
+/// Returns the options that affect the result, by name. A run can be resumed only with the same values.
 std::map<std::string, std::string> deciding_options(const Options& options);

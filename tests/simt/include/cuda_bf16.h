@@ -1,5 +1,7 @@
 #pragma once
 
+// The types and conversions of CUDA's cuda_bf16.h for the emulator.
+
 #include "cuda_runtime.h"
 
 struct __nv_bfloat16 {

@@ -1,6 +1,6 @@
 #pragma once
 
-// The CUDA names that kernels use, for g++: see ../README.md.
+// The CUDA names that kernels use, implemented for g++ (see ../README.md).
 
 #include <algorithm>
 #include <cmath>
@@ -17,7 +17,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(bytes) alignas(bytes)
-#define __shared__ static thread_local  // a module's thread-local storage is where the emulator looks for it
+#define __shared__ static thread_local  // the emulator looks for shared variables in thread-local storage
 
 #define threadIdx (simt::thread_index())
 #define blockIdx (simt::block_index())
@@ -71,7 +71,7 @@ inline void __syncwarp(unsigned mask = 0xffffffff, simt::Where where = simt::Whe
 
 namespace simt {
 
-// What a lane of a shuffle contributes: its value, the lane that it reads, and the text of a wrong one.
+// The input of one lane to a shuffle: its value, and the lane that it reads.
 template <class T>
 struct Shuffle {
   T value;
@@ -95,7 +95,9 @@ SIMT_UNCHECKED T shuffle(const char* name, unsigned mask, T value, int source, W
 
 inline int own_lane() { return static_cast<int>(thread_index().x % 32); }
 
-// For votes and reductions: combine(result, value) over the lanes in the mask, in ascending order.
+// Votes and reductions: combines the values of the lanes in the mask, in ascending order of lanes. `Combine`
+// takes the result so far, a value and its lane, the calling lane's own value, and whether the value is the
+// first.
 template <class T, class R, class Combine>
 SIMT_UNCHECKED R fold(const char* name, unsigned mask, T value, R, Combine, Where where) {
   R out;
@@ -227,9 +229,8 @@ T atomicCAS(T* p, std::type_identity_t<T> expected, std::type_identity_t<T> x,
 }
 
 // ---- arithmetic
-// As
-// separate operations: g++ contracts nothing on the processors that this is built for, nvcc contracts but for
-// these.
+// These intrinsics are separate operations. nvcc may fuse multiplications and additions, except for these;
+// g++ fuses none on the processors that this is built for.
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }

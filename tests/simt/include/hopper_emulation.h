@@ -1,6 +1,6 @@
 #pragma once
 
-// What cuda/core/hopper.h and wgmma.h offer, for the emulator: see there for what each does.
+// The functions of cuda/core/hopper.h and wgmma.h, implemented by the emulator. Those headers describe them.
 
 #include <type_traits>
 
@@ -14,7 +14,7 @@ namespace shoestring::cuda {
 using simt::Where;
 using TensorMap = simt::TensorMap;
 
-/// As a descriptor counts: from where dynamic shared memory begins.
+/// Returns the address as a wgmma descriptor counts it: in bytes from the beginning of dynamic shared memory.
 inline uint64_t shared_address(const void* p, Where where = Where::current()) {
   return simt::shared_offset(p, where);
 }

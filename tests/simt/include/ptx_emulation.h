@@ -1,6 +1,6 @@
 #pragma once
 
-// What cuda/core/ptx.h offers, for the emulator: see there for what each does.
+// The functions of cuda/core/ptx.h, implemented by the emulator. That header describes them.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -8,8 +8,9 @@
 
 namespace simt {
 
-// An instruction of a whole warp that all lanes have to meet in one place: compute(lanes, lane, out) for each
-// of them. What lies in another lane's stack is out of bounds for every function that is not SIMT_UNCHECKED.
+// An instruction that all lanes of a warp have to execute at one place in the source. It calls compute(lanes,
+// lane, out) for each lane. The stack of another lane is out of bounds for every function that is not
+// SIMT_UNCHECKED.
 template <class In>
 struct AlignedLane {
   In in;
@@ -35,7 +36,7 @@ SIMT_UNCHECKED void aligned_collective(const char* name, const In& in, Out* out,
       false, where);
 }
 
-// The hardware counts warps, and all of a warp's lanes have to come.
+// Checks that all lanes of the warp come to the same barrier, since the hardware counts whole warps.
 inline void whole_warp(const char* name, int id, Where where) {
   if (id < 1 || id > 15) failf("%s: expected a barrier from 1 to 15, received %d", name, id);
   aligned_collective(
@@ -48,8 +49,8 @@ inline void whole_warp(const char* name, int id, Where where) {
       where);
 }
 
-// A row belongs to the lane that gives its address, and is read by those that get values of it: both are
-// checked.
+// Loads matrices as ldmatrix does. Checks each row twice: for the lane that gives the address, and for the
+// lanes that read values of the row.
 template <int count, bool trans>
 SIMT_UNCHECKED void ldmatrix(const char* name, uint32_t (&out)[count], const void* row, Where where) {
   static_assert(count == 1 || count == 2 || count == 4, "ldmatrix loads 1, 2 or 4 matrices");
@@ -82,18 +83,20 @@ struct Fragments {
   const float* c;
 };
 
-// Element::value(register, element k's place in it); k_per_register is 2 for 16-bit types, 1 for TF32. The
-// products are exact and their sum is rounded to fp32 once; in what order and with how many bits the hardware
-// adds is unspecified.
+// Computes c += a b for one mma instruction. Element::value(register, i) returns the i-th element in a
+// register; k_per_register is 2 for 16-bit types, 1 for TF32. The products are exact, and their sum is
+// rounded to fp32 once. The order and the precision of the hardware's additions are unspecified.
 template <class Element>
 SIMT_UNCHECKED void mma(const char* name, float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                         Where where) {
   aligned_collective(
       name, Fragments{a, b, c}, &c[0],
       [](const auto* const* lanes, int lane, float* out) SIMT_UNCHECKED {
-        constexpr int per = Element::k_per_register, half = 4 * per;  // of k, which two registers share
+        // half: elements of k that one register of the four lanes of a row or column covers.
+        constexpr int per = Element::k_per_register, half = 4 * per;
         for (int i = 0; i < 4; ++i) {
-          const int upper = i / 2, column = lane % 4 * 2 + i % 2;  // rows lane / 4 and lane / 4 + 8
+          // upper: whether the result is in row lane / 4 + 8 instead of row lane / 4.
+          const int upper = i / 2, column = lane % 4 * 2 + i % 2;
           double sum = lanes[lane]->in.c[i];
           for (int k = 0; k < 2 * half; ++k) {
             const int later = k / half, t = k % half / per;

@@ -1,6 +1,6 @@
 #pragma once
 
-// A kernel and what the emulator has to say about it: part of the error's text, or null where the kernel is
+// A kernel and the expected verdict of the emulator: a part of the error's text, or null if the kernel is
 // right.
 
 #include <vector>
@@ -9,7 +9,7 @@ namespace simt_tests {
 
 struct Case {
   const char* name;
-  const char* (*run)();  // the launch's error, or null; allocates and checks the result itself
+  const char* (*run)();  // returns the launch's error or null; allocates and checks the result itself
   const char* expected;
 };
 

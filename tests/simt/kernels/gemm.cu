@@ -1,6 +1,6 @@
-// A matrix product as real kernels do it: cp.async fills one buffer while ldmatrix and mma empty the other.
-// In bytes all three types are alike: a row of a stage is 64 bytes of k, an mma takes 32 of them, a matrix of
-// ldmatrix 16.
+// A matrix product as in real kernels: cp.async fills one buffer while ldmatrix and mma read the other.
+// Measured in bytes, all three types are alike: a row of a stage has 64 bytes of k, an mma takes 32 bytes,
+// and a matrix of ldmatrix 16.
 
 #include "cuda/core/launch.h"
 #include "cuda/core/ptx.h"
@@ -12,16 +12,17 @@ namespace {
 
 using namespace shoestring::cuda;
 
-constexpr int kTile = 64, kThreads = 128;  // a block's tile of c; a warp has 16 of its rows
-constexpr int kStep = 64;                  // bytes of k in a stage
-constexpr int kPitch = kStep + 16;         // 8 rows of ldmatrix lie in different banks
+constexpr int kTile = 64, kThreads = 128;  // a block's tile of c; each warp computes 16 rows of it
+constexpr int kStep = 64;                  // bytes of k per stage
+constexpr int kPitch = kStep + 16;         // bytes per row; 8 rows of ldmatrix are in different banks
 constexpr int kPitchKn = kTile * 2 + 16;
 
 struct Stage {
-  alignas(16) unsigned char a[kTile * kPitch], b[kTile * kPitch];  // b as (k, n): 32 rows of kPitchKn
+  alignas(16) unsigned char a[kTile * kPitch], b[kTile * kPitch];  // b as (k, n): 32 rows of kPitchKn bytes
 };
 
-// `rows` rows of `row_bytes` from a matrix with row length `ld`, in bytes; zeros behind its end.
+// Copies `rows` rows of `row_bytes` bytes from a matrix whose rows have `ld` bytes. Fills with zeros beyond
+// its end.
 template <int row_bytes, int pitch>
 __device__ void fill(unsigned char* to, const unsigned char* from, int rows, int first_row, int all_rows,
                      int first_byte, int ld) {
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(kThreads) product(Gemm p) {
   cp_async_commit();
   for (int step = 0; step < steps; ++step) {
     if (step + 1 < steps) load(step + 1);
-    cp_async_commit();  // at the end an empty group, so that the wait counts alike
+    cp_async_commit();  // at the end an empty group, so that the wait's count stays the same
     if (flaw != Flaw::no_wait) cp_async_wait<flaw == Flaw::wait_off_by_one ? 2 : 1>();
     if (flaw != Flaw::no_barrier_after_wait) __syncthreads();
     const Stage& stage = stages[step % 2];
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(kThreads) product(Gemm p) {
       ldmatrix(a_fragment, stage.a + (warp() * 16 + l % 16) * kPitch + byte + l / 16 * 16 +
                                (flaw == Flaw::misaligned_row ? 8 : 0));
 #pragma unroll
-      for (int j = 0; j < kTile / 8; j += 2) {  // two fragments of b at once
+      for (int j = 0; j < kTile / 8; j += 2) {  // two fragments of b per iteration
         uint32_t b_fragments[4];
         if constexpr (b_is_kn) {
           ldmatrix_trans(b_fragments, stage.b + (byte / 2 + l % 16) * kPitchKn + (j * 8 + l / 16 * 8) * 2);
@@ -89,7 +90,8 @@ __global__ void __launch_bounds__(kThreads) product(Gemm p) {
         multiply<T>(c[j + 1], a_fragment, {b_fragments[2], b_fragments[3]});
       }
     }
-    if (flaw != Flaw::no_barrier_before_copy) __syncthreads();  // before the next copies overwrite this stage
+    if (flaw != Flaw::no_barrier_before_copy)
+      __syncthreads();  // wait before the next copies overwrite this stage
   }
   for (int j = 0; j < kTile / 8; ++j) {
     for (int i = 0; i < 4; ++i) {

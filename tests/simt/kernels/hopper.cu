@@ -1,4 +1,4 @@
-// A matrix product as Hopper's kernels do it: one warp copies tiles into a ring of two stages, a warpgroup
+// A matrix product as in kernels for Hopper: one warp copies tiles into a ring of two stages, and a warpgroup
 // multiplies them.
 
 #include "hopper.h"
@@ -13,7 +13,8 @@ namespace {
 
 using namespace shoestring::cuda;
 
-constexpr int kStages = 2, kStep = 64, kTileA = 64 * 128;  // elements of k; bytes of 64 rows
+// kStages: stages of the ring; kStep: elements of k per stage; kTileA: bytes of a tile of 64 rows.
+constexpr int kStages = 2, kStep = 64, kTileA = 64 * 128;
 
 struct Maps {
   TensorMap a, b;
@@ -24,7 +25,7 @@ __device__ unsigned char* aligned_shared() {
   return p + (1024 - reinterpret_cast<uintptr_t>(p) % 1024) % 1024;
 }
 
-// Element (row, k) of a swizzled tile.
+// Returns the address of element (row, k) of a swizzled tile.
 __device__ const unsigned short* element(const unsigned char* tile, int row, int k) {
   return reinterpret_cast<const unsigned short*>(tile + row * 128 + ((k / 8 ^ row % 8) * 16 + k % 8 * 2));
 }
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(384, 1) multiply_tiles(const __grid_constant__
   const int tiles_n = (p.n + columns - 1) / columns, steps = (p.k + kStep - 1) / kStep;
   const int row = static_cast<int>(blockIdx.x) / tiles_n * 64,
             column = static_cast<int>(blockIdx.x) % tiles_n * columns;
-  if (warp() >= 4) {  // two warpgroups, of which one thread has something to do
+  if (warp() >= 4) {  // two warpgroups, of which a single thread issues the copies
     if (flaw != HopperFlaw::too_many_registers) registers_shrink<40>();
     if (threadIdx.x != 128) return;
     for (int step = 0; step < steps; ++step) {
@@ -108,7 +109,7 @@ __global__ void __launch_bounds__(384, 1) multiply_tiles(const __grid_constant__
     if (flaw == HopperFlaw::released_before_wait && lane() == 0) mbarrier_arrive(empty[stage]);
     if (flaw == HopperFlaw::no_wait_at_all) return;
     wgmma_wait<0>(c);
-    if (a_in_registers) __syncwarp();  // every lane has read a
+    if (a_in_registers) __syncwarp();  // waits until all lanes have read a
     if (flaw != HopperFlaw::released_before_wait && lane() == 0) mbarrier_arrive(empty[stage]);
   }
   for (int j = 0; j < columns / 8; ++j) {
@@ -163,7 +164,7 @@ __global__ void copy_box(const __grid_constant__ TensorMap map, int column, int 
   for (int i = threadIdx.x; i < 2 * 4 * 64; i += 64) out[i] = *element(tile, i / 64, i % 64);
 }
 
-// (inner, outer) of a matrix, the other dimensions of one element.
+// Encodes a map of a matrix (inner, outer); the other dimensions have one element.
 const char* encode(TensorMap* map, const void* matrix, int rank, int inner, int outer, int rows) {
   const int64_t sizes[5] = {inner, outer, 1, 1, 1}, strides[4] = {inner * 2, 16, 16, 16};
   const int extent[5] = {64, rows, 1, 1, 1};

@@ -6,7 +6,7 @@
 
 namespace simt_tests {
 
-// Zeros that kernels may touch, for the lifetime of the object.
+// Zero-initialised memory that kernels may access during the lifetime of the object.
 template <class T>
 class Array {
  public:

@@ -1,3 +1,5 @@
+// A kernel that draws the random bits of csrc/core/philox.h.
+
 #include "core/philox.h"
 #include "cuda/core/launch.h"
 #include "primitives.h"

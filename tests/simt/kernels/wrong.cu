@@ -1,5 +1,4 @@
-// One kernel for each kind of mistake, as small as can be. Each stands beside the right form in right.cu
-// where it has one.
+// One minimal kernel for each kind of mistake. Some have a counterpart without the mistake in right.cu.
 
 #include "cases.h"
 #include "cuda/core/launch.h"
@@ -54,7 +53,7 @@ __global__ void neighbour_of_another_warp(int* out) {
 __global__ void neighbour_in_the_warp(int* out) {
   __shared__ int shared[64];
   shared[threadIdx.x] = static_cast<int>(threadIdx.x);
-  __shfl_sync(kAllLanes, 0, 0);  // orders no memory
+  __shfl_sync(kAllLanes, 0, 0);  // a shuffle orders no memory accesses
   out[threadIdx.x] = shared[threadIdx.x ^ 1];
 }
 __global__ void overwritten_too_soon(int* out) {
@@ -62,7 +61,7 @@ __global__ void overwritten_too_soon(int* out) {
   for (int i = 0; i < 2; ++i) {
     if (threadIdx.x == 63) shared = i;
     __syncthreads();
-    out[threadIdx.x] = shared;  // while thread 63 may be writing the next
+    out[threadIdx.x] = shared;  // thread 63 may already be writing the next value
   }
 }
 __global__ void flag_without_fence(int* flag, int* out) {
@@ -74,7 +73,7 @@ __global__ void flag_without_fence(int* flag, int* out) {
     out[threadIdx.x] = shared;
   }
 }
-__global__ void in_place(float* row) {  // everybody divides by what thread 0 overwrites
+__global__ void in_place(float* row) {  // all threads divide by the value that thread 0 overwrites
   const float first = row[0];
   row[threadIdx.x] /= first;
 }

@@ -65,6 +65,7 @@ def test_without_pytorch(arguments: list[str], message: str) -> None:
     assert (message in errors[0] and len(errors) == 2) if message else "Usage: shoestring" in output
 
 
+@pytest.mark.alone
 def test_help_takes_less_than_a_second() -> None:
     assert min(seconds("--help") for _ in range(3)) < 1
     assert min(seconds("train", "--steps", "0") for _ in range(3)) < 1

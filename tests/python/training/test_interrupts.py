@@ -121,6 +121,7 @@ def test_a_signal_ends_with_a_checkpoint(commands: Commands, data: Path, tmp_pat
     assert_same_weights(out / result, tmp_path / "whole" / result)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_a_long_step_at_once(
     commands: Commands, data: Path, tmp_path: Path, number: signal.Signals

@@ -10,7 +10,8 @@
 namespace shoestring::losses {
 namespace {
 
-// What both operators of rows return; one of them has a gradient behind it.
+// Pushes the results that cross_entropy_rows and cross_entropy_rows_ both return. cross_entropy_rows then
+// pushes its gradient, too.
 void push_cross_entropy_rows(torch::jit::Stack* stack, const c10::OperatorHandle& op,
                              const CrossEntropyProblem& p, const RowsResult& r) {
   const auto compute = p.logits.options().dtype(compute_type(p.logits));
@@ -19,7 +20,7 @@ void push_cross_entropy_rows(torch::jit::Stack* stack, const c10::OperatorHandle
                    r.argmax.defined() ? r.argmax : at::empty({0}, compute.dtype(at::kLong)));
 }
 
-// The dimensions of tokens in as few strides as they take, the innermost first.
+// Merges the dimensions of tokens into as few (size, stride) pairs as possible, the innermost first.
 std::vector<std::pair<int64_t, int64_t>> strides_of_tokens(const Tensor& logits) {
   std::vector<std::pair<int64_t, int64_t>> found;
   for (int64_t d = logits.dim() - 2; d >= 0; --d) {
@@ -136,7 +137,9 @@ void cross_entropy_rows_meta(const c10::OperatorHandle& op, torch::jit::Stack* s
                                     : at::empty({0}, p.logits.options()));
 }
 
-// Without gradients the operators are the same on every device, and nothing is overwritten.
+// Implements the four cross_entropy operators for calls without gradients. The implementation is the same on
+// every device, and overwrites nothing.
+// and overwrites nothing.
 template <bool kStats>
 void cross_entropy_without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   CrossEntropyCall call(BoxedArguments(op, *stack), kStats);

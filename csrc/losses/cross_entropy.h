@@ -1,6 +1,6 @@
 #pragma once
 
-// What the cross-entropies of logits and of a linear layer share, then what belongs to that of logits alone.
+// Shared declarations of cross_entropy and linear_cross_entropy, and then those of cross_entropy alone.
 
 #include <ATen/core/Tensor.h>
 
@@ -18,8 +18,8 @@ namespace shoestring::losses {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-/// What the operators' arguments are checked for: target beside `input`, (..., `last`); a tensor for each
-/// class or token.
+/// Argument checks. check_tokens() compares the shapes of target and `input`, (..., `last`), and their
+/// dtypes. check_weights() expects a floating tensor of the given shape, with one weight per class or token.
 void check_tokens(const char* op, const char* name, const char* last, const Tensor& input,
                   const Tensor& target);
 void check_weights(const char* op, const char* name, const OptionalTensor& weights, c10::SymIntArrayRef shape,
@@ -27,46 +27,48 @@ void check_weights(const char* op, const char* name, const OptionalTensor& weigh
 double finite(const char* op, const BoxedArguments& arguments, const char* name, const char* expected,
               bool (*holds)(double));
 
-/// What rows of logits are reduced by: the arguments that `.._rows` operators have, checked but for what the
-/// targets hold.
+/// The arguments of the `*_rows` operators, which compute a loss for each row of logits. They are checked,
+/// except for the values of the targets.
 struct RowsProblem {
   RowsProblem(const char* op, const BoxedArguments& arguments, const Tensor& input, c10::SymInt vocab);
 
   const char* op;
   Tensor target;
   OptionalTensor class_weights;
-  OptionalTensor grad_loss, grad_lse, grad_entropy;  // () or target's shape
+  OptionalTensor grad_loss, grad_lse, grad_entropy;  // shape () or target's shape
   int64_t ignore_index;
   double label_smoothing, softcap, logit_scale, z_loss;
   bool stats;
   c10::SymInt classes;
 };
 
+/// The results for each row of logits.
 struct RowsResult {
-  Tensor loss, lse;        // target's shape, compute type
-  Tensor entropy, argmax;  // undefined where not wanted
+  Tensor loss, lse;        // target's shape, compute dtype
+  Tensor entropy, argmax;  // undefined if not requested
 };
 
-/// A call of an operator, with stats or without.
+/// The arguments of one call of a cross-entropy operator, with or without stats.
 struct TokenCall {
   TokenCall() = default;
   TokenCall(const char* op, const BoxedArguments& arguments, const Tensor& input, c10::SymInt vocab,
             bool stats);
 
-  Tensor input, target;  // (..., features or vocab), (...): shifted
+  Tensor input, target;  // (..., features) or (..., vocab); (...), already shifted
   c10::SymInt classes;
   OptionalTensor class_weights, token_weights;
   std::string reduction;
   double hard_fraction = 1;
-  NamedArguments options;  // those that the rows have as well; the first is ignore_index
+  // The options that the `*_rows` operators have as well. The first one is ignore_index.
+  NamedArguments options;
   bool stats = false;
 
   int64_t ignore_index() const { return options[0].second.toInt(); }
   double z_loss() const;
 };
 
-/// The call on the tokens of the largest of `losses()`, a pass of its own; the others are ignored. Nothing
-/// else, where hard_fraction is 1.
+/// Keeps the tokens with the largest `losses()`, which take an extra pass, and ignores all others. Does
+/// nothing if hard_fraction is 1.
 void keep_largest(TokenCall& call, Tensor loss);
 template <class Losses>
 void keep_hardest(TokenCall& call, Losses losses) {
@@ -77,40 +79,43 @@ void keep_hardest(TokenCall& call, Losses losses) {
   keep_largest(call, std::move(loss));
 }
 
-/// How the losses of tokens become a result: sum(weights loss) / total. Undefined: weights of one, and no
-/// total.
+/// Turns the losses of the tokens into the result, sum(weights * loss) / total. Undefined `weights` are all
+/// 1; an undefined `total` is 1.
 ///
-/// A mean divides the cross-entropies by the sum of the targets' class weights, and the z terms, which have
-/// no class weight, by the number of tokens (or the sum of their weights), as Liger Kernel does. With
-/// `share`, the quotient of the two sums, class weights divided by share give both the same divisor: the
-/// second sum.
+/// A mean divides the cross-entropies by the sum of the targets' class weights. The z terms have no class
+/// weights. They are divided by the number of tokens (or by the sum of the token weights), as in Liger
+/// Kernel. `share` is the quotient of the first sum and the second. Class weights divided by `share` give
+/// both terms the same divisor, which is the second sum.
 struct Reduction {
   explicit Reduction(const TokenCall& call);
 
-  Tensor weights;     // (...)
-  Tensor total;       // (), fp64
-  Tensor share;       // (), fp64; undefined: 1, or no mean with z terms
-  double z_loss = 0;  // where share is defined
+  Tensor weights;  // weight of each token's loss, shape (...)
+  Tensor total;    // divisor of a mean, shape (), fp64
+  // Quotient of the two sums, shape (), fp64. Undefined if it is 1, or if the result is no mean with z terms.
+  Tensor share;
+  double z_loss = 0;  // 0 unless `share` is defined
 
-  /// Divides the call's class weights by share. The rows' losses are then what apply() takes.
+  /// Divides the call's class weights by `share`. The losses of the rows are then what apply() expects.
   void balance(TokenCall& call) const;
-  /// The losses of tokens under balanced class weights, from those under the caller's, and the reverse.
+  /// Convert the tokens' losses: balanced() from the caller's class weights to the balanced ones, original()
+  /// back.
   Tensor balanced(const Tensor& loss, const Tensor& lse) const;
   Tensor original(const Tensor& loss, const Tensor& lse) const;
+  /// Returns the result, from the tokens' losses.
   Tensor apply(const Tensor& loss) const;
-  /// What a scalar result's gradient by the tokens' losses is: () or (...), of `dtype`.
+  /// Returns the gradient of a scalar result with respect to the tokens' losses: () or (...), of `dtype`.
   Tensor factor(at::ScalarType dtype) const;
   bool scalar;
-  bool copies;  // the losses of tokens are a result besides
+  bool copies;  // whether the tokens' losses are also returned
 };
 
-/// The upstream gradients of an operator whose class weights are balanced: the gradient of a token's original
-/// loss becomes one of its balanced loss and one of its lse.
+/// Converts upstream gradients if class weights are balanced. The gradient of a token's original loss becomes
+/// a gradient of its balanced loss and one of its lse.
 std::vector<Tensor> balanced_upstream(std::vector<Tensor> upstream, const Tensor& share, const Tensor& lse,
                                       double z_loss);
 
-/// A result's gradients by the tokens' loss, lse and entropy, from those of an operator's outputs. Undefined:
-/// none.
+/// Returns the gradients of the result with respect to the tokens' loss, lse and entropy, from the gradients
+/// of an operator's outputs. Undefined means no gradient.
 std::array<Tensor, 3> upstream_of_tokens(const std::vector<Tensor>& upstream, const Tensor& factor,
                                          at::ScalarType compute);
 
@@ -122,15 +127,17 @@ using at::Tensor;
 
 constexpr const char* kCrossEntropyOp = "cross_entropy";
 
-/// Where rows of logits lie: row r at (r / inner) * outer_stride + (r % inner) * inner_stride elements.
+/// The memory layout of the rows of logits: row r is at (r / inner) * outer_stride + (r % inner) *
+/// inner_stride elements.
 struct LogitsLayout {
   int64_t outer = 1, outer_stride = 0, inner = 1, inner_stride = 0;
   int64_t operator()(int64_t r) const { return r / inner * outer_stride + r % inner * inner_stride; }
 };
 
-/// None where classes do not lie side by side, or tokens take more than two strides.
+/// Returns the layout of the logits, or nullopt if the classes of a row are not contiguous or the tokens need
+/// more than two strides.
 std::optional<LogitsLayout> layout_of(const Tensor& logits);
-/// Whether the logits have a layout in which no two share memory, so that a gradient may take their place.
+/// Returns whether the logits have a layout without overlap, so that a gradient can overwrite them.
 bool writable(const Tensor& logits);
 
 /// The arguments of cross_entropy_rows.
@@ -138,11 +145,11 @@ struct CrossEntropyProblem : RowsProblem {
   explicit CrossEntropyProblem(const BoxedArguments& arguments);
 
   Tensor logits;    // (..., vocab)
-  Tensor gradient;  // like logits; undefined: not wanted
+  Tensor gradient;  // like logits; undefined if not requested
   LogitsLayout layout, gradient_layout;
 };
 
-/// Registers a device's cross_entropy_rows and cross_entropy_rows_.
+/// Implement a device's cross_entropy_rows and cross_entropy_rows_ as boxed kernels.
 using CrossEntropyRun = RowsResult (*)(const CrossEntropyProblem&);
 void run_cross_entropy_rows(const c10::OperatorHandle& op, torch::jit::Stack* stack, CrossEntropyRun run);
 void run_cross_entropy_rows_in_place(const c10::OperatorHandle& op, torch::jit::Stack* stack,
@@ -156,6 +163,7 @@ void boxed_cross_entropy_rows_in_place(const c10::OperatorHandle& op, torch::jit
   run_cross_entropy_rows_in_place(op, stack, run);
 }
 
+/// The arguments of one call of cross_entropy.
 struct CrossEntropyCall : TokenCall {
   using TokenCall::TokenCall;
   CrossEntropyCall(const BoxedArguments& arguments, bool stats);
@@ -163,11 +171,11 @@ struct CrossEntropyCall : TokenCall {
 constexpr const char* kCrossEntropyOptions[] = {"ignore_index", "label_smoothing", "softcap", "logit_scale",
                                                 "z_loss"};
 
-/// The rows through the dispatcher. `upstream`, of loss, lse and entropy: undefined tensors for those that
-/// there are none of.
+/// Calls cross_entropy_rows or cross_entropy_rows_ through the dispatcher. `upstream` holds the gradients of
+/// loss, lse and entropy; an undefined tensor means no gradient.
 enum class LogitsGradient { kNone, kNew, kInPlace };
 struct CrossEntropyResult : RowsResult {
-  Tensor gradient;  // for kNew
+  Tensor gradient;  // set for kNew
 };
 CrossEntropyResult cross_entropy_rows(const CrossEntropyCall& call, const std::array<Tensor, 3>& upstream,
                                       LogitsGradient gradient);

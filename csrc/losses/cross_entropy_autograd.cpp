@@ -16,25 +16,27 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Whether autograd can see to it that nobody uses logits which their gradient has replaced: nodes that saved
-// them compare versions, and a new history refuses the others.
+// Returns whether autograd can prevent uses of the logits after their gradient has replaced them. Autograd
+// nodes that have saved the logits compare version counters. Any other use goes through the logits' new
+// history, which raises in backward.
 bool is_replaceable(const Tensor& logits) {
   using torch::autograd::can_mutate_inplace;
-  if (is_traced(logits) || !logits.requires_grad()) return false;  // a compiler plans memory itself
+  if (is_traced(logits) || !logits.requires_grad()) return false;  // a tracing compiler plans memory itself
   const bool allowed =
       can_mutate_inplace(logits, true) == torch::autograd::can_mutate_inplace_result::success;
   if (!allowed || !logits.has_storage() || logits.retains_grad()) return false;
   return !(logits.is_view() && logits._base().retains_grad()) && writable(logits);
 }
 
-// Whether a saved tensor that autograd is about to let go of is the last that has its memory.
+// Returns whether a saved tensor is the last reference to its memory, when autograd is about to release it.
 bool is_unshared(const Tensor& saved) {
-  constexpr size_t kHere = 2;  // the saved variable's, and the one at hand
+  constexpr size_t kHere = 2;  // the saved variable's reference, and that of `saved`
   return saved.has_storage() && saved.use_count() == kHere && saved.storage().use_count() == 1 &&
          writable(saved);
 }
 
-// x *= upstream, part by part where only parts are contiguous: a slice of tokens of each sequence.
+// Computes x *= upstream. If only parts of x are contiguous (a slice of the tokens of each sequence), works
+// part by part.
 Tensor scaled_gradient(const Tensor& x, const Tensor& upstream) {
   if (x.is_contiguous() || !used_once(upstream)) return scale_gradient(x, upstream);
   if (x.dim() < 3 || !x.select(0, 0).is_contiguous()) return x.mul_(upstream);
@@ -44,16 +46,17 @@ Tensor scaled_gradient(const Tensor& x, const Tensor& upstream) {
 
 struct Alias {
   Tensor logits;
-  bool replace;  // they need not stay as they are
+  bool replace;  // whether the gradient may overwrite the logits
 };
 
-// Only where logits may be overwritten is their gradient made in forward, at the cost of reading them once;
-// elsewhere it would be memory that nobody needs before backward, and there its factor is known. It then
-// takes their place if nobody else has them any more.
+// The autograd function of cross_entropy. If the logits may be overwritten, forward computes their gradient
+// in place, which saves a second read of the logits. Otherwise backward computes it: before, it would only
+// occupy memory, and its upstream factor is not known. In backward, the gradient overwrites the logits if
+// nothing else refers to them.
 class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
  public:
-  // alias: the logits without their history and their Python object, whose references nobody could tell from
-  // a caller's.
+  // `alias` holds the logits without their history and their Python object. Otherwise the references of
+  // autograd and of a caller could not be told apart.
   static variable_list forward(AutogradContext* ctx, const Tensor& logits, CrossEntropyCall call,
                                const Alias& alias) {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -104,8 +107,8 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
   }
 
  private:
-  // fp16 holds no mean's gradients of most logits: they are multiplied by about the number of tokens until
-  // backward.
+  // Returns a factor that is removed again in backward. The gradients of a mean are about 1 / tokens, too
+  // small for fp16, so they are multiplied by about the number of tokens.
   static double enlargement(const CrossEntropyCall& call) {
     double known = 1;
     if (call.input.scalar_type() != at::kHalf || call.reduction != "mean") return known;
@@ -148,7 +151,9 @@ void cross_entropy_autograd(const c10::OperatorHandle& op, torch::jit::Stack* st
     keep_hardest(call);
   }
   std::optional<Reduction> reduction;
-  if (weighted) {  // plain autograd has what they need: the losses of the tokens, and with a share their lse
+  // Plain autograd differentiates the token weights. It needs the tokens' losses, and their lse if there is a
+  // `share`.
+  if (weighted) {
     reduction.emplace(call);
     call.token_weights.reset();
     call.reduction = "none";
@@ -156,8 +161,8 @@ void cross_entropy_autograd(const c10::OperatorHandle& op, torch::jit::Stack* st
   }
   const Tensor logits = call.input;
   const Alias alias{logits.detach(), in_place && is_replaceable(logits)};
-  const auto history =
-      torch::autograd::impl::gradient_edge(logits);  // before the change: a view's is made anew after it
+  // The edge must be read before the change, because a view gets a new one after it.
+  const auto history = torch::autograd::impl::gradient_edge(logits);
   variable_list out = CrossEntropy::apply(logits, call, alias);
   if (alias.replace && call.reduction != "none") {
     auto refusal = make_node<torch::autograd::Error>(

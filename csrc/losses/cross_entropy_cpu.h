@@ -1,6 +1,6 @@
 #pragma once
 
-// What the CPU's rows of cross_entropy and of linear_cross_entropy share.
+// Shared parts of the CPU implementations of cross_entropy and linear_cross_entropy.
 
 #include <ATen/core/Tensor.h>
 
@@ -9,7 +9,7 @@
 
 namespace shoestring::losses {
 
-/// A factor of the tokens' gradients: one for each, one for all, or none.
+/// A factor of the tokens' gradients: one per token, one for all tokens, or none.
 template <class T>
 class Factor {
  public:
@@ -25,7 +25,8 @@ class Factor {
   int64_t stride_;
 };
 
-/// bias and class_weights: contiguous and of T, or undefined; total_weight: of the latter.
+/// Builds the kernel's rule. bias and class_weights are contiguous and of dtype T, or undefined. total_weight
+/// is the sum of the class weights.
 template <class T>
 kernels::CrossEntropyRule<T> rule_of(const RowsProblem& p, const Tensor& bias, const Tensor& class_weights,
                                      double total_weight) {

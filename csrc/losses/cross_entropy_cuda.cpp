@@ -35,7 +35,8 @@ RowsResult cross_entropy_rows_cuda(const CrossEntropyProblem& p) {
   rows.target = target.const_data_ptr<int64_t>();
   rows.logits = p.logits.const_data_ptr();
   rows.logits_at = place(p.layout);
-  rows.logit_scale = rows.factor = p.logit_scale;  // a gradient by raw logits is multiplied by it, too
+  // The gradient with respect to the raw logits has logit_scale as a factor, too.
+  rows.logit_scale = rows.factor = p.logit_scale;
   if (p.gradient.defined()) rows.gradient = p.gradient.mutable_data_ptr();
   rows.gradient_at = place(p.gradient_layout);
   rows.loss = out.loss.mutable_data_ptr();

@@ -1,6 +1,6 @@
 #pragma once
 
-// What the GPU's rows of cross_entropy and of linear_cross_entropy share.
+// Shared parts of the CUDA implementations of cross_entropy and linear_cross_entropy.
 
 #include <ATen/core/Tensor.h>
 
@@ -11,7 +11,8 @@
 
 namespace shoestring::losses {
 
-/// The factors of loss, lse and entropy in the rows' gradients, of `compute`, or undefined.
+/// Converts the upstream gradients of loss, lse and entropy to contiguous tensors of dtype `compute`. Missing
+/// ones stay undefined.
 inline std::array<Tensor, 3> factors_of(const RowsProblem& p, at::ScalarType compute) {
   std::array<Tensor, 3> found;
   const OptionalTensor* given[] = {&p.grad_loss, &p.grad_lse, &p.grad_entropy};
@@ -21,8 +22,8 @@ inline std::array<Tensor, 3> factors_of(const RowsProblem& p, at::ScalarType com
   return found;
 }
 
-/// A launch without the rows' places and results. The tensors are of compute type, or undefined, and outlive
-/// it.
+/// Fills a launch's parameters, except for the pointers to rows and results. The tensors are of compute dtype
+/// or undefined, and must outlive the launch.
 inline kernels::CrossEntropyRows launch_of(const RowsProblem& p, const std::array<Tensor, 3>& factors,
                                            const Tensor& class_weights, const Tensor& total_weight) {
   const auto pointer = [](const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; };

@@ -1,4 +1,4 @@
-// What cross-entropies may be called with, and how the losses of tokens become a result.
+// Checks the arguments of the cross-entropies, and reduces the tokens' losses to a result.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -13,7 +13,8 @@
 namespace shoestring::losses {
 namespace {
 
-// `to`, but without the call where it would return t itself, which an operator below autograd must not.
+// Converts a dtype like `to`, but without a call if `to` would return t itself. An operator below autograd
+// must not return its argument.
 Tensor as(const Tensor& t, at::ScalarType dtype) { return t.scalar_type() == dtype ? t : t.to(dtype); }
 
 void check_token_factor(const char* op, const char* name, const OptionalTensor& factor,
@@ -83,7 +84,8 @@ TokenCall::TokenCall(const char* op, const BoxedArguments& a, const Tensor& inpu
               ": reduction: expected 'mean', 'sum' or 'none', received '", reduction, "'");
   if (!a["shift"].toBool()) return;
   TORCH_CHECK(target.dim() >= 1, op, ": shift: expected tokens in a sequence, received a single one");
-  // The last token of a sequence has none to predict; the input stays as it lies.
+  // The last token of a sequence has no next token to predict. Shifting the target leaves the memory of the
+  // input as it is.
   Tensor next = at::full_like(target, a["ignore_index"].toInt(), at::MemoryFormat::Contiguous);
   const auto count = target.sym_size(-1);
   if (count > 1) next.slice_symint(-1, 0, count - 1).copy_(target.slice_symint(-1, 1));
@@ -96,8 +98,8 @@ double TokenCall::z_loss() const {
   return found == options.end() ? 0 : found->second.toDouble();
 }
 
-// How many count is known on the device only, so the smallest loss that is kept is looked up among all,
-// sorted; and so are its equals kept.
+// The number of tokens to keep is known on the device only. The losses are therefore sorted, and the smallest
+// loss to keep is looked up on the device. Tokens with an equal loss are kept, too.
 void keep_largest(TokenCall& call, Tensor loss) {
   const c10::Scalar ignore_index = call.ignore_index();
   const Tensor ignored = call.target.eq(ignore_index);
@@ -118,7 +120,7 @@ Reduction::Reduction(const TokenCall& call) : scalar(call.reduction != "none"), 
   }
   if (call.reduction != "mean") return;
   Tensor each = weights.defined() ? weights : counted;
-  if (call.class_weights) {  // a target out of range is not for here to find
+  if (call.class_weights) {  // the `*_rows` operators report targets that are out of range
     const Tensor index = call.target.masked_fill(counted.logical_not(), 0).clamp_min(0);
     const Tensor within = at::minimum(index, at::scalar_tensor(call.classes - 1, index.options()));
     each = each * at::take(*call.class_weights, within);
@@ -153,15 +155,15 @@ Tensor Reduction::apply(const Tensor& loss) const {
   Tensor weighted = weights.defined() ? loss * weights : copies && !scalar ? loss.clone() : loss;
   if (!scalar) return weighted;
   weighted = weighted.sum(at::kDouble);
-  return as(total.defined() ? weighted / total : weighted,
-            loss.scalar_type());  // NaN for a mean over nothing
+  // A mean over no tokens is NaN.
+  return as(total.defined() ? weighted / total : weighted, loss.scalar_type());
 }
 
 Tensor Reduction::factor(at::ScalarType dtype) const {
   if (!total.defined()) return weights.defined() ? weights : Tensor();
   const Tensor share = total.reciprocal();
   if (!weights.defined()) return as(share, dtype);
-  return as(weights * share, dtype).masked_fill(weights.eq(0), 0);  // 0 / 0
+  return as(weights * share, dtype).masked_fill(weights.eq(0), 0);  // avoids 0 * inf if all weights are 0
 }
 
 std::vector<Tensor> balanced_upstream(std::vector<Tensor> upstream, const Tensor& share, const Tensor& lse,

@@ -1,7 +1,7 @@
 #pragma once
 
-// The cross-entropy of a row of logits, and its gradient (losses/cross_entropy_table.h), in passes over a row
-// in cache.
+// CPU kernels for the cross-entropy of a row of logits and its gradient (losses/cross_entropy_table.h). Each
+// makes several passes over a row in cache.
 
 #include <math.h>
 
@@ -15,7 +15,7 @@ using kernels::CrossEntropyResult;
 using kernels::CrossEntropyRule;
 using kernels::CrossEntropyUpstream;
 
-// The first n elements as fp32; the others are `fill`.
+// Loads the first n elements as fp32, and fills the other lanes with `fill`.
 template <class Element>
 SHOESTRING_INLINE F32 get_as(const typename Element::Type* p, int64_t n, float fill) {
   if (n == kLanes) return Element::load(p);
@@ -26,8 +26,8 @@ SHOESTRING_INLINE F32 get_as(const typename Element::Type* p, int64_t n, float f
   return load(lanes, n, fill);
 }
 
-// The largest of final logits, and they themselves in z, which may be where the raw ones are; but not if
-// `lazy`, where a factor alone makes them final.
+// Computes the final logits (scale, bias, softcap) into z, and returns the largest. z may be the same memory
+// as `raw`. With `lazy`, only the scale applies, and z is not written.
 template <class Element>
 SHOESTRING_INLINE float finish(const typename Element::Type* raw, float* z,
                                const CrossEntropyRule<float>& rule, bool lazy) {
@@ -37,7 +37,7 @@ SHOESTRING_INLINE float finish(const typename Element::Type* raw, float* z,
   if (lazy) {
     sweep(0, rule.vocab, [&](int64_t i, int64_t n) {
       F32 v = get_as<Element>(raw + i, n, kLow) * scale;
-      if (n < kLanes) {  // -inf times a negative factor is no padding
+      if (n < kLanes) {  // -inf times a negative scale would be +inf in the padding lanes
         float lanes[kLanes];
         store(lanes, v);
         v = load(lanes, n, kLow);
@@ -50,7 +50,7 @@ SHOESTRING_INLINE float finish(const typename Element::Type* raw, float* z,
       if (rule.bias != nullptr) v += get(rule.bias + i, n, 0);
       if (cap != 0) v = cap * tanh(v / cap);
       put(z + i, v, n);
-      if (n < kLanes) v = load(z + i, n, kLow);  // the padding may have become finite
+      if (n < kLanes) v = load(z + i, n, kLow);  // the padding lanes may have become finite
       best = max(v, best);
     });
   } else {
@@ -59,7 +59,7 @@ SHOESTRING_INLINE float finish(const typename Element::Type* raw, float* z,
   return horizontal_max(best);
 }
 
-// The sum of w z, and w is 1 where there are none.
+// Returns sum(w z); without class weights w is 1.
 inline double weighted_total(const float* z, const CrossEntropyRule<float>& rule) {
   double total = 0;
   F32 partial{};
@@ -84,11 +84,12 @@ struct No {
 };
 
 struct Sums {
-  double exp, moment;  // of e = exp(z - largest), and of e (z - largest)
+  double exp, moment;  // the sums of e = exp(z - largest), and of e * (z - largest)
 };
 
-// Of scale * from; with kKeep they are left in z, which may be where `from` is. Meanwhile `next` (bytes),
-// unless null, comes to the cache: it is the pass that waits for no memory.
+// Computes the sums of exponentials of scale * from. With kKeep it stores the exponentials in z, which may be
+// the same memory as `from`. This pass never waits for memory, so it also prefetches `next`, the following
+// row, unless that is null.
 template <class Element, bool kKeep, bool kMoment>
 Sums exponentials(const typename Element::Type* from, float scale, float* z, int64_t vocab, float largest,
                   const char* next) {
@@ -102,14 +103,14 @@ Sums exponentials(const typename Element::Type* from, float scale, float* z, int
           __builtin_prefetch(next + i * sizeof(typename Element::Type), 0, 2);
         }
         F32 x = get_as<Element>(from + i, n, 0) * scale - largest, e = exp_of_negative(x);
-        if (n < kLanes) {  // count the row's own lanes only
+        if (n < kLanes) {  // the padding lanes must not count
           float lanes[kLanes];
           store(lanes, e);
           e = load(lanes, n, 0);
         }
         if (kKeep) put(z + i, e, n);
         partial += e;
-        if (kMoment) moment += e > 0 ? e * x : F32{};  // where e is zero, x may be -inf
+        if (kMoment) moment += e > 0 ? e * x : F32{};  // if e is zero, x may be -inf
       },
       [&] {
         sums.exp += horizontal_sum(partial);
@@ -119,6 +120,7 @@ Sums exponentials(const typename Element::Type* from, float scale, float* z, int
   return sums;
 }
 
+// Returns the index of the first element that equals the largest.
 template <class T>
 int64_t first_of(const T* z, int64_t vocab, T largest) {
   int64_t i = 0;
@@ -126,7 +128,8 @@ int64_t first_of(const T* z, int64_t vocab, T largest) {
   return i;
 }
 
-// z_j = multiply e_j - each w_j, and the target's less `at_target` besides; e is in z.
+// Computes z_j = multiply * e_j - each * w_j, and subtracts `at_target` from the target's element. z holds e
+// on entry.
 inline void subtract(float* z, int64_t target, const CrossEntropyRule<float>& rule, double multiply,
                      double each, double at_target) {
   const float factor = static_cast<float>(multiply), less = static_cast<float>(each);
@@ -139,7 +142,8 @@ inline void subtract(float* z, int64_t target, const CrossEntropyRule<float>& ru
   z[target] = static_cast<float>(z[target] - at_target);
 }
 
-// to = factor z. What z has in front may be written over: `to` may be where z is.
+// Computes to = factor * z. `to` may begin at the same address as z, because elements are written only after
+// they have been read.
 template <class Element>
 void scale_row(const float* z, float factor, int64_t vocab, typename Element::Type* to) {
   sweep<2 * kLanes>(0, vocab, [&](int64_t i, int64_t n) {
@@ -152,8 +156,8 @@ void scale_row(const float* z, float factor, int64_t vocab, typename Element::Ty
   });
 }
 
-// The results of a row; with upstream its gradient by z, but for the factor `scale` of the result, is left in
-// z.
+// Returns the results of a row. With `upstream`, z becomes the gradient with respect to the logits
+// before softcap, without the factor result.scale.
 template <class Element>
 CrossEntropyResult reduce_row(const typename Element::Type* raw, float* z, int64_t target,
                               const CrossEntropyRule<float>& rule, const CrossEntropyUpstream* upstream,
@@ -192,7 +196,9 @@ CrossEntropyResult reduce_row(const typename Element::Type* raw, float* z, int64
   const double a = u * (sure + spread + 2 * rule.z_loss * lse) + upstream->lse;
   result.scale = 1;
   if (keep) {
-    // The exponentials stay as they are, unless what they are divided by could be lost in what is subtracted.
+    // Usually the common factor a / sum stays in result.scale, and the exponentials need no multiplication.
+    // If |a| is small, the subtracted terms divided by it would be large, and adding the exponentials to them
+    // would lose precision. The factor is then applied to z.
     const double size = __builtin_fabs(u) * (sure + spread);
     if (__builtin_fabs(a) >= 0.25 * size) {
       const double each = a != 0 ? sums.exp * u / a : 0;
@@ -219,7 +225,7 @@ CrossEntropyResult reduce_row(const typename Element::Type* raw, float* z, int64
   return result;
 }
 
-// fp64 serves gradient checks; it is written to be read.
+// The fp64 version serves gradient checks. It is written for clarity, not for speed.
 inline CrossEntropyResult reduce_row(double* z, int64_t target, const CrossEntropyRule<double>& rule,
                                      const CrossEntropyUpstream* upstream) {
   const int64_t vocab = rule.vocab;

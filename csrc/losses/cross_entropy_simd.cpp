@@ -1,5 +1,6 @@
-// Bound by memory: a row is read once and its gradient written once, and all between happens in cache, in
-// fp32: in the gradient's own memory where that is fp32, else in a row that the thread keeps.
+// CPU kernels for the rows of cross_entropy, which are bound by memory bandwidth. Each row is read once, and
+// its gradient is written once; all steps between run in cache, in fp32. An fp32 gradient's own memory holds
+// the intermediate values; for other dtypes each thread has a row for them.
 
 #include "losses/cross_entropy_row_simd.h"
 

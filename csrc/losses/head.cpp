@@ -15,7 +15,9 @@ c10::SymInt count(c10::SymIntArrayRef sizes) {
 
 }  // namespace
 
-// 4 bits: two codes a byte, and the last byte may have one; int8: one.
+// Each byte of 4-bit codes holds two weights (the last byte may hold one), and each byte of int8 codes holds
+// one.
+// holds one.
 c10::SymInt vocab_of(const Tensor& hidden, const Tensor& weight, bool packed) {
   if (!packed) return weight.dim() == 0 ? 0 : weight.sym_size(0);
   if (hidden.dim() == 0 || hidden.sym_size(-1) == 0) return 0;

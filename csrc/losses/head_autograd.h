@@ -1,6 +1,6 @@
 #pragma once
 
-// What a loss of a linear layer over the vocabulary keeps for backward.
+// Saves the arguments of a loss with an output layer for backward, and restores them.
 
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -8,7 +8,7 @@
 
 namespace shoestring::losses {
 
-/// Takes tensors from a list one by one.
+/// Reads saved tensors one after the other.
 class SavedTensors {
  public:
   explicit SavedTensors(torch::autograd::variable_list tensors) : tensors_(std::move(tensors)) {}
@@ -23,7 +23,7 @@ class SavedTensors {
   size_t next_ = 0;
 };
 
-/// Which of its inputs do.
+/// Returns which inputs of the head require a gradient.
 inline Mask require_grad(const Head& head) {
   const auto inputs = head.inputs();
   Mask mask;
@@ -46,7 +46,7 @@ NamedArguments saved_options(torch::autograd::AutogradContext* ctx, const char* 
   return options;
 }
 
-/// Its tensors are added to those that are going to be saved, in the order in which saved_head takes them.
+/// save_head() appends the head's tensors to the tensors to save; saved_head() reads them in the same order.
 inline void save_head(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list& saved,
                       const Head& head) {
   saved.insert(saved.end(), {head.hidden, head.weight});

@@ -82,7 +82,8 @@ LinearCrossEntropyResult linear_cross_entropy_rows_meta(const LinearCrossEntropy
   return r;
 }
 
-// Without gradients the operators are the same on every device.
+// Implements linear_cross_entropy and linear_cross_entropy_with_stats for calls without gradients. The
+// implementation is the same on every device.
 template <bool kStats>
 void linear_cross_entropy_without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   LinearCrossEntropyCall call(BoxedArguments(op, *stack), kStats);

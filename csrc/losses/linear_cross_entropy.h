@@ -1,6 +1,6 @@
 #pragma once
 
-// What the CPU and the CUDA side of linear_cross_entropy share, and what autograd needs of it.
+// Shared declarations of the CPU, CUDA and autograd implementations of linear_cross_entropy.
 
 #include <array>
 #include <optional>
@@ -15,22 +15,23 @@ namespace shoestring::losses {
 
 constexpr const char* kLinearCrossEntropyOp = "linear_cross_entropy";
 
-/// The arguments of linear_cross_entropy_rows, checked but for what the targets hold.
+/// The arguments of linear_cross_entropy_rows. They are checked, except for the values of the targets.
 struct LinearCrossEntropyProblem : Head, RowsProblem {
   explicit LinearCrossEntropyProblem(const BoxedArguments& arguments);
 
-  OptionalTensor weight_grad;  // what the weight's gradient is added to
+  OptionalTensor weight_grad;  // fp32 tensor to which the gradient of the weight is added
   double filter_eps;
   bool averaged;
   int64_t workspace_mb;
   Mask mask;
 };
 
+/// The results for each token, and the requested gradients.
 struct LinearCrossEntropyResult : RowsResult {
   Gradients gradients;
 };
 
-/// Registers a device's linear_cross_entropy_rows.
+/// Implement a device's linear_cross_entropy_rows as a boxed kernel.
 using LinearCrossEntropyRun = LinearCrossEntropyResult (*)(const LinearCrossEntropyProblem&);
 void push_linear_cross_entropy_rows(torch::jit::Stack* stack, const c10::OperatorHandle& op,
                                     const LinearCrossEntropyResult& result, const Tensor& hidden);
@@ -40,11 +41,11 @@ void boxed_linear_cross_entropy_rows(const c10::OperatorHandle& op, torch::jit::
   push_linear_cross_entropy_rows(stack, op, run(problem), problem.hidden);
 }
 
-/// Those that linear_cross_entropy_rows has as well.
+/// The options that linear_cross_entropy_rows has as well.
 constexpr const char* kLinearCrossEntropyOptions[] = {
     "ignore_index", "label_smoothing", "softcap", "logit_scale", "z_loss", "filter_eps", "workspace_mb"};
 
-/// A call of linear_cross_entropy: input is hidden.
+/// The arguments of one call of linear_cross_entropy. TokenCall's `input` is hidden.
 struct LinearCrossEntropyCall : Head, TokenCall {
   LinearCrossEntropyCall() = default;
   LinearCrossEntropyCall(const BoxedArguments& arguments, bool stats);
@@ -53,8 +54,9 @@ struct LinearCrossEntropyCall : Head, TokenCall {
   std::optional<double> grad_scale;
 };
 
-/// linear_cross_entropy_rows through the dispatcher, with the results in the shapes of the call. `upstream`,
-/// of loss, lse and entropy, in target's shape or (); undefined tensors for those that there are none of.
+/// Calls linear_cross_entropy_rows through the dispatcher, and returns the results in the call's shapes.
+/// `upstream` holds the gradients of loss, lse and entropy, each () or in target's shape; an undefined tensor
+/// means no gradient.
 LinearCrossEntropyResult linear_cross_entropy_rows(const LinearCrossEntropyCall& call,
                                                    const std::array<Tensor, 3>& upstream, const Mask& mask);
 inline void keep_hardest(LinearCrossEntropyCall& call) {

@@ -12,11 +12,15 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// A scalar loss has a scalar upstream gradient, so the gradients are made in forward, while the logits are
-// there, and only multiplied in backward: three matrix products in all. reduction='none', and gradients of
-// the statistics, have one upstream gradient per token, known only in backward, and compute the logits a
-// second time. Where the weight's gradient is added to a buffer, that happens once: in backward, with the
-// logits computed again, or in forward if the upstream gradient is known.
+// The autograd function of linear_cross_entropy.
+//
+// A scalar loss has a scalar upstream gradient. Forward therefore computes the gradients while it has the
+// logits, and backward only multiplies them: three matrix products in all. With reduction='none', or with
+// gradients of the statistics, there is one upstream gradient per token. It is known only in backward, which
+// computes the logits again.
+//
+// A gradient can be added to weight_grad only once. Backward does so, with the logits computed again; or
+// forward, if the upstream gradient is known (grad_scale).
 class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight,
@@ -43,7 +47,8 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
     if (!early || call.stats) {
       save_options(ctx, call.options);
       ctx->saved_data["reduction"] = call.reduction;
-      ctx->saved_data["weight_grad"] = call.weight_grad;  // which others may add to before backward
+      // Not in save_for_backward(), since other operators may add to weight_grad before backward.
+      ctx->saved_data["weight_grad"] = call.weight_grad;
       save_head(ctx, saved, call);
       const bool balanced = reduction.share.defined() && call.stats;
       saved.insert(saved.end(), {call.target, factor, call.class_weights.value_or(Tensor()),
@@ -65,7 +70,7 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
     const double known = ctx->saved_data["known"].toDouble();
     if (early && !stats) {
       at::NoGradGuard no_grad;
-      // The saved tensor, and one of these two names for it, are all that hold the gradient from here on.
+      // scale_gradient() can reuse the memory of a gradient that only `saved` and `gradients` refer to.
       for (int i = 0; i < kInputs; ++i) {
         if (!saved[i].defined() || !upstream[0].defined()) continue;
         gradients[i] = scale_gradient(saved[i], known == 1 ? upstream[0] : upstream[0] / known);
@@ -85,7 +90,8 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
 
  private:
   static variable_list again(AutogradContext* ctx, variable_list tensors, const variable_list& upstream) {
-    tensors.erase(tensors.begin(), tensors.begin() + kInputs);  // the gradients that forward has made
+    // Drops the gradients that forward has computed.
+    tensors.erase(tensors.begin(), tensors.begin() + kInputs);
     SavedTensors saved(std::move(tensors));
     LinearCrossEntropyCall call;
     saved_head(ctx, saved, call);
@@ -125,7 +131,9 @@ void linear_cross_entropy_autograd(const c10::OperatorHandle& op, torch::jit::St
     keep_hardest(call);
   }
   std::optional<Reduction> reduction;
-  if (weighted) {  // plain autograd has what they need: the losses of the tokens, and with a share their lse
+  // Plain autograd differentiates the token weights. It needs the tokens' losses, and their lse if there is a
+  // `share`.
+  if (weighted) {
     TORCH_CHECK(!call.grad_scale, kLinearCrossEntropyOp,
                 ": grad_scale: expected None with token_weights that require a gradient");
     reduction.emplace(call);
@@ -140,8 +148,8 @@ void linear_cross_entropy_autograd(const c10::OperatorHandle& op, torch::jit::St
   for (Tensor& t : out) torch::jit::push(*stack, std::move(t));
 }
 
-// Under autocast the operands take the autocast dtype, as for a linear layer; the loss is fp32 whatever they
-// are.
+// Under autocast the operands are cast to the autocast dtype, as for a linear layer. The loss is fp32 in
+// every case.
 template <c10::DeviceType device>
 void linear_cross_entropy_autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   call_autocast(op, stack, device, {"hidden", "weight", "bias"});

@@ -21,7 +21,8 @@ namespace {
 
 using at::Tensor;
 
-// One call of the operator, a chunk of the tokens that count at a time.
+// Runs one call of the operator on the CPU. It processes the tokens that are not ignored, one chunk at a
+// time.
 template <class T>
 class LinearCrossEntropyOnCpu {
  public:
@@ -41,10 +42,10 @@ class LinearCrossEntropyOnCpu {
 
  private:
   void add_chunk(int64_t begin);
-  // z (tokens, vocab) = logit_scale (x (tokens, features) weight^T + low up^T).
+  // Computes z (tokens, vocab) = logit_scale * (x (tokens, features) weight^T + low up^T).
   void make_logits(const Tensor& x, const Tensor& low, Tensor& z) const;
-  // What the kernel makes of rows of logits; their results go to out_, and their scales are returned:
-  // (tokens, 1). For narrow_ z becomes the gradient itself, in bf16.
+  // Runs the kernel on rows of logits. It writes the results to out_, turns z into the gradient without its
+  // scales, and returns these scales, (tokens, 1). With narrow_, z becomes the complete gradient in bf16.
   Tensor reduce_rows(Tensor& z, int64_t begin);
   static void mark(const T* z, int64_t vocab, double least, uint8_t* live) {
     if constexpr (std::is_same_v<T, float>) {
@@ -63,7 +64,7 @@ class LinearCrossEntropyOnCpu {
     if (!t) return {};
     return scale == 1 ? t->to(type()).contiguous() : t->to(type()).mul(scale);
   }
-  // Classes whose rows stay in cache.
+  // Returns the number of classes whose weights stay in cache.
   static int64_t panel_of(int64_t features) {
     return std::max<int64_t>(64, (int64_t{8} << 20) / std::max<int64_t>(1, features * sizeof(T)));
   }
@@ -72,19 +73,24 @@ class LinearCrossEntropyOnCpu {
   const LinearCrossEntropyProblem& p_;
   const at::TensorOptions compute_;
   const std::vector<int64_t> rows_;
-  const Tensor target_, bias_, class_weights_;  // contiguous, the latter of compute type
+  const Tensor target_, bias_, class_weights_;  // contiguous; class_weights_ has the compute dtype
   const Factor<T> grad_loss_, grad_lse_, grad_entropy_;
   const int64_t features_, vocab_, count_;
   const bool gradient_;
-  double total_weight_ = 0;                // of classes
-  const Tensor low_, up_;                  // compute type, or undefined
-  const quantization::BaseWeight weight_;  // in panels that stay in cache, where it cannot be read as it lies
-  bool narrow_;         // the logits' gradient is rounded to bf16 once, as eager PyTorch's of fp32 logits is
-  int64_t chunk_;       // tokens
-  Tensor logits_;       // (chunk, vocab)
-  Tensor live_;         // (threads, vocab), for filter_eps: which classes a chunk's gradient needs
-  Tensor grad_weight_;  // what is added to
-  bool fresh_ = false;  // unless nothing is there yet
+  double total_weight_ = 0;  // sum of the class weights
+  const Tensor low_, up_;    // LoRA pair in the compute dtype, or undefined
+  // The weight. It is converted in panels that stay in cache, if the GEMM cannot read it directly.
+  const quantization::BaseWeight weight_;
+  // Whether the gradient of the logits is rounded to bf16 once, as in eager PyTorch with fp32 logits.
+  bool narrow_;
+  int64_t chunk_;  // number of tokens per chunk
+  Tensor logits_;  // logits of a chunk, shape (chunk, vocab)
+  // One row of flags per thread, (threads, vocab), used with filter_eps: the classes that a chunk's gradient
+  // needs.
+  Tensor live_;
+  Tensor grad_weight_;  // the tensor to which the weight's gradient is added
+  // Whether grad_weight_ is still uninitialised, so that the first product overwrites it.
+  bool fresh_ = false;
   LinearCrossEntropyResult out_;
 };
 
@@ -98,7 +104,7 @@ LinearCrossEntropyOnCpu<T>::LinearCrossEntropyOnCpu(const LinearCrossEntropyProb
       grad_lse_(p_.grad_lse, type()), grad_entropy_(p_.grad_entropy, type()), features_(p_.hidden.size(1)),
       vocab_(p_.vocab.expect_int()), count_(rows_.size()), gradient_(any(p_.mask)), low_(computed(p_.low, 1)),
       up_(computed(p_.up, 1)), weight_(p_.base(Backend::kCpu, kLinearCrossEntropyOp, type())) {
-  // Where the CPU has bf16 units the products of the gradients use them. The logits stay fp32 everywhere.
+  // On a CPU with bf16 units, the products of the gradients use them. The logits are always fp32.
   narrow_ = gradient_ && p_.weight.scalar_type() == at::kBFloat16 &&
             gemm::product_type(p_.hidden) == at::kBFloat16 && p_.filter_eps == 0;
   const int64_t given = (p_.workspace_mb == 0 ? kDefaultWorkspaceMb : p_.workspace_mb) << 20;
@@ -110,7 +116,7 @@ LinearCrossEntropyOnCpu<T>::LinearCrossEntropyOnCpu(const LinearCrossEntropyProb
   if (gradient_ && p_.filter_eps > 0)
     live_ = at::empty({at::get_num_threads(), vocab_}, compute_.dtype(at::kByte));
 
-  // What is of tokens that do not count is zero, and nobody else writes it.
+  // Ignored rows are never visited, so their results must start at zero.
   const auto each = [&](at::TensorOptions options) { return at::zeros({p_.target.size(0)}, options); };
   if (class_weights_.defined()) total_weight_ = class_weights_.sum(at::kDouble).template item<double>();
   out_.loss = each(compute_);
@@ -139,7 +145,7 @@ template <class T>
 void LinearCrossEntropyOnCpu<T>::add_chunk(int64_t begin) {
   const int64_t tokens = std::min(chunk_, count_ - begin);
   Tensor index = at::from_blob(const_cast<int64_t*>(rows_.data() + begin), {tokens}, at::kLong);
-  Tensor gathered = p_.hidden.index_select(0, index);  // (tokens, features)
+  Tensor gathered = p_.hidden.index_select(0, index);  // shape (tokens, features)
   Tensor z = logits_.narrow(0, 0, tokens);
   Tensor low = low_.defined() ? low_.index_select(0, index) : Tensor();
   make_logits(gathered, low, z);
@@ -207,7 +213,7 @@ Tensor LinearCrossEntropyOnCpu<T>::reduce_rows(Tensor& z, int64_t begin) {
   return narrow_ ? scale.fill_(1) : scale;
 }
 
-// The gradient of the logits is diag(scale) z, so with x and low already multiplied by scale
+// The gradient of the logits is diag(scale) z. If x and low are already multiplied by scale, then
 //   grad_hidden = diag(scale) (z W),  grad_weight += z^T x,  grad_bias += z^T scale.
 template <class T>
 void LinearCrossEntropyOnCpu<T>::add_gradients(const Tensor& z, const Tensor& scale, const Tensor& x,
@@ -230,14 +236,14 @@ void LinearCrossEntropyOnCpu<T>::add_gradients(const Tensor& z, const Tensor& sc
   if (p_.mask[kWeight])
     gemm::gemm_rounded(grad_weight_, z.t(), x, /*beta=*/std::exchange(fresh_, false) ? 0 : 1);
   if (p_.mask[kUp]) gemm::gemm(gradient(kUp), z.t(), low, /*beta=*/1);
-  for (int64_t i = 0; p_.mask[kBias] && i < z.size(0);
-       i += 16) {  // short sums in fp32, those of them in fp64
+  // Short sums are taken in fp32, and added up in fp64.
+  for (int64_t i = 0; p_.mask[kBias] && i < z.size(0); i += 16) {
     const int64_t n = std::min<int64_t>(16, z.size(0) - i);
     gradient(kBias).add_(at::mv(z.narrow(0, i, n).t().to(type()), scale.narrow(0, i, n).squeeze(1)));
   }
 }
 
-// The same for the classes `live` alone, some megabytes of their weights at a time.
+// Computes the same for the classes `live` only, a few MiB of their weights at a time.
 template <class T>
 void LinearCrossEntropyOnCpu<T>::add_live_gradients(const Tensor& z, const Tensor& live, const Tensor& scale,
                                                     Tensor& x, Tensor& low, const Tensor& index) {
@@ -250,7 +256,7 @@ void LinearCrossEntropyOnCpu<T>::add_live_gradients(const Tensor& z, const Tenso
   const int64_t step = panel_of(features_);
   for (int64_t begin = 0; begin < live.size(0); begin += step) {
     const Tensor classes = live.narrow(0, begin, std::min(step, live.size(0) - begin));
-    const Tensor some = z.index_select(1, classes);  // (tokens, classes)
+    const Tensor some = z.index_select(1, classes);  // shape (tokens, classes)
     if (p_.mask[kHidden]) grad.addmm_(some, p_.weight.index_select(0, classes).to(type()));
     if (p_.mask[kLow]) grad_low.addmm_(some, up_.index_select(0, classes));
     if (p_.mask[kWeight]) grad_weight_.index_add_(0, classes, at::mm(some.t(), x));

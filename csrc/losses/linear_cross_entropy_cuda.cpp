@@ -12,14 +12,15 @@ namespace {
 
 using at::Tensor;
 
-// A call as the device has it.
+// The arguments of a call, with the tensors that the kernels need on the device.
 struct LinearCrossEntropyOnCuda : LinearCrossEntropyProblem {
   explicit LinearCrossEntropyOnCuda(const LinearCrossEntropyProblem& problem);
   LinearCrossEntropyOnCuda(const LinearCrossEntropyOnCuda&) = delete;  // waves refers to this object
 
   LogitWaves waves;
-  Tensor padded_bias, padded_weights, total_weight;  // (stride), (stride), (): compute type, or undefined
-  std::array<Tensor, 3> factors;  // grad_loss, grad_lse, grad_entropy: compute type, or undefined
+  // Shapes (stride), (stride) and (); compute dtype, or undefined.
+  Tensor padded_bias, padded_weights, total_weight;
+  std::array<Tensor, 3> factors;  // grad_loss, grad_lse, grad_entropy: compute dtype, or undefined
 };
 
 LinearCrossEntropyOnCuda::LinearCrossEntropyOnCuda(const LinearCrossEntropyProblem& problem)
@@ -39,7 +40,7 @@ LinearCrossEntropyOnCuda::LinearCrossEntropyOnCuda(const LinearCrossEntropyProbl
   factors = factors_of(*this, compute_type(hidden));
 }
 
-// Rows from `begin` on, as many as `logits` has.
+// Launches the row kernel on the rows of `logits`, whose first row is token `begin`.
 void start_linear_cross_entropy_rows(const LinearCrossEntropyOnCuda& p, const Tensor& logits,
                                      const Tensor& gradient, int64_t begin,
                                      const LinearCrossEntropyResult& out) {

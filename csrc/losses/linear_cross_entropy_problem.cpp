@@ -1,4 +1,4 @@
-// What linear_cross_entropy_rows may be called with.
+// Checks the arguments of linear_cross_entropy_rows.
 
 #include "losses/linear_cross_entropy.h"
 

@@ -1,7 +1,7 @@
-// A row of logits is read from memory once: it fits the second-level cache, where the maximum, the
-// exponentials and the gradient are then taken. The exponentials are left in place unnormalised; 1/sum goes
-// into the (tokens, hidden) sized operands of the matrix products, so no pass over the vocabulary is spent on
-// it.
+// CPU kernels for the rows of linear_cross_entropy. A row of logits is read from memory once. It fits into
+// the second-level cache, where the maximum, the exponentials and the gradient are computed. The exponentials
+// stay in place without normalisation. The factor 1 / sum goes into the matrix products' operands of size
+// (tokens, features), which saves a pass over the vocabulary.
 
 #include "losses/linear_cross_entropy_table.h"
 

@@ -5,22 +5,22 @@
 namespace shoestring::kernels {
 
 struct LinearCrossEntropyTable {
-  // z (vocab): a row of raw logits on entry. Without upstream no gradient is wanted, and z is left as it may
-  // be.
+  // Process a row. z (vocab) holds the raw logits on entry. Without `upstream` no gradient is computed, and
+  // the final contents of z are undefined.
   CrossEntropyResult (*row_float)(float* z, int64_t target, const CrossEntropyRule<float>& rule,
                                   const CrossEntropyUpstream* upstream);
   CrossEntropyResult (*row_double)(double* z, int64_t target, const CrossEntropyRule<double>& rule,
                                    const CrossEntropyUpstream* upstream);
-  // factor z as bf16, in the first half of z's memory.
+  // Rounds factor * z to bf16, into the first half of z's memory.
   void (*round_row)(float* z, float factor, int64_t vocab);
-  // live[i] = 1 where |z[i]| is not below `least`.
+  // Sets live[i] = 1 for each class with |z[i]| >= least.
   void (*mark_float)(const float* z, int64_t vocab, float least, uint8_t* live);
   void (*mark_double)(const double* z, int64_t vocab, double least, uint8_t* live);
 };
 
 struct LinearCrossEntropyCuda {
-  CrossEntropyLaunch rows_float, rows_bf16, rows_fp16,
-      rows_double;  // of the gradient; logits are fp32, or fp64
+  // Named after the dtype of the gradient. The logits are fp32, or fp64 for rows_double.
+  CrossEntropyLaunch rows_float, rows_bf16, rows_fp16, rows_double;
 };
 
 }  // namespace shoestring::kernels

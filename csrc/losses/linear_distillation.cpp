@@ -18,7 +18,7 @@ kernels::Divergence divergence_of(const std::string& name) {
   return kernels::Divergence::kJsd;
 }
 
-// Of both heads and target, whether they are a call's or its rows'.
+// Checks both heads and the target, for linear_distillation and linear_distillation_rows.
 void check_heads(const Head& student, const Head& teacher, const OptionalTensor& target) {
   student.check(kDistillationOp);
   const Tensor &hidden = student.hidden, &of_teacher = teacher.hidden;
@@ -81,7 +81,7 @@ Tensor DistillationCall::count() const {
 Tensor DistillationCall::reduce(const Tensor& loss) const {
   if (!scalar()) return loss;
   const Tensor sum = loss.sum(at::kDouble);
-  const Tensor result = reduction == "mean" ? sum / count() : sum;  // NaN for a mean over nothing
+  const Tensor result = reduction == "mean" ? sum / count() : sum;  // NaN for a mean over no tokens
   return result.scalar_type() == loss.scalar_type() ? result : result.to(loss.scalar_type());
 }
 
@@ -117,7 +117,7 @@ DistillationResult distillation_rows_meta(const DistillationProblem& p) {
   return r;
 }
 
-// Without gradients the operator is the same on every device.
+// Implements linear_distillation for calls without gradients. The implementation is the same on every device.
 void distillation_without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const DistillationCall call(BoxedArguments(op, *stack));
   const Tensor loss = call.reduce(distillation_rows(call, {}, {}).loss);

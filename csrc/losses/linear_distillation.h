@@ -1,6 +1,6 @@
 #pragma once
 
-// What the CPU and the CUDA side of linear_distillation share, and what autograd needs of it.
+// Shared declarations of the CPU, CUDA and autograd implementations of linear_distillation.
 
 #include <optional>
 #include <string>
@@ -15,19 +15,19 @@ namespace shoestring::losses {
 constexpr const char* kDistillationOp = "linear_distillation";
 
 struct DistillationResult {
-  Tensor loss;  // (tokens), compute type
+  Tensor loss;  // loss of each token, shape (tokens), compute dtype
   Gradients gradients;
 };
 
-/// The arguments of linear_distillation_rows, checked: a student's head, and its teacher's.
+/// The checked arguments of linear_distillation_rows: the student's head (the base class) and the teacher's.
 struct DistillationProblem : Head {
   explicit DistillationProblem(const BoxedArguments& arguments);
 
   bool wants_gradient() const { return any(mask); }
 
   Head teacher;
-  OptionalTensor target;     // (tokens)
-  OptionalTensor grad_loss;  // () or (tokens)
+  OptionalTensor target;     // target classes, shape (tokens)
+  OptionalTensor grad_loss;  // upstream gradient of the loss, shape () or (tokens)
   int64_t ignore_index;
   kernels::Divergence divergence;
   double beta, temperature;
@@ -36,7 +36,7 @@ struct DistillationProblem : Head {
   Mask mask;
 };
 
-/// Registers a device's linear_distillation_rows.
+/// Implement a device's linear_distillation_rows as a boxed kernel.
 using DistillationRun = DistillationResult (*)(const DistillationProblem&);
 void push_distillation_rows(torch::jit::Stack* stack, const c10::OperatorHandle& op,
                             const DistillationResult& result, const Tensor& hidden);
@@ -46,11 +46,11 @@ void boxed_distillation_rows(const c10::OperatorHandle& op, torch::jit::Stack* s
   push_distillation_rows(stack, op, run(problem), problem.hidden);
 }
 
-/// Those that linear_distillation_rows has as well.
+/// The options that linear_distillation_rows has as well.
 constexpr const char* kDistillationOptions[] = {"ignore_index", "divergence", "beta", "temperature",
                                                 "workspace_mb"};
 
-/// A call of linear_distillation.
+/// The arguments of one call of linear_distillation.
 struct DistillationCall : Head {
   DistillationCall() = default;
   explicit DistillationCall(const BoxedArguments& arguments);
@@ -58,18 +58,19 @@ struct DistillationCall : Head {
   Head teacher;
   OptionalTensor target;
   std::string reduction;
-  NamedArguments options;  // kOptions
+  NamedArguments options;  // the values of kDistillationOptions
 
   bool scalar() const { return reduction != "none"; }
   int64_t ignore_index() const { return value_of(options, "ignore_index").toInt(); }
-  /// How many tokens count: (), fp64.
+  /// Returns the number of tokens that are not ignored, (), fp64.
   Tensor count() const;
-  /// The result, of the losses of tokens.
+  /// Returns the result, from the tokens' losses.
   Tensor reduce(const Tensor& loss) const;
 };
 
-/// linear_distillation_rows through the dispatcher, with the results in the shapes of the call. `upstream`:
-/// of the tokens' losses, in their shape or (); undefined without gradients.
+/// Calls linear_distillation_rows through the dispatcher, and returns the results in the call's shapes.
+/// `upstream` is the gradient of the tokens' losses, () or in their shape; undefined if no gradients are
+/// requested.
 DistillationResult distillation_rows(const DistillationCall& call, const Tensor& upstream, const Mask& mask);
 
 }  // namespace shoestring::losses

@@ -13,9 +13,10 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// A scalar loss has a scalar upstream gradient, so the gradients are made in forward, while the logits are
-// there, and only multiplied in backward. reduction='none' has one per token, known only in backward, where
-// the logits of both are computed a second time.
+// The autograd function of linear_distillation. A scalar loss has a scalar upstream gradient. Forward
+// therefore computes the gradients while it has the logits, and backward only multiplies them. With
+// reduction='none' there is one upstream gradient per token. It is known only in backward, which computes the
+// logits of student and teacher again.
 class LinearDistillation : public torch::autograd::Function<LinearDistillation> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight,
@@ -92,8 +93,8 @@ void distillation_autograd(const c10::OperatorHandle& op, torch::jit::Stack* sta
   torch::jit::push(*stack, std::move(out[0]));
 }
 
-// Under autocast the operands take the autocast dtype, as for a linear layer; the loss is fp32 whatever they
-// are.
+// Under autocast the operands are cast to the autocast dtype, as for a linear layer. The loss is fp32 in
+// every case.
 template <c10::DeviceType device>
 void distillation_autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   call_autocast(op, stack, device,

@@ -10,7 +10,7 @@ namespace {
 
 using at::Tensor;
 
-// A call as the device has it.
+// The arguments of a call, with the tensors that the kernels need on the device.
 struct DistillationOnCuda : DistillationProblem {
   explicit DistillationOnCuda(const DistillationProblem& problem)
       : DistillationProblem(problem), ignored(target ? target->eq(ignore_index).unsqueeze(1) : Tensor()),
@@ -26,8 +26,9 @@ struct DistillationOnCuda : DistillationProblem {
 
   Tensor ignored;
   LogitWaves waves;
-  Tensor padded_bias, padded_teacher_bias;  // compute type, divided by the temperature, or undefined
-  Tensor factors;                           // grad_loss, compute type, or undefined
+  // Compute dtype, divided by the temperature; undefined without a bias.
+  Tensor padded_bias, padded_teacher_bias;
+  Tensor factors;  // grad_loss in the compute dtype, or undefined
 
  private:
   Tensor divided(const OptionalTensor& t) const {
@@ -36,7 +37,7 @@ struct DistillationOnCuda : DistillationProblem {
   }
 };
 
-// Rows from `begin` on, as many as `student` has.
+// Launches the row kernel on the rows of `student`, whose first row is token `begin`.
 void start_distillation_rows(const DistillationOnCuda& p, const Tensor& student, const Tensor& teacher,
                              const Tensor& gradient, int64_t begin, const Tensor& loss) {
   kernels::DistillationRows rows{};

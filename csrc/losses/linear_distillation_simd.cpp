@@ -1,6 +1,7 @@
-// Both rows are in the second-level cache, so four passes over them (maxima, sums, divergence, gradient) cost
-// little beside the matrix products, and the exponentials are made anew rather than kept: what is subtracted
-// from what is then the logits less their maxima, never two logarithms of sums.
+// CPU kernels for the rows of linear_distillation. Both rows are in the second-level cache, so four passes
+// over them (maxima, sums, divergence, gradient) are cheap compared to the matrix products. The exponentials
+// are computed again instead of being stored. All differences are then between logits minus their maxima,
+// never between two logarithms of sums.
 
 #include "losses/linear_distillation_table.h"
 
@@ -14,7 +15,7 @@ namespace {
 using kernels::DistillationRule;
 using kernels::Divergence;
 
-// Makes raw logits final, and finds the largest.
+// Adds the bias to raw logits, and returns the largest logit.
 template <class T>
 T finish(T* z, const T* bias, int64_t vocab) {
   constexpr T kLeast = kLow;
@@ -43,8 +44,8 @@ double sum_of_exponentials(const T* z, int64_t vocab, T largest) {
   return total;
 }
 
-// What a class adds to the divergence, and where the gradient needs it, log(p / what the student is compared
-// with).
+// A class's contribution to the divergence. `surprise` is log(p / reference) with q or m as the reference, as
+// far as the gradient needs it.
 template <class V>
 struct Share {
   V loss, surprise;
@@ -54,16 +55,16 @@ template <Divergence kDivergence, class T>
 struct Pair {
   using V = RegisterOf<T>;
 
-  // p and q, and r = log(q / p).
+  // Computes the contribution of a class from p, q and r = log(q / p).
   SHOESTRING_METHOD Share<V> share(V p, V q, V r) const {
     if constexpr (kDivergence == Divergence::kForwardKl) {
       return {q == 0 ? V{} : q * r, V{}};
     } else if constexpr (kDivergence == Divergence::kReverseKl) {
       return {p == 0 ? V{} : -p * r, p == 0 ? V{} : -r};
     } else {
-      // log(m / the larger of p and q), of a number that is at least the smaller of beta and 1 - beta. Both
-      // terms of the loss are of first order in what they differ by, and it is of second: hence no 1 is added
-      // anywhere.
+      // log(m / the larger of p and q). Its argument is at least the smaller of beta and 1 - beta. The terms
+      // of the loss are of first order in the difference of p and q, while their sum is of second order. The
+      // formulas therefore avoid adding 1 anywhere, which would lose precision.
       V of_larger = log_of_rest((r > 0 ? V{} + other : V{} + beta) * one_less_exp(abs(r)));
       V of_student = -(r > 0 ? of_larger + r : of_larger), of_teacher = -(r > 0 ? of_larger : of_larger - r);
       V surprise = p == 0 ? V{} : of_student;
@@ -85,8 +86,8 @@ struct Pair {
 
   T *student, *teacher;
   int64_t vocab;
-  T student_max, teacher_max, student_share, teacher_share;  // shares: 1 / sum of exponentials
-  T offset;                                                  // log of the sums' quotient
+  T student_max, teacher_max, student_share, teacher_share;  // each share is 1 / sum of exponentials
+  T offset;                                                  // log of the quotient of the two sums
   T beta, other;                                             // other = 1 - beta
 };
 
@@ -104,7 +105,7 @@ double row(T* student, T* teacher, const DistillationRule<T>& rule, const double
   rows.beta = static_cast<T>(rule.beta);
   rows.other = static_cast<T>(1 - rule.beta);
 
-  double loss = 0, mean = 0;  // mean: sum p log(p / .)
+  double loss = 0, mean = 0;  // mean = sum p log(p / reference)
   V partial{}, surprise{};
   rows.each(
       [&](int64_t i, int64_t n, V p, V q, V r) {
@@ -130,7 +131,8 @@ double row(T* student, T* teacher, const DistillationRule<T>& rule, const double
         },
         [] {});
   }
-  // What rounding the offset lost; the mixture does not feel it.
+  // Corrects the loss for the rounding of `offset` to T. The jsd divergence does not depend on it to first
+  // order.
   const double lost = offset - static_cast<double>(rows.offset);
   if (kDivergence == Divergence::kForwardKl) return loss + lost;
   return kDivergence == Divergence::kReverseKl ? loss - lost : loss;

@@ -6,56 +6,59 @@
 
 namespace shoestring::kernels {
 
-// p = softmax of a student's row of logits, q = softmax of its teacher's, m = beta q + (1 - beta) p. The
-// divergence, and its gradient by the student's logit j:
-//   forward_kl  sum q log(q / p)                                    p_j - q_j
-//   reverse_kl  sum p log(p / q)                                    p_j (log(p_j / q_j) - sum p log(p / q))
-//   jsd         beta sum q log(q / m) + (1 - beta) sum p log(p / m) (1 - beta) p_j (log(p_j / m_j) - sum p
-//   log(p / m))
-// A class of probability 0 adds nothing, whatever stands beside it.
+// Let p = softmax of the student's row of logits, q = softmax of the teacher's row, and m = beta q + (1 -
+// beta) p. The divergences, and their gradients with respect to the student's logit j:
+// - forward_kl: sum q log(q / p), with gradient p_j - q_j;
+// - reverse_kl: sum p log(p / q), with gradient p_j (log(p_j / q_j) - sum p log(p / q));
+// - jsd: beta sum q log(q / m) + (1 - beta) sum p log(p / m), with gradient (1 - beta) p_j (log(p_j / m_j) -
+//   sum p log(p / m)).
+// A term with a factor of probability 0 is 0, even if its logarithm is infinite.
 enum class Divergence : int { kForwardKl, kReverseKl, kJsd };
 
-/// What every row of a call has in common. T: fp32, or fp64.
+/// The parameters that all rows of a call share. T is fp32 or fp64.
 template <class T>
 struct DistillationRule {
   int64_t vocab;
-  const T* student_bias;  // (vocab), or null
-  const T* teacher_bias;  // (vocab), or null
+  const T* student_bias;  // bias of the student, shape (vocab), or null
+  const T* teacher_bias;  // bias of the teacher, shape (vocab), or null
   Divergence divergence;
   double beta;
 };
 
 struct LinearDistillationTable {
-  // The divergence of two rows of raw logits (vocab). If `upstream` is given, student becomes upstream times
-  // the gradient; else both are left as they may be.
+  // Return the divergence of two rows of raw logits (vocab). With `upstream`, `student` becomes upstream
+  // times its gradient. Otherwise the final contents of both rows are undefined.
   double (*row_float)(float* student, float* teacher, const DistillationRule<float>& rule,
                       const double* upstream);
   double (*row_double)(double* student, double* teacher, const DistillationRule<double>& rule,
                        const double* upstream);
 };
 
-/// A wave of rows on the GPU. T: double for rows_double, else float.
+/// A wave of rows on the GPU. T is double for rows_double, and float otherwise.
 struct DistillationRows {
-  const void* student;       // (tokens, stride) T: raw, 16-byte aligned
-  const void* teacher;       // (tokens, stride) T: raw, 16-byte aligned
-  int64_t tokens, vocab;     // what is in a row from vocab on is neither used nor kept
-  int64_t stride;            // a multiple of 8
-  const int64_t* target;     // (tokens), or null
-  int64_t ignore_index;      // rows with this target: everything is 0, whatever the logits are
-  const void* student_bias;  // (stride) T, 16-byte aligned, or null
-  const void* teacher_bias;  // (stride) T, 16-byte aligned, or null
+  const void* student;       // (tokens, stride) T: raw logits, aligned to 16 bytes
+  const void* teacher;       // (tokens, stride) T: raw logits, aligned to 16 bytes
+  int64_t tokens, vocab;     // elements of a row from vocab on are neither used nor kept
+  int64_t stride;            // elements between two rows; a multiple of 8
+  const int64_t* target;     // target classes, shape (tokens), or null
+  int64_t ignore_index;      // rows with this target get 0 everywhere, whatever their logits are
+  const void* student_bias;  // (stride) T, aligned to 16 bytes, or null
+  const void* teacher_bias;  // (stride) T, aligned to 16 bytes, or null
   Divergence divergence;
   double beta;
-  const void*
-      grad_loss;  // T: one for all rows, or (tokens) where its stride is 1; not null where gradient is not
-  int64_t grad_loss_stride;  // 0 or 1
-  double factor;             // what the gradient is multiplied by besides
-  void* gradient;  // (tokens, stride) T or 16 bits, 16-byte aligned; may be student for T; null: not wanted
-  void* loss;      // (tokens) T
+  // Upstream gradient of dtype T: a single number, or (tokens) if its stride is 1. Not null if `gradient` is
+  // not null.
+  const void* grad_loss;
+  int64_t grad_loss_stride;  // stride 0 for a single number, 1 for (tokens)
+  double factor;             // an additional factor of the gradient
+  // Gradient of the student's logits, (tokens, stride), dtype T or 16 bits, aligned to 16 bytes. It may be
+  // the same memory as `student` if the dtype is T. Null if it is not requested.
+  void* gradient;
+  void* loss;  // loss of each token, shape (tokens), dtype T
 };
 
-/// Each writes the loss of every row and, if asked, its gradient by the student's logits. Returns the
-/// launch's error, or null.
+/// Each function writes the loss of every row and, if requested, its gradient with respect to the student's
+/// logits. Returns the error message of the launch, or null.
 struct LinearDistillationCuda {
   const char* (*rows_float)(const DistillationRows& rows, void* stream);
   const char* (*rows_bf16)(const DistillationRows& rows, void* stream);

@@ -12,7 +12,8 @@ using at::Tensor;
 
 namespace {
 
-// `total` in equal parts of at most `most`; in multiples of a GEMM's tile, where that is no less.
+// Splits `total` into equal parts of at most `most`, and returns their size. If possible, it is a multiple of
+// a GEMM's tile.
 int64_t even_part(int64_t total, int64_t most) {
   constexpr int64_t kTile = 128;
   most = std::max<int64_t>(1, most >= kTile ? most / kTile * kTile : most);
@@ -30,8 +31,9 @@ LogitWaves::LogitWaves(const char* op, const Head& head, const Tensor& ignored, 
       vocab_(head.vocab.expect_int()) {
   TORCH_CHECK(vocab_ <= (int64_t{1} << 31) - 16, op_,
               ": weight: expected fewer than 2^31 - 16 classes on CUDA, received ", vocab_);
-  // A power of two near a mean's 1 / count: in fp16 most of the logits' gradients would otherwise be rounded
-  // to zero. Not below 2^-15, which keeps the largest, 1 / scale, finite in fp16.
+  // scale_ is a power of two near 1 / count, the factor of a mean. Without it most gradients of the logits
+  // would be rounded to zero in fp16. It is at least 2^-15, so that the largest gradient, 1 / scale, is
+  // finite in fp16.
   for (int64_t n = tokens(); options_.averaged && n > 1 && scale_ > 0x1p-15; n /= 2) scale_ /= 2;
   plan();
   if (options_.filter && any(mask)) live_ = at::empty({stride()}, head.hidden.options().dtype(at::kByte));
@@ -47,11 +49,12 @@ bool LogitWaves::narrow() const {
   return any(mask_) && head_.hidden.scalar_type() != compute_type(head_.hidden);
 }
 
-// Every chunk but an only one is a pass over the fp32 accumulator of the weight's gradient, 8 * vocab *
-// features bytes against 6 * chunk * features * vocab flops: on an H200 about 230 / chunk of a 16-bit
-// problem's time. By default one chunk takes all tokens where their 16-bit gradient is no larger than that
-// accumulator, which is then not needed. fp32 accumulates in the result itself, and its flops are slow enough
-// for small chunks.
+// If there are several chunks, each one is a pass over the fp32 accumulator of the weight's gradient. It
+// takes 8 * vocab * features bytes and 6 * chunk * features * vocab flops. On an H200 this pass is about 230
+// / chunk of the time of a 16-bit problem.
+//
+// By default one chunk takes all tokens if their 16-bit gradient is no larger than the accumulator, which is
+// then not needed. fp32 accumulates in the result itself, and its products are slow enough for small chunks.
 void LogitWaves::plan() {
   const int64_t row = stride() * static_cast<int64_t>(compute().dtype().itemsize()),
                 logits = options_.buffers * row;
@@ -92,7 +95,8 @@ void LogitWaves::add_gradients(const Chunk& chunk, const quantization::BaseWeigh
   const Tensor &grad = chunk.grad, &x = chunk.x;
   const int64_t begin = chunk.begin;
   const double scale = scale_ * options_.logit_scale;
-  if (mask_[kHidden]) {  // of several panels, a sum in fp32 that is rounded once
+  // With several panels, the sum is taken in fp32 and rounded once.
+  if (mask_[kHidden]) {
     const Tensor result = sums[kHidden].narrow(0, begin, grad.size(0));
     const Tensor sum = weight.one_panel() ? result : at::empty(result.sizes(), compute());
     weight.for_each_panel([&](int64_t v, const Tensor& panel) {
@@ -107,7 +111,7 @@ void LogitWaves::add_gradients(const Chunk& chunk, const quantization::BaseWeigh
   if (mask_[kUp]) gemm::gemm(sums[kUp], grad.t(), chunk.low, /*beta=*/1, scale);
 }
 
-// The same for some classes, of which there may still be many: 64 MiB of their weights at a time.
+// Computes the same for some classes only, 64 MiB of their weights at a time, since there can still be many.
 void LogitWaves::add_live_gradients(const Chunk& chunk, const Tensor& classes, const Tensor& up,
                                     Gradients& sums) const {
   const Tensor &x = chunk.x, &low = chunk.low;
@@ -120,7 +124,7 @@ void LogitWaves::add_live_gradients(const Chunk& chunk, const Tensor& classes, c
   const int64_t step = std::max<int64_t>(128, (int64_t{64} << 20) / row);
   for (int64_t first = 0; first < classes.size(0); first += step) {
     const Tensor these = classes.narrow(0, first, std::min(step, classes.size(0) - first));
-    const Tensor grad = chunk.grad.index_select(1, these);  // (count, classes)
+    const Tensor grad = chunk.grad.index_select(1, these);  // shape (count, classes)
     const auto add = [&](int i, const Tensor& other) {
       const Tensor product = at::empty({these.size(0), other.size(1)}, compute());
       gemm::gemm(product, grad.t(), other, /*beta=*/0, scale);
@@ -153,7 +157,7 @@ Gradients LogitWaves::run(const StartRows& start_rows) const {
   };
   Gradients gradients;
   if (mask_[kHidden]) gradients[kHidden] = at::empty_like(hidden, at::MemoryFormat::Contiguous);
-  // Several chunks are summed in fp32 and rounded once; a single one writes the result.
+  // Several chunks are summed in fp32 and rounded once. A single chunk writes the result directly.
   if (mask_[kWeight]) {
     const auto type = chunk_ < tokens() ? compute() : hidden.options();
     gradients[kWeight] = options_.weight_grad ? *options_.weight_grad : start(head_.weight.sizes(), type);
@@ -179,7 +183,8 @@ Gradients LogitWaves::run(const StartRows& start_rows) const {
     }
     if (!gradient) continue;
     const Chunk chunk{grad_logits.narrow(0, 0, count).narrow(1, 0, vocab_), x, low, begin};
-    // The one thing here that waits for the GPU: how many classes are left shapes the products.
+    // Waits for the GPU, which nothing else here does: the number of remaining classes is the size of the
+    // products.
     const Tensor classes = live_.defined() ? live_.narrow(0, 0, vocab_).nonzero().squeeze(1) : Tensor();
     if (classes.defined() && classes.size(0) < vocab_ / 2) {
       add_live_gradients(chunk, classes, up, gradients);

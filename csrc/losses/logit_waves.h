@@ -1,9 +1,12 @@
 #pragma once
 
-// Tokens go in waves: a GEMM writes a wave's logits in fp32, and a row kernel turns them into their gradient:
-// a 16-bit one goes to a buffer for several waves, fp32 in place. More GEMMs read that, a chunk at a time.
-// Nothing waits for the GPU: how many tokens count is known on the device only, so tokens that are ignored
-// cost their share of the products (on the CPU they cost nothing).
+// The CUDA part of the losses with an output layer, which processes tokens in waves. A GEMM writes a wave's
+// logits in fp32, and a row kernel turns the logits into their gradient. A 16-bit gradient goes to a buffer
+// for several waves; an fp32 gradient overwrites the logits. Further GEMMs read the gradient, one chunk at a
+// time.
+//
+// Without `filter`, nothing synchronises with the GPU. The number of ignored tokens is known on the device
+// only, so ignored tokens take part in the products. (On the CPU they cost nothing.)
 
 #include <functional>
 
@@ -11,56 +14,58 @@
 
 namespace shoestring::losses {
 
-/// The CUDA side of a loss of logit_scale times a head's logits.
+/// Runs the waves of a loss whose logits are logit_scale times those of a head.
 class LogitWaves {
  public:
   struct Options {
     double logit_scale;
-    bool averaged;  // the losses' factors are near 1 / tokens
+    bool averaged;  // whether the factors of the losses are about 1 / tokens, as in a mean
     int64_t workspace_mb;
-    int64_t buffers = 1;                         // of a wave's logits: one, or another head's besides
-    std::optional<at::Tensor> weight_grad = {};  // what the weight's gradient is added to
-    bool filter =
-        false;  // the products of the gradients read the classes alone that row kernels mark in live()
+    int64_t buffers = 1;  // buffers for a wave's logits: 1, or 2 if there is a second head
+    std::optional<at::Tensor> weight_grad = {};  // fp32 tensor to which the gradient of the weight is added
+    // Whether the products for the gradients read only the classes that row kernels mark in live().
+    bool filter = false;
   };
 
-  /// head: of one that has been checked, with tokens in one dimension. ignored (tokens, 1) bool: what must
-  /// not show, or undefined.
+  /// `head` has been checked, and has one dimension of tokens. ignored (tokens, 1) bool marks the tokens
+  /// whose contents must not affect any result; it may be undefined.
   LogitWaves(const char* op, const Head& head, const at::Tensor& ignored, const Mask& mask, Options options);
 
   int64_t tokens() const { return head_.hidden.size(0); }
   int64_t vocab() const { return vocab_; }
-  /// Of the rows of logits and of their gradient: each begins at a multiple of 16 bytes.
+  /// Returns the stride of the rows of logits and of their gradient. Each row begins at a multiple of 16
+  /// bytes.
   int64_t stride() const;
-  /// Of the logits: fp32, or fp64.
+  /// Returns the options of the logits: fp32, or fp64.
   at::TensorOptions compute() const;
-  /// What the row kernel multiplies the gradient by, for fp16's sake; the products take it back.
+  /// Returns the factor by which the row kernel multiplies the gradient, to keep fp16 in range. The products
+  /// divide by it again.
   double factor() const { return 1 / scale_; }
-  /// t (vocab), or undefined, as row kernels read it: (stride), 0 from vocab on.
+  /// Returns t (vocab) padded with zeros to (stride), as row kernels read it. An undefined t stays undefined.
   at::Tensor padded(const std::optional<at::Tensor>& t) const;
-  /// Rows [begin, begin + count) of t, those that are ignored zero: what they hold must not show, and 0 * inf
-  /// would.
+  /// Returns rows [begin, begin + count) of t, with zeros in the ignored rows. Multiplying their values by a
+  /// zero gradient is not enough, since 0 * inf is NaN.
   at::Tensor counted(const at::Tensor& t, int64_t begin, int64_t count) const;
-  /// A buffer for a wave's logits.
+  /// Returns a buffer for a wave's logits.
   at::Tensor buffer() const;
-  /// z (count, stride) = logit_scale x (count, features) weight^T.
+  /// Computes z (count, stride) = logit_scale * x (count, features) weight^T.
   void write_logits(const at::Tensor& z, const at::Tensor& x, const quantization::BaseWeight& weight) const;
 
-  /// (stride) bytes: not 0 where a class's gradient matters to a token of the chunk at hand; undefined
-  /// without filter.
+  /// Returns (stride) bytes, which are not 0 for the classes whose gradient matters to some token of the
+  /// current chunk. Undefined without `filter`.
   const at::Tensor& live() const { return live_; }
 
-  /// Starts the row kernel on tokens from `begin` on: logits and gradient (count, stride). The latter may be
-  /// the former, or undefined.
+  /// Launches the row kernel on the tokens from `begin` on. Logits and gradient are (count, stride). The
+  /// gradient may be the same tensor as the logits, or undefined.
   using StartRows = std::function<void(const at::Tensor& logits, const at::Tensor& gradient, int64_t begin)>;
   Gradients run(const StartRows& start_rows) const;
 
  private:
-  // The gradient of the logits is in a buffer of its own.
+  // Returns whether the gradient of the logits has its own buffer.
   bool narrow() const;
   void plan();
   struct Chunk {
-    at::Tensor grad, x, low;  // (count, vocab), (count, features), (count, rank) or undefined
+    at::Tensor grad, x, low;  // shapes (count, vocab), (count, features), (count, rank); low may be undefined
     int64_t begin;
   };
   void add_gradients(const Chunk& chunk, const quantization::BaseWeight& weight, const at::Tensor& up,
@@ -74,13 +79,14 @@ class LogitWaves {
   const Mask mask_;
   const Options options_;
   const int64_t vocab_;
-  double scale_ = 1;  // what the products multiply the logits' gradient by
+  double scale_ = 1;  // factor by which the products multiply the gradient of the logits
   at::Tensor live_;
-  int64_t wave_,
-      chunk_;  // tokens that have logits at a time, and those that have a gradient of them: several waves
+  // wave_: number of tokens whose logits exist at a time. chunk_: number of tokens whose gradient of the
+  // logits exists at a time, several waves.
+  int64_t wave_, chunk_;
 };
 
-/// That of a table's row kernels whose gradient is of `dtype`.
+/// Returns the row kernel of a table for gradients of `dtype`.
 template <class Table>
 auto rows_of(const Table& table, at::ScalarType dtype) {
   return dtype == at::kDouble     ? table.rows_double
@@ -89,9 +95,9 @@ auto rows_of(const Table& table, at::ScalarType dtype) {
                                   : table.rows_fp16;
 }
 
-/// The address of t's data, or null where there is none.
+/// Returns the address of t's data, or null if t is undefined.
 inline const void* pointer_to(const at::Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
-/// A factor of the gradients () or (tokens), from token `begin` on, and its stride.
+/// Returns the address of a gradient's factor, () or (tokens), from token `begin` on, and sets its stride.
 inline const void* factor_from(const at::Tensor& t, int64_t begin, int64_t& stride) {
   stride = t.defined() && t.dim() == 1;
   return pointer_to(stride != 0 ? t.narrow(0, begin, t.size(0) - begin) : t);

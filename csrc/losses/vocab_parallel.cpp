@@ -1,5 +1,5 @@
-// Linear cross-entropy over shards of the classes: a shard's part is linear_cross_entropy_with_stats with
-// targets of its own, and what several make of theirs is ordinary arithmetic over tokens.
+// Linear cross-entropy with the classes split over shards. A shard's part is linear_cross_entropy_with_stats
+// with modified targets. Elementwise arithmetic over the tokens combines the parts.
 
 #include <shoestring/vocab_parallel.h>
 
@@ -22,7 +22,8 @@ Tensor owned(const Tensor& target, int64_t first, const c10::SymInt& classes) {
   return target.ge(first).logical_and(target.lt(at::scalar_tensor(first + classes, target.options())));
 }
 
-// A token whose target is elsewhere takes any class: its loss is not used, and its lse does not depend on it.
+// Computes a shard's part. If a token's target is in another shard, class 0 replaces it: its loss is not
+// used, and its lse does not depend on the target.
 void shard(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const BoxedArguments a(op, *stack);
   const Tensor target = a.tensor("target");
@@ -47,7 +48,9 @@ TORCH_LIBRARY_IMPL(shoestring, CompositeImplicitAutograd, m) {
   m.impl("linear_cross_entropy_shard", torch::CppFunction::makeFromBoxedFunction<&shard>());
 }
 
-// What every process has alike: its gradient is the sum of theirs, in fp32.
+// Marks a tensor that is the same on all processes. Its gradient is the sum of the gradients of all
+// processes, taken in fp32.
+// processes, taken in fp32.
 Tensor replicated(const Tensor& x, const AllReduce& all_reduce) {
   if (!at::GradMode::is_enabled() || !x.requires_grad()) return x;
   Tensor alias = x.view_as(x);
@@ -59,7 +62,8 @@ Tensor replicated(const Tensor& x, const AllReduce& all_reduce) {
   return alias;
 }
 
-// The sum over processes, which all go on alike: each has the gradient of the sum already.
+// Sums x over processes. All processes continue with the same computation, so each already has the gradient
+// of the sum.
 class Summed : public torch::autograd::Function<Summed> {
  public:
   static Tensor forward(torch::autograd::AutogradContext*, const Tensor& /*x*/, const Tensor& sum) {
@@ -71,7 +75,8 @@ class Summed : public torch::autograd::Function<Summed> {
   }
 };
 
-// Each target belongs to one process: else it is out of range, or shards overlap.
+// Raises unless each target belongs to exactly one process. Otherwise a target is out of range, or shards
+// overlap.
 void check_owners(const Tensor& owners, const Tensor& counted) {
   const Tensor right = owners.eq(counted).all();
   const std::string message = std::string(kWhole) +

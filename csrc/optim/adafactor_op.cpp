@@ -1,5 +1,5 @@
-// Adafactor (Shazeer and Stern, arXiv 1804.04235), as torch.optim.Adafactor has it: a matrix's second moment
-// is kept as that of its rows and columns.
+// Adafactor (Shazeer and Stern, arXiv 1804.04235), as in torch.optim.Adafactor. For a matrix it stores the
+// second moments of rows and columns only.
 
 #include <cmath>
 #include <limits>
@@ -15,7 +15,7 @@ namespace {
 
 using at::Tensor;
 
-// Of the weights' type; with a remainder they are fp32.
+// Returns the machine epsilon of the weights' dtype; with a remainder the weights count as fp32.
 double epsilon(const Share& s) {
   const auto type = s.call.weight_remainder ? at::kFloat : s.param.scalar_type();
   return type == at::kFloat      ? std::numeric_limits<float>::epsilon()
@@ -51,7 +51,7 @@ void adafactor(const Call& call) {
     const double eps1 = options.eps1.value_or(epsilon(s)), root = std::sqrt(s.param.numel());
     const Tensor t = s.before + 1;
     Tensor g = s.gradient();
-    // Overwritten with the update, of which the root mean square is at most d after it is divided by `over`.
+    // u is overwritten with the update. After the division by `over`, its root mean square is at most d.
     Tensor u = square.advance(s, g.square(), t.pow(options.beta2_decay), eps1)
                    .clamp_min_(eps1 * eps1)
                    .rsqrt_()
@@ -59,7 +59,7 @@ void adafactor(const Call& call) {
     g.reset();
     const Tensor over = (at::linalg_vector_norm(u) / (root * options.d)).clamp_min_(1);
 
-    // The relative step as a share of lr, which apply_ multiplies by: min(lr, 1 / sqrt(t)) / lr.
+    // The relative step, min(lr, 1 / sqrt(t)), is divided by lr here, because apply_ multiplies by lr.
     const Tensor rate = call.lr_tensor ? call.lr_tensor->reshape({}) * t.sqrt() : t.sqrt() * lr;
     Tensor factor = (s.weight_norm() / root).clamp_min_(options.eps2) * rate.reciprocal().clamp_max_(1);
     if (moments.empty()) {

@@ -6,17 +6,17 @@ namespace shoestring::kernels {
 
 struct AdamWOptions;
 
-// AdamW (Loshchilov and Hutter, arXiv 1711.05101).
+// The update rule of AdamW (Loshchilov and Hutter, arXiv 1711.05101).
 struct alignas(16) AdamWRule {
   static constexpr const char* kName = "adamw";
-  static constexpr int kMoments = 2;  // exp_avg, exp_avg_sq
+  static constexpr int kMoments = 2;  // the moments exp_avg and exp_avg_sq
   static constexpr bool kSigned[] = {true, false};
   using Options = AdamWOptions;
 
   float decay;  // 1 - lr * weight_decay, applied before the update
   float beta1, beta2;
-  float gradient;               // 1 - beta1, negative to maximise; times what scales the gradient
-  float gradient_squared_root;  // of 1 - beta2; times what scales the gradient
+  float gradient;               // (1 - beta1) * factor of the gradient; negative to maximise
+  float gradient_squared_root;  // sqrt(1 - beta2) * factor of the gradient
   float step;                   // -lr / (1 - beta1^step)
   float inverse_bias2;          // 1 / sqrt(1 - beta2^step)
   float eps;
@@ -34,8 +34,8 @@ struct alignas(16) AdamWRule {
 
   SHOESTRING_HOST_DEVICE float keeps(int k) const { return k == 0 ? beta1 : beta2; }
 
-  // A second moment below 1.2e-38 has a root of zero there. What is added is at least the root of that, so
-  // that an update may become smaller, but not explode.
+  // In fast math, the root of a second moment below 1.2e-38 is zero. eps is therefore at least the root of
+  // 1.2e-38, so that an update can become too small, but not explode.
   SHOESTRING_HOST_DEVICE void for_codes(const float (&scales)[2]) {
     beta1 *= scales[0];
     beta2 *= scales[1];

@@ -6,19 +6,20 @@ namespace shoestring::kernels {
 
 struct AdEMAMixOptions;
 
-// AdEMAMix (Pagliardini et al., arXiv 2409.03137): AdamW with a second, slow mean of gradients, not corrected
-// for its start.
+// The update rule of AdEMAMix (Pagliardini et al., arXiv 2409.03137): AdamW with a second, slow mean of
+// gradients. The slow mean has no bias correction.
 struct alignas(16) AdEMAMixRule {
   static constexpr const char* kName = "ademamix";
-  static constexpr int kMoments = 3;  // exp_avg, exp_avg_slow, exp_avg_sq
+  static constexpr int kMoments = 3;  // the moments exp_avg, exp_avg_slow and exp_avg_sq
   static constexpr bool kSigned[] = {true, true, false};
   static constexpr bool kLong[] = {false, true, false};
   using Options = AdEMAMixOptions;
 
   float decay;  // 1 - lr * weight_decay, applied before the update
   float beta1, beta2, beta3;
-  float gradient1, gradient3;   // 1 - beta1, 1 - beta3, negative to maximise; times what scales the gradient
-  float gradient_squared_root;  // of 1 - beta2; times what scales the gradient
+  // (1 - beta1), (1 - beta3), each times the factor of the gradient; negative to maximise.
+  float gradient1, gradient3;
+  float gradient_squared_root;  // sqrt(1 - beta2) * factor of the gradient
   float fast, slow;             // -lr / (1 - beta1^step), -lr alpha
   float inverse_bias2;          // 1 / sqrt(1 - beta2^step)
   float eps;
@@ -35,7 +36,7 @@ struct alignas(16) AdEMAMixRule {
 
   SHOESTRING_HOST_DEVICE float keeps(int k) const { return k == 0 ? beta1 : k == 1 ? beta3 : beta2; }
 
-  // As for AdamW.
+  // The lower bound of eps has the same reason as in AdamWRule.
   SHOESTRING_HOST_DEVICE void for_codes(const float (&scales)[3]) {
     beta1 *= scales[0];
     beta3 *= scales[1];
@@ -46,9 +47,10 @@ struct alignas(16) AdEMAMixRule {
 
 struct AdEMAMixOptions : StepOptions {
   double beta1, beta2, beta3, alpha, eps;
-  double t_alpha, t_beta3;  // 0: at once
+  double t_alpha, t_beta3;  // number of steps of the schedule; 0 for no schedule
 
-  // From beta1 to beta3, so that the time after which half is forgotten grows evenly.
+  // Returns the decay of the slow mean. It rises from beta1 to beta3 such that the mean's half-life grows
+  // linearly.
   SHOESTRING_HOST_DEVICE double slow_beta(double step) const {
     if (step >= t_beta3) return beta3;
     const double from = log(beta1), to = log(beta3), share = step / t_beta3;

@@ -13,8 +13,8 @@ using at::Tensor;
 
 namespace {
 
-constexpr double kNormGrowth =
-    1.01;  // the most that the norm of an update grows by from step to step; the paper's
+// Largest factor by which the norm of an update grows per step, from the paper.
+constexpr double kNormGrowth = 1.01;
 
 }  // namespace
 
@@ -46,7 +46,8 @@ Tensor APOLLOCore::down(Projected& p, const Tensor& grad, const LowRankOptions& 
 void APOLLOCore::up(Projected& p, const Tensor& clip, const LowRankOptions& o, double lr, double decay,
                     bool maximize) {
   const Tensor grad = p.param.grad().flatten(1);
-  const auto norm = [&](const Tensor& x) {  // of a channel, summed over the side that was projected
+  // Norm of each channel, taken along the projected dimension; or of the whole matrix.
+  const auto norm = [&](const Tensor& x) {
     at::OptionalIntArrayRef dim;
     const int64_t along = p.left ? 0 : 1;
     if (o.kind == "channel") dim = at::IntArrayRef(along);

@@ -6,8 +6,8 @@ namespace shoestring::kernels {
 
 struct ApplyOptions;
 
-// An update that is known already, in place of a gradient: how optimizers that do more than a rule can end,
-// and have every rounding of weights.
+// The rule that applies a known update, which takes the place of the gradient. Optimizers that need more than
+// a rule end with it, and so support every rounding of weights.
 struct alignas(8) ApplyRule {
   static constexpr const char* kName = "apply";
   static constexpr int kMoments = 0;
@@ -15,7 +15,7 @@ struct alignas(8) ApplyRule {
   using Options = ApplyOptions;
 
   float decay;  // 1 - lr * weight_decay
-  float step;   // -lr, positive to maximise; times what scales the update
+  float step;   // -lr * factor of the update; positive to maximise
 
   template <class V, class Math>
   SHOESTRING_HOST_DEVICE void operator()(V& param, V update, V (&)[1], Math math) const {

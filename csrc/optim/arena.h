@@ -1,8 +1,8 @@
 #pragma once
 
-// Where the state of optimizers lies: flat arenas that an operator steps in one call, and a parameter's views
-// of them. Sizes, names and numbers are those of Python (shoestring/optim/arena.py), so that state and random
-// bits are, too.
+// The storage of optimizer state. Arenas are flat tensors that an operator steps in one call; each
+// parameter's state is a view into them. Sizes, names and parameter numbers equal those of Python
+// (shoestring/optim/arena.py), so that state and random bits are equal, too.
 
 #include <map>
 #include <optional>
@@ -23,12 +23,12 @@ inline constexpr const char* kStates[] = {"8bit", "4bit", "bf16", "fp32"};
 inline constexpr const char* kWeights[] = {"plain", "stochastic", "remainder"};
 inline constexpr int64_t kBlock = kernels::kStateBlock;
 
-/// What the parameters of an arena have in common.
+/// Properties that all parameters of an arena share.
 struct Kind {
   std::string state;
   bool remainder;
-  at::Device device;  // where they are stepped
-  at::Device source;  // where they lie
+  at::Device device;  // device that steps the parameters
+  at::Device source;  // device of the parameters
 
   bool operator==(const Kind& other) const = default;
 };
@@ -37,75 +37,78 @@ Kind kind_of(const Tensor& param, const LowMemoryOptions& options);
 
 inline int64_t blocks_of(const Tensor& param) { return (param.numel() + kBlock - 1) / kBlock; }
 
-/// A kind of entry: its dtype, and what it takes of an arena for each block of 256 elements.
+/// One entry of the state: its name, its dtype, and the number of its elements per block of 256 parameters.
 struct Part {
   std::string name;
   at::ScalarType dtype;
   int64_t per_block;
-  bool shaped;  // as the parameter; else flat, whole blocks
+  bool shaped;  // whether views have the parameter's shape; if not, they are flat and cover whole blocks
 
   std::vector<int64_t> shape(const Tensor& param) const {
     return shaped ? param.sizes().vec() : std::vector<int64_t>{blocks_of(param) * per_block};
   }
 };
 
-/// The entries of a parameter, but for its step.
+/// Returns the entries of a parameter's state, except `step`.
 std::vector<Part> parts(const Rule& rule, const Kind& kind);
 
-/// The state of a group's parameters of one kind, each beginning at a multiple of a block.
+/// The state of all parameters of a group that have the same kind. Each parameter begins at a block boundary.
 struct Arena {
   Kind kind;
   std::vector<Tensor> params;
-  std::vector<int64_t> begins;  // in blocks, of each parameter
+  std::vector<int64_t> begins;  // first block of each parameter in the arena
   int64_t blocks;
   Tensor step;
-  std::map<std::string, Tensor> values;  // by the names of the operator's arguments
-  std::vector<int64_t> numbers;          // of the parameters among all of the optimizer, for random bits
+  std::map<std::string, Tensor> values;  // key: name of the operator's argument
+  // The parameters' numbers in the whole optimizer, which select their random bits.
+  std::vector<int64_t> numbers;
   Tensor accumulated;
 
-  // Where the state is offloaded (values are then host memory, or a file's):
+  // The next members are for offloaded state. `values` is then in host memory or in a file.
   c10::intrusive_ptr<offload::State> offloaded;
-  int64_t start = 0;  // of the parameters among those of offloaded
-  Tensor stepped;     // step, while a step is under way
-  std::optional<std::pair<int64_t, int64_t>>
-      part;  // of a piece: the first parameter's first block, how many blocks
+  int64_t start = 0;  // index of the arena's first parameter in `offloaded`
+  Tensor stepped;     // the new step counters, while a step is in progress
+  // In a piece that holds parts of parameters: the first parameter's first block, and the number of
+  // blocks.
+  std::optional<std::pair<int64_t, int64_t>> part;
 
-  // Where the CPU steps what lies on a device:
+  // The next members are for parameters on a device that the CPU steps.
   c10::intrusive_ptr<offload::HostParams> host;
-  std::vector<Tensor> weights;  // in host memory
-  bool has_fetched = false;     // gradients of the step that is under way
-  size_t next_param = 0;        // of a step that failed: the first that has not been stepped
+  std::vector<Tensor> weights;  // copies of the parameters in host memory
+  bool has_fetched = false;     // whether the gradients of the current step are in host memory
+  // After a failed step: index of the first parameter that has not been stepped.
+  size_t next_param = 0;
 
-  /// Zeros.
+  /// Creates an arena of zeros.
   Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> numbers,
         const c10::intrusive_ptr<offload::Offload>& offload, bool on_host);
 
-  /// A parameter's state: views.
+  /// Returns a parameter's state, as views into the arena.
   std::map<std::string, Tensor> views(const Rule& rule, size_t index) const;
-  /// A gradient's sum for each parameter, in its shape; zeros, until something is added.
+  /// Returns the sum of gradients of each parameter, in the parameter's shape; zeros at first.
   std::vector<Tensor> accumulated_views(at::ScalarType dtype);
-  /// What an operator steps.
+  /// Returns the tensors that the operator steps: the parameters, or their copies in host memory.
   const std::vector<Tensor>& stepped_params() const { return weights.empty() ? params : weights; }
-  /// The part of some parameters, side by side, as an arena of its own.
+  /// Returns an arena over consecutive parameters [first, last), with views into this one.
   Arena run(const Rule& rule, size_t first, size_t last) const;
 
   using Gradients = std::vector<Tensor>;
-  /// What is offloaded, in pieces that are on the device, with their gradients and sums. What had been
-  /// stepped when the same step failed before is left out.
+  /// Calls `step` for each piece of the offloaded state, once it is on the device, with its gradients and
+  /// sums. If the same step has failed before, skips the pieces that it has finished.
   void in_pieces(
       const Rule& rule, const Gradients& grads, const Tensor& accumulated,
       c10::function_ref<void(const Arena& piece, const Gradients& grads, const Tensor& accumulated)> step);
-  /// All pieces have been stepped.
+  /// Completes a step, after all pieces have been stepped.
   void commit();
 
  private:
   Arena(const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> numbers);
 };
 
-/// The bytes that the state of these parameters takes in an offload's file.
+/// Returns the number of bytes that the state of these parameters takes in an offload's file.
 int64_t offloaded_bytes(const Rule& rule, const Kind& kind, const std::vector<Tensor>& params);
 
-/// Raises c10::Error where a parameter's state does not fit.
+/// Raises c10::Error if a parameter's state does not fit.
 void check_state(const Rule& rule, const ParamState& state, const Tensor& param, const Kind& kind);
 
 }  // namespace shoestring::optim::detail

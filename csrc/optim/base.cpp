@@ -14,7 +14,7 @@ using namespace detail;
 namespace detail {
 namespace {
 
-// A number as the operators take it.
+// Converts a number tensor to an optional fp32 tensor on `device`, as the operators expect it.
 std::optional<Tensor> number_on(at::Device device, const Tensor& t) {
   return some(t.defined() ? t.to(device, at::kFloat, /*non_blocking=*/!device.is_cpu()) : t);
 }
@@ -49,7 +49,7 @@ Layout& Core::layout(size_t group) {
   if (!changed && count == params.size()) return layout;
 
   std::vector<Tensor> absent;
-  // A parameter with hooks may get a gradient or a sum, which must not wait for its state to be made.
+  // A parameter with hooks can get a gradient or a sum at any time, so its state must exist before.
   const bool from_hooks = step_in_backward || (on_cpu() && !watched_.empty());
   const auto found = members(group, [&](const Tensor& p) {
     const bool belongs = state(p) != nullptr || has_gradient(p) || (from_hooks && p.requires_grad());
@@ -57,7 +57,7 @@ Layout& Core::layout(size_t group) {
     return belongs;
   });
   bring_back();
-  // Nothing has changed where there is no room for one of the arenas.
+  // The new layout replaces the old one only at the end, so that running out of memory changes nothing.
   Layout made{{}, std::move(absent)};
   std::vector<std::pair<Key, std::map<std::string, Tensor>>> states;
   for (const auto& [kind, same, numbers] : found) {
@@ -85,7 +85,7 @@ Layout& Core::layout(size_t group) {
       states.emplace_back(arena.params[i].unsafeGetTensorImpl(), std::move(views));
     }
   }
-  alone_.clear();  // views of other arenas
+  alone_.clear();  // they hold views of the old arenas
   drop_buckets();
   for (auto& [key, views] : states) optimizer->state()[key] = std::make_unique<ParamState>(std::move(views));
   return layout = std::move(made);

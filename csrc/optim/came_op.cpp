@@ -1,5 +1,6 @@
-// CAME (Luo et al., arXiv 2307.02047): Adafactor's second moment, a mean of the clipped updates, and of how
-// far updates are from that mean a second moment again, by which the mean is divided.
+// CAME (Luo et al., arXiv 2307.02047). It divides the gradient by the root of Adafactor's second moment,
+// clips the result, and takes its running mean. The squared distance between updates and this mean has a
+// second moment of its own, called the instability. The mean is divided by the root of the instability.
 
 #include <cmath>
 #include <limits>
@@ -32,8 +33,8 @@ struct CameArguments {
   }
 };
 
-// Products of a row and a column that have no gradients underflow; updates there are zero, and must not
-// become NaN.
+// Where a row and a column have no gradients, the product of their means underflows. The update is zero
+// there, and this lower bound keeps it from becoming NaN.
 constexpr float kLeast = std::numeric_limits<float>::min();
 
 Tensor inverse_root(const Tensor& square) { return square.clamp_min_(kLeast).rsqrt_(); }

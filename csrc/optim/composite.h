@@ -1,8 +1,8 @@
 #pragma once
 
-// For optimizers that are more than a rule: a call, parameter by parameter, as calls of other operators on a
-// parameter's share of the state. Nothing here reads a tensor's values, so one implementation serves every
-// device.
+// Helpers for optimizers that need more than an update rule, such as LAMB or Muon. They step one parameter at
+// a time, by calling other operators on the parameter's slice of the state. No function here reads a tensor's
+// values on the host, so one implementation serves every device.
 
 #include <initializer_list>
 #include <vector>
@@ -12,45 +12,47 @@
 
 namespace shoestring::optim::ops {
 
-/// A parameter with a gradient, and its share of a call's state.
+/// A parameter with a gradient, and its slice of a call's state.
 class Share {
  public:
-  /// `before`: a copy of the call's steps, for all operators but the last, since each of them advances its
-  /// own.
+  /// `before` is a copy of the call's step counters. Every operator increments the counter that it gets, so
+  /// all operators except the last get a copy.
   Share(const Call& call, const Stepped& stepped, const Tensor& before);
 
   const Call& call;
-  int64_t index;  // among the parameters
+  int64_t index;  // index of the parameter in the call
   Tensor param, grad, step, before;
 
   Tensor of(const Tensor& arena) const;
   OptionalTensor of(const OptionalTensor& arena) const;
 
-  /// fp32, the parameter's shape.
+  /// Returns an uninitialised fp32 tensor with the parameter's shape.
   Tensor empty() const;
 
-  /// `op` on `result` in place of the parameter and `grad` in place of its gradient.
+  /// Calls `op` with `result` as the parameter and `grad` as its gradient.
   void run(const char* op, const Tensor& result, const Tensor& grad, const Tensor& step,
            std::initializer_list<NamedArguments> arguments) const;
 
-  /// A moment as an operator's argument, by the operator's name for it.
+  /// Returns this parameter's slice of a moment (and its scale) as an argument, under the operator's name
+  /// `theirs`.
   NamedArguments moment(const std::string& theirs, const Moment& moment) const;
 
-  /// What scales the gradient, its sign, and what was accumulated: for the one operator that reads it.
+  /// Returns the arguments that concern the gradient: its factors, its sign and the accumulated sum. Exactly
+  /// one operator of a step may get them.
   NamedArguments of_gradient() const;
 
-  /// The gradient itself, with all of that: fp32.
+  /// Returns the gradient in fp32, with its factors, its sign and the accumulated sum applied.
   Tensor gradient() const;
 
-  /// The Euclidean norm of the weights, with their remainder: fp32, one element.
+  /// Returns the Euclidean norm of the weights (with their remainder), one fp32 element.
   Tensor weight_norm() const;
-  Tensor weight() const;  // fp32
+  Tensor weight() const;  // returns the weights in fp32
 
-  /// mean += weight (fresh - mean), unless the step is skipped.
+  /// Computes mean += weight * (fresh - mean), unless the step is skipped.
   void advance(const Tensor& mean, const Tensor& fresh, const Tensor& weight) const;
 
-  /// apply_ to the parameter itself: weight_decay of the call, its rounding, and its lr or the one given (one
-  /// element); `factor`, if any, multiplies the update.
+  /// Calls apply_ on the parameter itself, with the call's weight_decay and rounding. `lr` (one element)
+  /// replaces the call's lr; `factor`, if given, multiplies the update.
   void apply(const Tensor& update, const OptionalTensor& factor = {}, const OptionalTensor& lr = {},
              bool maximize = false) const;
 
@@ -58,11 +60,12 @@ class Share {
   int64_t block_, blocks_, total_;
 };
 
-/// For a tensor of its own that every parameter has beside the arenas: fp32, of the given shape.
+/// Reads a list argument with one fp32 tensor per parameter, which is stored outside the arenas. Checks the
+/// shapes with shape_of.
 using ShapeOf = std::vector<int64_t> (*)(const Tensor& param);
 std::vector<Tensor> extra(const Call& call, const char* name, ShapeOf shape_of);
 
-/// The shares of all parameters that have a gradient, after every check of the call.
+/// Returns the shares of all parameters that have a gradient, after all checks of the call.
 std::vector<Share> shares(const Call& call, const std::vector<Moment>& moments);
 
 }  // namespace shoestring::optim::ops

@@ -1,6 +1,7 @@
 #pragma once
 
-// What LowMemoryOptimizer does: steps (base.cpp), and what happens to gradients before one (gradients.cpp).
+// The implementation of LowMemoryOptimizer: steps (base.cpp), gradients before a step (gradients.cpp), and
+// steps on the CPU (host.cpp).
 
 #include <map>
 #include <memory>
@@ -16,20 +17,20 @@
 
 namespace shoestring::optim::detail {
 
-/// A group's arenas, and the parameters that have never had a gradient.
+/// The arenas of a parameter group, and the group's parameters that have no state yet.
 struct Layout {
   std::vector<Arena> arenas;
   std::vector<Tensor> absent;
 };
 
-/// A parameter's address, by which LibTorch knows its state.
+/// LibTorch's key of a parameter's state: the address of its TensorImpl.
 using Key = c10::TensorImpl*;
 
 inline std::optional<Tensor> some(const Tensor& t) {
   return t.defined() ? std::optional<Tensor>(t) : std::nullopt;
 }
 
-/// The backwards whose gradients hooks have taken, by the number of their graph task.
+/// The backward passes, by id of their graph task, in which a hook has taken a gradient.
 struct Backwards {
   std::mutex mutex;
   std::set<int> open;
@@ -41,35 +42,36 @@ struct Core : std::enable_shared_from_this<Core> {
 
   // ---- steps
 
-  LowMemoryOptimizer* optimizer;               // which may move
-  std::unordered_map<size_t, Layout> layouts;  // by the group's position
+  LowMemoryOptimizer* optimizer;               // the owner; updated when the owner is moved
+  std::unordered_map<size_t, Layout> layouts;  // key: index of the parameter group
 
-  const char* name() const;  // of the class
+  const char* name() const;  // returns the name of the optimizer's class
   const LowMemoryOptions& options(size_t group) const;
   const Rule& rule(size_t group) const { return Access::rule(options(group)); }
   const ParamState* state(const Tensor& param) const;
-  /// The group's arenas: of parameters that have state or a gradient (or will have, in backward).
+  /// Returns the arenas of a group. They cover all parameters that have state or a gradient, or can get one
+  /// in backward.
   Layout& layout(size_t group);
   Tensor step();
   Tensor scaled_step(const Tensor& scale, const Tensor& skip);
   void step_arena(size_t group, Arena& arena, const std::vector<Tensor>& grads, const Tensor& accumulated,
                   const Tensor& clip_coef);
 
-  std::string offload;  // "": on the device
+  std::string offload;  // place of the state (see set_offload); "" for the parameters' device
   bool on_cpu() const { return offload == "cpu"; }
   bool streams() const { return !offload.empty() && !on_cpu(); }
-  /// What the arenas on a device share; null where nothing is offloaded.
+  /// Returns the offload that all arenas of a device share; null without offload.
   c10::intrusive_ptr<offload::Offload> offload_of(at::Device device);
   void set_offload(const std::string& where);
-  /// Makes room on the disk for the state of all trainable parameters of the groups from `first` on.
+  /// Reserves disk space for the state of all trainable parameters, in the groups from `first` on.
   void reserve(size_t first);
-  /// Waits until all stepped state is back in host memory or in the file.
+  /// Waits until all stepped state has been written back to host memory or to the file.
   void bring_back();
-  /// The same for what is going to be read or saved. Raises where a step that failed has stepped some
+  /// Waits like bring_back(), before state is read or saved. Raises if a failed step has stepped some of the
   /// parameters.
   void settle();
-  /// After zero_grad: drops what is left of a step or backward that failed, where its parameters have not
-  /// been stepped.
+  /// Drops the remains of a failed step or backward pass if it has not stepped any parameter. Called by
+  /// zero_grad.
   void discard();
 
   // ---- gradients
@@ -79,67 +81,72 @@ struct Core : std::enable_shared_from_this<Core> {
   bool step_in_backward = false, accumulating = false;
   at::ScalarType accumulate_dtype = at::kFloat;
 
-  /// Hooks on parameters, where gradients are not simply left in grad().
+  /// Installs hooks on parameters, for settings that take gradients away from grad().
   void watch(const std::vector<Tensor>& params);
   void on_gradient(const Tensor& param);
-  /// After a load.
+  /// Drops everything that belongs to the old state. Called after a load.
   void forget();
 
   // ---- steps by the CPU (host.cpp)
 
   void flush();
   void drain();
-  /// Before the first gradients are added up: raises where the last step has not been finished.
+  /// Raises if the last step is unfinished. Called before gradients are accumulated.
   void begin_sums();
 
  private:
-  struct Members {  // of a group, of one kind
+  // The parameters of a group that have the same kind.
+  struct Members {
     Kind kind;
     std::vector<Tensor> params;
     std::vector<int64_t> numbers;
   };
-  struct Call {  // an arena, its parameters' gradients, and what the step itself adds to them
+  // One call of the operator: an arena, the gradients of its parameters, and the sums that the step adds to
+  // them.
+  struct Call {
     size_t group;
     Arena* arena;
     std::vector<Tensor> grads;
     Tensor accumulated;
   };
+  // The arena of a single parameter, for a step within backward.
   struct Alone {
     size_t group;
     Arena arena;
   };
 
-  struct Bucket {  // parameters of an arena, side by side, that the CPU steps together
+  // Consecutive parameters of an arena that the CPU steps together.
+  struct Bucket {
     size_t group;
     Arena* arena;
     size_t first, last;
-    std::set<size_t> arrived{};  // whose gradient is on its way
-    std::set<size_t> given{};    // whose gradient of this step has come
-    bool steps = false;          // the job
+    // Indices of parameters whose gradient is being copied to the host.
+    std::set<size_t> arrived{};
+    // Indices of parameters whose gradient of this step has been handed to a job.
+    std::set<size_t> given{};
+    bool steps = false;  // whether the bucket's job takes a step
     offload::FencePtr job{};
     struct Result {
       size_t index;
       Tensor grad, norm;
       bool is_sum;
     };
-    std::vector<Result> results{};  // of the job
+    std::vector<Result> results{};  // results of the bucket's job
   };
 
-  using Versions = std::vector<std::pair<Tensor, uint32_t>>;  // of gradients
+  using Versions = std::vector<std::pair<Tensor, uint32_t>>;  // each gradient with its version counter
 
   void step_values(size_t group, const Arena& arena, const std::vector<Tensor>& grads,
                    const Tensor& accumulated, const Tensor& clip_coef);
-  struct Unfinished {  // a step that is under way, or failed
+  // A step that is in progress or has failed.
+  struct Unfinished {
     std::vector<Call> calls;
-    size_t done;  // calls
+    size_t done;  // number of calls that have finished
     Tensor coefficient, grad_scale, found_inf;
     Versions gradients;
   };
-  enum class Broken {
-    kNone,
-    kSums,
-    kWeights
-  };  // what an error has left half-done, but for an unfinished step
+  // The part of the state that an error has left incomplete, apart from an unfinished step.
+  enum class Broken { kNone, kSums, kWeights };
 
   std::vector<Members> members(size_t group, c10::function_ref<bool(const Tensor&)> belongs) const;
   void check_process() const;
@@ -182,23 +189,34 @@ struct Core : std::enable_shared_from_this<Core> {
       [](at::Device a, at::Device b) { return a.str() < b.str(); }};
   std::optional<Unfinished> unfinished_;
   Broken broken_ = Broken::kNone;
-  bool stepped_in_backward_ = false;  // any parameter, by the last backward
+  bool stepped_in_backward_ = false;  // whether the last backward has stepped any parameter
   const std::shared_ptr<Backwards> backwards_ = std::make_shared<Backwards>();
-  Tensor grad_scale_, found_inf_;         // of a scaled step, while it runs; the latter whether to skip
-  std::unordered_map<Key, Tensor> sums_;  // of gradients, views of arenas once there are any
-  std::unordered_set<Key> pending_;       // parameters whose sum is not empty
-  std::vector<Tensor> used_;              // sums that stand for gradients, and have to become zero
+  // Set while scaled_step() runs. found_inf_ tells the operator to skip the step.
+  Tensor grad_scale_, found_inf_;
+  // Sums of gradients; views into arenas, once the arenas exist.
+  std::unordered_map<Key, Tensor> sums_;
+  // Parameters whose sum is not empty.
+  std::unordered_set<Key> pending_;
+  // Sums that replace gradients in this step, and must be cleared after it.
+  std::vector<Tensor> used_;
   std::unordered_set<Key> watched_;
-  std::unordered_map<Key, Alone> alone_;  // in backward: each parameter's state
-  std::vector<Tensor> norms_;             // of gradients that have been freed
-  std::mutex mutex_;                      // backward has a thread for each device
+  // For steps within backward: the state of each parameter.
+  std::unordered_map<Key, Alone> alone_;
+  // Norms of gradients that have been freed.
+  std::vector<Tensor> norms_;
+  // Guards the hooks, since backward runs one thread per device.
+  std::mutex mutex_;
   std::vector<std::unique_ptr<Bucket>> buckets_;
-  std::unordered_map<Key, std::pair<Bucket*, size_t>>
-      bucket_of_;                              // and which of the arena's parameters it is
-  std::vector<Bucket*> jobs_;                  // with gradients on their way, or a job
-  std::unordered_map<Key, Tensor> collected_;  // gradients in host memory, which wait for the norm of all
-  std::unordered_map<const void*, Tensor> known_norms_;  // of those, by address
-  std::unique_ptr<offload::CopyLane> worker_;            // the last: it ends first
+  // The bucket of a parameter, and the parameter's index in the arena.
+  std::unordered_map<Key, std::pair<Bucket*, size_t>> bucket_of_;
+  // Buckets with gradients being copied, or with a running job.
+  std::vector<Bucket*> jobs_;
+  // Gradients in host memory that wait for the norm of all gradients.
+  std::unordered_map<Key, Tensor> collected_;
+  // Norms of the collected gradients, by their address.
+  std::unordered_map<const void*, Tensor> known_norms_;
+  // Declared last, so that the worker thread ends before the members that it uses.
+  std::unique_ptr<offload::CopyLane> worker_;
 };
 
 }  // namespace shoestring::optim::detail

@@ -6,16 +6,17 @@ namespace shoestring::kernels {
 
 struct EmaOptions;
 
-// The running mean of gradients by itself: parameters are overwritten with it, or with Nesterov's look ahead.
-// What optimizers that do more than a rule begin with.
+// The rule of a running mean of gradients. It overwrites parameters with the mean, or with Nesterov's
+// look-ahead. Optimizers that need more than a rule begin with it.
 struct alignas(16) EmaRule {
   static constexpr const char* kName = "ema";
-  static constexpr int kMoments = 1;  // exp_avg
+  static constexpr int kMoments = 1;  // the moment exp_avg
   static constexpr bool kSigned[] = {true};
   using Options = EmaOptions;
 
-  float beta, gradient;  // of the mean; 1 - beta, negative to maximise, times what scales the gradient
-  float mean, own;       // how much of the new mean and of the gradient is the result
+  // Decay of the mean; (1 - beta) * factor of the gradient, negative to maximise.
+  float beta, gradient;
+  float mean, own;  // weights of the new mean and of the gradient in the result
 
   template <class V, class Math>
   SHOESTRING_HOST_DEVICE void operator()(V& param, V grad, V (&moments)[1], Math math) const {

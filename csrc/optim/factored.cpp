@@ -6,7 +6,7 @@
 namespace shoestring::optim::ops {
 namespace {
 
-// (..., rows, columns) with one size, counted from the last, become 1; (0) for vectors.
+// Returns the parameter's shape with dimension `dim`, counted from the last, reduced to 1; (0) for vectors.
 template <int dim>
 std::vector<int64_t> reduced(const Tensor& param) {
   if (param.dim() < 2) return {0};

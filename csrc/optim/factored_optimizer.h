@@ -4,8 +4,8 @@
 
 namespace shoestring::optim::detail {
 
-/// A matrix's second moment, kept as that of its rows and columns, or in full (`full` may be null) that of
-/// what has fewer dimensions; what a parameter does not have is empty.
+/// Returns the second moment's tensors of a parameter. A parameter with two or more dimensions has the row
+/// and column means. Other parameters have `full`, unless that is null. The remaining tensors are empty.
 inline std::vector<Extra> factored(const Tensor& param, const char* row, const char* col, const char* full) {
   const std::vector<int64_t> shape = param.sizes().vec(), none{0};
   std::vector<Extra> all{{row, none}, {col, none}};

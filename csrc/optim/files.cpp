@@ -11,10 +11,13 @@
 #include "files/safetensors_format.h"
 #include "optim/saved.h"
 
-// The file: entries "<group>.<index in the group>.<name>", and in the metadata format
-// ("shoestring.optimizer"), format_version, optimizer (the class) and groups: JSON, a list of {"size":
-// parameters, "options": {...}}. Python's groups may have "extra" beside them: what its schedulers keep
-// there.
+// Format of the safetensors file. Tensors are called "<group>.<index in the group>.<name>". The metadata has
+// the keys:
+// - format: "shoestring.optimizer";
+// - format_version;
+// - optimizer: the name of the class;
+// - groups: JSON, a list of {"size": number of parameters, "options": {...}}. Python may add "extra", in
+//   which learning rate schedulers keep their values.
 
 namespace shoestring::optim {
 namespace {
@@ -42,13 +45,13 @@ Json json_of(const std::tuple<T...>& several) {
   return std::apply([](const T&... value) { return Json(std::vector<Json>{json_of(value)...}); }, several);
 }
 
-// A text from a file in a message: quoted where it is long or has other characters than printable ones.
+// Formats a text from a file for an error message. Quotes it if it is long or has non-printable characters.
 std::string brief(const std::string& text) {
   const bool plain = std::all_of(text.begin(), text.end(), [](char c) { return c >= ' ' && c <= '~'; });
   return plain && text.size() <= 64 ? text : quote(text);
 }
 
-// A number above the range would become another one, or undefined.
+// Raises for a number outside int64_t, which json.get would silently change.
 int64_t integer(const Json& json) {
   const bool fits =
       json.is_number_integer() && (!json.is_number_unsigned() || json.get<uint64_t>() <= INT64_MAX);
@@ -91,7 +94,7 @@ Json options_json(const LowMemoryOptions& options) {
   return json;
 }
 
-// The groups without their states; JSON's exceptions say what does not fit.
+// Reads the parameter groups without their states. JSON exceptions report entries that do not fit.
 std::vector<Saved::Group> read_groups(const Json& json, const LowMemoryOptimizer& optimizer,
                                       const char* where) {
   const char* name = Access::core(optimizer).name();

@@ -39,18 +39,20 @@ auto squares_of(const Tensor& x) {
                                  : kernels.squares_fp16;
 }
 
-// All tensors are one row of chunks, whose sums are added in order.
+// Treats all tensors as one sequence of chunks. The sums of a tensor's chunks are added in order, so threads
+// do not affect the result.
 Tensor norm_cpu(at::TensorList tensors) {
   check(tensors);
   std::vector<Tensor> x;
-  std::vector<int64_t> ends;  // in chunks
+  std::vector<int64_t> ends;  // end of each tensor in that sequence, in chunks
   for (const Tensor& g : tensors) {
-    x.push_back(g.is_non_overlapping_and_dense() ? g
-                                                 : g.contiguous());  // the order of elements is of no account
+    // The order of elements does not matter for a norm, so any dense layout is read directly.
+    x.push_back(g.is_non_overlapping_and_dense() ? g : g.contiguous());
     ends.push_back((ends.empty() ? 0 : ends.back()) + (g.numel() + kNormChunk - 1) / kNormChunk);
   }
   std::vector<double> sums(static_cast<size_t>(ends.back()));
-  constexpr int64_t kGrain = 8;  // chunks: some microseconds, what it takes to wake a thread
+  // Chunks per task: a few microseconds of work, which is the time to wake a thread.
+  constexpr int64_t kGrain = 8;
   at::parallel_for(0, ends.back(), kGrain, [&](int64_t first, int64_t last) {
     size_t i = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), first) - ends.begin());
     for (int64_t chunk = first; chunk < last; ++chunk) {
@@ -70,8 +72,8 @@ Tensor norm_cpu(at::TensorList tensors) {
   return norms;
 }
 
-// PyTorch's multi-tensor norm reads 16 bits at the memory's rate there (on the CPU, an element at a time). It
-// takes one type at a time.
+// On CUDA, PyTorch's multi-tensor norm reads 16-bit tensors at full memory bandwidth. (On the CPU it reads
+// one element at a time.) It needs one call per dtype.
 Tensor norm_cuda(at::TensorList tensors) {
   check(tensors);
   std::vector<Tensor> norms(tensors.size());
@@ -84,7 +86,7 @@ Tensor norm_cuda(at::TensorList tensors) {
       places.push_back(i);
     }
     if (same.empty()) continue;
-    // With its own type, the norm of finite fp16 gradients under a loss scale would overflow.
+    // The result is fp32: in fp16, the norm of finite gradients under a loss scale could overflow.
     const auto found = at::_foreach_norm(same, 2, at::kFloat);
     for (size_t i = 0; i < places.size(); ++i) norms[places[i]] = found[i];
   }

@@ -5,9 +5,9 @@
 
 namespace shoestring::optim::ops {
 
-/// The L2 norm of each of n tensors, fp32 (n,): at least one, all on one device, fp32, bf16 or fp16 in any
-/// mixture. On the CPU each is read once, in its own type; a norm's bits do not depend on threads, nor on the
-/// other tensors.
+/// Returns the L2 norm of each of n >= 1 tensors as fp32 (n,). The tensors are fp32, bf16 or fp16, mixed as
+/// needed, and on one device. On the CPU each tensor is read once, in its own dtype. A norm is the same bit
+/// for bit for any number of threads, and next to any other tensors.
 at::Tensor foreach_norm(at::TensorList tensors);
 
 }  // namespace shoestring::optim::ops

@@ -1,5 +1,6 @@
-// Everything is read once, in its own type: eight sums of one register each, so that neither the additions'
-// latency nor their rounding counts for much, and then all of their lanes in double.
+// CPU kernels for sums of squares. Each element is read once, in its own dtype. Eight registers hold partial
+// sums, which hides the latency of the additions and reduces their rounding errors. Their lanes are then
+// added in double precision.
 
 #include "optim/foreach_norm_table.h"
 

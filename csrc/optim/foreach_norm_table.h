@@ -6,8 +6,8 @@
 
 namespace shoestring::kernels {
 
-/// The sum of the squares of `count` elements, in fp32 where they are few: call it for kNormChunk of them at
-/// most.
+/// Compute the sum of squares of `count` elements. The additions are in fp32, so call them with at most
+/// kNormChunk elements.
 struct ForeachNormTable {
   double (*squares_float)(const void* x, int64_t count);
   double (*squares_bf16)(const void* x, int64_t count);

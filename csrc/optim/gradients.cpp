@@ -16,7 +16,7 @@ namespace shoestring::optim {
 namespace detail {
 namespace {
 
-// A tensor has room for one hook: this one calls the one that was there.
+// A tensor has room for only one hook, so this hook first calls the one that it replaces.
 struct Hook final : torch::autograd::PostAccumulateGradHook {
   std::weak_ptr<Core> core;
   std::unique_ptr<PostAccumulateGradHook> before;
@@ -68,7 +68,7 @@ void Core::on_gradient(const Tensor& param) {
 
 void Core::forget() {
   end_backward();
-  offload::FirstError ignored;  // the state that it concerns goes
+  offload::FirstError ignored;  // the error concerns state that is dropped anyway
   ignored.guard([&] { drain(); });
   broken_ = Broken::kNone;
   used_.clear();
@@ -94,7 +94,7 @@ void Core::add(const Tensor& param) {
   param.mutable_grad() = Tensor();
 }
 
-// The sums of an arena's parameters, as views of its own.
+// Moves the sums of an arena's parameters into the arena. Returns them as views.
 std::vector<Tensor> Core::into_arena(Arena& arena) {
   const auto views = arena.accumulated_views(accumulate_dtype);
   for (size_t i = 0; i < views.size(); ++i) {
@@ -105,9 +105,10 @@ std::vector<Tensor> Core::into_arena(Arena& arena) {
   return views;
 }
 
-// Where the norm of the whole gradient is needed first, sums are completed here and stand for the gradients.
+// Collects the gradients of a call. If the norm or the largest element of the whole gradient is needed first,
+// this function completes the sums, and passes them as the gradients.
 void Core::gather(Call& call) {
-  bool here = false;  // in host memory
+  bool here = false;  // whether some gradients or sums are in host memory
   for (const Tensor& p : call.arena->params) {
     call.grads.push_back(p.grad());
     here |= is_pending(p) || collected_.count(p.unsafeGetTensorImpl()) > 0;
@@ -151,11 +152,12 @@ std::vector<Tensor> Core::gradients_of(const std::vector<Call>& calls) {
   return grads;
 }
 
-// The largest element, since a sum of squares may overflow where all gradients are finite.
+// Looks for the largest element: a sum of squares may overflow although all gradients are finite.
 void Core::find_inf(const std::vector<Call>& calls) {
   if (!grad_scale_.defined()) return;
   auto grads = gradients_of(calls);
-  std::erase_if(grads, [](const Tensor& g) { return g.numel() == 0; });  // which have no largest
+  // Empty tensors have no largest element.
+  std::erase_if(grads, [](const Tensor& g) { return g.numel() == 0; });
   std::vector<Tensor> largest{at::zeros({}, grad_scale_.options())};
   for (const Tensor& g : grads) largest.push_back(at::linalg_vector_norm(g, INFINITY).to(largest[0]));
   Tensor found = at::stack(largest).amax().isfinite().logical_not().to(at::kFloat);
@@ -182,7 +184,8 @@ Tensor Core::scaled_step(const Tensor& scale, const Tensor& skip) {
 
 // ---- clipping
 
-// An undefined tensor where nothing is clipped.
+// Computes the norm of all gradients. Returns the factor that clips them, or an undefined tensor without
+// clipping.
 Tensor Core::clip(const std::vector<Call>& calls) {
   if (step_in_backward && !on_cpu()) return {};
   grad_norm = Tensor();
@@ -286,11 +289,12 @@ std::shared_ptr<void> LowMemoryOptimizer::accumulate() {
   for (const auto& group : param_groups_) core_->watch(group.params());
   const bool before = std::exchange(core_->accumulating, true);
   const auto end = [before](Core* core) {
-    offload::FirstError ignored;  // may run while another error is thrown; step() meets it again
+    offload::FirstError ignored;  // this may run during stack unwinding; step() reports the error again
     ignored.guard([&] { core->flush(); });
     core->accumulating = before;
   };
-  // The deleter is what counts; it keeps the core alive as long.
+  // The deleter ends the accumulation. It holds a reference to the core, which therefore lives as long as the
+  // result.
   return std::shared_ptr<void>(core_.get(), [core = core_, end](void*) { end(core.get()); });
 }
 

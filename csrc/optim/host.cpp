@@ -1,5 +1,5 @@
-// Steps by the CPU of what lies on a device: gradients come to host memory and weights go back, beside what
-// it does.
+// Steps on the CPU for parameters on a device. Gradients are copied to host memory and weights are copied
+// back, while the device computes.
 
 #include <algorithm>
 
@@ -12,12 +12,13 @@
 namespace shoestring::optim::detail {
 namespace {
 
-// Of parameters: long enough for a link to be fast, short enough for copies and steps to overlap.
+// Bytes of parameters per bucket: enough for the full bandwidth of the link, and small enough for copies and
+// steps to overlap.
 constexpr size_t kBucketBytes = size_t{8} << 20;
 
 }  // namespace
 
-// An arena's parameters in buckets, and larger ones alone.
+// Splits an arena's parameters into buckets. A parameter larger than a bucket gets its own.
 std::vector<Core::Bucket> Core::buckets(size_t group, Arena& arena) {
   std::vector<Bucket> found;
   size_t size = 0;
@@ -33,9 +34,9 @@ std::vector<Core::Bucket> Core::buckets(size_t group, Arena& arena) {
   return found;
 }
 
-// ---- a step of all
+// ---- A step of all parameters
 
-// Gradients in host memory, now.
+// Copies the gradients to host memory and waits for them.
 std::vector<Tensor> Core::on_host(Arena& arena, std::vector<Tensor> grads) {
   for (size_t i = 0; i < grads.size(); ++i) {
     if (has_gradient(arena.params[i]))
@@ -45,13 +46,14 @@ std::vector<Tensor> Core::on_host(Arena& arena, std::vector<Tensor> grads) {
   arena.has_fetched = true;
   for (size_t i = 0; i < grads.size(); ++i) {
     const auto kept = collected_.find(arena.params[i].unsafeGetTensorImpl());
-    const bool has = grads[i].defined();  // else the host may have one of a step that failed
+    const bool has = grads[i].defined();  // a gradient on the host without one here belongs to a failed step
     grads[i] = kept != collected_.end() ? kept->second : has ? fetched[i].value_or(Tensor()) : Tensor();
   }
   return grads;
 }
 
-// All gradients are on their way before the first is there; weights go back while others are stepped.
+// Starts the copies of all gradients before it waits for the first. Weights are copied back while later
+// buckets are stepped.
 void Core::step_on_host(size_t group, Arena& arena, std::vector<Tensor> grads, const Tensor& accumulated,
                         const Tensor& clip_coef) {
   for (size_t i = arena.next_param; i < grads.size() && !arena.has_fetched; ++i) {
@@ -76,7 +78,7 @@ void Core::step_on_host(size_t group, Arena& arena, std::vector<Tensor> grads, c
   arena.host->receive();
 }
 
-// With gradients in host memory.
+// Steps a bucket whose gradients are in host memory.
 void Core::step_bucket(const Bucket& bucket, const std::vector<Tensor>& grads, bool summed,
                        const Tensor& clip_coef) {
   const Arena piece = bucket.arena->run(rule(bucket.group), bucket.first, bucket.last);
@@ -93,7 +95,8 @@ void Core::step_bucket(const Bucket& bucket, const std::vector<Tensor>& grads, b
 
 // ---- within backward
 
-// A gradient that is complete, or one to be added up: it leaves, and is freed once it has left.
+// Takes a gradient that is complete, or that has to be accumulated: copies it to the host, and frees it after
+// the copy.
 void Core::arrive(const Tensor& param) {
   const Key key = param.unsafeGetTensorImpl();
   auto found = bucket_of_.find(key);
@@ -105,7 +108,7 @@ void Core::arrive(const Tensor& param) {
   Access::check_step(options(bucket->group));
   const bool here = bucket->arrived.count(index) > 0;
   const bool fits = bucket->given.count(index) == 0 && (!here || accumulating);
-  if (!fits) {  // what the backward before has brought stays for step()
+  if (!fits) {  // the gradients of the previous backward stay available to step()
     const std::lock_guard lock(backwards_->mutex);
     backwards_->open.clear();
   }
@@ -113,7 +116,7 @@ void Core::arrive(const Tensor& param) {
               ": step_in_backward: expected step() after each backward, received a second gradient of a "
               "parameter; use "
               "accumulate() around all backwards but the last of a step");
-  if (here) send_job(*bucket);  // in another backward of the same micro-batch
+  if (here) send_job(*bucket);  // this is a second backward of the same micro-batch
   if (bucket->job != nullptr) bucket->job->synchronize();
   bucket->arena->host->fetch(static_cast<int64_t>(index), param, param.grad());
   param.mutable_grad() = Tensor();
@@ -150,10 +153,11 @@ void Core::drop_buckets() {
   buckets_.clear();
 }
 
-// What the gradients of a bucket that have come are for, by the worker; in the order of calls.
+// Lets the worker thread process the gradients that a bucket has received. Jobs run in the order of these
+// calls.
 void Core::send_job(Bucket& bucket) {
   if (worker_ == nullptr) worker_ = std::make_unique<offload::CopyLane>(at::kCPU, /*threads=*/0);
-  std::vector<Tensor> sums(bucket.last - bucket.first);  // of what has one
+  std::vector<Tensor> sums(bucket.last - bucket.first);  // undefined for parameters without a sum
   for (const size_t i : bucket.arrived) {
     const Key key = bucket.arena->params[i].unsafeGetTensorImpl();
     if (pending_.count(key) > 0) sums[i - bucket.first] = sums_.at(key);
@@ -184,7 +188,7 @@ void Core::send_job(Bucket& bucket) {
   });
 }
 
-// Also for buckets that some gradients have not come for.
+// Starts the jobs of all buckets, including those that have not received all gradients.
 void Core::send_jobs() {
   for (Bucket* bucket : jobs_) {
     if (!bucket->arrived.empty()) send_job(*bucket);
@@ -196,7 +200,7 @@ void Core::flush() {
   send_jobs();
 }
 
-// Until all that has come has been seen to; what the device does next sees the weights.
+// Waits until all received gradients have been processed. Later work on the device sees the new weights.
 void Core::drain() {
   send_jobs();
   offload::FirstError error;

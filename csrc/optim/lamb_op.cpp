@@ -1,4 +1,4 @@
-// LAMB (You et al., arXiv 1904.00962): AdamW's update, made as long as the weights are.
+// LAMB (You et al., arXiv 1904.00962): AdamW's update, scaled to the norm of the weights.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -18,7 +18,7 @@ void lamb(const Call& call) {
       {"exp_avg", true, call.tensor("exp_avg"), call.optional("exp_avg_scale")},
       {"exp_avg_sq", false, call.tensor("exp_avg_sq"), call.optional("exp_avg_sq_scale")}};
   for (const Share& s : shares(call, moments)) {
-    const Tensor u = s.empty().zero_();  // becomes minus the update
+    const Tensor u = s.empty().zero_();  // adamw_ turns u into the negative update
     s.run("adamw_", u, s.grad, s.before,
           {s.of_gradient(),
            s.moment("exp_avg", moments[0]),

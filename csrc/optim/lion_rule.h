@@ -6,17 +6,18 @@ namespace shoestring::kernels {
 
 struct LionOptions;
 
-// Lion (Chen et al., arXiv 2302.06675).
+// The update rule of Lion (Chen et al., arXiv 2302.06675).
 struct alignas(16) LionRule {
   static constexpr const char* kName = "lion";
-  static constexpr int kMoments = 1;  // exp_avg
+  static constexpr int kMoments = 1;  // the moment exp_avg
   static constexpr bool kSigned[] = {true};
   using Options = LionOptions;
 
-  float decay;             // 1 - lr * weight_decay, applied before the update
-  float step;              // -lr
-  float beta1, gradient1;  // of the update; 1 - beta1, negative to maximise, times what scales the gradient
-  float beta2, gradient2;  // of the moment
+  float decay;  // 1 - lr * weight_decay, applied before the update
+  float step;   // -lr
+  // For the update: weight of the moment; (1 - beta1) * factor of the gradient, negative to maximise.
+  float beta1, gradient1;
+  float beta2, gradient2;  // the same two factors for the new moment
 
   template <class V, class Math>
   SHOESTRING_HOST_DEVICE void operator()(V& param, V grad, V (&moments)[1], Math math) const {

@@ -21,7 +21,8 @@ using torch::serialize::OutputArchive;
 
 constexpr int64_t kLowRankFormatVersion = 1;
 
-// Its shape without its memory: what a virtual parameter is between steps.
+// Returns a tensor with this shape but only one element of memory. Virtual parameters have no more between
+// steps.
 Tensor hollow(at::IntArrayRef sizes, const Tensor& like) {
   return at::zeros({}, like.options().dtype(at::kFloat).requires_grad(false)).expand(sizes);
 }
@@ -65,7 +66,8 @@ void LowRankCore::add(const OptimizerParamGroup& group, const LowRankOptions& o)
   expect(!o.rank || weights == "plain", "weights", "\"plain\" (or no rank)", "\"" + weights + "\"");
 
   Group added{o, {}, {}};
-  int64_t number = 0;  // of a parameter, which tells its random numbers from the others'
+  // Number of a parameter, which makes its random numbers differ from those of other parameters.
+  int64_t number = 0;
   for (const auto& g : groups_) number += static_cast<int64_t>(g.plain.size() + g.projected.size());
   std::vector<Tensor> low;
   for (const Tensor& p : group.params()) {
@@ -102,7 +104,8 @@ void LowRankCore::set_max_grad_norm(std::optional<double> max_grad_norm) {
   max_grad_norm_ = max_grad_norm;
 }
 
-// An undefined tensor where nothing is clipped.
+// Computes the norm of all gradients. Returns the factor that clips them, or an undefined tensor without
+// clipping.
 Tensor LowRankCore::clip_coef() {
   grad_norm_ = Tensor();
   if (!max_grad_norm_) return {};
@@ -118,11 +121,12 @@ Tensor LowRankCore::clip_coef() {
 }
 
 void LowRankCore::make_virtual(OptimizerOptions& options) const {
-  class_.weight_decay(options) = 0;  // the whole weight decays
+  class_.weight_decay(options) = 0;  // weight decay applies to the full weight instead
   if (method_.unit_lr) options.set_lr(1);
 }
 
-// Schedules and people change the options of this optimizer's groups.
+// Copies the options to the base optimizer, since learning rate schedulers and users change those of this
+// optimizer.
 void LowRankCore::update_base_options() const {
   for (size_t g = 0; g < param_groups_.size(); ++g) {
     auto options = param_groups_[g].options().clone();
@@ -132,7 +136,8 @@ void LowRankCore::update_base_options() const {
   }
 }
 
-// A step that fails half-way could not be finished: the gradients at low rank are gone by then.
+// Raises if the base optimizer is offloaded. A step that failed could not be finished, because the gradients
+// at low rank would be gone.
 void LowRankCore::refuse_offload() const {
   const auto* base = dynamic_cast<const LowMemoryOptimizer*>(base_.get());
   const std::string where = base == nullptr ? "" : Access::core(*base).offload;
@@ -151,8 +156,8 @@ Tensor LowRankCore::step(LossClosure closure) {
   const Tensor clip = clip_coef();
   update_base_options();
 
-  // What the step borrows goes back also where it fails: plain gradients as they were, memory of virtual
-  // parameters.
+  // Whatever happens, the guard restores the gradients of unprojected parameters and frees the memory of
+  // virtual parameters.
   std::vector<std::pair<Tensor, Tensor>> given;
   const auto give_back = [&](void*) {
     for (auto& [p, grad] : given) p.mutable_grad() = grad;

@@ -1,4 +1,4 @@
-// Muon (Jordan, 2024): the momentum of a matrix, made orthogonal.
+// Muon (Jordan, 2024): orthogonalises the momentum of a matrix.
 
 #include <array>
 #include <cmath>
@@ -40,8 +40,8 @@ struct MuonArguments {
   }
 };
 
-// x = U S V^T becomes about scale * U V^T: singular values in [0.7, 1.2] after five steps of the usual
-// polynomial, an odd one, so that it needs products only. Overwrites x.
+// Replaces x = U S V^T by about scale * U V^T. With five steps of the default polynomial, singular values end
+// in [0.7, 1.2]. The polynomial is odd, so the computation needs matrix products only. Overwrites x.
 Tensor orthogonal(Tensor x, const MuonArguments& o, double scale) {
   x.div_(at::linalg_vector_norm(x).clamp_min_(o.eps));
   const bool tall = x.size(0) > x.size(1);
@@ -51,7 +51,7 @@ Tensor orthogonal(Tensor x, const MuonArguments& o, double scale) {
   const auto [a, b, c] = o.coefficients;
   for (int64_t i = 1; i <= o.steps; ++i) {
     const double s = i == o.steps ? scale : 1;
-    const Tensor gram = at::mm(y, y.t());  // of the smaller side
+    const Tensor gram = at::mm(y, y.t());  // (m, m), where m is the smaller dimension
     y = at::addmm(y, at::addmm(gram, gram, gram, b, c), y, a * s, s);
   }
   return tall ? y.t() : y;

@@ -7,12 +7,13 @@
 
 namespace shoestring::optim::detail {
 
-/// The norm of all gradients together, at least one, fp32 on the first one's device; nothing waits for it.
-/// known: norms, (1,), of some of them, by address.
+/// Returns the norm of all gradients together (at least one), fp32 on the device of the first one, without a
+/// synchronisation. `known` maps addresses of gradients to their norms, (1,), if these have been computed
+/// before.
 at::Tensor total_norm(const std::vector<at::Tensor>& grads,
                       const std::unordered_map<const void*, at::Tensor>& known = {});
 
-/// What gradients are multiplied by, as torch::nn::utils::clip_grad_norm_ does.
+/// Returns the factor of the gradients, as in torch::nn::utils::clip_grad_norm_.
 at::Tensor clip_coef(const at::Tensor& norm, double max_norm);
 
 }  // namespace shoestring::optim::detail

@@ -55,7 +55,7 @@ void check_grad(const char* op, int64_t i, const Tensor& param, const Tensor& gr
               grad.scalar_type(), " on ", grad.device());
 }
 
-// One that is not long tells how all are kept.
+// Returns the first moment that is not long; its format is that of all moments that are not long.
 const Moment& typical(const std::vector<Moment>& moments) {
   return *std::find_if(moments.begin(), moments.end(), [](const Moment& m) { return !m.is_long; });
 }
@@ -240,12 +240,14 @@ void below_autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   op.callBoxed(stack);
 }
 
-// All tensors are one row of blocks: a thousand small ones share the threads as one large one does.
+// Treats the blocks of all tensors as one sequence, so a thousand small tensors use the threads as well as
+// one large tensor.
 void over_blocks(const std::vector<Stepped>& work, c10::function_ref<void(size_t, int64_t, int64_t)> body) {
-  std::vector<int64_t> ends;  // in blocks, of each tensor
+  std::vector<int64_t> ends;  // end of each tensor in that sequence, in blocks
   ends.reserve(work.size());
   for (const Stepped& s : work) ends.push_back((ends.empty() ? 0 : ends.back()) + s.last - s.first);
-  constexpr int64_t kGrain = 64;  // blocks: some ten microseconds, what it takes to wake a thread
+  // Blocks per task: about ten microseconds of work, which is the time to wake a thread.
+  constexpr int64_t kGrain = 64;
   at::parallel_for(0, ends.back(), kGrain, [&](int64_t first, int64_t last) {
     size_t i = std::upper_bound(ends.begin(), ends.end(), first) - ends.begin();
     for (int64_t block = first; block < last; ++i) {

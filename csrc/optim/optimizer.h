@@ -1,8 +1,8 @@
 #pragma once
 
-// The host's side of an optimizer's operator, for any rule (optim/optimizer_table.h): its arguments, read
-// from the schema by name; what must fit; contiguity, arenas, threads and launches. An operator's own file
-// has its options.
+// Host side of the optimizers' operators, for any update rule (optim/optimizer_table.h). It reads arguments
+// from the schema by name, checks them, makes tensors contiguous, and starts threads or kernels. The options
+// of an operator are in the operator's own file.
 
 #include <string>
 #include <vector>
@@ -22,8 +22,8 @@ using at::Tensor;
 using kernels::kStateBlock;
 using OptionalTensor = std::optional<Tensor>;
 
-// A moment of all parameters; its scale's name has _scale behind. A long one (optim/optimizer_table.h) has
-// none.
+// One moment of all parameters, in one arena. The argument of its scale is called <name>_scale. A long moment
+// (optim/optimizer_table.h) has no scale.
 struct Moment {
   const char* name;
   bool is_signed;
@@ -32,59 +32,64 @@ struct Moment {
   bool is_long = false;
 };
 
-// The arguments of a call.
+// The arguments of one call of an optimizer's operator.
 class Call : public BoxedArguments {
  public:
   Call(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
 
-  const char* op;  // without the namespace
+  const char* op;  // the operator's name, without the namespace
   std::vector<Tensor> params;
   std::vector<OptionalTensor> grads;
   std::vector<int64_t> numbers;
   Tensor step;
   OptionalTensor lr_tensor, grad_scale, clip_coef, found_inf, weight_remainder, accumulated;
-  int64_t first_block, blocks;  // of the first parameter; of the arenas
+  // first_block: block of the first parameter at which the arenas begin. blocks: number of blocks in the
+  // arenas.
+  int64_t first_block, blocks;
 
-  /// Whether the arenas hold the blocks of whole parameters.
+  /// Returns whether the arenas hold all blocks of all parameters.
   bool is_whole() const { return first_block == 0 && !(*this)["blocks"].isInt(); }
 
   uint32_t number_of(int64_t param) const {
     return static_cast<uint32_t>(numbers.empty() ? param : numbers[param]);
   }
   double at_least_zero(const char* name) const;
-  double fraction(const char* name) const;  // in [0, 1)
+  double fraction(const char* name) const;  // returns a number, checked to be in [0, 1)
 
-  /// lr, weight_decay (in an operator that has it), maximize, and the numbers in tensors.
+  /// Reads lr, weight_decay (if the operator has it), maximize, and the options that are tensors.
   kernels::StepOptions options() const;
 };
 
-// A parameter with a gradient, both contiguous.
+// A parameter that has a gradient.
 struct Stepped {
-  int64_t index, block;  // among the parameters; of the arena, at which its state begins (or would, below 0)
-  int64_t first, last;   // of its own blocks, those to step
+  // index: position in the call's parameters. block: block of the arena at which the parameter's state begins
+  // (below 0 if the arena begins later).
+  // later).
+  int64_t index, block;
+  int64_t first, last;  // range of the parameter's blocks to step
   Tensor param, grad;
-  Tensor strided;  // the parameter itself, where `param` is a copy
+  Tensor strided;  // the original parameter, if `param` is a contiguous copy
 };
 
 kernels::ElementType type_of(const Tensor& t);
 int64_t blocks_of(const Tensor& param);
 
-/// The parameters to step. Everything is checked before anything changes.
+/// Returns the parameters to step. Checks all arguments before anything changes.
 std::vector<Stepped> checked(const Call& call, const std::vector<Moment>& moments);
 void make_contiguous(std::vector<Stepped>& work);
 void copy_back(const std::vector<Stepped>& work);
 
-/// What a skipped step does.
+/// Clears the accumulated sums, which is all that a skipped step does.
 void drop_accumulated(const Call& call, const std::vector<Stepped>& work);
 
-/// How the moments, of which all but long ones are alike, are kept.
+/// Returns the storage format of the moments. All moments share it, except long ones.
 kernels::StateType state_of(const Call& call, const std::vector<Moment>& moments);
 
-/// body(parameter among `work`, its first block, one past the last), over the blocks of all of them, in
-/// threads.
+/// Calls body(index in `work`, first block, last block + 1) in parallel, for ranges of blocks of all
+/// parameters.
 void over_blocks(const std::vector<Stepped>& work, c10::function_ref<void(size_t, int64_t, int64_t)> body);
 
-/// For a kernel, which reads arenas in vectors.
+/// Raises unless the arenas are aligned to 16 bytes, because the CUDA kernels read them in vectors.
 void check_aligned(const Call& call, const std::vector<Moment>& moments);
 
 template <class Op>
@@ -121,8 +126,8 @@ auto arenas_of(const Call& call, const std::vector<Moment>& moments) {
   return a;
 }
 
-/// An operator that is a rule's kernels and nothing else. Op has the Rule, kNames of its moments,
-/// options(call), and table(), the CPU kernels.
+/// The CPU implementation of an operator that is nothing but an update rule. Op provides Rule, kNames (of the
+/// moments), options(call), and table(), the CPU kernels.
 template <class Op>
 void step_cpu(const Call& call) {
   using Rule = typename Op::Rule;
@@ -140,7 +145,7 @@ void step_cpu(const Call& call) {
   float previous = -1;
   for (const Stepped& s : stepped) {
     steps[s.index] += 1;
-    if (steps[s.index] != previous) {  // nearly always the same for all
+    if (steps[s.index] != previous) {  // the step is nearly always the same for all parameters
       previous = steps[s.index];
       rule = options.rule(previous);
     }
@@ -154,10 +159,11 @@ void step_cpu(const Call& call) {
   copy_back(stepped);
 }
 
-// The gradient's address of a parameter without elements: null would mean that it has no gradient.
+// The address that stands for the gradient of a parameter without elements. Null would mean no gradient.
 inline constexpr char kNoElements = 0;
 
-// Whatever lies on the device is read there: nothing waits for it.
+// The CUDA implementation of an operator that is nothing but an update rule. The kernel reads numbers that
+// are in device memory, so the host does not wait for the device.
 template <class Op>
 void step_cuda(const Call& call) {
   using Rule = typename Op::Rule;
@@ -172,6 +178,8 @@ void step_cuda(const Call& call) {
   make_contiguous(stepped);
   std::vector<kernels::OptimizerEntry> entries(call.params.size(), {nullptr, nullptr, 0, 0, 0, 0, 0, 0});
   for (const Stepped& s : stepped) {
+    // A parameter without elements has no data pointer. Its gradient pointer is never read, but must not be
+    // null.
     entries[s.index] = {s.param.mutable_data_ptr(),
                         s.param.numel() > 0 ? s.grad.const_data_ptr() : &kNoElements,
                         static_cast<uint64_t>(s.param.numel()),
@@ -197,10 +205,11 @@ void boxed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::drop(*stack, op.schema().arguments().size());
 }
 
-/// An optimizer step is no part of a graph: an error where one would have to be.
+/// Calls the implementation below autograd. Raises if grad mode is on and a parameter requires a gradient,
+/// since a step cannot be recorded.
 void below_autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
-/// Nothing is returned and nothing allocated: under tracing only what cannot depend on values is checked.
+/// Does nothing on meta tensors: a step returns and allocates nothing.
 inline void on_meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::drop(*stack, op.schema().arguments().size());
 }
@@ -213,7 +222,7 @@ struct Registered {
   explicit Registered(const char* op) {
     add(op, c10::DispatchKey::CPU, torch::CppFunction::makeFromBoxedFunction<&boxed<cpu>>());
     add(op, c10::DispatchKey::CUDA, torch::CppFunction::makeFromBoxedFunction<&boxed<cuda>>());
-    // Sparse gradients come here as well, to be refused in words.
+    // Sparse gradients reach the same implementation, which raises a clear error.
     add(op, c10::DispatchKey::SparseCPU, torch::CppFunction::makeFromBoxedFunction<&boxed<cpu>>());
     add(op, c10::DispatchKey::SparseCUDA, torch::CppFunction::makeFromBoxedFunction<&boxed<cuda>>());
     add(op, c10::DispatchKey::Autograd, torch::CppFunction::makeFromBoxedFunction<&below_autograd>());

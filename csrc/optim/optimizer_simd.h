@@ -1,10 +1,10 @@
 #pragma once
 
-// A block's moments are decoded, updated and left in the first-level cache, 1 KiB each, where their largest
-// magnitudes become the new scales; encoding reads them from there. Three short loops keep more work in
-// flight than one long chain of dependent instructions would. Weights and gradients of one type, fp32 or
-// bf16, are read and written in the same pass; all others, and the last block of a tensor, go through fp32
-// copies of the block.
+// The CPU kernel of the optimizers, for any update rule. It decodes a block's moments, updates them, and
+// keeps them in the first-level cache (1 KiB each). The largest magnitudes become the new scales, and the
+// codes are encoded from the cache. Three short loops keep more instructions in flight than one long chain of
+// dependent instructions would. If weights and gradients are both fp32 or both bf16, the same pass reads and
+// writes them. Other types, and the last block of a tensor, go through fp32 copies of the block.
 
 #include <type_traits>
 #include <utility>
@@ -26,26 +26,27 @@ struct Math {
   static SHOESTRING_METHOD F32 fma(F32 a, float b, F32 c) {
     return cpu::SHOESTRING_CAPABILITY::fma(a, splat(b), c);
   }
-  static SHOESTRING_METHOD F32 sign(F32 x) {  // zero and NaN are their own
+  static SHOESTRING_METHOD F32 sign(F32 x) {  // zero and NaN are returned unchanged
     F32 one = as_float((as_bits(x) & 0x80000000u) | as_bits(splat(1.f)));
     return abs(x) > 0 ? one : x;
   }
 };
 
-// A block of a call: what its moments are made from.
+// The position of one block, and the seed of its random bits.
 struct Block {
   uint64_t seed;
   uint32_t step, number;
-  int64_t own;   // among those of its parameter
-  int64_t at;    // in the arenas
-  int64_t left;  // elements up to the tensor's end
+  int64_t own;   // index of the block in its parameter
+  int64_t at;    // index of the block in the arenas
+  int64_t left;  // elements from the block's start to the tensor's end
 
   void random(uint32_t stream, uint16_t* bits) const {
     random_block(seed, step, kernels::stream_word(number, stream), own, bits);
   }
 };
 
-// A moment of one block: read and written a vector at a time, then measured, then encoded.
+// One moment of a block. read() and write() move one vector; measure() then computes the scale, and encode()
+// the codes.
 template <StateType kState, bool kSigned>
 struct Moment;
 
@@ -90,7 +91,9 @@ struct Moment<StateType::k8Bit, kSigned> {
   SHOESTRING_METHOD Moment(const Block& block, void* arena, float* scales, int, float)
       : codes(static_cast<uint8_t*>(arena) + block.at * kStateBlock), scale(scales + block.at),
         decode(*scale), most{} {
-    // What lies past the end is zero whatever its codes are.
+    // Elements past the tensor's end must read as zero, whatever their codes are. Their codes are therefore
+    // set to the code of zero.
+    // code.
     if (block.left < kStateBlock)
       __builtin_memset(codes + block.left, kSigned ? 127 : 0, kStateBlock - block.left);
   }
@@ -118,7 +121,8 @@ struct Moment<StateType::k4Bit, kSigned> {
         encoder(kernels::rounding_4bit(kSigned, keeps, block.step)) {}
   SHOESTRING_METHOD F32 read(int64_t i) const {
     F32 x = decode(i);
-    if (__builtin_expect(left < kStateBlock, 0)) {  // what lies past the end is zero whatever its codes are
+    // Elements past the tensor's end must read as zero, whatever their codes are.
+    if (__builtin_expect(left < kStateBlock, 0)) {
       for (int lane = 0; lane < kLanes; ++lane) x[lane] = i + lane < left ? x[lane] : 0;
     }
     return x;
@@ -128,7 +132,7 @@ struct Moment<StateType::k4Bit, kSigned> {
   SHOESTRING_METHOD void encode() { encoder(values, scales, codes); }
 };
 
-// The weights of a block: read a vector, and written two at a time.
+// The weights of a block. load() reads one vector, and store() writes two.
 template <class Element>
 struct Plain {
   using Type = typename Element::Type;
@@ -170,7 +174,8 @@ struct Remainder : Plain<BFloat16> {
 template <class Weights, class Rule, class... Moments>
 SHOESTRING_INLINE void update_block(const Rule& shared, Weights weights, const typename Weights::Type* grad,
                                     Moments&&... moments) {
-  const Rule rule = shared;  // in registers: nothing that is stored could be a part of it
+  // A local copy stays in registers: the compiler knows that the stores below cannot modify it.
+  const Rule rule = shared;
   for (int64_t i = 0; i < kStateBlock; i += 2 * kLanes) {
     F32 p[2];
 #pragma GCC unroll 2
@@ -184,8 +189,9 @@ SHOESTRING_INLINE void update_block(const Rule& shared, Weights weights, const t
     }
     weights.store(i, p[0], p[1]);
   }
-  (moments.measure(),
-   ...);  // all of them first: a scale takes long to come, and encoding the last one would wait
+  // All scales are computed before any codes. Encoding right after its scale would wait for the scale's long
+  // latency.
+  (moments.measure(), ...);
   (moments.encode(), ...);
 }
 
@@ -199,7 +205,7 @@ SHOESTRING_INLINE void update_block(const OptimizerTensor<Rule>& t, const Optimi
                    block, a.moment[k], a.scale[k], k, t.rule.keeps(k))...);
 }
 
-// Block by block: the weights and gradients of any type and rounding, through fp32.
+// Steps a block through fp32 copies, for weights and gradients of any type and rounding.
 template <StateType kState, class Weights, class Rule>
 void step_copied(const OptimizerTensor<Rule>& t, const OptimizerArenas<Rule::kMoments>& a,
                  const Block& block) {

@@ -9,7 +9,7 @@ namespace shoestring::optim {
 namespace detail {
 namespace {
 
-// betas -> beta2, eps -> eps2
+// Returns the name of a tuple's element: "beta2" for "betas" and 2, "eps2" for "eps" and 2.
 std::string numbered(const std::string& name, int number) {
   return (name == "betas" ? "beta" : name) + std::to_string(number);
 }
@@ -130,7 +130,7 @@ void LowMemoryOptions::serialize(torch::serialize::OutputArchive& archive) const
 }
 
 void LowMemoryOptions::serialize(torch::serialize::InputArchive& archive) {
-  // The first archives do not have these.
+  // Archives of the first format do not have these options.
   weights_ = "plain";
   min_quantize_size_ = seed_ = 0;
   c10::IValue weights;

@@ -23,7 +23,8 @@ SAM::SAM(std::unique_ptr<torch::optim::Optimizer> base, SAMOptions options)
 void SAM::first_step() {
   expect_whole("first_step");
   torch::NoGradGuard no_grad;
-  std::vector<Tensor> ups, norms;  // up: the direction, for ASAM before its second factor
+  // Direction in which the weights move. For ASAM, the second factor of the weights is applied below.
+  std::vector<Tensor> ups, norms;
   for (const auto& group : param_groups_) {
     for (const Tensor& p : group.params()) {
       if (!p.grad().defined()) continue;
@@ -43,7 +44,7 @@ void SAM::first_step() {
     const Tensor& p = weights_[i].first;
     Tensor up = ups[i] * factor.to(ups[i].options());
     if (options_.adaptive()) up = up * p;
-    // Where the norm is not finite, neither may be the gradient: no multiple of it is added.
+    // If the norm is not finite, some gradient may not be either, so no multiple of it is added.
     p.copy_(p + at::where(finite.to(p.device()), up, at::zeros({}, up.options())));
   }
 }
@@ -58,7 +59,8 @@ void SAM::second_step() {
   TORCH_CHECK(up_, "shoestring::optim::SAM: second_step: expected first_step() before, received none");
   torch::NoGradGuard no_grad;
   go_back();
-  for (size_t g = 0; g < param_groups_.size(); ++g) {  // schedules change those of this optimizer
+  // Learning rate schedules change the options of this optimizer, so they are copied to the base.
+  for (size_t g = 0; g < param_groups_.size(); ++g) {
     base_->param_groups()[g].set_options(std::as_const(param_groups_[g]).options().clone());
   }
   base_->step();

@@ -58,7 +58,7 @@ const Tensor& ParamState::operator[](const std::string& name) const {
   TORCH_CHECK(false, "shoestring::optim::ParamState: expected one of ", names, ", received ", name);
 }
 
-// An archive writes whole storages, and these are views into an arena that all parameters share.
+// Writes copies. An archive would write the whole storage of a view, which is the arena of all parameters.
 void ParamState::serialize(OutputArchive& archive) const {
   for (const auto& [name, tensor] : tensors_) archive.write(name, tensor.clone(), /*is_buffer=*/true);
 }
@@ -76,9 +76,10 @@ void LowMemoryOptimizer::save(OutputArchive& archive) const {
   torch::optim::serialize<ParamState, LowMemoryOptions>(archive, *this);
 }
 
-// LibTorch's archives: groups of parameters by the addresses that they had, and state by these.
+// LibTorch's archives identify parameters, and their state, by the addresses that they had when they were
+// saved.
 void LowMemoryOptimizer::load(InputArchive& archive) {
-  c10::IValue version, optimizer("AdamW");  // AdamW's first archives do not say whose they are
+  c10::IValue version, optimizer("AdamW");  // the first archives of AdamW have no name
   archive.try_read("optimizer", optimizer);
   const bool ours = archive.try_read("format_version", version);
   const char* name = core_->name();

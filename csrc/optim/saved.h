@@ -7,17 +7,17 @@
 
 namespace shoestring::optim::detail {
 
-/// What an archive or a file holds.
+/// The contents of an archive or a file.
 struct Saved {
   struct Group {
     std::unique_ptr<torch::optim::OptimizerOptions> options;
-    std::vector<ParamState> states;  // of each parameter; one without entries: none
+    std::vector<ParamState> states;  // one state per parameter; without entries if the parameter has none
   };
   std::vector<Group> groups;
-  Tensor grad_norm;  // that clips the next backward, or undefined
+  Tensor grad_norm;  // gradient norm that clips the next backward, or undefined
 };
 
-/// Takes all of it over, or raises c10::Error before anything has changed.
+/// Restores the saved contents, or raises c10::Error before anything has changed.
 void restore(LowMemoryOptimizer& optimizer, Saved saved);
 
 inline constexpr int64_t kFormatVersion = 1;

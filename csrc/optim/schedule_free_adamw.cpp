@@ -31,7 +31,7 @@ void ScheduleFreeAdamWOptions::check_step() const {
   expect(train_mode_, rule().name, "step", "train mode", "eval mode; call train() before backward");
 }
 
-// From y to x, or back: by the offset, which is z - y.
+// Moves the parameters from y to x or back, by a multiple of the offset, which is z - y.
 void ScheduleFreeAdamW::set_mode(bool train_mode) {
   at::NoGradGuard no_grad;
   Core& core = Access::core(*this);
@@ -59,7 +59,8 @@ void ScheduleFreeAdamW::set_mode(bool train_mode) {
       };
       if (arena.offloaded == nullptr && arena.host == nullptr) {
         apply(arena);
-      } else {  // one at a time: the device has room for no more
+        // One parameter at a time, since the device may not have memory for the whole state.
+      } else {
         for (size_t i = 0; i < arena.params.size(); ++i) apply(arena.run(core.rule(g), i, i + 1));
       }
     }

@@ -6,22 +6,23 @@ namespace shoestring::kernels {
 
 struct ScheduleFreeAdamWOptions;
 
-// Schedule-Free AdamW (Defazio et al., arXiv 2405.15682). Of the paper's three sequences the parameter is y,
-// where gradients are taken, and the offset is z - y; the average x is y - offset (1 - beta1) / beta1.
+// The update rule of Schedule-Free AdamW (Defazio et al., arXiv 2405.15682). The paper has three sequences x,
+// y and z. The parameter is y, at which gradients are taken. The moment `offset` is z - y. The average x is y
+// - offset (1 - beta1) / beta1.
 struct alignas(16) ScheduleFreeAdamWRule {
   static constexpr const char* kName = "schedule_free_adamw";
-  static constexpr int kMoments = 2;  // offset, exp_avg_sq
+  static constexpr int kMoments = 2;  // the moments offset and exp_avg_sq
   static constexpr bool kSigned[] = {true, false};
   static constexpr bool kLong[] = {true, false};
   using Options = ScheduleFreeAdamWOptions;
 
   float weight_decay;
   float beta2;
-  float gradient;               // what scales the gradient, negative to maximise
-  float gradient_squared_root;  // of 1 - beta2; times what scales the gradient
+  float gradient;               // factor of the gradient; negative to maximise
+  float gradient_squared_root;  // sqrt(1 - beta2) * factor of the gradient
   float inverse_bias2;          // 1 / sqrt(1 - beta2^step)
   float eps;
-  float averaged, kept;     // c, the step's share of the average, and 1 - c
+  float averaged, kept;     // c, the weight of this step in the average, and 1 - c
   float step, offset_step;  // lr (beta1 (1 - c) - 1), -lr beta1 (1 - c)
 
   template <class V, class Math>
@@ -38,7 +39,7 @@ struct alignas(16) ScheduleFreeAdamWRule {
 
   SHOESTRING_HOST_DEVICE float keeps(int k) const { return k == 0 ? kept : beta2; }
 
-  // As for AdamW.
+  // The lower bound of eps has the same reason as in AdamWRule.
   SHOESTRING_HOST_DEVICE void for_codes(const float (&scales)[2]) {
     averaged *= scales[0];
     kept *= scales[0];
@@ -51,8 +52,8 @@ struct ScheduleFreeAdamWOptions : StepOptions {
   double beta1, beta2, eps;
   double warmup_steps;
 
-  // A step counts in the average as the square of its place in the warm-up, which is 1 from the last of that
-  // on: divided by the sum of these over all steps so far.
+  // Returns the weight of a step in the average. With w = min(1, step / warmup_steps), it is w^2 divided by
+  // the sum of w^2 over all steps so far.
   SHOESTRING_HOST_DEVICE double share(double step) const {
     const double w = warmup_steps;
     if (step < w) return 6 * step / ((step + 1) * (2 * step + 1));

@@ -1,21 +1,31 @@
-// The schemas of this room's operators. An operator whose name ends in _ changes its arguments in place.
+// Schemas of the operators of optim. An operator whose name ends in _ modifies its arguments in place.
 
 #include <string>
 
 #include <torch/library.h>
 
 TORCH_LIBRARY_FRAGMENT(shoestring, m) {
-  // One step of an optimizer on every parameter whose gradient (fp32, bf16 or fp16) is given; the others keep
-  // their step. The state of all of them lies in flat arenas, in the order of params, each beginning at a
-  // multiple of 256 elements: step (tensors) fp32; moments fp32 or bf16 without scales, or codes with fp32
-  // scales: uint8, 8 bits with one scale for 256 elements, or 4 bits (quantize_state_4bit). lr_tensor (in
-  // place of lr), grad_scale (divides gradients), clip_coef (multiplies them) and found_inf (not zero:
-  // nothing changes) are one fp32 element each on params' device, which reads them. accumulated (fp32 or
-  // bf16, an arena) is added to the gradients and becomes zero. bf16 weights: stochastic_rounding, or with
-  // weight_remainder (int16, an arena) exactly the fp32 that both make. Random bits follow from seed, step,
-  // the parameter's number (none given: its index) and the element's place in the parameter. With blocks, the
-  // arenas hold just so many blocks of 256 elements, from first_block of the first parameter on: only these
-  // are stepped.
+  // Defines an operator that takes one optimizer step, on every parameter whose gradient (fp32, bf16 or fp16)
+  // is given. Other parameters do not change, nor do their step counters.
+  //
+  // The state of all parameters is in flat arenas. Parameters follow in the order of `params`, and each
+  // begins at a multiple of 256 elements:
+  // - step: (tensors), fp32;
+  // - moments: fp32 or bf16 without scales, or uint8 codes with fp32 scales. Codes have 8 bits with one scale
+  //   per 256 elements, or 4 bits (see quantize_state_4bit);
+  // - accumulated: fp32 or bf16. It is added to the gradients, and then set to zero;
+  // - weight_remainder: int16. With a bf16 weight, it forms an fp32 exactly. Without it, stochastic_rounding
+  //   selects the rounding of bf16 weights.
+  //
+  // Four options are one fp32 element each, on the device of `params`, and are read there: lr_tensor replaces
+  // lr, grad_scale divides the gradients, clip_coef multiplies them, and with a found_inf that is not zero
+  // nothing changes.
+  //
+  // Random bits depend on the seed, the step, the parameter's number (by default its index) and the element's
+  // index in the parameter.
+  //
+  // If `blocks` is given, the arenas hold only that many blocks of 256 elements, from block first_block of
+  // the first parameter on. Only these blocks are stepped.
   const auto optimizer = [&](const std::string& name, const std::string& own) {
     const std::string schema =
         name + "(Tensor(a!)[] params, Tensor?[] grads, Tensor(b!) step, " + own +
@@ -25,47 +35,51 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
         "-> ()";
     m.def(schema.c_str());
   };
-  // The L2 norm of each of n tensors (fp32, bf16 or fp16), as fp32 (n). Gradients are clipped by these norms.
+  // Computes the L2 norm of each of n tensors (fp32, bf16 or fp16), as fp32 (n). Gradient clipping uses these
+  // norms.
   m.def("foreach_norm(Tensor[] tensors) -> Tensor");
   optimizer("adamw_", R"(Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, Tensor(e!) exp_avg_sq,
       Tensor(f!)? exp_avg_sq_scale, *, float lr, float beta1, float beta2, float eps, float weight_decay)");
   optimizer("lion_", R"(Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, *, float lr, float beta1,
       float beta2, float weight_decay)");
-  // With momentum, as torch.optim.SGD.
+  // SGD with momentum, as in torch.optim.SGD.
   optimizer("sgd_", R"(Tensor(c!) momentum_buffer, Tensor(d!)? momentum_buffer_scale, *, float lr,
       float momentum, float dampening, float weight_decay, bool nesterov=False)");
-  // params = params (1 - lr weight_decay) - lr grads: what an optimizer that is more than a rule ends with.
+  // Computes params = params (1 - lr weight_decay) - lr grads. Optimizers that need more than an update rule
+  // end with it.
   optimizer("apply_", "*, float lr, float weight_decay");
-  // The mean exp_avg = beta exp_avg + (1 - beta) grads; params are overwritten with lr times it, or with
-  // nesterov with lr (beta exp_avg + (1 - beta) grads): what such an optimizer begins with.
+  // Computes exp_avg = beta exp_avg + (1 - beta) grads, and overwrites params with lr exp_avg. With nesterov,
+  // overwrites them with lr (beta exp_avg + (1 - beta) grads). Optimizers that need more than an update rule
+  // begin with it.
   optimizer("ema_", R"(Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, *, float beta, bool nesterov=False,
       float lr=1.)");
-  // Matrices. As torch.optim.Muon; products are bf16 on CUDA and on CPUs with units for it, else fp32.
+  // Muon for matrices, as in torch.optim.Muon. Matrix products are bf16 on CUDA and on CPUs with bf16 units,
+  // and fp32 otherwise.
   optimizer("muon_", R"(Tensor(c!) momentum_buffer, Tensor(d!)? momentum_buffer_scale, *, float lr,
       float momentum, float weight_decay, bool nesterov=True, float[] ns_coefficients=[3.4445, -4.775,
       2.0315], float eps=1e-7, int ns_steps=5, str? adjust_lr_fn=None)");
-  // Two means of gradients, one of them slow; their weight and the slow one's beta may rise over t_alpha and
-  // t_beta3 steps.
+  // AdEMAMix: AdamW with a second, slow mean of gradients. Its weight alpha and its decay beta3 can rise over
+  // t_alpha and t_beta3 steps.
   optimizer("ademamix_", R"(Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, Tensor(e!) exp_avg_slow,
       Tensor(f!) exp_avg_sq, Tensor(g!)? exp_avg_sq_scale, *, float lr, float beta1, float beta2,
       float beta3, float alpha, float eps, float weight_decay, int? t_alpha=None, int? t_beta3=None)");
-  // params are the points where gradients are taken, y; offset is z - y: the average is y - offset (1 -
-  // beta1) / beta1.
+  // Schedule-Free AdamW: params are the points y, at which gradients are taken, and offset is z - y. The
+  // average is y - offset (1 - beta1) / beta1.
   optimizer("schedule_free_adamw_", R"(Tensor(c!) offset, Tensor(d!) exp_avg_sq,
       Tensor(e!)? exp_avg_sq_scale, *, float lr, float beta1, float beta2, float eps, float weight_decay,
       int warmup_steps=0)");
-  // adamw_ whose update has the norm of the weights.
+  // LAMB: adamw_ with an update that is scaled to the norm of the weights.
   optimizer("lamb_", R"(Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, Tensor(e!) exp_avg_sq,
       Tensor(f!)? exp_avg_sq_scale, *, float lr, float beta1, float beta2, float eps, float weight_decay)");
-  // As torch.optim.Adafactor, and with beta1 > 0 a mean exp_avg of the updates. For each parameter, fp32: of
-  // two or more dimensions row_var (..., rows, 1) and col_var (..., 1, columns), of others its variance; the
-  // rest are empty, (0).
+  // Adafactor, as in torch.optim.Adafactor; with beta1 > 0 it adds a mean exp_avg of the updates. A parameter
+  // with two or more dimensions has row_var (..., rows, 1) and col_var (..., 1, columns), fp32. Other
+  // parameters have variance, fp32. The remaining tensors are empty, (0).
   optimizer("adafactor_", R"(Tensor(c!)? exp_avg, Tensor(d!)? exp_avg_scale, Tensor(e!)[] row_var,
       Tensor(f!)[] col_var, Tensor(g!)[] variance, *, float lr, float beta1=0., float beta2_decay=-0.8,
       float? eps1=None, float eps2=1e-3, float d=1., float weight_decay=0.)");
-  // Adafactor with a mean of updates, divided by the root of its instability. For each parameter, fp32: of
-  // two or more dimensions the second moment's and the instability's means, of others the second moment; the
-  // rest are empty, (0).
+  // CAME: Adafactor with a mean of updates, divided by the root of the updates' instability. A parameter with
+  // two or more dimensions has row and column means of the second moment and of the instability, fp32. Other
+  // parameters have exp_avg_sq, fp32. The remaining tensors are empty, (0).
   optimizer("came_", R"(Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, Tensor(e!)[] exp_avg_sq_row,
       Tensor(f!)[] exp_avg_sq_col, Tensor(g!)[] exp_avg_sq, Tensor(h!)[] exp_avg_res_row,
       Tensor(i!)[] exp_avg_res_col, *, float lr, float beta1=0.9, float beta2=0.999, float beta3=0.9999,

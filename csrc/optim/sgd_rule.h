@@ -6,18 +6,20 @@ namespace shoestring::kernels {
 
 struct SGDOptions;
 
-// SGD with momentum as torch.optim.SGD has it, after Sutskever et al. (ICML 2013): weight decay is added to
-// the gradient, the first gradient becomes the buffer undamped, and the learning rate is no part of the
-// buffer.
+// The update rule of SGD with momentum, as in torch.optim.SGD, after Sutskever et al. (ICML 2013). Weight
+// decay is added to the gradient. The first gradient becomes the buffer without dampening. The buffer does
+// not contain the learning rate.
 struct alignas(16) SGDRule {
   static constexpr const char* kName = "sgd";
-  static constexpr int kMoments = 1;  // momentum_buffer
+  static constexpr int kMoments = 1;  // the moment momentum_buffer
   static constexpr bool kSigned[] = {true};
   using Options = SGDOptions;
 
-  float scale, decay;      // of the gradient (negative to maximise), and of the weight that is added to it
-  float momentum, gain;    // of the buffer and the gradient in the new buffer
-  float buffer, gradient;  // how much of the new buffer and of the gradient is subtracted
+  // Factors of the gradient (negative to maximise), and of the weight, which is added to it.
+  float scale, decay;
+  float momentum, gain;  // factors of the old buffer and of the gradient in the new buffer
+  // Factors of the new buffer and of the gradient, which are subtracted from the parameter.
+  float buffer, gradient;
 
   template <class V, class Math>
   SHOESTRING_HOST_DEVICE void operator()(V& param, V grad, V (&moments)[1], Math math) const {

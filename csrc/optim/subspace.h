@@ -8,26 +8,27 @@
 
 namespace shoestring::optim::detail {
 
-/// The leading left singular vectors of an fp32 matrix (rows, columns), largest first, by randomised subspace
-/// iteration: algorithms 4.4 and 5.1 of arXiv 0909.4061, as in Python's shoestring.optim.projections. Returns
-/// (rows, count).
+/// Returns the leading left singular vectors of an fp32 matrix (rows, columns) as (rows, count), the largest
+/// first. Uses randomised subspace iteration, algorithms 4.4 and 5.1 of arXiv 0909.4061, as
+/// shoestring.optim.projections does in Python.
 at::Tensor leading_vectors(const at::Tensor& matrix, int64_t count, int64_t seed);
 
-/// (rows, count) random orthonormal columns, fp32.
+/// Returns (rows, count) random orthonormal columns, fp32.
 at::Tensor random_basis(int64_t rows, int64_t count, int64_t seed, at::Device device);
 
-/// A gradient (m, n) at low rank, in fp32: basis^T G, (r, n), or G basis, (m, r).
+/// Projects a gradient (m, n) to low rank, in fp32: basis^T G, (r, n), or G basis, (m, r).
 at::Tensor project(const at::Tensor& grad, const at::Tensor& basis, bool left);
 
-/// body(first, count, those rows of the parameter's matrix, times keep) changes rows in place: in fp32,
-/// rounded once.
+/// Calls body(first, count, rows) for slices of the parameter's matrix, already multiplied by `keep`. `body`
+/// modifies the rows in place, in fp32; they are then rounded once.
 void change_rows(const at::Tensor& param, double keep,
                  c10::function_ref<void(int64_t, int64_t, const at::Tensor&)> body);
 
-/// (rows, columns) normal numbers, fp32, which depend on the seed, and the kind of device, alone: Python's.
+/// Returns (rows, columns) normal random numbers, fp32. They depend on the seed and the type of device only,
+/// and are the same in Python.
 at::Tensor normal(int64_t rows, int64_t columns, int64_t seed, at::Device device);
 
-/// A seed of 32 bits for each list of numbers.
+/// Hashes a list of numbers to a seed of 32 bits.
 int64_t mix(std::initializer_list<int64_t> numbers);
 
 }  // namespace shoestring::optim::detail

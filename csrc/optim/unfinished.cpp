@@ -18,7 +18,7 @@ void Core::check_process() const {
 // ---- steps
 
 Core::Unfinished Core::begin_step() {
-  if (step_in_backward) bring_back();  // so that a step that fails can drop its chunks
+  if (step_in_backward) bring_back();  // waits for pending writes, so that a failed step can drop its chunks
   Unfinished step{{}, 0, {}, {}, {}, {}};
   for (size_t g = 0; g < optimizer->param_groups().size(); ++g) {
     const auto& params = optimizer->param_groups()[g].params();
@@ -31,7 +31,7 @@ Core::Unfinished Core::begin_step() {
     find_inf(step.calls);
     step.coefficient = clip(step.calls);
   } catch (...) {
-    if (!used_.empty()) broken_ = Broken::kSums;  // some have a gradient in them
+    if (!used_.empty()) broken_ = Broken::kSums;  // some sums already include the last gradient
     throw;
   }
   step.grad_scale = grad_scale_;
@@ -39,7 +39,7 @@ Core::Unfinished Core::begin_step() {
   return step;
 }
 
-// Whether it was skipped, of a scaled step.
+// Executes the calls of a step. For a scaled step, returns whether it was skipped.
 Tensor Core::finish_step(Unfinished step) {
   const auto give_back = [this, scale = grad_scale_, skip = found_inf_](void*) {
     grad_scale_ = scale;
@@ -92,7 +92,8 @@ bool Core::has_stepped(const Unfinished& step) const {
          });
 }
 
-// Ends a step that failed, before another begins. Where all parameters had been stepped, it is a whole one.
+// Ends a failed step before another one begins. If all parameters have been stepped, the step counts as
+// complete.
 void Core::abandon() {
   if (!unfinished_) return;
   if (unfinished_->done == unfinished_->calls.size()) {
@@ -122,7 +123,8 @@ void Core::drop_all_sums() {
 
 namespace {
 
-// Is closed at the end of a backward, and only destroyed where the backward fails.
+// Detects the end of a backward pass: a callback calls close() after success. After a failure, the engine
+// only destroys this object.
 class End {
  public:
   End(std::shared_ptr<Backwards> backwards, int task, std::function<void()> after_failure)
@@ -148,7 +150,9 @@ class End {
 
 }  // namespace
 
-// At each gradient. A backward may run within another, by a checkpoint that recomputes.
+// Registers a backward pass; runs at each gradient. A backward pass can run within another one, for example
+// in a checkpoint that recomputes.
+// recomputes.
 void Core::begin_backward() {
   const int task = torch::autograd::get_current_graph_task_id();
   bool is_first = true;
@@ -174,18 +178,18 @@ void Core::begin_backward() {
     if (alive == nullptr) return;
     const std::lock_guard lock(alive->mutex_);
     const at::NoGradGuard no_grad;
-    alive->end_backward();  // weights may be loaded next: nothing may still step them
+    alive->end_backward();  // weights may be loaded next, and no job must step them afterwards
   });
   torch::autograd::Engine::get_default_engine().queue_callback([end] { end->close(/*failed=*/false); });
 }
 
-// After one that failed, whose gradients have come in part.
+// Cleans up after a failed backward pass that has delivered only some of the gradients.
 void Core::end_backward() {
   {
     const std::lock_guard lock(backwards_->mutex);
     if (!std::exchange(backwards_->failed, false)) return;
   }
-  offload::FirstError ignored;  // of the backward that has failed anyway
+  offload::FirstError ignored;  // the backward has already failed, so further errors are not reported
   std::vector<Bucket*> partial;
   for (Bucket* bucket : jobs_) {
     if (!std::exchange(bucket->arrived, {}).empty()) partial.push_back(bucket);
@@ -247,7 +251,9 @@ void Core::discard() {
     broken_ = Broken::kNone;
   }
   if (!step_in_backward || accumulating) return;
-  // A backward that is over: what it has stepped is a step, what it has collected is dropped.
+  // A backward pass without step() is over. The parameters that it has stepped stay stepped; the gradients
+  // that it has collected are dropped.
+  // has collected are dropped.
   drain();
   if (!collected_.empty()) drop_all_sums();
   bring_back();

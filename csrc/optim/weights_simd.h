@@ -1,6 +1,6 @@
 #pragma once
 
-// Blocks of weights and gradients of any type, as fp32 and back.
+// Loads blocks of weights and gradients of any dtype as fp32, and rounds fp32 weights to bf16.
 
 #include "core/element_simd.h"
 #include "core/philox_simd.h"
@@ -12,8 +12,9 @@ using kernels::ElementType;
 using kernels::kStateBlock;
 static_assert(kernels::kRandomBlock == kStateBlock, "random_block makes the bits of a block");
 
-// bf16, up with the probability of what is cut off: `random` has 16 bits an element. NaN stays NaN.
-// In the upper halves; what is below them is of no account.
+// Rounds fp32 to bf16 at random: up with a probability equal to the fraction that is cut off. `random` holds
+// 16 bits per element. The result is in the upper 16 bits of each word; the lower bits are undefined. NaN
+// stays NaN.
 SHOESTRING_INLINE U32 rounded_bf16(F32 x, const uint16_t* random) {
   U32 bits = as_bits(x);
   return x == x ? bits + __builtin_convertvector(load_as<U16>(random), U32) : bits | 0x400000u;
@@ -22,21 +23,23 @@ SHOESTRING_INLINE U16 to_bf16(F32 x, const uint16_t* random) {
   return __builtin_convertvector(rounded_bf16(x, random) >> 16, U16);
 }
 
-// An fp32 as a rounded bf16 and what, added to its bits in the upper half, makes the fp32 again.
+// Joins a bf16 weight and its 16-bit remainder into an fp32, or splits an fp32 into both. The weight is the
+// fp32 rounded to bf16. The remainder is signed: added to the bits of the weight, it restores the fp32.
 SHOESTRING_INLINE F32 join(U16 weight, U16 remainder) {
   U32 low = __builtin_convertvector(remainder, U32);
-  return as_float((__builtin_convertvector(weight, U32) << 16) + (low ^ 0x8000u) -
-                  0x8000u);  // which extends the sign
+  // Sign extension of the remainder.
+  return as_float((__builtin_convertvector(weight, U32) << 16) + (low ^ 0x8000u) - 0x8000u);
 }
 SHOESTRING_INLINE void split(F32 x, uint16_t* weight, uint16_t* remainder) {
-  U32 bits = x == x ? as_bits(x) : U32{} + 0x7fc00000u;  // another NaN could round to a number
+  U32 bits = x == x ? as_bits(x) : U32{} + 0x7fc00000u;  // the payload of another NaN could round to a number
   U16 high = __builtin_convertvector((bits + 0x8000u) >> 16, U16),
       low = __builtin_convertvector(bits & 0xffffu, U16);
   __builtin_memcpy(weight, &high, sizeof high);
   __builtin_memcpy(remainder, &low, sizeof low);
 }
 
-// to[0, kStateBlock) from `count` elements, zeros behind them; or plus what is there.
+// Loads `count` elements as fp32 into to[0, kStateBlock), padded with zeros. With kAdd, adds them to `to`
+// instead.
 template <class Element, bool kAdd>
 void load_elements(const void* from, int64_t count, float* to) {
   using T = typename Element::Type;

@@ -1,7 +1,7 @@
-// Bandwidth-bound: a row is read for its maximum and sum, and, from the end backwards, once more for the
-// gradient, which then comes from the L2 cache as far as it holds the rows in flight; so about one read and
-// one write. Rows begin where they happen to: all of a row but its ends moves in vectors of 16 bytes, as they
-// lie in memory.
+// The row kernels of cross_entropy, which are bound by memory bandwidth. A row is read for its maximum and
+// sum. The pass for the gradient reads the row again, from the end backwards. As far as the L2 cache holds
+// the rows in flight, this read comes from the cache, so the total is about one read and one write. Rows may
+// begin at any address; all but their ends move in vectors of 16 bytes.
 
 #include "core/cuda_tables.h"
 #include "cuda/losses/cross_entropy.h"

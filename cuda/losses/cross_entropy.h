@@ -1,6 +1,7 @@
 #pragma once
 
-// The cross-entropies of rows of logits and their gradient (losses/cross_entropy_table.h), in one kernel.
+// One CUDA kernel for the cross-entropy of a row of logits and its gradient, for cross_entropy and
+// linear_cross_entropy (losses/cross_entropy_table.h).
 
 #include "cuda/core/check.h"
 #include "cuda/core/launch.h"
@@ -10,14 +11,15 @@
 namespace shoestring::cuda {
 namespace {
 
-// As many as have the registers that they need: with kAll and ragged rows 90 and more.
+// The largest block whose threads have enough registers. With kAll and ragged rows a thread needs 90 and
+// more.
 template <class In, bool kAll, bool kRagged>
 constexpr int kMaxThreads = sizeof(In) == 8   ? 256
                             : kAll && kRagged ? 512
                                               : 1024;
 
-// One block per row. kAll: class weights, entropy, argmax or a gradient by the entropy or live classes are
-// wanted.
+// One block per row. kAll: the call needs class weights, entropy, argmax, a gradient of the entropy, or live
+// classes.
 // Budget: 104 registers, 640 bytes shared, no spills.
 template <class In, class Out, bool kAll, bool kRagged>
 __global__ void __launch_bounds__(kMaxThreads<In, kAll, kRagged>, 1)
@@ -27,10 +29,12 @@ __global__ void __launch_bounds__(kMaxThreads<In, kAll, kRagged>, 1)
   const int64_t r = blockIdx.x;
   const auto offset = [&](const kernels::CrossEntropyLayout& at) {
     if (!kRagged) return r * at.inner_stride;
-    const unsigned inner = static_cast<unsigned>(at.inner);  // of 64 bits a division is a call
+    // 32-bit division, since a 64-bit division is a function call.
+    const unsigned inner = static_cast<unsigned>(at.inner);
     return blockIdx.x / inner * at.outer_stride + blockIdx.x % inner * at.inner_stride;
   };
-  const auto beyond = [](const void* at) {  // elements past a multiple of 16 bytes
+  // Returns how many elements an address is past a multiple of 16 bytes.
+  const auto beyond = [](const void* at) {
     return kRagged ? static_cast<int>(reinterpret_cast<uintptr_t>(at) % 16 / sizeof(In)) : 0;
   };
   const In* logits = static_cast<const In*>(p.logits) + offset(p.logits_at);
@@ -43,7 +47,7 @@ __global__ void __launch_bounds__(kMaxThreads<In, kAll, kRagged>, 1)
                              lead,
                              static_cast<int>(p.vocab)};
   const bool wanted = p.gradient != nullptr;
-  const auto place = [&] {  // not made before it is needed, for the registers' sake
+  const auto place = [&] {  // a lambda, so that its values do not occupy registers before they are needed
     Out* gradient = static_cast<Out*>(p.gradient) + offset(p.gradient_at);
     return Place<Out, Row<In, kRagged>, kRagged>{gradient - lead, beyond(gradient) == lead};
   };
@@ -81,9 +85,10 @@ __global__ void __launch_bounds__(kMaxThreads<In, kAll, kRagged>, 1)
   const T sure = weighted ? row.class_weights[target] * (1 - smooth) : 1 - smooth;
   const T share = static_cast<T>(p.label_smoothing / p.vocab), z_loss = static_cast<T>(p.z_loss);
   const T log_sum = logarithm(all.sum), lse = all.max + log_sum, inverse = 1 / all.sum;
-  const T mean = kAll ? all.moment * inverse : 0;  // of z - max
+  const T mean = kAll ? all.moment * inverse : 0;  // mean of z - max over the row's probabilities
   if (threadIdx.x == 0) {
-    // Differences to the maximum first: a confident row's loss is small beside its logits.
+    // Takes differences to the maximum first, because the loss of a confident row is small compared to its
+    // logits.
     T loss = sure * (log_sum + (all.max - at_target));
     if (smooth != 0) loss += share * (total_weight * log_sum + (total_weight * all.max - all.total));
     if (z_loss != 0) loss += z_loss * lse * lse;
@@ -97,7 +102,7 @@ __global__ void __launch_bounds__(kMaxThreads<In, kAll, kRagged>, 1)
   const T h = kAll ? upstream(p.grad_entropy, p.grad_entropy_stride) : 0;
   T multiply = u * (sure + share * total_weight) + v;
   if (z_loss != 0) multiply += u * 2 * z_loss * lse;
-  if (kAll && h != 0) multiply += h * mean;  // lse - entropy - z = mean - (z - max)
+  if (kAll && h != 0) multiply += h * mean;  // because lse - entropy - z = mean - (z - max)
   const T size = magnitude(u) + magnitude(v) + magnitude(h);
   const Gradient<T> g{all.max,
                       multiply * inverse,

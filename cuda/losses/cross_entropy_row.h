@@ -1,6 +1,6 @@
 #pragma once
 
-// A row of logits, summarised and turned into its gradient by a block of threads.
+// Device code of a row of logits: a block of threads computes its statistics, and then its gradient.
 
 #include <climits>
 #include <cmath>
@@ -15,8 +15,8 @@ namespace shoestring::cuda {
 namespace {
 
 template <class In>
-constexpr int kVector = sizeof(In) == 2 ? 8 : 4;  // logits that move together
-// What logits of a type are computed in.
+constexpr int kVector = sizeof(In) == 2 ? 8 : 4;  // logits per 16-byte load (fp64: per 32 bytes)
+// The dtype in which logits of a type are computed.
 template <class In>
 using Compute = std::conditional_t<sizeof(In) == 8, double, float>;
 __device__ inline double widened(double x) { return x; }
@@ -30,19 +30,20 @@ __device__ inline double magnitude(double x) { return fabs(x); }
 __device__ inline float tangent(float x) { return tanhf(x); }
 __device__ inline double tangent(double x) { return tanh(x); }
 
-// Of some of a row's logits. A NaN is in the sum, never in the maximum. Without kAll, moment and at are not
-// used.
+// The statistics of a part of a row's logits. A NaN shows in `sum`, never in `max`. Without kAll, `moment`
+// and `at` are not used.
 template <class T>
 struct Summary {
   T max = low<T>();
-  T sum = 0;     // of e = exp(z - max)
-  T total = 0;   // of class weight * z, where labels are smoothed
-  T moment = 0;  // of e (z - max)
-  std::conditional_t<sizeof(T) == 4, int, int64_t> at =
-      INT_MAX;  // the first of the largest, if that is not -inf
+  T sum = 0;     // sum of e = exp(z - max)
+  T total = 0;   // sum of class weight * z, for label smoothing
+  T moment = 0;  // sum of e * (z - max)
+  // Index of the first largest logit, unless that is -inf.
+  std::conditional_t<sizeof(T) == 4, int, int64_t> at = INT_MAX;
 };
 
-// The same bits whichever comes first: one of the two is multiplied by exactly 1.
+// Merges two parts. The result has the same bits in either order, because one of the two sums is multiplied
+// by exactly 1.
 template <bool kAll, class T>
 __device__ Summary<T> merge(const Summary<T>& a, const Summary<T>& b) {
   const bool first = a.max > b.max;
@@ -50,7 +51,7 @@ __device__ Summary<T> merge(const Summary<T>& a, const Summary<T>& b) {
   const T scale = less > low<T>() ? exponential(less - max) : 0;
   Summary<T> result{max, (first ? a.sum : b.sum) + sum * scale, a.total + b.total};
   if constexpr (kAll) {
-    // Where scale is zero, less - max may be -inf.
+    // If scale is zero, less - max may be -inf.
     const T moved = scale != 0 ? ((first ? b.moment : a.moment) + sum * (less - max)) * scale : 0;
     result.moment = (first ? a.moment : b.moment) + moved;
     result.at = a.max == b.max ? (a.at < b.at ? a.at : b.at) : first ? a.at : b.at;
@@ -73,8 +74,9 @@ __device__ Summary<T> warp_merge(Summary<T> x) {
   return x;
 }
 
-// A row of raw logits. kRagged: it may begin anywhere, and what is around it is others': `logits` then is
-// `lead` elements before it, at a multiple of 16 bytes. Else it begins there, and has room for whole vectors.
+// A row of raw logits. If kRagged, the row may begin at any address, and memory around it belongs to others.
+// `logits` then points to a multiple of 16 bytes, `lead` elements before the row. Otherwise the row begins at
+// a multiple of 16 bytes, and has room for whole vectors.
 template <class In, bool kRagged>
 struct Row {
   using T = Compute<In>;
@@ -83,9 +85,9 @@ struct Row {
   static constexpr int kSize = kVector<In>;
 
   const In* logits;
-  const T* bias;           // or null; never if ragged
-  const T* class_weights;  // or null
-  T softcap, scale;        // the latter is 1, unless ragged
+  const T* bias;           // bias of the classes, or null; always null if ragged
+  const T* class_weights;  // weights of the classes, or null
+  T softcap, scale;        // scale is 1 unless ragged
   int lead, vocab;
 
   __device__ int before() const { return kRagged ? lead : 0; }
@@ -112,7 +114,7 @@ struct Row {
     return load<kSize>(logits + v * kSize);
   }
 
-  // A vector of raw logits made final; -inf where it is not of the row.
+  // Computes the final logits of a vector; -inf outside the row.
   __device__ Final finish(const Raw& raw, int v) const {
     Final z;
 #pragma unroll
@@ -148,7 +150,8 @@ struct Row {
   }
 };
 
-// Where a row's gradient goes; if ragged, as the logits: `to` is `lead` elements before it.
+// The destination of a row's gradient. If ragged, `to` points to `lead` elements before it, as for the
+// logits.
 template <class Out, class Row, bool kRagged>
 struct Place {
   Out* to;
@@ -167,7 +170,8 @@ struct Place {
   }
 };
 
-// A tile is what a block has in registers at a time: 16 logits a thread, loaded together (fp64: 4).
+// Vectors per thread and tile. A tile is the part of a row that a block holds in registers at a time: 16
+// logits per thread (fp64: 4), loaded together.
 template <class In>
 constexpr int kUnroll = sizeof(In) == 8 ? 1 : 16 / kVector<In>;
 
@@ -206,7 +210,8 @@ __device__ Summary<Compute<In>> summarise(const Row<In, kRagged>& row, bool want
         max = larger(z[j][i], max);
       }
     }
-    // Where all so far are -inf, their exponentials are 0, not those of -inf + inf.
+    // If all logits so far are -inf, the base is 0, so that the exponentials are 0 and not those of -inf +
+    // inf.
     const T base = max > low<T>() ? max : 0, change = part.max - base;
     if (kAll && part.sum != 0) part.moment = (part.moment + part.sum * change) * exponential(change);
     part.sum *= exponential(change);
@@ -217,28 +222,29 @@ __device__ Summary<Compute<In>> summarise(const Row<In, kRagged>& row, bool want
       for (int i = 0; i < kVector<In>; ++i) {
         const T x = z[j][i] - base, e = exponential(x);
         part.sum += e;
-        if (kAll && e != 0) part.moment += e * x;  // where e is zero, x may be -inf
+        if (kAll && e != 0) part.moment += e * x;  // if e is zero, x may be -inf
       }
     }
   }
   return part;
 }
 
-// The gradient of one row by its raw logits: with x = z - max,
+// The gradient of one row with respect to its raw logits. With x = z - max it is
 //   (exp(x) * (multiply - slope * x) - floor * class weight - onehot) * softcap's derivative.
 template <class T>
 struct Gradient {
   T max, multiply, slope, floor, onehot;
   int target;
-  T least;         // of a class that is marked in
-  unsigned* live;  // a byte for each, or null; never if ragged
+  T least;         // lower bound of a gradient's magnitude that marks its class in `live`
+  unsigned* live;  // one byte per class, or null; always null if ragged
 };
 
 template <bool kAll, class In, class Out, bool kRagged>
 __device__ void write_gradient(const Row<In, kRagged>& row, const Gradient<Compute<In>>& g,
                                const Place<Out, Row<In, kRagged>, kRagged>& place) {
   using T = Compute<In>;
-  constexpr int kTogether = kAll && kUnroll < In >> 2 ? 2 : kUnroll<In>;  // longer code, so fewer copies
+  // kAll has longer code, so it is unrolled less.
+  constexpr int kTogether = kAll && kUnroll < In >> 2 ? 2 : kUnroll<In>;
   const int vectors = row.vectors(), tile = blockDim.x * kTogether;
   for (int n = 0; n * tile < vectors; ++n) {
     typename Row<In, kRagged>::Raw raw[kTogether];

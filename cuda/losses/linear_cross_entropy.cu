@@ -1,7 +1,7 @@
-// Bandwidth-bound, and a row of 131072 fp32 logits (512 KiB) is too long for an SM. The first pass runs
-// through the row forwards, for maximum and sum; the second runs backwards, so that what it reads first is
-// still in the L2 cache. Bytes per logit: 4 + 4 read (the latter partly from L2) + 2 written; with the GEMM's
-// 4, 14 in all against 6 * features flops.
+// The row kernels of linear_cross_entropy, which are bound by memory bandwidth. A row of 131072 fp32 logits
+// (512 KiB) does not fit into an SM. The first pass computes maximum and sum, and runs forwards. The second
+// pass runs backwards, so that its first reads hit the L2 cache. Bytes per logit: 4 + 4 read (the second
+// partly from L2) and 2 written. With 4 bytes written by the GEMM this makes 14, against 6 * features flops.
 
 #include "core/cuda_tables.h"
 #include "cuda/losses/cross_entropy.h"

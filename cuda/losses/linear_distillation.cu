@@ -1,5 +1,6 @@
-// Bandwidth-bound: two rows of logits, read three times (maxima and sums; the divergence; the gradient). The
-// second pass runs backwards, so that each begins with what the one before has left in the L2 cache.
+// The row kernels of linear_distillation, which are bound by memory bandwidth. They read two rows of logits
+// three times: for maxima and sums, for the divergence, and for the gradient. The second pass runs backwards,
+// so that each pass begins with the data that the previous one has left in the L2 cache.
 
 #include "core/cuda_tables.h"
 #include "cuda/core/launch.h"
@@ -17,19 +18,20 @@ constexpr int kMaxThreads = sizeof(T) == 4 ? 1024 : 256;
 using kernels::Divergence;
 
 template <class T>
-constexpr int kVector = sizeof(T) == 4 ? 4 : 1;  // logits that move together; the functions of fp64 are long
+// Logits that are loaded together. fp64 uses 1, because its functions are long code.
+constexpr int kVector = sizeof(T) == 4 ? 4 : 1;
 
-// log(1 - weight (1 - e^-x)), also where that is small.
+// Computes log(1 - weight (1 - e^-x)), also accurately if the result is small.
 __device__ inline float log_of_mixture(float weight, float x) { return log1pf(weight * expm1f(-x)); }
 __device__ inline double log_of_mixture(double weight, double x) { return log1p(weight * expm1(-x)); }
 
-// Of some of a row's logits. A NaN is in the sum, never in the maximum.
+// The statistics of a part of a row's logits. A NaN shows in `sum`, never in `max`.
 template <class T>
-struct alignas(2 * sizeof(T)) Summary {  // one access in shared memory
+struct alignas(2 * sizeof(T)) Summary {  // one access to shared memory
   T max = low<T>();
-  T sum = 0;  // of exp(logit - max)
+  T sum = 0;  // sum of exp(logit - max)
 
-  // Where all so far are -inf, their exponentials are 0, not those of -inf + inf.
+  // If all logits so far are -inf, the base is 0, so that the exponentials are 0 and not those of -inf + inf.
   __device__ void add(const Vector<T, kVector<T>>& z) {
     T most = max;
 #pragma unroll
@@ -42,7 +44,8 @@ struct alignas(2 * sizeof(T)) Summary {  // one access in shared memory
   }
 };
 
-// The same bits whichever comes first: one of the two is multiplied by exactly 1.
+// Merges the parts of a warp. The result has the same bits in any order, because one of two sums is
+// multiplied by exactly 1.
 template <class T>
 __device__ Summary<T> warp_merge(Summary<T> a) {
 #pragma unroll
@@ -56,7 +59,7 @@ __device__ Summary<T> warp_merge(Summary<T> a) {
   return a;
 }
 
-// Vector v of a row with its bias; -inf past the vocabulary.
+// Loads vector v of a row and adds the bias; -inf past the vocabulary.
 template <class T>
 __device__ Vector<T, kVector<T>> logits(const T* row, const T* bias, int v, int vocab) {
   auto z = load<kVector<T>>(row + v * kVector<T>);
@@ -74,7 +77,8 @@ __device__ Vector<T, kVector<T>> logits(const T* row, const T* bias, int v, int 
   return z;
 }
 
-// What a class adds to the divergence, and log(p / what the student is compared with).
+// A class's contribution to the divergence. `surprise` is log(p / reference) with q or m as the reference, as
+// far as the gradient needs it.
 template <class T>
 struct alignas(2 * sizeof(T)) Share {
   T loss, surprise;
@@ -82,20 +86,22 @@ struct alignas(2 * sizeof(T)) Share {
 
 template <class T>
 struct Pair {
-  T student_max, teacher_max, student_share, teacher_share;  // shares: 1 / sum of exponentials
-  T offset;                                                  // log of the sums' quotient
+  T student_max, teacher_max, student_share, teacher_share;  // each share is 1 / sum of exponentials
+  T offset;                                                  // log of the quotient of the two sums
   T beta;
   Divergence divergence;
 
   __device__ T p(T z) const { return exponential(z - student_max) * student_share; }
   __device__ T q(T z) const { return exponential(z - teacher_max) * teacher_share; }
 
-  // Of p, q and r = log(q / p). A class of probability 0 adds nothing.
+  // Computes the contribution of a class from p, q and r = log(q / p). A term with a factor of probability 0
+  // is 0.
   __device__ Share<T> share(T p, T q, T r) const {
     if (divergence == Divergence::kForwardKl) return {q == 0 ? 0 : q * r, 0};
     if (divergence == Divergence::kReverseKl) return {p == 0 ? 0 : -p * r, p == 0 ? 0 : -r};
-    // log(m / the larger of p and q). Both terms of the loss are of first order in what they differ by, and
-    // it is of second: hence no 1 is added anywhere.
+    // log(m / the larger of p and q). The terms of the loss are of first order in the difference of p and q,
+    // while their sum is of second order. The formulas therefore avoid adding 1 anywhere, which would lose
+    // precision.
     const T of_larger = log_of_mixture(r > 0 ? 1 - beta : beta, r > 0 ? r : -r);
     const T of_student = -(r > 0 ? of_larger + r : of_larger),
             of_teacher = -(r > 0 ? of_larger : of_larger - r);

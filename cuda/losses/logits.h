@@ -1,7 +1,7 @@
 #pragma once
 
-// What the row kernels over logits share: one name for the functions of fp32 and fp64, and the size of a
-// row's block.
+// Shared parts of the row kernels over logits: common names for the functions of fp32 and fp64, and the
+// number of threads per row.
 
 #include <cmath>
 #include <cstdint>
@@ -15,7 +15,8 @@ __device__ inline float exponential(float x) { return expf(x); }
 __device__ inline double exponential(double x) { return exp(x); }
 __device__ inline float logarithm(float x) { return logf(x); }
 __device__ inline double logarithm(double x) { return log(x); }
-__device__ inline float larger(float a, float b) { return fmaxf(a, b); }  // of a NaN and another, the other
+// Ignores a NaN, unless both are NaN.
+__device__ inline float larger(float a, float b) { return fmaxf(a, b); }
 __device__ inline double larger(double a, double b) { return fmax(a, b); }
 
 template <class Out>
@@ -32,8 +33,9 @@ __device__ constexpr T low() {
   return -static_cast<T>(INFINITY);
 }
 
-// One block an SM, so that the rows in flight are not much more than the L2 cache holds; but a short row is
-// over before a large block, of `most` threads, has started, and several share an SM.
+// Returns the number of threads of a row's block. A long row gets one block per SM (`most` threads), so that
+// the rows in flight fit roughly into the L2 cache. A short row would be finished before a large block has
+// started, so its blocks are small and several share an SM.
 inline int threads_for(int64_t vocab, int most) {
   return vocab > 32768 ? most : vocab > 8192 ? most / 2 : vocab > 512 ? 128 : kWarp;
 }

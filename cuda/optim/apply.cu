@@ -1,4 +1,4 @@
-// An instance of the kernels in optimizer.h.
+// Instantiates the kernels of cuda/optim/optimizer.h for apply_.
 
 #include "optim/apply_rule.h"
 

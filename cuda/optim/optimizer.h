@@ -1,10 +1,12 @@
 #pragma once
 
-// Bandwidth-bound, but barely: AdamW moves 10 bytes for some 60 instructions an element. A warp steps a block
-// of 256 elements, eight a lane, with 16-byte loads that are all in flight together; it shares nothing with
-// other warps but the tables, so only those need a barrier. What describes the tensors travels in the
-// kernel's own parameters: a thousand in one launch without a copy to the device. A first small kernel turns
-// steps and options into rules, so that this one raises nothing to a power.
+// The CUDA kernels of the optimizers, for any update rule. Memory bandwidth is the limit, but only
+// just: AdamW moves 10 bytes per element for about 60 instructions.
+//
+// A warp steps a block of 256 elements, eight per lane, with 16-byte loads that are all in flight together.
+// Warps share only the tables, so only filling the tables needs a barrier. The descriptions of the tensors
+// are kernel parameters: a launch handles 1000 tensors without a copy to the device. A small kernel runs
+// first, and turns steps and options into rules, so that the main kernel never calls pow().
 
 #include "core/cuda_tables.h"
 #include "cuda/core/launch.h"
@@ -16,9 +18,10 @@ using kernels::StateType;
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kBlocksPerWarp = 8;  // so that filling the tables costs little
+constexpr int kBlocksPerWarp = 8;  // enough blocks to make the cost of filling the tables small
 struct Present {
-  uint32_t bits[(kTensors + 31) / 32];  // of the tensors that have a gradient
+  // Bit mask of the tensors that have a gradient.
+  uint32_t bits[(kTensors + 31) / 32];
 };
 
 // Budget: 48 registers, 0 bytes shared.
@@ -59,7 +62,7 @@ __device__ void step_block(const Place& place, const typename State::Rule* rules
   const Weights weights(state.arenas, place);
   typename State::Loaded loaded;
   state.load(place, loaded);
-  auto rule = rules[place.tensor];  // read for each block, to keep registers for other things
+  auto rule = rules[place.tensor];  // read again for each block, to free registers
   Moments<typename State::Rule> moments;
   state.decode(loaded, Weights::left(place), shared, rule, moments);
   auto param = weights.param(state.arenas, place);
@@ -69,7 +72,7 @@ __device__ void step_block(const Place& place, const typename State::Rule* rules
   state.store(same, moments, shared, rules);
 }
 
-// By a warp: blocks [place.own, last) of a tensor.
+// Steps the blocks [place.own, last) of a tensor by one warp.
 template <class State>
 __device__ void step_blocks(Place place, uint32_t last, const typename State::Rule* rules, const State& state,
                             const typename State::Shared& shared) {
@@ -92,7 +95,8 @@ __device__ void step_blocks(Place place, uint32_t last, const typename State::Ru
   for (; place.own < last; ++place.own) step_block<Any>(place, rules, state, shared);
 }
 
-// Three moments' worth; kResident holds each state to what it may use.
+// Steps all tensors of a launch. The budget is for three moments; kResident limits the registers of each kind
+// of state.
 // Budget: 96 registers, 3264 bytes shared, no spills.
 template <class State>
 __global__ void __launch_bounds__(kThreads, State::kResident)
@@ -102,11 +106,12 @@ __global__ void __launch_bounds__(kThreads, State::kResident)
   if (group.skips() && state.arenas.accumulated == nullptr) return;
   state.fill_shared(shared);
 
-  uint32_t block = (blockIdx.x * kWarps + warp()) * kBlocksPerWarp;  // of the launch
+  // Index of the warp's next block in the launch.
+  uint32_t block = (blockIdx.x * kWarps + warp()) * kBlocksPerWarp;
   const uint32_t last = min(block + kBlocksPerWarp, group.entry[group.count - 1].end);
   int tensor = 0;
   while (block < last) {
-    int above = group.count - 1;  // to the first tensor that ends behind the block
+    int above = group.count - 1;  // binary search for the first tensor that ends after the block
     while (tensor < above) {
       const int middle = (tensor + above) / 2;
       if (group.entry[middle].end > block) {
@@ -182,7 +187,7 @@ const char* step_all(const OptimizerEntry* entries, int64_t count, const typenam
   return nullptr;
 }
 
-/// A rule's kernels, handed over when the library is loaded.
+/// Registers a rule's kernels when the library is loaded.
 template <class Rule>
 bool provide_rule() {
   static const kernels::OptimizerCuda<Rule> table{step_all<Rule>};

@@ -1,4 +1,4 @@
-// An instance of the kernels in optimizer.h.
+// Instantiates the kernels of cuda/optim/optimizer.h for Schedule-Free AdamW.
 
 #include "optim/schedule_free_adamw_rule.h"
 

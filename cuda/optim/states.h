@@ -1,9 +1,11 @@
 #pragma once
 
-// How a lane's eight elements of every moment are loaded, made numbers, and stored after the update.
+// The storage formats of moments on the GPU: loading, decoding and storing a lane's eight elements of each
+// moment.
 //
-// kResident is how many blocks of threads a multiprocessor shall hold: 4 leave 64 registers a thread, 3 leave
-// 80, 2 leave 128. With fewer registers some would be spilled; with fewer threads fewer loads are in flight.
+// kResident is the number of blocks of threads that an SM should hold: 4 leave 64 registers per thread, 3
+// leave 80, 2 leave 128. With fewer registers the kernel would spill some; with fewer threads fewer loads
+// would be in flight.
 
 #include <type_traits>
 
@@ -17,21 +19,22 @@ struct ExactMath {
   __device__ static float sqrt(float x) { return sqrtf(x); }
   __device__ static float divide(float a, float b) { return a / b; }
   __device__ static float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-  __device__ static float sign(float x) {
-    return fabsf(x) > 0 ? copysignf(1.f, x) : x;
-  }  // zero and NaN: their own
+  // Returns zero and NaN unchanged.
+  __device__ static float sign(float x) { return fabsf(x) > 0 ? copysignf(1.f, x) : x; }
 };
-// Some 3e-7 of an update, where moments of 16 bits or fewer are wrong by thousands of times as much.
+// Relative error of an update: about 3e-7. Errors of moments in 16 bits or fewer are thousands of times
+// larger.
 struct FastMath : ExactMath {
   __device__ static float sqrt(float x) { return fast_sqrt(x); }
   __device__ static float divide(float a, float b) { return a * fast_reciprocal(b); }
 };
 
-// A lane's part of all moments.
+// A lane's eight elements of each moment.
 template <class Rule>
 using Moments = Vector<float, kPerLane>[kernels::at_least_one(Rule::kMoments)];
 
-// body(k) for each moment, k being a constant in its type: which map a moment has is part of the code.
+// Calls body(k) for each moment. The type of k makes it a constant, so the moment's map is chosen at compile
+// time.
 template <class Rule, int k = 0, class Body>
 __device__ __forceinline__ void each_moment(Body body) {
   if constexpr (k < Rule::kMoments) {
@@ -40,7 +43,7 @@ __device__ __forceinline__ void each_moment(Body body) {
   }
 }
 
-// Where a lane's part of a moment begins.
+// Returns the address of a lane's elements of a moment.
 template <class T, int kMoments>
 __device__ T* moment_at(const OptimizerArenas<kMoments>& arenas, int k, const Place& place) {
   return static_cast<T*>(arenas.moment[k]) + place.in_arena();
@@ -77,8 +80,8 @@ struct FloatState {
   }
 };
 
-// Moments in bf16, rounded stochastically: all of bf16 state, and long ones (optim/optimizer_table.h) beside
-// codes.
+// Moments stored as bf16 with stochastic rounding: all moments of bf16 state, and the long moments
+// (optim/optimizer_table.h) of 8- and 4-bit state.
 using RawMoment = Raw<__nv_bfloat16>;
 
 template <class Rule, int k>
@@ -144,7 +147,7 @@ struct BFloat16State {
   }
 };
 
-// What lies past a tensor's end, `left` elements on, is zero whatever its codes are.
+// Replaces the codes past the tensor's end, from element `left` on, by the code of zero.
 template <bool kSigned>
 __device__ uint2 first_codes(uint2 codes, int left) {
   if (left >= kPerLane) return codes;
@@ -166,7 +169,7 @@ struct EightBitState {
   };
   struct Loaded {
     uint2 codes[Rule::kMoments];
-    RawMoment rounded[Rule::kMoments];  // in their place, of long ones
+    RawMoment rounded[Rule::kMoments];  // for a long moment, instead of codes
     float scale[Rule::kMoments];
   };
   OptimizerArenas<Rule::kMoments> arenas;
@@ -199,7 +202,7 @@ struct EightBitState {
 
   __device__ void decode(const Loaded& loaded, int left, const Shared& shared, Rule& rule,
                          Moments<Rule>& moments) const {
-    rule.for_codes(loaded.scale);  // in place of scaling eight values
+    rule.for_codes(loaded.scale);  // cheaper than scaling eight values
     each_moment<Rule>([&](auto index) {
       constexpr int k = decltype(index)::value;
       if constexpr (kIsLong<Rule, k>) {
@@ -216,7 +219,7 @@ struct EightBitState {
       constexpr int k = decltype(index)::value;
       if constexpr (!kIsLong<Rule, k>) scales[k] = largest_magnitude<Rule::kSigned[k]>(moments[k].value);
     });
-    __syncwarp();  // all lanes have read the old scales
+    __syncwarp();  // until all lanes have read the old scales
     each_moment<Rule>([&](auto index) {
       constexpr int k = decltype(index)::value;
       if constexpr (kIsLong<Rule, k>) {
@@ -238,8 +241,8 @@ struct FourBitState {
   struct Shared {};
   struct Loaded {
     uint32_t codes[Rule::kMoments];
-    RawMoment rounded[Rule::kMoments];  // in their place, of long ones
-    float scale[Rule::kMoments];        // of the lane's group
+    RawMoment rounded[Rule::kMoments];  // for a long moment, instead of codes
+    float scale[Rule::kMoments];        // scale of the lane's group
   };
   OptimizerArenas<Rule::kMoments> arenas;
 
@@ -266,10 +269,11 @@ struct FourBitState {
       if constexpr (kIsLong<Rule, k>) {
         decode_rounded(loaded.rounded[k], moments[k]);
       } else {
+        // Elements past the tensor's end are set to zero below, because an unsigned 4-bit code cannot be
+        // zero.
         decode4<Rule::kSigned[k]>(loaded.codes[k], 1, moments[k].value);
 #pragma unroll
-        for (int i = 0; i < kPerLane; ++i)
-          moments[k][i] = i < left ? moments[k][i] : 0;  // no code is always zero
+        for (int i = 0; i < kPerLane; ++i) moments[k][i] = i < left ? moments[k][i] : 0;
       }
     });
   }
@@ -280,7 +284,7 @@ struct FourBitState {
       constexpr int k = decltype(index)::value;
       if constexpr (!kIsLong<Rule, k>) scales[k] = find_scale4<Rule::kSigned[k]>(moments[k].value);
     });
-    __syncwarp();  // all lanes have read the old scales
+    __syncwarp();  // until all lanes have read the old scales
     each_moment<Rule>([&](auto index) {
       constexpr int k = decltype(index)::value;
       constexpr bool kSigned = Rule::kSigned[k];

@@ -1,9 +1,9 @@
 #pragma once
 
-// A lane's eight weights and gradients of a block. Plain ones, all of one type, in whole and aligned blocks,
-// are loaded and stored as they are. All others (mixed types, an accumulated gradient, roundings that need
-// more than the weight, the last block of a tensor, odd addresses) are fp32 between load and store, and what
-// they are is asked at run time.
+// Loading and storing a lane's eight weights and gradients of a block. PlainWeights is for whole, aligned
+// blocks with weights and gradients of one type, which are loaded and stored directly. AnyWeights is for
+// everything else: mixed types, an accumulated gradient, roundings that need more than the weight, the last
+// block of a tensor, and unaligned addresses. It keeps values in fp32, and checks the types at run time.
 
 #include "cuda/core/convert.h"
 #include "cuda/optim/place.h"
@@ -41,15 +41,16 @@ class PlainWeights {
   Raw<T> grad_, param_;
 };
 
-// Elements `at` to at + 7, of which `left` lie before the end; `vectors`: they are read in vectors.
+// Elements at, ..., at + 7 of a tensor. `left` of them are before the tensor's end. `vectors` allows vector
+// loads.
 struct Part {
   uint64_t at;
   int left;
   bool vectors;
 };
 
-// Eight elements as they lie in memory; of 16 bits, in the first half. Never as values of 16 bits: each would
-// fill a register.
+// Eight elements as raw words; 16-bit elements occupy the first four words. Values of a 16-bit type would
+// each occupy a whole register.
 using Words = Vector<unsigned, kPerLane>;
 
 __device__ inline Words load_words(const void* base, ElementType type, const Part& part) {
@@ -111,7 +112,7 @@ __device__ inline Vector<float, kPerLane> as_floats(const Words& words, ElementT
   return x;
 }
 
-// The other way, by `pair`, which rounds two.
+// Converts fp32 to 16-bit words; `pair` rounds two values at a time.
 template <class Pair>
 __device__ void narrow(const Vector<float, kPerLane>& x, Words& words, Pair pair) {
 #pragma unroll
@@ -180,7 +181,7 @@ class AnyWeights {
     store_words(place.t().param, place.type(), in_tensor(place), words);
   }
 
-  // What a step that is skipped does.
+  // Clears the accumulated gradient, which is all that a skipped step does.
   static __device__ void forget(const Arenas& arenas, const Place& place) {
     store_words(arenas.accumulated, arenas.accumulated_type, in_arena(place), Words{});
   }
@@ -199,7 +200,7 @@ class AnyWeights {
     return reinterpret_cast<unsigned*>(arenas.remainder + place.in_arena());
   }
 
-  // To the gradient, at once: there are no registers for both.
+  // Adds the accumulated gradient to the gradient right away, since registers cannot hold both.
   __device__ void add_accumulated(const Arenas& arenas, const Place& place) {
     const auto type = arenas.accumulated_type;
     const auto sum = as_floats(load_words(arenas.accumulated, type, in_arena(place)), type);

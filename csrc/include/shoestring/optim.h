@@ -1,6 +1,6 @@
 #pragma once
 
-// All optimizers.
+// Includes the headers of all optimizers.
 
 #include <shoestring/optim/rules.h>
 #include <shoestring/optim_wrappers.h>

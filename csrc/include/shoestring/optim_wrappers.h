@@ -1,6 +1,6 @@
 #pragma once
 
-// Optimizers around other optimizers; shoestring/optim.h includes this.
+// Optimizers that wrap another optimizer: GaLore, APOLLO and SAM. shoestring/optim.h includes this header.
 
 #include <cmath>
 #include <cstdint>
@@ -20,36 +20,40 @@ namespace shoestring::optim {
 
 // ---- GaLore
 
-/// A group of parameters has its own.
+/// Options of GaLore. Each parameter group has its own copy.
 struct SHOESTRING_API GaLoreOptions {
-  /// Of the state: r. None steps every parameter as the base optimizer does; embeddings and heads are usually
-  /// left out.
+  /// Rank r of the projected gradient and its state. With std::nullopt the base optimizer steps every
+  /// parameter without a projection, which is usual for embeddings and output heads.
   TORCH_ARG(std::optional<int64_t>, rank) = 128;
-  /// Steps between projections.
+  /// Number of steps between two computations of the projection.
   TORCH_ARG(int64_t, update_proj_gap) = 200;
-  /// What the update of a projected parameter is multiplied by.
+  /// Factor that multiplies the update of a projected parameter.
   TORCH_ARG(double, scale) = 0.25;
-  /// "left" (rows become fewer), "right" (columns), or "auto": the smaller side.
+  /// Side on which the gradient is multiplied by P: "left" reduces the rows, "right" reduces the columns, and
+  /// "auto" reduces the smaller side.
   TORCH_ARG(std::string, projection) = "auto";
-  /// Of the random start of the iteration that finds a projection.
+  /// Seed of the random start of the subspace iteration that finds a projection.
   TORCH_ARG(int64_t, seed) = 0;
 };
 
-/// GaLore (arXiv 2403.03507) around AdamW, Lion or SGD: full-parameter training with the state of a low rank
-/// r.
+/// GaLore (arXiv 2403.03507) around AdamW, Lion or SGD: trains all parameters with optimizer state of low
+/// rank r.
 ///
-/// The gradient G (m, n) of a matrix becomes R = P^T G, with the r leading left singular vectors of an
-/// earlier gradient in P (m, r), found by randomised subspace iteration. The base optimizer steps a virtual
-/// parameter (r, n) with R, and scale times P times its update moves the matrix; weight decay is of the whole
-/// matrix. Where n < m, P is on the right. What Python's GaLore computes.
+/// The gradient G (m, n) of a matrix becomes R = P^T G. P (m, r) holds the r leading left singular vectors of
+/// an earlier gradient, found by randomised subspace iteration. The base optimizer steps a virtual parameter
+/// (r, n) with the gradient R. The matrix then moves by scale * P * (update of the virtual parameter). Weight
+/// decay applies to the whole matrix. If n < m, P multiplies from the right. The result is the same as that
+/// of GaLore in Python.
 ///
 ///     GaLore<AdamW> optimizer(model->parameters(), AdamWOptions(1e-3), GaLoreOptions().rank(128));
 ///
-/// Parameters: fp32, bf16 or fp16. Those of more than two dimensions are matrices (first, all others);
-/// vectors, and matrices with fewer than r rows (columns, for a projection on the right), step as by the
-/// base. 16-bit weights are rounded once a step, to nearest. Memory: min(m, n) r elements of the parameter's
-/// dtype, and the base's state of max(m, n) r parameters. Errors: c10::Error, of an option, a dtype or an
-/// archive that does not fit.
+/// Parameters are fp32, bf16 or fp16. A parameter with more than two dimensions is treated as a matrix of
+/// shape (first dimension, product of all others). The base optimizer steps vectors directly, and also
+/// matrices with fewer than r rows (columns for a projection from the right). 16-bit weights are rounded once
+/// per step, to nearest.
+///
+/// Memory: min(m, n) * r elements of the parameter's dtype for P, and the base optimizer's state for max(m,
+/// n) * r parameters. Raises c10::Error if an option, a dtype or an archive does not fit.
 template <class Base>
 class GaLore : public detail::GaLoreCore {
  public:
@@ -64,13 +68,14 @@ class GaLore : public detail::GaLoreCore {
       : GaLore({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults),
                std::move(galore)) {}
 
-  /// A group without options has the defaults, of either kind.
+  /// Adds a parameter group. A group without options takes the defaults of the base optimizer and of GaLore.
   void add_param_group(const torch::optim::OptimizerParamGroup& group) { add_param_group(group, own_); }
   void add_param_group(const torch::optim::OptimizerParamGroup& group, const GaLoreOptions& o) {
     add(group, {o.rank(), o.update_proj_gap(), o.scale(), o.projection(), o.seed()});
   }
 
-  /// P of a parameter, (min(m, n), r) in its dtype; undefined where there is none.
+  /// Returns the projection P of a parameter, (min(m, n), r) in the parameter's dtype. Undefined if the
+  /// parameter has no projection (yet).
   at::Tensor projection(const at::Tensor& param) const { return kept(param); }
 
  private:
@@ -79,38 +84,44 @@ class GaLore : public detail::GaLoreCore {
 
 // ---- APOLLO
 
-/// A group of parameters has its own.
+/// Options of APOLLO. Each parameter group has its own copy.
 struct SHOESTRING_API APOLLOOptions {
-  /// Of the state: r; none: no projection.
+  /// Rank r of the projected gradient and its state. With std::nullopt the base optimizer steps every
+  /// parameter without a projection.
   TORCH_ARG(std::optional<int64_t>, rank) = 128;
-  /// Steps between random projections.
+  /// Number of steps between two random projections.
   TORCH_ARG(int64_t, update_proj_gap) = 200;
-  /// What the update of a projected parameter is multiplied by. (The authors' code takes the square of it.)
+  /// Factor that multiplies the update of a projected parameter. (The option `scale` of
+  /// the authors' code is the square of this one.)
   TORCH_ARG(double, scale) = 1.0;
-  /// "channel", or "tensor": one factor for all of a parameter.
+  /// "channel" for one factor per channel (row or column), "tensor" for one factor per parameter.
   TORCH_ARG(std::string, scale_type) = "channel";
-  /// Of the projections.
+  /// Seed of the random projections.
   TORCH_ARG(int64_t, seed) = 0;
 
  public:
-  /// APOLLO-Mini's: rank 1, one factor for each parameter, and a scale of the root of 128.
+  /// Returns the options of APOLLO-Mini: rank 1, one factor per parameter, and scale sqrt(128).
   static APOLLOOptions mini() { return APOLLOOptions().rank(1).scale(std::sqrt(128.0)).scale_type("tensor"); }
 };
 
-/// APOLLO (arXiv 2412.05270) around AdamW, or Lion or SGD: step sizes by channel, with the state of a low
-/// rank r.
+/// APOLLO (arXiv 2412.05270) around AdamW, Lion or SGD: one step size per channel, with optimizer state of
+/// low rank r.
 ///
-/// The gradient G (m, n) of a matrix, m <= n, becomes R = P G, (r, n), with random P. The base optimizer
-/// steps a virtual parameter with R, at a learning rate of 1; its update U (r, n) tells how much G is scaled,
-/// in every column j: W -= lr scale G norm(U[:, j]) / norm(R[:, j]), the norm of which grows by 1 % a step at
-/// most. Where n < m, rows are the channels. P is made from a seed whenever it is needed, and from a new one
-/// every update_proj_gap steps. What Python's APOLLO computes, with the same random numbers; with
-/// APOLLOOptions::mini(), its APOLLOMini.
+/// The gradient G (m, n) of a matrix with m <= n becomes R = P G, (r, n), with a random P. The base optimizer
+/// steps a virtual parameter with the gradient R and learning rate 1. Its update U (r, n) decides how much
+/// each column j of G is scaled:
+///
+///     W[:, j] -= lr * scale * G[:, j] * norm(U[:, j]) / norm(R[:, j])
+///
+/// The norm of this update may grow by at most 1 % per step. If n < m, the channels are rows instead of
+/// columns. P is not stored: it is generated from a seed whenever it is needed, and the seed changes every
+/// update_proj_gap steps. The results and random numbers are those of APOLLO in Python. With
+/// APOLLOOptions::mini() they are those of APOLLOMini.
 ///
 ///     APOLLO<AdamW> optimizer(model->parameters(), AdamWOptions(1e-3), APOLLOOptions().rank(128));
 ///
-/// Parameters, rounding and errors: as GaLore's. Memory: 4 bytes a matrix, and the base's state of max(m, n)
-/// r parameters.
+/// Parameters, rounding and errors are those of GaLore. Memory: 4 bytes per matrix, and the base optimizer's
+/// state for max(m, n) * r parameters.
 template <class Base>
 class APOLLO : public detail::APOLLOCore {
  public:
@@ -125,13 +136,14 @@ class APOLLO : public detail::APOLLOCore {
       : APOLLO({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults),
                std::move(apollo)) {}
 
-  /// A group without options has the defaults, of either kind.
+  /// Adds a parameter group. A group without options takes the defaults of the base optimizer and of APOLLO.
   void add_param_group(const torch::optim::OptimizerParamGroup& group) { add_param_group(group, own_); }
   void add_param_group(const torch::optim::OptimizerParamGroup& group, const APOLLOOptions& o) {
     add(group, {o.rank(), o.update_proj_gap(), o.scale(), o.scale_type(), o.seed()});
   }
 
-  /// The norm of a parameter's last update, before lr and scale: fp32; undefined where there is none.
+  /// Returns the norm of the parameter's last update, before lr and scale, as an fp32 scalar. Undefined if
+  /// the parameter is not projected or has not been stepped.
   at::Tensor update_norm(const at::Tensor& param) const { return kept(param); }
 
  private:
@@ -142,42 +154,43 @@ class APOLLO : public detail::APOLLOCore {
 
 struct SHOESTRING_API SAMOptions {
   SAMOptions(double rho = 0.05) : rho_(rho) {}
-  /// How far the first half of a step goes; at least 0.
+  /// Distance by which the first half of a step moves the weights; at least 0.
   TORCH_ARG(double, rho) = 0.05;
-  /// ASAM (arXiv 2102.11600): up along w^2 g, by rho / norm(w g); rho is then about ten times larger.
+  /// Use ASAM (arXiv 2102.11600): move the weights by rho * w^2 g / norm(w g). A good rho is then about ten
+  /// times larger.
   TORCH_ARG(bool, adaptive) = false;
 };
 
 /// Sharpness-aware minimisation (arXiv 2010.01412) around another optimizer.
 ///
-/// The first half of a step goes up, from the weights w to w + rho g / norm(g), g being the gradient of all
-/// of them; the second goes back to w, to the bit, and takes the base's step there with the gradient from
-/// above:
+/// The first half of a step moves the weights w up to w + rho * g / norm(g). The norm is that of the gradient
+/// of all weights together. The second half restores w bit for bit, and takes the base optimizer's step with
+/// the gradient computed at the moved weights:
 ///
 ///     SAM optimizer(std::make_unique<AdamW>(model->parameters(), AdamWOptions(1e-3)), SAMOptions(0.05));
 ///     loss().backward();  optimizer.first_step();  optimizer.zero_grad();
 ///     loss().backward();  optimizer.second_step(); optimizer.zero_grad();
 ///
-/// Each backward may be several, over micro-batches. A first gradient that is not finite leaves the weights
-/// where they are. Between the halves there is a copy of the weights that have a gradient. Layers that keep
-/// running statistics see every batch twice. 16-bit weights lose what is below half a unit in the last place
-/// on the way up.
+/// Each half may run several backward passes, one per micro-batch. If the first gradient is not finite, the
+/// weights do not move. Between the two halves, SAM holds a copy of all weights that have a gradient. Layers
+/// with running statistics (such as batch norm) see every batch twice. For 16-bit weights, movements below
+/// half a unit in the last place are lost on the way up.
 class SHOESTRING_API SAM : public torch::optim::Optimizer {
  public:
-  /// The groups are those of `base`, their options copies that the base is given before each of its steps. A
-  /// group that is added later is added to a new SAM.
+  /// Takes over the parameter groups of `base`. Their options are copied, and written to `base` before each
+  /// of its steps. To add a group later, construct a new SAM.
   explicit SAM(std::unique_ptr<torch::optim::Optimizer> base, SAMOptions options = {});
 
   void first_step();
   void second_step();
-  /// Both halves with a closure, which computes the loss and its gradients and is called twice (what it adds
-  /// to is cleared in between); returns the first loss. Without a closure, second_step().
+  /// Runs both halves of a step. The closure computes the loss and its gradients, and is called twice;
+  /// gradients are cleared in between. Returns the first loss. Without a closure, runs second_step().
   at::Tensor step(LossClosure closure = nullptr) override;
 
   torch::optim::Optimizer& base() { return *base_; }
   SAMOptions& options() { return options_; }
 
-  /// The base's archive, and rho and adaptive; not between the halves of a step.
+  /// Saves the base optimizer's archive, rho and adaptive. Raises between the two halves of a step.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
@@ -187,9 +200,10 @@ class SHOESTRING_API SAM : public torch::optim::Optimizer {
 
   std::unique_ptr<torch::optim::Optimizer> base_;
   SAMOptions options_;
-  bool up_ = false;  // between the halves
-  std::vector<std::pair<at::Tensor, at::Tensor>>
-      weights_;  // then: each parameter that has moved, and what it was
+  // Whether first_step() has run and second_step() has not.
+  bool up_ = false;
+  // Between the halves: each parameter that has moved, and its original value.
+  std::vector<std::pair<at::Tensor, at::Tensor>> weights_;
 };
 
 }  // namespace shoestring::optim

@@ -1,5 +1,7 @@
 #pragma once
 
+// linear_cross_entropy with the classes of the vocabulary split over several devices or processes.
+
 #include <functional>
 #include <optional>
 #include <string>
@@ -11,62 +13,66 @@
 
 namespace shoestring {
 
-/// Options of each shard's share of linear_cross_entropy, the same on every shard but for tensors of its own
-/// classes.
+/// Options of linear_cross_entropy_shard. All shards use the same values, except for the tensors that belong
+/// to the shard's own classes.
 struct LinearCrossEntropyShardOptions {
-  /// Tokens with this target do not count.
+  /// Tokens with this target are ignored.
   TORCH_ARG(int64_t, ignore_index) = -100;
   /// If not 0, logits become softcap * tanh(logits / softcap).
   TORCH_ARG(double, softcap) = 0.0;
-  /// What logits are multiplied by first, bias included; not 0.
+  /// Multiplies the logits (after the bias, before softcap); not 0.
   TORCH_ARG(double, logit_scale) = 1.0;
-  /// A LoRA'd head: low (..., rank), which is scaling * hidden lora_A^T, times the transpose of up (classes
-  /// here, rank), this shard's rows of lora_B, is added to the logits. Differentiable.
+  /// LoRA on the output head: low * up^T is added to the logits. low (..., rank) is scaling * hidden *
+  /// lora_A^T. up (classes of this shard, rank) holds this shard's rows of lora_B. Both are differentiable.
   TORCH_ARG(std::optional<at::Tensor>, low) = std::nullopt;
   TORCH_ARG(std::optional<at::Tensor>, up) = std::nullopt;
-  /// With absmax, weight is the codes of a frozen quantised one; the four are a QuantizeOptions' and
-  /// quantized_linear's.
+  /// If absmax is given, `weight` holds the codes of a frozen quantised weight. absmax, nested, quant_type
+  /// and block_size have the meaning that they have in QuantizeOptions and quantized_linear.
   TORCH_ARG(std::optional<at::Tensor>, absmax) = std::nullopt;
   TORCH_ARG(std::optional<at::Tensor>, nested) = std::nullopt;
   TORCH_ARG(std::string, quant_type) = "nf4";
   TORCH_ARG(int64_t, block_size) = 64;
-  /// fp32, weight's shape: in backward the weight's gradient is added to it, and no other is made.
+  /// fp32 tensor with the shape of weight. Backward adds the gradient of weight to this tensor and returns no
+  /// other gradient for it.
   TORCH_ARG(std::optional<at::Tensor>, weight_grad) = std::nullopt;
-  /// Bound on the logits that exist at a time, in MiB. 0 is the device's default.
+  /// Upper bound on the logits that exist at a time, in MiB. 0 selects the device's default.
   TORCH_ARG(int64_t, workspace_mb) = 0;
 };
 
-/// What a shard of the classes knows of each token, in target's shape, fp32 for 16-bit inputs; 0 where it is
-/// ignored.
+/// Result of one shard for each token. Both tensors have the shape of target (fp32 for 16-bit inputs), and
+/// are 0 at ignored tokens.
 struct LinearCrossEntropyShard {
-  at::Tensor lse;           // log-sum-exp of its logits of the classes here
-  at::Tensor target_logit;  // the logit of its target; 0 where the target is elsewhere
+  at::Tensor lse;           // log-sum-exp of the token's logits over this shard's classes
+  at::Tensor target_logit;  // logit of the token's target; 0 if another shard has the target
 };
 
-/// One shard's part of linear_cross_entropy; the caller puts the parts together. With m the maximum of lse
-/// over the shards, the log-sum-exp of all classes is m + log(sum(exp(lse - m))) over them, and a token's
-/// loss is that less the sum of target_logit. Both are differentiable; the gradient of hidden is the sum of
-/// what the shards have.
+/// Computes one shard's part of linear_cross_entropy; the caller combines the parts. Let m be the maximum of
+/// lse over the shards. The log-sum-exp over all classes is m + log(sum over shards of exp(lse - m)). The
+/// loss of a token is this log-sum-exp minus the sum of target_logit over the shards. Both results are
+/// differentiable. The gradient of hidden is the sum of the shards' gradients of hidden.
 ///
-/// hidden (..., features), the same on every shard; weight (classes here, features), the classes from
-/// first_class on; target (...) int64, of the whole vocabulary; bias (classes here).
+/// hidden (..., features) is the same on every shard. weight (classes of this shard, features) holds the
+/// classes from first_class on. target (...) is int64 and counts classes of the whole vocabulary. bias has
+/// shape (classes of this shard).
 SHOESTRING_API LinearCrossEntropyShard linear_cross_entropy_shard(
     const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target, int64_t first_class,
     const std::optional<at::Tensor>& bias = std::nullopt, const LinearCrossEntropyShardOptions& options = {});
 
+/// Options of vocab_parallel_linear_cross_entropy that concern the loss as a whole.
 struct VocabParallelOptions {
-  /// "mean" (over the tokens that count), "sum" or "none".
+  /// "mean" (over the tokens that are not ignored), "sum" or "none".
   TORCH_ARG(std::string, reduction) = "mean";
-  /// z_loss * lse^2 is added to each token's loss, lse its log-sum-exp.
+  /// Adds z_loss * lse^2 to each token's loss, where lse is the token's log-sum-exp over all classes.
   TORCH_ARG(double, z_loss) = 0.0;
-  /// target's shape: what each token's loss is multiplied by; the mean is over them. Differentiable.
+  /// Weight of each token's loss, in target's shape; "mean" divides by the sum of the weights.
+  /// Differentiable.
   TORCH_ARG(std::optional<at::Tensor>, token_weights) = std::nullopt;
-  /// Each token predicts the next one's target; the last of a sequence does not count.
+  /// Compares each token's logits with the target of the next token. The last token of a sequence is ignored.
   TORCH_ARG(bool, shift) = false;
 };
 
-/// The sum, or the largest, of x over the processes, elementwise: x itself, overwritten, or another tensor.
-/// Whoever calls owns the communication; over a c10d::ProcessGroup:
+/// Reduces x elementwise over the processes, by sum or by maximum. Returns x overwritten, or another tensor.
+/// The caller provides the communication. Over a c10d::ProcessGroup:
 ///
 ///     [group](at::Tensor x, shoestring::Reduce reduce) {
 ///       std::vector<at::Tensor> all{x};
@@ -78,12 +84,15 @@ struct VocabParallelOptions {
 enum class Reduce { kSum, kMax };
 using AllReduce = std::function<at::Tensor(at::Tensor x, Reduce reduce)>;
 
-/// linear_cross_entropy with the classes split over processes, which all call it alike: two reductions in
-/// forward, of one and three numbers a token, and in backward one of hidden's gradient, in fp32, and one of
-/// low's where it is given. Every process gets the same loss, and has to differentiate it with the same
-/// upstream gradient; it then has the whole gradient of hidden and low, and that of its own rows of weight,
-/// bias and up. A target that is no process's, or several processes', is an error; on CUDA an assertion on
-/// the device.
+/// Computes linear_cross_entropy with the classes split over processes. All processes
+/// must pass the same arguments, apart from first_class and the tensors of their own classes.
+///
+/// Communication: forward makes two reductions, of one and of three numbers per token. Backward reduces the
+/// fp32 gradient of hidden, and the gradient of `low` if it is given.
+///
+/// Every process gets the same loss, and must differentiate it with the same upstream gradient. It then has
+/// the complete gradients of hidden and low, and the gradients of its own rows of weight, bias and up. A
+/// target that belongs to no process, or to several, is an error (on CUDA, a device-side assertion).
 SHOESTRING_API at::Tensor vocab_parallel_linear_cross_entropy(
     const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target, int64_t first_class,
     const AllReduce& all_reduce, const std::optional<at::Tensor>& bias = std::nullopt,

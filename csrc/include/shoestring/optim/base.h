@@ -1,5 +1,7 @@
 #pragma once
 
+// The base classes that all optimizers share: options, state, steps, and saving to files.
+
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -14,7 +16,7 @@
 
 namespace shoestring::optim {
 
-namespace detail {  // not part of the API
+namespace detail {  // internal, not part of the API
 struct Access;
 struct Core;
 struct Field;
@@ -23,7 +25,7 @@ struct Rule;
 
 // ---- Options
 
-/// The options that all optimizers have, each group of parameters its own.
+/// Options that all optimizers share. Each parameter group has its own copy.
 class SHOESTRING_API LowMemoryOptions : public torch::optim::OptimizerOptions {
  public:
   void serialize(torch::serialize::InputArchive& archive) override;
@@ -42,12 +44,15 @@ class SHOESTRING_API LowMemoryOptions : public torch::optim::OptimizerOptions {
  private:
   friend struct detail::Access;
   virtual const detail::Rule& rule() const = 0;
-  virtual std::vector<detail::Field> fields() = 0;  // those of the rule
-  virtual void check() const {}                     // what the fields do not say of themselves
-  virtual void check_step() const {}                // whether a step may be taken
+  // The fields of the rule, without those of this class.
+  virtual std::vector<detail::Field> fields() = 0;
+  // Checks what the ranges of the single fields cannot express.
+  virtual void check() const {}
+  // Raises if the optimizer must not step in its current mode.
+  virtual void check_step() const {}
 };
 
-/// The same for an optimizer's own Options, which follow LibTorch's convention: each setter returns the
+/// Base class of an optimizer's Options. It follows LibTorch's convention that each setter returns the
 /// options.
 template <class Options>
 class OptionsOf : public LowMemoryOptions {
@@ -61,20 +66,21 @@ class OptionsOf : public LowMemoryOptions {
   }
   /// Learning rate.
   SHOESTRING_OPTION(double, lr)
-  /// Ascend instead.
+  /// Maximise the objective instead of minimising it.
   SHOESTRING_OPTION(bool, maximize)
-  /// How moments are kept: "8bit" or "4bit", codes in blocks with fp32 scales; "bf16", rounded
-  /// stochastically; or "fp32". One that moves by less in a step than codes are apart is bf16 in place of
-  /// codes.
+  /// Format of the moments. "8bit" and "4bit" store codes in blocks with fp32 scales. "bf16" rounds
+  /// stochastically. "fp32" stores full precision. A moment that changes per step by less than one
+  /// quantisation level is stored as bf16 instead of codes.
   SHOESTRING_OPTION(std::string, state)
-  /// Parameters with fewer elements have fp32 state.
+  /// Parameters with fewer elements than this have fp32 state.
   SHOESTRING_OPTION(int64_t, min_quantize_size)
-  /// How bf16 weights take an update: "plain", rounded to nearest, which loses updates below half a unit in
-  /// the last place; "stochastic", rounded up or down so that the mean is right; or "remainder", with 16 more
-  /// bits a weight: exactly as fp32 weights would.
+  /// How bf16 weights take an update:
+  /// - "plain" rounds to nearest, which loses updates below half a unit in the last place;
+  /// - "stochastic" rounds up or down at random, so that the expected value is right;
+  /// - "remainder" stores 16 more bits per weight, which gives exactly the weights of fp32 training.
   SHOESTRING_OPTION(std::string, weights)
-  /// Of what is rounded stochastically. Random bits follow from it, the number of the step, that of the
-  /// parameter in the optimizer, and the place of the element in it: the same on every device, and in Python.
+  /// Seed of stochastic rounding. The random bits depend on the seed, the step number, the parameter's number
+  /// in the optimizer and the element's index. They are the same on every device, and in Python.
   SHOESTRING_OPTION(int64_t, seed)
 #undef SHOESTRING_OPTION
 
@@ -88,9 +94,10 @@ class OptionsOf : public LowMemoryOptions {
 
 // ---- State
 
-/// A parameter's state by name, as in Python: step (an fp32 scalar), then for each moment e.g. exp_avg,
-/// exp_avg_scale (where it is codes), and weight_remainder. Views into memory that the parameters of a group
-/// share: change their values in place, or replace them through a load.
+/// State of one parameter by name, as in Python: step (an fp32 scalar); for each moment its tensor, such as
+/// exp_avg, and exp_avg_scale if the moment is stored as codes; and weight_remainder. The tensors are views
+/// into memory that the parameters of a group share. Change their values in place, or replace them by loading
+/// a state.
 class SHOESTRING_API ParamState : public torch::optim::OptimizerCloneableParamState<ParamState> {
  public:
   ParamState() = default;
@@ -98,7 +105,7 @@ class SHOESTRING_API ParamState : public torch::optim::OptimizerCloneableParamSt
 
   const std::map<std::string, at::Tensor>& tensors() const { return tensors_; }
   bool contains(const std::string& name) const { return tensors_.count(name) > 0; }
-  /// Raises c10::Error, with the names that there are, where there is no `name`.
+  /// Returns the tensor called `name`. Raises c10::Error, which lists the existing names, if there is none.
   const at::Tensor& operator[](const std::string& name) const;
 
   void serialize(torch::serialize::InputArchive& archive) override;
@@ -108,80 +115,97 @@ class SHOESTRING_API ParamState : public torch::optim::OptimizerCloneableParamSt
   std::map<std::string, at::Tensor> tensors_;
 };
 
-// ---- Optimizer
-
-/// What all optimizers share: moments in few bits, one pass over all tensors of a group. Parameters: fp32,
-/// bf16 or fp16. State is made when a parameter first has a gradient.
+/// Base class of all optimizers in shoestring::optim. It stores moments in few bits, and steps all tensors of
+/// a group in one pass. Parameters are fp32, bf16 or fp16. A parameter's state is created when it first has a
+/// gradient.
 class SHOESTRING_API LowMemoryOptimizer : public torch::optim::Optimizer {
  public:
   ~LowMemoryOptimizer() override;
   LowMemoryOptimizer(LowMemoryOptimizer&& other) noexcept;
   LowMemoryOptimizer& operator=(LowMemoryOptimizer&& other) noexcept;
 
-  /// A group's own options, of this optimizer's type, are taken as they are. (Newer releases of LibTorch keep
-  /// them for their own optimizers only, and give the groups of any other the defaults.)
+  /// Adds a parameter group. Options of this optimizer's type in `group` are kept. (Newer releases of
+  /// LibTorch keep them only for their own optimizers, and replace the options of all other groups by the
+  /// defaults.)
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  /// As in torch::optim::Optimizer. It also drops what is left of a step or a backward that raised an error,
-  /// sums of accumulate() included, where no parameter had been stepped.
+  /// Clears gradients like torch::optim::Optimizer. After a step or a backward pass that raised an error,
+  /// also drops its remains, including the sums of accumulate(). This requires that it has not stepped any
+  /// parameter.
   void zero_grad(bool set_to_none = true);
 
-  /// A step with gradients of a loss that was multiplied by grad_scale (fp32, one element), for training in
-  /// fp16: they are divided by it within the step, before clipping; grad() stays as it is. Where any gradient
-  /// of the optimizer is not finite, sums of micro-batches included, or found_inf is given and not zero,
-  /// nothing changes (but that sums are dropped). Returns whether that was so, 1 or 0, fp32 on a gradient's
-  /// device; nothing waits for it. What torch.amp.GradScaler does in Python:
+  /// Takes a step with gradients of a loss that was multiplied by grad_scale (fp32, one element), for fp16
+  /// training. The step divides the gradients by grad_scale before clipping; grad() does not change.
   ///
-  ///     at::Tensor scale = at::full({}, 65536.0, device), tracker = at::zeros({},
-  ///     scale.options().dtype(at::kInt)); (loss * scale).backward(); at::_amp_update_scale_(scale, tracker,
-  ///     optimizer.scaled_step(scale), 2.0, 0.5, 2000);
+  /// The step is skipped if any gradient of the optimizer is not finite (sums of micro-batches included), or
+  /// if found_inf is given and not zero. A skipped step changes nothing, except that it drops the sums.
   ///
-  /// Not with steps within backward.
+  /// Returns 1 if the step was skipped and 0 otherwise, as fp32 on the gradients' device, without a
+  /// synchronisation. The code below does the work of torch.amp.GradScaler:
+  ///
+  ///     at::Tensor scale = at::full({}, 65536.0, device);
+  ///     at::Tensor tracker = at::zeros({}, scale.options().dtype(at::kInt));
+  ///     (loss * scale).backward();
+  ///     at::_amp_update_scale_(scale, tracker, optimizer.scaled_step(scale), 2.0, 0.5, 2000);
+  ///
+  /// Cannot be combined with set_step_in_backward.
   at::Tensor scaled_step(const at::Tensor& grad_scale, const at::Tensor& found_inf = {});
 
-  /// Clips the gradients to this norm, over all parameters that have one, as
-  /// torch::nn::utils::clip_grad_norm_ does, but within the step: grad() stays as it is. Not saved.
+  /// Clips the gradients to this norm, taken over all parameters that have a gradient, like
+  /// torch::nn::utils::clip_grad_norm_. Clipping happens within the step; grad() does not change. Not saved.
   void set_max_grad_norm(std::optional<double> max_grad_norm);
-  /// The last step's norm before clipping, an fp32 scalar on the gradients' device; undefined without
-  /// max_grad_norm.
+  /// Returns the norm of the gradients before clipping in the last step, an fp32 scalar on the gradients'
+  /// device. Undefined without max_grad_norm.
   const at::Tensor& grad_norm() const;
 
-  /// Each parameter is stepped as soon as its gradient is complete, which is then freed: gradients are never
-  /// all alive. step() still has to be called, after each backward; it only counts. Clipping then is by the
-  /// norm of the step before (the first is not clipped), which is not the same. Not saved.
+  /// Steps each parameter within backward, as soon as its gradient is complete, and frees the gradient. So
+  /// the gradients of all parameters never exist at the same time. step() must still be called after each
+  /// backward; it only counts steps. Clipping uses the norm of the previous step (the first step is not
+  /// clipped), which differs from exact clipping. Not saved.
   void set_step_in_backward(bool step_in_backward);
 
-  /// Where the state lies: none, on the parameters' device; "cpu" (below); "stream", in host memory,
-  /// page-locked for a GPU; or "nvme:DIR", in a file without a name in the folder DIR, whose space is
-  /// reserved here and free again when the process ends. A step takes it to the device in chunks, some of
-  /// which are read and written meanwhile, and does the same, bit for bit; state takes 4 chunks of memory
-  /// there, 8 MiB each (one of a single parameter, in a step that is more than a rule, may be larger). Where
-  /// something cannot be read or written, step() raises c10::Error with the file and the place; parameters
-  /// before it are stepped and the others are not, nothing is lost, and calling step() again, with the
-  /// gradients as they are, finishes that step. After zero_grad() the next step goes on where none had been
-  /// stepped; else it raises: load the weights and the state of a checkpoint. (The same after a backward that
-  /// failed and whose gradients have been stepped within it.) A forked child may read the state; its steps
-  /// raise. "cpu": in host memory, and the CPU steps it. Gradients go there and weights come back, both
-  /// page-locked for a GPU and of exactly their size, in buckets of some 8 MiB; while one is copied another
-  /// is stepped. Changes of parameters between steps are seen by their version counters (those made below,
-  /// through data pointers or .data, are not). With set_step_in_backward gradients leave as soon as they are
-  /// complete and are stepped while backward runs on; with set_max_grad_norm as well, gradients are collected
-  /// and their norms taken in backward, and step() applies them: this clipping is exact. Each backward then
-  /// needs its step(). Sums of accumulate() are in host memory, too. State that there is moves. Not saved.
+  /// Selects the place of the optimizer state:
+  /// - none: on the parameters' device;
+  /// - "cpu": in host memory, and the CPU takes the steps;
+  /// - "stream": in host memory, which is pinned for a GPU;
+  /// - "nvme:DIR": in an unnamed file in the folder DIR. Its space is reserved by this call, and freed when
+  ///   the process ends.
+  ///
+  /// "stream" and "nvme:DIR": a step copies the state to the device in chunks of 8 MiB, and overlaps reads,
+  /// writes and computation. The results are bit for bit those without offload. The state takes four chunks
+  /// of device memory. A chunk of one large parameter exceeds 8 MiB on a GPU, and in optimizers that step
+  /// whole parameters.
+  ///
+  /// If state cannot be read or written, step() raises c10::Error with the file and the offset. The
+  /// parameters before that offset have been stepped and the others have not; nothing is lost. Calling step()
+  /// again with unchanged gradients finishes the step. After zero_grad() the next step is an ordinary one, if
+  /// no parameter had been stepped. Otherwise it raises, and the weights and the state of a checkpoint must
+  /// be loaded. The same applies to a backward pass that failed after it had stepped parameters. A forked
+  /// child process may read the state, but its steps raise.
+  ///
+  /// "cpu": gradients are copied to the host and weights are copied back, in buckets of about 8 MiB. Both use
+  /// host buffers of exactly their size, pinned for a GPU. One bucket is copied while another is stepped.
+  /// Changes of parameters between steps are detected by their version counters. Changes through data
+  /// pointers or .data are therefore not detected. With set_step_in_backward, each gradient is copied as soon
+  /// as it is complete, and stepped while backward continues. If max_grad_norm is also set, backward collects
+  /// the gradients and their norms and step() applies them, so clipping is exact. Each backward then needs
+  /// its own step(). The sums of accumulate() are in host memory, too.
+  ///
+  /// Existing state moves to the new place. The setting is not saved.
   void set_offload(const std::optional<std::string>& where);
 
-  /// While the result lives, gradients are added up and grad() is freed: it stands around forward and
-  /// backward of every micro-batch but the last of a step. That one runs outside; step(), or the step within
-  /// backward, adds its gradient on the way. The loss has to be divided by the number of micro-batches, as
-  /// ever. zero_grad does not drop the sums; a step does.
+  /// Adds up gradients over micro-batches, and frees grad(), for as long as the returned object lives. Hold
+  /// the object during forward and backward of every micro-batch of a step except the last. Run the last
+  /// micro-batch without it: step(), or the step within backward, adds its gradient to the sum. Divide the
+  /// loss by the number of micro-batches, as usual. zero_grad() keeps the sums; a step clears them.
   [[nodiscard]] std::shared_ptr<void> accumulate();
-  /// What sums are kept in: at::kFloat, exact but for its rounding (the default), or at::kBFloat16.
+  /// Sets the dtype of the sums: at::kFloat (the default, exact up to fp32 rounding) or at::kBFloat16.
   void set_accumulate_dtype(at::ScalarType dtype);
 
-  /// State and options of all groups, in LibTorch's archives; save_optimizer writes files that Python reads,
-  /// too. load refuses what does not fit, and changes nothing then.
+  /// Saves and loads the state and options of all groups in LibTorch's archives. (save_optimizer writes files
+  /// that Python reads, too.) load raises if the archive does not fit, and then changes nothing.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
@@ -194,7 +218,7 @@ class SHOESTRING_API LowMemoryOptimizer : public torch::optim::Optimizer {
   std::shared_ptr<detail::Core> core_;
 };
 
-/// The constructors of an optimizer with these Options.
+/// Adds the constructors of an optimizer with these Options.
 template <class Options>
 class OptimizerOf : public LowMemoryOptimizer {
  public:
@@ -207,14 +231,14 @@ class OptimizerOf : public LowMemoryOptimizer {
 
 // ---- Files
 
-/// Writes state and options of all groups to the safetensors file `path`, which Python's
-/// shoestring.optim.load_optimizer reads as well. A file that is there is replaced once the new one is
+/// Writes the state and options of all groups to the safetensors file `path`, which
+/// shoestring.optim.load_optimizer in Python can read. An existing file is replaced only when the new one is
 /// complete and on disk.
 SHOESTRING_API void save_optimizer(const LowMemoryOptimizer& optimizer, const std::string& path);
 
-/// Restores what save_optimizer, in either language, has written: an optimizer of the same class over the
-/// same parameters, in the same groups and order, goes on bit for bit. Raises c10::Error where the file does
-/// not fit; nothing has changed then.
+/// Restores a file that save_optimizer has written, in C++ or in Python. An optimizer of the same class, with
+/// the same parameters in the same groups and order, continues bit for bit. Raises c10::Error if the file
+/// does not fit; nothing has changed then.
 SHOESTRING_API void load_optimizer(LowMemoryOptimizer& optimizer, const std::string& path);
 
 }  // namespace shoestring::optim

@@ -1,7 +1,7 @@
 #pragma once
 
-// What GaLore and APOLLO share: steps of another optimizer at low rank. Of this, LowRankCore's public
-// functions are the API.
+// The common part of GaLore and APOLLO, which let another optimizer step at low rank. Only the public
+// functions of LowRankCore belong to the API.
 
 #include <cstdint>
 #include <functional>
@@ -18,8 +18,8 @@
 
 namespace shoestring::optim::detail {
 
-/// The options of a class of optimizers, and whether its weight decay is an L2 penalty, added to the
-/// gradient.
+/// Describes a class of optimizers: its options, its name, and whether its weight decay is an L2 penalty
+/// added to the gradient.
 template <class Base>
 struct BaseTraits;
 template <>
@@ -41,14 +41,14 @@ struct BaseTraits<SGD> {
   static constexpr const char* name = "SGD";
 };
 
-/// What has to be known of such a class.
+/// The functions of a base optimizer's class that LowRankCore calls, without the class's type.
 struct BaseClass {
-  std::function<std::unique_ptr<torch::optim::Optimizer>()> make;  // without parameters
+  std::function<std::unique_ptr<torch::optim::Optimizer>()> make;  // makes an optimizer without parameters
   void (*add)(torch::optim::Optimizer& optimizer, const torch::optim::OptimizerParamGroup& group);
   double& (*weight_decay)(torch::optim::OptimizerOptions& options);
   bool (*maximize)(const torch::optim::OptimizerOptions& options);
-  std::string (*weights)(const torch::optim::OptimizerOptions& options);  // how 16-bit ones are rounded
-  bool (*fits)(const torch::optim::OptimizerOptions& options);            // are they the class's?
+  std::string (*weights)(const torch::optim::OptimizerOptions& options);  // rounding mode of bf16 weights
+  bool (*fits)(const torch::optim::OptimizerOptions& options);  // whether the options have the class's type
   bool decay_is_a_penalty;
   const char* name;
 };
@@ -70,7 +70,7 @@ BaseClass base_class(const typename BaseTraits<Base>::Options& defaults) {
           BaseTraits<Base>::name};
 }
 
-/// The options of a group, whatever the method: `kind` is GaLore's projection and APOLLO's scale_type.
+/// Options of a parameter group for both methods. `kind` is GaLore's `projection` or APOLLO's `scale_type`.
 struct LowRankOptions {
   std::optional<int64_t> rank;
   int64_t update_proj_gap;
@@ -81,39 +81,41 @@ struct LowRankOptions {
 
 class SHOESTRING_API LowRankCore : public torch::optim::Optimizer {
  public:
-  /// A closure computes the loss and its gradients.
+  /// Takes a step. The optional closure computes the loss and its gradients.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  /// Clips to this norm, over the full gradients of all parameters, within the step: grad() stays as it is.
-  /// Not saved.
+  /// Clips to this norm, taken over the full gradients of all parameters. Clipping happens within the step;
+  /// grad() does not change. Not saved.
   void set_max_grad_norm(std::optional<double> max_grad_norm);
-  /// The last step's norm before clipping, an fp32 scalar; undefined without max_grad_norm.
+  /// Returns the norm of the gradients before clipping in the last step, an fp32 scalar. Undefined without
+  /// max_grad_norm.
   const at::Tensor& grad_norm() const { return grad_norm_; }
 
-  /// The optimizer that holds the state. Options belong to this one's param_groups(). It is not to be
-  /// offloaded.
+  /// Returns the base optimizer, which holds the state. Change options in this optimizer's param_groups(),
+  /// not in those of the base. Do not set an offload on the base.
   torch::optim::Optimizer& base() { return *base_; }
 
-  /// The base's state, what the projections keep, and the options of all groups. load refuses what does not
-  /// fit, and changes nothing then.
+  /// Saves and loads the base optimizer's state, the tensors kept by the projections, and the options of all
+  /// groups. load raises if the archive does not fit, and then changes nothing.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
  protected:
-  /// A parameter that is projected, and the virtual one, (r, n) or (m, r), that the base has instead.
+  /// A projected parameter, and the virtual parameter `low`, (r, n) or (m, r), that the base optimizer steps
+  /// instead.
   struct Projected {
     at::Tensor param, low;
     bool left;
-    at::Tensor kept;        // the method's; undefined before the first gradient
-    int64_t age = 0, seed;  // steps taken with the projection; a seed of its own
+    at::Tensor kept;        // the tensor that the method keeps; undefined before the first gradient
+    int64_t age = 0, seed;  // steps taken with the current projection; the parameter's own seed
   };
   struct Group {
     LowRankOptions options;
     std::vector<at::Tensor> plain;
     std::vector<Projected> projected;
   };
-  /// What a method is called, what its `kind` and what it keeps, and whether its virtual parameters have an
-  /// lr of 1.
+  /// The constants of a method: its name, the names of its options `kind` and of the tensor that it keeps,
+  /// and whether virtual parameters are stepped with lr = 1.
   struct Method {
     const char *name, *kind, *kept;
     bool unit_lr;
@@ -129,13 +131,13 @@ class SHOESTRING_API LowRankCore : public torch::optim::Optimizer {
  private:
   virtual void check(const LowRankOptions& options) const = 0;
   virtual bool is_left(int64_t rows, int64_t columns, const LowRankOptions& options) const;
-  /// Dtype and shape of what is kept of a parameter.
+  /// Returns the dtype and shape of the tensor that the method keeps for a parameter.
   virtual std::pair<at::ScalarType, std::vector<int64_t>> kept_as(const Projected& p,
                                                                   const LowRankOptions& o) const = 0;
-  /// A matrix's gradient at low rank, fp32.
+  /// Projects the gradient of a matrix to low rank. Returns fp32.
   virtual at::Tensor down(Projected& p, const at::Tensor& grad, const LowRankOptions& options) = 0;
-  /// The update of p.low, which began at zero with a gradient that was multiplied by `clip` (if defined), to
-  /// p.param.
+  /// Applies the base optimizer's update to p.param. p.low was zero before the step, so it now holds the
+  /// update. `clip`, if defined, has multiplied the gradient.
   virtual void up(Projected& p, const at::Tensor& clip, const LowRankOptions& o, double lr, double decay,
                   bool maximize) = 0;
 

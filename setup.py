@@ -1,5 +1,8 @@
-"""Drives CMake, which holds the one build description. The libraries, headers and CMake package go into the Python
-package's folder, so that a wheel, an editable install and a prefix have the same tree."""
+"""Build the native libraries with CMake, which holds the only build description.
+
+CMake installs libraries, headers and the CMake package into the Python package's folder. A wheel, an editable
+install and a prefix therefore have the same tree.
+"""
 
 import os
 import re
@@ -12,7 +15,8 @@ import setuptools
 from setuptools import Distribution, setup
 from setuptools.command.build_py import build_py
 
-# With --no-build-isolation nothing brings the version that pyproject.toml asks for, and Python 3.11's venv has an older.
+# With --no-build-isolation, pip does not install the setuptools version that pyproject.toml requires. The
+# venv of Python 3.11 has an older one.
 if int(setuptools.__version__.split(".")[0]) < 77:
     sys.exit(
         f"shoestring: building needs setuptools 77 or newer, and this is {setuptools.__version__}; "
@@ -26,13 +30,13 @@ VERSION = re.search(r'VERSION "(.+)"', (ROOT / "csrc/include/shoestring/version.
 
 
 def run_cmake() -> None:
-    """Configures, builds and installs into python/shoestring. CMAKE_ARGS adds arguments, as elsewhere."""
+    """Configure, build, and install into python/shoestring. The variable CMAKE_ARGS adds arguments."""
     build = Path(os.environ.get("SHOESTRING_BUILD_DIR", ROOT / "build"))
     package = ROOT / "python/shoestring"
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     if (build / "CMakeCache.txt").exists():
-        generator = []  # an existing tree keeps its own
-    # Two jobs: a file that includes LibTorch takes up to 1.5 GB.
+        generator = []  # an existing build folder keeps its generator
+    # Two jobs: compiling one file that includes LibTorch takes up to 1.5 GB of memory.
     jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(min(os.cpu_count() or 1, 2)))
     arguments = os.environ.get("CMAKE_ARGS", "").split()
     for command in (
@@ -51,7 +55,7 @@ def run_cmake() -> None:
 
 
 class BuildPy(build_py):
-    """Builds the libraries before the package's files are collected."""
+    """Build the libraries before setuptools collects the package's files."""
 
     def run(self) -> None:
         run_cmake()
@@ -60,7 +64,7 @@ class BuildPy(build_py):
 
 
 class PlatformWheel(bdist_wheel):
-    """The libraries do not depend on Python: one wheel a platform serves every version."""
+    """Tag the wheel for any Python version: the libraries depend on the platform, but not on Python."""
 
     def finalize_options(self) -> None:
         super().finalize_options()

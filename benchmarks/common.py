@@ -1,7 +1,8 @@
-"""Timing that survives a drifting machine: every candidate in turn, many times, and medians of ratios.
+"""Timing that tolerates a drifting machine: candidates run in turns and are compared by median ratios.
 
-On a GPU the times come from CUDA events, buffers rotate so that none is found in the L2 cache (``rotate``), and the
-limits are probes over random data (``copy_probe``, ``gemm_probe``: zeros run faster than what a network holds).
+On a GPU the times come from CUDA events. Buffers rotate, so that no candidate finds its inputs in the L2
+cache (``rotate``). The limits are probes over random data (``copy_probe``, ``gemm_probe``), because zeros run
+faster than the values of a network.
 """
 
 import argparse
@@ -19,9 +20,9 @@ from pathlib import Path
 import torch
 
 Candidates = dict[str, Callable[[], object]]
-ROUND = (
-    5e-3  # seconds: on a GPU, a candidate's share of a round; launch gaps and event ticks vanish beside it
-)
+# Seconds per candidate and round on a GPU. Launch gaps and the resolution of events are negligible compared
+# to this time.
+ROUND = 5e-3
 
 
 def arguments(
@@ -29,10 +30,13 @@ def arguments(
     devices: tuple[str, ...] = ("cpu",),
     more: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
 ) -> argparse.Namespace:
-    """The options that every benchmark has; sets the number of threads. Exit status 2 where the device is missing.
+    """Parse the options that every benchmark has, and set the number of threads.
 
-    devices: those that the benchmark can run on; it makes its tensors on ``options.device``.
-    more: adds the options that are its own.
+    Exits with status 2 if the device is missing.
+
+    Args:
+        devices: devices that the benchmark supports; it creates its tensors on ``options.device``.
+        more: adds the benchmark's own options to the parser.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", choices=devices, default="cpu")
@@ -53,11 +57,14 @@ def arguments(
 
 
 def interleave(candidates: Candidates, repeats: int, device: str = "cpu") -> dict[str, list[float]]:
-    """Seconds of each candidate in each round, after one round that does not count. Each round has another order: what the
-    one before has left in caches is then nobody's lot alone.
+    """Return the seconds of each candidate in each round, after one warm-up round.
 
-    On "cuda": seconds a call, of as many calls in a row as fill ROUND. The host runs ahead, so a call costs the longer
-    of the time to launch it and the time on the device; ``graphed`` leaves the latter alone.
+    On the CPU, each round runs the candidates in another random order. The data that one candidate leaves in
+    the caches therefore does not always help or hurt the same other candidate.
+
+    On "cuda", the result is seconds per call, averaged over as many consecutive calls as fill ROUND. The host
+    runs ahead, so a call costs the longer of its launch time and its device time. ``graphed`` measures the
+    device time only.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     if device == "cuda":
@@ -77,7 +84,7 @@ def interleave(candidates: Candidates, repeats: int, device: str = "cpu") -> dic
 
 
 def _event_seconds(run: Callable[[], object], calls: int) -> float:
-    """Seconds a call on the current stream, between two events."""
+    """Return the seconds per call on the current stream, between two CUDA events."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(calls):
@@ -88,17 +95,17 @@ def _event_seconds(run: Callable[[], object], calls: int) -> float:
 
 
 def _calls(run: Callable[[], object]) -> int:
-    """Warms up: lazy loading, the allocator, clocks. Then how many calls fill ROUND."""
+    """Warm up lazy loading, the allocator and clocks; return the number of calls that fill ROUND."""
     for _ in range(3):
         run()
     return max(1, min(1000, math.ceil(ROUND / max(_event_seconds(run, 3), 1e-9))))
 
 
 def graphed(run: Callable[[], object]) -> Callable[[], object]:
-    """`run` as one CUDA graph: what a call costs the device, without the time to launch it."""
+    """Capture `run` in a CUDA graph, so that a call costs its device time without the launch time."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # a capture wants its warm-up on a side stream
+    with torch.cuda.stream(stream):  # graph capture requires a warm-up on a side stream
         for _ in range(3):
             run()
     torch.cuda.current_stream().wait_stream(stream)
@@ -109,17 +116,18 @@ def graphed(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def rotate(make: Callable[[], Callable[[], object]], size: int, device: str) -> Callable[[], object]:
-    """One candidate over several sets of buffers in turn, each built by `make` and `size` bytes large (its inputs).
+    """Return one candidate that uses several sets of buffers in turn.
 
-    On a GPU, as many as fill four times its L2 cache together; what the calls return is kept as long, so that outputs
-    rotate too. On a CPU, one: its benchmarks name the sizes that stay in cache.
+    `make` builds a candidate with its own inputs of `size` bytes. On a GPU, all sets together fill four times
+    the L2 cache. Results are kept equally long, so that outputs rotate too. On a CPU there is one set: its
+    benchmarks say which sizes fit into the cache.
     """
     sets = math.ceil(4 * l2_bytes() / size) if device == "cuda" else 1
     if sets == 1:
         return make()
     turns = itertools.cycle([make() for _ in range(sets)])
     kept: deque[object] = deque(maxlen=sets)
-    for _ in range(2 * sets):  # from here on, outputs find memory that the allocator holds
+    for _ in range(2 * sets):  # warm-up: afterwards the caching allocator holds enough memory for all outputs
         kept.append(next(turns)())
     return lambda: kept.append(next(turns)())
 
@@ -129,7 +137,10 @@ def l2_bytes() -> int:
 
 
 def copy_probe(size: int, device: str) -> Callable[[], object]:
-    """A candidate that moves `size` bytes, half of them read and half written: its rate is the copy bandwidth."""
+    """Return a candidate that moves `size` bytes, half read and half written.
+
+    The rate of this candidate is the copy bandwidth.
+    """
 
     def make() -> Callable[[], object]:
         source = torch.randint(256, (size // 2,), dtype=torch.uint8, device=device)
@@ -140,20 +151,23 @@ def copy_probe(size: int, device: str) -> Callable[[], object]:
 
 
 def gemm_probe(m: int, n: int, k: int, dtype: torch.dtype, device: str) -> Callable[[], object]:
-    """A candidate of 2 * m * n * k flops: (m, k) times the transpose of (n, k), as a linear layer has it."""
+    """Return a candidate of 2 * m * n * k flops.
+
+    It multiplies (m, k) with the transpose of (n, k), as a linear layer does.
+    """
     a, b = (torch.randn(rows, k, device=device).to(dtype) for rows in (m, n))
     out = torch.empty(m, n, dtype=dtype, device=device)
     return lambda: torch.mm(a, b.t(), out=out)
 
 
 def copy_bandwidth(device: str) -> float:
-    """Bytes a second, read and written bytes both counted, over buffers that no cache holds."""
+    """Return the copy bandwidth in bytes/s (read plus written) over buffers larger than any cache."""
     size = min(4 << 30, torch.cuda.mem_get_info()[0] // 4) if device == "cuda" else 256 << 20
     return size / statistics.median(interleave({"copy": copy_probe(size, device)}, 10, device)["copy"])
 
 
 def gemm_rate(dtype: torch.dtype, device: str) -> float:
-    """Flops a second of a square matrix product at a comfortable size."""
+    """Return the flops per second of a large square matrix product."""
     n = 8192 if device == "cuda" else 1024
     return (
         2 * n**3 / statistics.median(interleave({"mm": gemm_probe(n, n, n, dtype, device)}, 10, device)["mm"])
@@ -161,7 +175,7 @@ def gemm_rate(dtype: torch.dtype, device: str) -> float:
 
 
 def file_name(device: str) -> str:
-    """The name of the device for a results file: "nvidia-h200"."""
+    """Return the name of the device for a results file, such as "nvidia-h200"."""
     name = torch.cuda.get_device_name() if device == "cuda" else cpu_model()
     return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
 
@@ -174,7 +188,7 @@ def cpu_model() -> str:
 
 
 class Report:
-    """Prints a table a title, and keeps the figures for the JSON file."""
+    """Print one table per title, and keep the figures for the JSON file."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         self.options = options
@@ -192,7 +206,16 @@ class Report:
         print(f"{name}: {self.data['machine']}, PyTorch {torch.__version__}")
 
     def table(self, title: str, times: dict[str, list[float]], work: float, unit: str) -> None:
-        """work / seconds gives the rate in `unit`; ratios are to the first candidate, round by round."""
+        """Print and keep one table.
+
+        Args:
+            title: heading of the table.
+            times: seconds per round of each candidate, shoestring's first.
+            work: amount of work per call; work / seconds is the rate in `unit`.
+            unit: unit of the rate.
+
+        The ratio of a candidate is the median over rounds of its time divided by the first candidate's time.
+        """
         print(f"\n{title}\n  {'':36} {'ms':>9} {unit:>12} {'times ours':>11}")
         ours = next(iter(times.values()))
         rows = []
@@ -202,7 +225,7 @@ class Report:
             rows.append({"name": name, "seconds": median, "rate": work / median, "ratio": ratio})
             print(f"  {name:36} {median * 1e3:9.2f} {work / median:12.2f} {ratio:11.2f}")
         self.data["tables"].append({"title": title, "unit": unit, "rows": rows})
-        self.finish()  # a table that is done is kept, whatever becomes of the next
+        self.finish()  # write after every table, so that a later failure does not lose it
 
     def finish(self) -> None:
         if self.options.json:

@@ -1,4 +1,4 @@
-"""Writes a Llama-shaped Hugging Face model directory of random weights, for measurements at real sizes.
+"""Write a Llama-shaped Hugging Face model directory of random weights, for measurements at real sizes.
 
     python benchmarks/random_llama.py DIR --size 1b
 
@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-SHARD = 512 * 2**20  # bytes: small enough that a model of 1 B parameters has several
+SHARD = 512 * 2**20  # bytes per shard; small enough that a model of 1 B parameters has several shards
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 SIZES = {
-    # TinyLlama's shape: 1.1 B parameters.
+    # The shape of TinyLlama: 1.1 B parameters.
     "1b": {
         "hidden": 2048,
         "intermediate": 5632,
@@ -43,9 +43,10 @@ def write_random_llama(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
 ) -> None:
-    """Writes config.json, shards of at most SHARD bytes, and their index; one tensor is in memory at a time.
+    """Write config.json, shards of at most SHARD bytes, and their index.
 
-    Weights are normal with standard deviation 0.02, norms are 1. The head has a weight of its own.
+    Only one tensor is in memory at a time. Weights are normal with standard deviation 0.02; norms are 1. The
+    output layer has a separate weight.
     """
     directory.mkdir(parents=True, exist_ok=True)
     shapes = _shapes(hidden, intermediate, layers, heads, kv_heads, vocab_size)
@@ -115,7 +116,7 @@ def _shards(shapes: Shapes, itemsize: int) -> Iterator[Shapes]:
 
 
 def _write(path: Path, shapes: Shapes, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """A safetensors file: its header, then each tensor's bytes as soon as it is drawn."""
+    """Write a safetensors file: its header, then the bytes of each tensor as soon as it is drawn."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():

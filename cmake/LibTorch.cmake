@@ -1,12 +1,16 @@
-# Finds LibTorch and defines the imported targets shoestring::torch_cpu, shoestring::torch and, where the library has it,
-# shoestring::torch_cuda. Used by the build and, installed next to the package config, by consumers. libtorch.so itself
-# holds nothing; it loads the CUDA libraries where LibTorch has them, which takes 200 MB of a process that may not use them.
+# Finds LibTorch and defines the imported targets shoestring::torch_cpu, shoestring::torch and, if LibTorch
+# has CUDA, shoestring::torch_cuda. The build uses this file. It is also installed next to the package config
+# for consumers.
 #
-# find_package(Torch) is not used: with the CUDA build that PyPI carries it stops with a fatal error where there is
-# no CUDA toolkit, so nobody with only a CPU could build or link.
+# libtorch.so contains no code. It loads the CUDA libraries of a LibTorch with CUDA, which costs 200 MB even
+# in a process that does not use them. shoestring::torch_cpu therefore does not link it.
 #
-# Looked for in this order: Torch_ROOT (variable or environment), a Torch that find_package(Torch) has already found,
-# CMAKE_PREFIX_PATH, the site-packages folder that shoestring itself lies in, and the Python interpreter's torch.
+# find_package(Torch) is not used. With the CUDA build from PyPI it stops with a fatal error if there is no
+# CUDA toolkit, so nobody with only a CPU could build or link.
+#
+# The search order is: Torch_ROOT (variable or environment), a Torch that find_package(Torch) has already
+# found, CMAKE_PREFIX_PATH, the site-packages folder that contains shoestring, and the torch of the Python
+# interpreter.
 # Sets LibTorch_DIR, LibTorch_VERSION and LibTorch_CUDA (TRUE or FALSE), or LibTorch_ERROR.
 
 set(LibTorch_ERROR "")
@@ -23,7 +27,8 @@ else()
   foreach(_prefix IN LISTS CMAKE_PREFIX_PATH)
     list(APPEND _roots "${_prefix}" "${_prefix}/../..")  # torch.utils.cmake_prefix_path is torch/share/cmake
   endforeach()
-  list(APPEND _roots "${CMAKE_CURRENT_LIST_DIR}/../../../../torch")  # installed: shoestring/share/cmake/shoestring
+  # An installed copy of this file is in shoestring/share/cmake/shoestring.
+  list(APPEND _roots "${CMAKE_CURRENT_LIST_DIR}/../../../../torch")
 endif()
 
 set(LibTorch_DIR "")
@@ -39,7 +44,7 @@ if(NOT LibTorch_DIR AND NOT DEFINED Torch_ROOT AND NOT DEFINED ENV{Torch_ROOT})
     find_program(Python3_EXECUTABLE NAMES python3 python)
   endif()
   if(Python3_EXECUTABLE)
-    # find_spec does not run torch's own import, which takes seconds.
+    # find_spec finds torch without importing it, which would take seconds.
     execute_process(
       COMMAND "${Python3_EXECUTABLE}" -c
               "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
@@ -71,7 +76,7 @@ if(EXISTS "${LibTorch_DIR}/lib/libtorch_cuda.so")
   set(LibTorch_CUDA TRUE)
 endif()
 
-# The C++ ABI flag stands in LibTorch's own package file, whichever way it was installed.
+# LibTorch's package file contains the C++ ABI flag, however LibTorch was installed.
 set(_abi 1)
 if(EXISTS "${LibTorch_DIR}/share/cmake/Torch/TorchConfig.cmake")
   file(STRINGS "${LibTorch_DIR}/share/cmake/Torch/TorchConfig.cmake" _line REGEX "GLIBCXX_USE_CXX11_ABI=0")

@@ -1,14 +1,15 @@
-# Unity builds: the sources of a room are one translation unit, so that LibTorch's headers are read once a room and not
-# once a file. Names in anonymous namespaces are therefore distinct within a room, and in the readers.
+# Unity builds: all sources of a room (a folder of csrc) form one translation unit. LibTorch's headers are
+# then read once per room instead of once per file. Names in anonymous namespaces must therefore be unique
+# within a room, and within the readers.
 
-# The readers of files. They are a unit of their own, because tests/fuzz compiles them with sanitizers and links the
-# library's other objects.
+# Sources that read files. They form a separate unit, because tests/fuzz compiles them with sanitizers and
+# links the library's other objects.
 set(SHOESTRING_READERS
     files/read_file files/safetensors files/safetensors_files files/safetensors_header
     integrations/model_files integrations/quantized_keys adapters/config_digest adapters/load adapters/names
     adapters/pattern adapters/pattern_syntax adapters/peft_config optim/files optim/saved)
 
-# Puts each of the sources (absolute paths) into the unit of its room.
+# Assigns each source (absolute path) to the unit of its room, or to the unit of the readers.
 function(shoestring_unity target)
   if(NOT SHOESTRING_UNITY)
     return()

@@ -1,16 +1,21 @@
 #!/usr/bin/env python3
 """Compares what ptxas says of every CUDA kernel with the budget that stands beside the kernel.
 
-The comment directly above a kernel's ``template`` or ``__global__`` is its budget, on every architecture and in every
-instantiation::
+The comment directly above a kernel's ``template`` or ``__global__`` is its budget. The budget holds on every
+architecture and for every instantiation::
 
     // Budget: 40 registers, 64 bytes shared, no spills.
 
-Registers a thread and static shared memory a block are upper bounds. "no spills" marks a hot kernel; without it spills
-are allowed. A kernel that keeps an array in local memory adds ", 64 bytes stack" before ", no spills": without it none
-may. Files named *_hopper.cu are compiled for sm_90a alone, and ptxas may not say there that it serialised wgmma.
-A header in the folder of the .cu files may hold kernels too: their budgets are checked in each file that includes
-it. The build keeps ptxas' figures beside each object file (``cmake/keep_ptxas.sh``), so nothing is compiled here.
+Registers per thread and static shared memory per block are upper bounds. "no spills" marks a hot kernel;
+without these words, spills are allowed. A kernel that keeps an array in local memory adds ", 64 bytes stack"
+before ", no spills"; without this part, no stack is allowed.
+
+Files named *_hopper.cu are compiled for sm_90a only. If ptxas reports that it serialised wgmma instructions
+in such a file, the check fails. A header next to the .cu files may define kernels too. Their budgets are
+checked in each file that includes the header.
+
+The build keeps the output of ptxas next to each object file (``cmake/keep_ptxas.sh``). This script compiles
+nothing.
 """
 
 import argparse
@@ -38,7 +43,7 @@ STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) by
 
 @dataclass(frozen=True)
 class Budget:
-    """What a kernel may use: registers a thread; bytes of shared memory a block, and of local memory a thread."""
+    """Upper limits of a kernel: registers per thread, shared bytes per block, and stack bytes per thread."""
 
     registers: int
     shared: int
@@ -52,19 +57,19 @@ class Budget:
 
 @dataclass
 class Usage:
-    """What ptxas reports of one instantiation on one architecture."""
+    """The figures that ptxas reports for one instantiation on one architecture."""
 
     symbol: str
     architecture: str
     registers: int = 0
     shared: int = 0
     stack: int = 0
-    spills: int = 0  # bytes stored and loaded, over the kernel and what it calls
+    spills: int = 0  # bytes of spill stores and loads, in the kernel and in functions it calls
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel's definition in a source file; budget: None where none is written, or what was written is unreadable."""
+    """A kernel's definition in a source file; ``budget`` is None if it is missing or unreadable."""
 
     name: str
     line: int
@@ -72,7 +77,7 @@ class Kernel:
 
 
 def budgets(source: str) -> tuple[list[Kernel], list[str]]:
-    """The kernels that a source file defines, and budgets that stand above no kernel."""
+    """Return the kernels that a source file defines, and an error for each budget that is above no kernel."""
     kernels, claimed = [], set()
     for match in re.finditer(r"^[^/\n]*\b__global__\b", source, re.MULTILINE):
         name = _name_after(source, match.end())
@@ -98,7 +103,11 @@ def budgets(source: str) -> tuple[list[Kernel], list[str]]:
 
 
 def _name_after(source: str, at: int) -> str | None:
-    """The name of the function whose declaration goes on at `at`: the word before the first parenthesis of its own."""
+    """Return the name of the function whose declaration continues at index `at`.
+
+    The name is the word before the parameter list; attributes with parentheses, such as __launch_bounds__,
+    are skipped.
+    """
     while match := re.compile(r"\s*(\w+)\s*(\()?").match(source, at):
         at = match.end()
         if not match[2]:
@@ -113,7 +122,7 @@ def _name_after(source: str, at: int) -> str | None:
 
 
 def usages(log: str) -> Iterator[Usage]:
-    """Every instantiation in what ptxas printed."""
+    """Yield every kernel instantiation in the output of ptxas."""
     current = None
     for line in log.splitlines():
         if entry := ENTRY.search(line):
@@ -133,7 +142,7 @@ def usages(log: str) -> Iterator[Usage]:
 
 
 def demangle(symbols: list[str]) -> dict[str, str]:
-    """What a symbol is in C++, without its return type, parameters and namespaces."""
+    """Return the C++ name of each symbol, without return type, parameters and namespaces."""
     out = subprocess.run(
         ["c++filt"], input="\n".join(symbols), capture_output=True, text=True, check=True
     ).stdout
@@ -157,7 +166,7 @@ def _short(signature: str) -> str:
 
 
 def compare(usage: Usage, budget: Budget) -> list[str]:
-    """Each figure that is over its budget."""
+    """Return a message for each figure that exceeds the budget."""
     over = [
         f"{used} {what}, and its budget is {allowed}"
         for what, used, allowed in (
@@ -173,7 +182,7 @@ def compare(usage: Usage, budget: Budget) -> list[str]:
 
 
 def check(source: Path, log: str) -> tuple[list[str], list[tuple[str, Usage, Budget | None]]]:
-    """What is wrong with a file, a line each; and every instantiation with its budget, for the table."""
+    """Return the errors of a source file, and each instantiation with its usage and budget for the table."""
     failures: list[str] = []
     named: dict[str, Budget | None] = {}
     includes = re.findall(r'^#include "(\w+\.h)"', source.read_text(), re.MULTILINE)

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Everything that wants a GPU, in one command: build, suite, emulator against GPU, benchmarks, compute-sanitizer.
 
-Uses the Python that runs it, which must have PyTorch with CUDA, installs nothing, and says what it skipped. Builds into
-build-gpu/ for the GPU that is there, or takes libraries built elsewhere (SHOESTRING_PREBUILT=DIR: a build folder or an
-install prefix). Writes benchmarks/results/<gpu>.json. Exit status: 0, 1 where a step failed, 2 where there is no GPU.
+The script uses the Python that runs it, which must have PyTorch with CUDA. It installs nothing, and it
+reports each skipped step. It builds into build-gpu/ for the GPU of this machine. SHOESTRING_PREBUILT=DIR uses
+libraries built elsewhere instead; DIR is a build folder or an install prefix. The results go to
+benchmarks/results/<gpu>.json. Exit status: 0 if no step failed, 1 if a step failed, 2 if there is no GPU.
 """
 
 import argparse
@@ -26,26 +27,26 @@ PRIMITIVES = "cuda_primitives_tests"
 
 
 def widen_path() -> None:
-    """After what is on the PATH: programs beside this Python (pip's cmake and ninja), and the CUDA toolkit's."""
+    """Append to PATH the folder of this Python (which has pip's cmake and ninja) and the CUDA toolkit's."""
     homes = [os.environ[v] for v in ("CUDA_HOME", "CUDA_PATH") if v in os.environ]
     folders = [str(Path(sys.executable).parent), *(f"{home}/bin" for home in (*homes, "/usr/local/cuda"))]
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), *folders])
 
 
 def _path(folder: Path) -> str:
-    """PYTHONPATH with a folder before what is there."""
+    """Return PYTHONPATH with ``folder`` put first."""
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 class Check:
-    """The steps, and what they found."""
+    """The steps of the check, and the results that they collect."""
 
     def __init__(self, runner: Runner, build: Path, environment: dict) -> None:
         self.runner = runner
         self.build_folder = build
-        self.package = (
-            build / "python/shoestring"
-        )  # a copy: the source folder's own libraries stay as they are
+        # A copy of the package, so that libraries in the source folder stay unchanged.
+        self.package = build / "python/shoestring"
+        # SIMT_CAPABILITY makes the emulator run the kernels that this GPU runs.
         self.env = {
             "PYTHONPATH": _path(self.package.parent),
             "SHOESTRING_BUILD": str(build),
@@ -53,7 +54,7 @@ class Check:
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "SIMT_CAPABILITY": environment["capability"].replace(".", ""),
-        }  # the same kernels in the emulator
+        }
         self.gpu = environment
         self.data: dict = {
             "machine": f"{environment['gpu']}, CUDA {environment['torch_cuda']}",
@@ -124,7 +125,8 @@ class Check:
             )
         capability = self.gpu["capability"].replace(".", "")
         architecture = "90a-real" if capability == "90" else f"{capability}-real"
-        jobs = max(1, min(self.gpu["cores"], self.gpu["ram_bytes"] // (3 << 29)))  # 1.5 GiB a compiler
+        # Each compiler process needs up to 1.5 GiB of memory.
+        jobs = max(1, min(self.gpu["cores"], self.gpu["ram_bytes"] // (3 << 29)))
         new = not (self.build_folder / "CMakeCache.txt").exists()
         launchers = [f"-DCMAKE_{language}_COMPILER_LAUNCHER=ccache" for language in ("CXX", "CUDA")]
         self.runner.command(
@@ -304,7 +306,7 @@ class Check:
             if "invalid choice: 'cuda'" in text:
                 raise Skipped("it runs on the CPU only")
             print(text)
-        finally:  # the tables that were finished count, also where the next one failed
+        finally:  # record the finished tables even if a later one failed
             if out.exists():
                 found = json.loads(out.read_text())
                 others = [b for b in self.data["benchmarks"] if b["benchmark"] != found["benchmark"]]
@@ -318,8 +320,9 @@ class Check:
             raise Skipped("compute-sanitizer was not found")
         results = self.runner.logs / f"{name}.pt"
         results.unlink(missing_ok=True)
-        # Only our kernels, not the API calls with which CUDA's own libraries probe the driver; and no caching
-        # allocator, so that a stray access leaves its own allocation.
+        # --report-api-errors no and --kernel-regex restrict the check to shoestring's kernels: CUDA's own
+        # libraries probe the driver with failing API calls. Without the caching allocator, each tensor is a
+        # separate allocation, so an out-of-bounds access is found.
         env = self.env | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         output = self.runner.command(
             [
@@ -352,7 +355,7 @@ class Check:
 
 
 def figures(benchmarks: list[dict]) -> str:
-    """A line for each table of the benchmarks: ours, and the others' time over ours."""
+    """Return a line per benchmark table: shoestring's time and rate, then each alternative's time ratio."""
     lines = []
     for table in (table for benchmark in benchmarks for table in benchmark["tables"]):
         ours, *others = table["rows"]
@@ -376,7 +379,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="where <gpu>.json goes")
     options = parser.parse_args()
     widen_path()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running command is ended, too
+    # Exit through SystemExit, so that the running command is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     runner = Runner(options.build.resolve() / "gpu-check", options.budget_minutes * 60)
     try:
         environment = json.loads(

@@ -1,4 +1,4 @@
-"""Prints what GPU this machine has and the software around it, as one line of JSON."""
+"""Print the GPU of this machine and the versions of related software as one line of JSON."""
 
 import importlib.metadata
 import json
@@ -20,7 +20,7 @@ PACKAGES = (
 
 
 def first_line(*command: str) -> str | None:
-    """A command's first line of output; None where there is no such command, or it does not answer."""
+    """Return the first line of the command's output, or None if the command is missing, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

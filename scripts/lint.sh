@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Checks that layout, lint and types leave nothing to change. Prints "ok ..." or "not ok ..." for each tool.
-# Usage: lint.sh [--fix]   (--fix lays out the code and mends what the tools can mend)
+# Checks format, lint and types of all code. Prints "ok ..." or "not ok ..." for each tool.
+# Usage: lint.sh [--fix]   (--fix first formats the code and applies the automatic fixes)
 set -uo pipefail
 cd "$(dirname "$0")/.."
 failed=0

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Everything that building, testing and the demo need: Debian packages, a virtual environment, PyTorch, shoestring.
+# Installs what building, testing and the demo need: Debian packages, a virtual environment, PyTorch, and
+# shoestring's requirements.
 # Usage: setup.sh VENV TORCH   (TORCH: a pip requirement; "" takes the version that constraints.txt pins)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-unset PYTHONPATH  # pip would count the source folder as installed
+unset PYTHONPATH  # or pip would treat packages in the source folder as installed
 venv=$1 torch=${2:-}
 
 missing=()
@@ -28,7 +29,7 @@ if [ -n "$torch" ]; then
   grep -v '^torch==' constraints.txt >"$constraints"
 fi
 "$venv/bin/pip" install -q ${torch:+--upgrade} -c "$constraints" "${torch:-torch}" "setuptools>=77" ninja
-# The extras are installed by name, so that a change of code alone never sends pip to work.
+# Install the requirements of the extras by name, so that pip does not run again after a change of code alone.
 "$venv/bin/python" - <<'EOF' >"$venv/requirements.txt"
 import tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]

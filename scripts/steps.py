@@ -1,4 +1,4 @@
-"""Steps that follow one another, each timed and limited; one that fails or hangs does not stop the next."""
+"""Run steps in order, each with a time limit; a step that fails or hangs does not stop the next one."""
 
 import os
 import re
@@ -11,16 +11,22 @@ from pathlib import Path
 
 
 class Failed(Exception):
-    """A step's end, and why in one line."""
+    """A step failed; the text says why in one line."""
 
 
 class Skipped(Exception):
-    """The same, where the machine has not what the step needs."""
+    """A step was skipped, because the machine lacks what the step needs."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """work: returns a line on what it found, or raises Failed or Skipped. limit: seconds. needs: a step that passed."""
+    """One step of a check.
+
+    Args:
+        work: returns one line about the result, or raises Failed or Skipped.
+        limit: time limit in seconds.
+        needs: name of a step that must have passed.
+    """
 
     name: str
     work: Callable[[], str]
@@ -37,7 +43,7 @@ class Result:
 
 
 class Runner:
-    """Runs steps, and their commands within what is left of the step's limit and of the whole budget (seconds)."""
+    """Run steps and their commands, within each step's limit and the total budget (both in seconds)."""
 
     def __init__(self, logs: Path, budget: float) -> None:
         self.logs = logs
@@ -50,10 +56,11 @@ class Runner:
     def command(
         self, arguments: Sequence[object], env: Mapping[str, str] | None = None, ok: tuple[int, ...] = (0,)
     ) -> str:
-        """What the command prints on both streams, which is also kept in the step's log.
+        """Run a command; return what it prints to stdout and stderr, which also goes to the step's log.
 
         Raises:
-            Failed: it ended with a status that is not among `ok`, was stopped at the limit, or could not be started.
+            Failed: the exit status is not in `ok`, the command hit the time limit, or it could not be
+                started.
         """
         start = self._log.stat().st_size if self._log.exists() else 0
         name = Path(str(arguments[0])).name
@@ -75,7 +82,8 @@ class Runner:
                 status = None
             finally:
                 if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)  # its own session: what it started goes with it
+                    # the command has its own session, so its child processes end too
+                    os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
         output = self._log.read_bytes()[start:].decode(errors="replace")
         last = next(
@@ -88,7 +96,7 @@ class Runner:
         return output
 
     def run(self, steps: Sequence[Step], after: Callable[[], None] = lambda: None) -> None:
-        """Every step in its turn; `after` each one."""
+        """Run every step in order; call `after` after each one."""
         for step in steps:
             print(f"== {step.name}", flush=True)
             start = time.monotonic()
@@ -114,12 +122,12 @@ class Runner:
             status, note = "failed", str(reason)
             if self._log.exists():
                 print("\n".join(self._log.read_text(errors="replace").splitlines()[-25:]))
-        except Exception as error:  # a step that is wrong itself must not stop the next one either
+        except Exception as error:  # a bug in one step must not stop the next step
             status, note = "failed", f"{type(error).__name__}: {error}"
         return Result(step.name, status, time.monotonic() - start, note.replace("\n", " "))
 
     def table(self) -> str:
-        """Every step, with its time and its note, and the counts."""
+        """Return a table of all steps with status, time and note, followed by the counts."""
         width = max(len(r.name) for r in self.results)
         lines = [f"{r.name:{width}}  {r.status:7} {r.seconds:7.1f} s  {r.note}" for r in self.results]
         counts = [f"{sum(r.status == s for r in self.results)} {s}" for s in ("passed", "failed", "skipped")]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs all suites, also after one has failed, and prints their totals at the end.
+# Runs all suites, even after one has failed, and prints their totals at the end.
 # Usage: test.sh BUILD_DIR [SUITE...]   (the libraries are built and installed into python/shoestring)
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -8,9 +8,9 @@ wanted=${*:2}
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 status=0
-SHOESTRING_BUILD=$(realpath "$build") || exit  # whose programs the Python suites run
+SHOESTRING_BUILD=$(realpath "$build") || exit  # the Python suites run the programs in this folder
 export SHOESTRING_BUILD
-export OMP_WAIT_POLICY=passive  # threads that spin are slow where the machine does anything else
+export OMP_WAIT_POLICY=passive  # spinning threads are slow on a busy machine
 simt=$SHOESTRING_BUILD/tests/simt
 cpp=$SHOESTRING_BUILD/tests/cpp/shoestring_tests
 
@@ -24,12 +24,13 @@ run() {  # SUITE COMMAND...
   "$@" 2>&1 | tee "$logs/$name" || status=1
   echo "($((SECONDS - start)) s)" >>"$logs/$name.time"
 }
-# The C++ suite over the emulated kernels, as two processes of one thread. Each has every other case.
+# Runs the C++ suite on the emulated kernels, in two processes of one thread. Each process runs every second
+# case.
 emulated() {
   local list=$logs/cases status=0 half first second
   "$cpp" --list-test-names-only >"$list" || true  # Catch2 2 returns the number of cases
   for half in 0 1; do
-    awk "NR % 2 == $half" "$list" | sed 's/,/\\,/g' >"$list.$half"  # a comma would end the name
+    awk "NR % 2 == $half" "$list" | sed 's/,/\\,/g' >"$list.$half"  # escape commas, which would end a name
     LD_PRELOAD=$simt/libshoestring_simt.so OMP_NUM_THREADS=1 "$cpp" --input-file "$list.$half" >"$list.$half.log" 2>&1 &
   done
   for half in 0 1; do wait -n || status=1; done
@@ -56,7 +57,8 @@ add() {  # SUITE PASSED FAILED
   passed=$((passed + $2)) failed=$((failed + $3))
   echo "$1: $2 passed, $3 failed $(cat "$logs/$1.time")"
 }
-add_catch() {  # SUITE, of Catch2: "All tests passed (9 assertions in 2 test cases)", or "test cases: 3 | 2 passed | 1 failed"
+# Reads Catch2's "All tests passed (9 assertions in 2 test cases)", or "test cases: 3 | 2 passed | 1 failed".
+add_catch() {  # SUITE
   ! wants "$1" || add "$1" "$(($(sum "$1" 'in [0-9]+ test case') + $(sed -n '/^test cases:/p' "$logs/$1" >"$logs/cases.$1"; sum "cases.$1" '[0-9]+ passed')))" \
     "$(sum "cases.$1" '[0-9]+ failed')"
 }
@@ -77,7 +79,7 @@ add_pytest fuzz
 ! wants consumer || add consumer "$(grep -c '^ok ' "$logs/consumer")" "$(grep -c '^not ok ' "$logs/consumer")"
 ! wants gates || add gates "$(sum gates '[0-9]+ passed')" "$(sum gates '[0-9]+ failed')"
 ! wants gates || sed -n 's/^skipped/gates skipped/p' "$logs/gates"
-# A suite that died before it counted anything is a failure too.
+# A suite that crashed before it printed its counts is a failure too.
 [ $status = 0 ] || [ $failed -gt 0 ] || failed=1
 echo "$passed passed, $failed failed"
 [ $status = 0 ] && [ $failed = 0 ]

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Runs the C++ suite, and the Python suite over all CPU kernels, with AddressSanitizer and UndefinedBehaviorSanitizer.
+# Runs the C++ suite and the Python tests of all CPU kernels with AddressSanitizer and
+# UndefinedBehaviorSanitizer.
 # Usage: test_asan.sh BUILD_DIR   (built with SHOESTRING_SANITIZE=ON)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=$(realpath "$1")
-# LibTorch is not instrumented, and its operators and Python leave memory behind at exit.
+# LibTorch is not instrumented. Its operators and Python do not free all memory at exit.
 export ASAN_OPTIONS=detect_leaks=0:detect_container_overflow=0:detect_odr_violation=0
 export UBSAN_OPTIONS=print_stacktrace=1
 for capability in plain avx2 avx512; do
   SHOESTRING_CPU=$capability "$build/tests/cpp/shoestring_tests" || { echo "failed with $capability"; exit 1; }
 done
-package=$(mktemp -d)  # the package's Python files beside the sanitized libraries
+package=$(mktemp -d)  # a copy of the Python package, with the sanitized libraries
 trap 'rm -rf "$package"' EXIT
 cp -r python/shoestring "$package/shoestring"
 cmake --install "$build" --prefix "$package/shoestring" >/dev/null

@@ -1,4 +1,4 @@
-"""What all Python suites share: the seed, and the folder of the helpers."""
+"""Fixtures and options of all Python test suites: the random seed, and tests that run in a new process."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent / "python"))  # whose helpers all suites use
+sys.path.insert(0, str(Path(__file__).parent / "python"))  # all suites use the helper modules in this folder
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -17,15 +17,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # a shell's background job: programs under test inherit it
+    # A shell starts a background job with SIGINT ignored, and programs under test would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> int:
-    """Seed PyTorch, and return the seed. pytest shows the print of a test that fails."""
+    """Seed PyTorch and return the seed. It is printed, because pytest shows the output of a failed test."""
     value: int = request.config.getoption("--seed")
     torch.manual_seed(value)
     print(f"--seed={value}")

@@ -1,7 +1,7 @@
-"""The memory that QLoRA of a model of 1 B parameters takes, beside its formula: ``bench_qlora.py --memory``.
+"""Measure the memory of QLoRA training of a 1 B model, next to its formula: ``bench_qlora.py --memory``.
 
-Writes a model of random weights (2.2 GB), into --model or a folder of its own, and runs each program in a fresh process,
-whose high-water mark the system keeps.
+The model has random weights (2.2 GB) and is written to --model or to a temporary folder. Each program runs in
+a new process, because the system keeps the high-water mark per process.
 """
 
 import argparse
@@ -21,19 +21,24 @@ from benchmarks.random_llama import SIZES, write_random_llama
 
 RANK = 16
 MIB = 2**20
-# Left alone, glibc's malloc comes to keep freed blocks of up to 32 MiB, and checkpoints lie among them. Its first threshold,
-# fixed, has it give larger blocks back to the system.
+# By default, glibc's malloc raises its threshold until it keeps freed blocks of up to 32 MiB, with
+# checkpointed activations between them. A fixed threshold makes it return larger blocks to the system.
 SYSTEM = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
 
 
 def predicted_bytes(shape: dict[str, int], tokens: int, workspace: int) -> dict[str, float]:
-    """Bytes by part: see README.md. NF4 with nested scales, fp32 adapters on every linear layer, 8-bit AdamW."""
+    """Return the predicted bytes of each part; benchmarks/README.md explains the formula.
+
+    The weights are NF4 with nested scales. Every linear layer has fp32 adapters, and the optimizer is 8-bit
+    AdamW.
+    """
     hidden, wide, layers = shape["hidden"], shape["intermediate"], shape["layers"]
     narrow = hidden // shape["heads"] * shape["kv_heads"]
     linear = [(hidden, hidden)] * 2 + [(narrow, hidden)] * 2 + [(wide, hidden)] * 2 + [(hidden, wide)]
     adapter = layers * sum(RANK * (rows + columns) for rows, columns in linear)
-    # Of a layer that is computed again for its backward pass, in bf16: the inputs of both norms and of the linear layers
-    # (q, k and v share one, gate and up one), q, k, v, attention's output, gate, up, and as many gradients of the widest.
+    # Activations of the one layer that backward recomputes, in bf16. They are the inputs of both norms and of
+    # the linear layers, q, k, v, attention output, gate and up. The layers q, k and v share one input, and so
+    # do gate and up. The other terms are for gradients of the widest tensors.
     of_layer = tokens * 2 * (6 * hidden + 3 * narrow + 4 * wide)
     return {
         "linear weights, 4.127 bits": layers * sum(map(math.prod, linear)) * (0.5 + 1 / 64 + 4 / 64 / 256),
@@ -46,7 +51,7 @@ def predicted_bytes(shape: dict[str, int], tokens: int, workspace: int) -> dict[
 
 
 def status() -> dict[str, int]:
-    """Bytes of this process, now and at most."""
+    """Return the resident bytes of this process, now and at its peak."""
     fields = dict(
         line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line
     )
@@ -54,7 +59,10 @@ def status() -> dict[str, int]:
 
 
 def measure(folder: Path, tokens: int, workspace_mb: int, vocab_size: int) -> None:
-    """What a script of QLoRA does, in this process; prints what it holds after each phase, as JSON."""
+    """Load, quantise and train a model in this process, as a QLoRA script does.
+
+    Prints the memory after each phase as JSON.
+    """
     from shoestring.training import memory
 
     memory.import_models()
@@ -83,7 +91,7 @@ def measure(folder: Path, tokens: int, workspace_mb: int, vocab_size: int) -> No
 def memory_python(
     folder: Path, shape: dict[str, int], tokens: int, options: argparse.Namespace
 ) -> dict[str, object]:
-    """Runs ``measure`` in a process of its own and prints its phases beside the formula."""
+    """Run ``measure`` in a new process, and print its phases next to the formula."""
     command = [
         sys.executable,
         "-W",
@@ -123,14 +131,14 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
 def memory_cpp(
     folder: Path, shape: dict[str, int], tokens: int, options: argparse.Namespace
 ) -> dict[str, object]:
-    """Runs the C++ program for three steps over random tokens and prints what it says of its memory."""
+    """Run the C++ program for three steps over random tokens, and print the memory that it reports."""
     count = 8 * tokens
     ids = torch.randint(shape["vocab_size"], (count,), generator=torch.Generator().manual_seed(0)).to(
         torch.uint16
     )
     with tempfile.TemporaryDirectory() as scratch:
         data, report = Path(scratch) / "tokens.bin", Path(scratch) / "report.json"
-        # The header of shoestring.data.token_file: magic, vocabulary, bytes a token, tokens.
+        # The header of shoestring.data.token_file: magic, vocabulary size, bytes per token, number of tokens.
         data.write_bytes(
             struct.pack("<8sIIQ40x", b"shoetok\x01", shape["vocab_size"], 2, count) + ids.numpy().tobytes()
         )
@@ -174,7 +182,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def memory(options: argparse.Namespace) -> dict[str, object]:
-    """Both programs, over one model of random weights."""
+    """Run the Python and the C++ program over one model of random weights, as the options ask."""
     shape, found = SIZES["tiny" if options.quick else "1b"], {}
     tokens = 64 if options.quick else options.tokens
     with tempfile.TemporaryDirectory() as scratch:

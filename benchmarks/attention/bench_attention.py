@@ -1,8 +1,11 @@
-"""Attention, forward and backward: ours, PyTorch's scaled_dot_product_attention with each backend, and their products.
+"""Attention, forward and backward: shoestring, PyTorch's backends, and their matrix products.
 
-The limit is one matrix product of as many flops as the two (backward: five) products of the scores that are seen need. Packed
-batches have the lengths of the functions in Python's standard library, beside a batch that is padded to the longest; last, how
-full the packer's batches are.
+PyTorch runs with each of its backends. The limit is one matrix product with as many flops as attention needs:
+two products of the unmasked scores in forward, five in backward.
+
+A further table compares packed batches with a batch that is padded to its longest sequence. The sequence
+lengths are those of the functions in Python's standard library. The last table shows how full the packer's
+batches are.
 """
 
 import argparse
@@ -27,7 +30,7 @@ BACKENDS = {
 # (batch, heads, tokens, head_dim)
 SHAPES = {
     "cpu": [(1, 8, 1024, 64), (1, 8, 1024, 128), (1, 4, 4096, 64), (1, 2, 4096, 128), (1, 1, 4096, 128)],
-    # 16,384 tokens in all and 2,048 features, as FlashAttention's own tables have it
+    # 16,384 tokens in total and 2,048 features, as in FlashAttention's published tables
     "cuda": [(16384 >> n, 2048 // dim, 1 << n, dim) for dim in (64, 128) for n in range(9, 15)]
     + [(2, 8, 8192, 256)],
 }
@@ -44,7 +47,10 @@ def sdpa(backend: SDPBackend | None, **options: object) -> Callable[..., Tensor]
 
 
 def own_kernels(**options: object) -> dict[str, Callable[..., Tensor]]:
-    """Ours alone; on Hopper also those for sm_80, which slopes of zero ask for."""
+    """Return calls that use only shoestring's kernels.
+
+    On Hopper there is a second call, with ALiBi slopes of zero, which selects the sm_80 kernels.
+    """
     calls = {"shoestring, own": lambda q, k, v: shoestring.attention(q, k, v, deterministic=True, **options)}
     if torch.cuda.get_device_capability()[0] == 9:
         calls["shoestring, mma.sync"] = lambda q, k, v: shoestring.attention(
@@ -54,7 +60,10 @@ def own_kernels(**options: object) -> dict[str, Callable[..., Tensor]]:
 
 
 def verdict(report: Report) -> None:
-    """Which path a call should prefer, by the tables so far: what csrc/attention/attention_library.cpp has to be told."""
+    """Print which path a call should prefer, according to the tables so far.
+
+    csrc/attention/attention_library.cpp encodes this choice.
+    """
     for direction in ("forward", "backward"):
         ratios: dict[str, list[float]] = {}
         for table in report.data["tables"]:
@@ -123,7 +132,10 @@ def dense(report: Report, options: argparse.Namespace) -> None:
 
 
 def function_lengths(count: int) -> list[int]:
-    """Words of functions of the standard library, evenly spaced among all of its modules', 1,024 at most."""
+    """Return the lengths, in words, of ``count`` functions of the standard library.
+
+    The functions are evenly spaced among all functions; lengths are at least 8 and at most 1,024.
+    """
     lengths: list[int] = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         source = path.read_text(errors="ignore")
@@ -178,7 +190,7 @@ def packed(report: Report, options: argparse.Namespace) -> None:
 
 
 def first_fit(sizes: list[int], capacity: int) -> list[int]:
-    """The packer's rule in plain Python."""
+    """Pack sequences in plain Python by the rule of pack_sequences (first-fit decreasing)."""
     room: list[int] = []
     bins = [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -195,7 +207,7 @@ def packing(report: Report, options: argparse.Namespace) -> None:
     lengths = torch.tensor(sizes)
     bins = int(torch.ops.shoestring.pack_sequences(lengths, capacity).max()) + 1
     in_order, left = 1, capacity
-    for n in sizes:  # as they come
+    for n in sizes:  # packs the sequences in order of arrival
         in_order, left = (in_order + 1, capacity - n) if n > left else (in_order, left - n)
     candidates: Candidates = {
         "shoestring": lambda: torch.ops.shoestring.pack_sequences(lengths, capacity),

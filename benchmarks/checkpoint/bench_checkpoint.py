@@ -1,10 +1,14 @@
-"""Gradient checkpointing: its overhead over recomputation, beside torch.utils.checkpoint; and plans under a byte budget.
+"""Gradient checkpointing next to torch.utils.checkpoint: overhead, and plans under a byte budget.
 
-A row of Llama-style blocks. "recomputation" is the step without checkpoint and one more forward: what backward has to do
-at least without early stop. Budgets are of what forward and backward allocate at their peak besides gradients, counted by
-the allocator; --process runs the model once alone and prints the process's high-water mark. Saved tensors that leave are
-compared with PyTorch's save_on_cpu, whose copies are tensors too, made while the model waits; torchtune's class needs a GPU
-(its streams, and "cuda" to come back to).
+The model is a row of Llama-style blocks. "recomputation" is the step without checkpointing plus one more
+forward pass; backward has to do at least this much without early stop.
+
+A budget limits the peak that forward and backward allocate besides gradients, as counted by the allocator.
+The option --process runs the model once in a new process and prints the high-water mark of that process.
+
+Offloaded saved tensors are compared with PyTorch's save_on_cpu, whose copies are ordinary tensors made while
+the model waits. torchtune's class is left out, because it needs a GPU (it uses streams and always copies back
+to "cuda").
 """
 
 import argparse
@@ -113,7 +117,7 @@ def seconds_and_peak(model: nn.Module, x: Tensor) -> tuple[float, int]:
 
 
 def budgets(report: Report, depth: int, width: int, tokens: int, repeats: int) -> None:
-    """The plan's predictions beside what is measured, and the time beside that without a budget."""
+    """Compare a plan's predicted peak and time with the measured ones, and with a run without a budget."""
     model, x = Model(depth, width), torch.randn(1, tokens, width)
     free = min((seconds_and_peak(model, x) for _ in range(repeats)), key=lambda pair: pair[0])
     print(
@@ -156,7 +160,10 @@ def planned(
 
 
 def offloading(report: Report, depth: int, width: int, tokens: int, repeats: int, folder: str) -> None:
-    """Saved tensors in host memory and on a disk, beside save_on_cpu; then plans that may use either, under a budget."""
+    """Measure saved tensors that are offloaded to host memory or to a disk, next to save_on_cpu.
+
+    Then measure plans that may offload to either under a budget.
+    """
     model, x = Model(depth, width), torch.randn(1, tokens, width)
     tiers = {
         "host": shoestring.offload_activations(device="cpu", exclude=model),
@@ -169,7 +176,7 @@ def offloading(report: Report, depth: int, width: int, tokens: int, repeats: int
             loss = model(x)
         loss.backward()
 
-    peaks: dict[str, tuple[int, int]] = {}  # PyTorch's tensors, and host memory besides
+    peaks: dict[str, tuple[int, int]] = {}  # (bytes of PyTorch tensors, bytes of host memory outside them)
     candidates: dict[str, Callable[[], object]] = {}
     for name, offload in tiers.items():
         candidates[f"shoestring, {name}"] = functools.partial(run, offload)
@@ -178,7 +185,8 @@ def offloading(report: Report, depth: int, width: int, tokens: int, repeats: int
             peak_of(candidates[f"shoestring, {name}"], model),
             offload.statistics()["host"],
         )
-    # pin_memory makes it copy; without a GPU nothing is page-locked. Without, it returns tensors of the CPU as they are.
+    # save_on_cpu copies CPU tensors only with pin_memory; otherwise it returns them unchanged. Without a GPU,
+    # nothing is page-locked.
     candidates["save_on_cpu"] = lambda: run(torch.autograd.graph.save_on_cpu(pin_memory=True))
     peaks["save_on_cpu"] = (peak_of(candidates["save_on_cpu"], model), 0)
     candidates["nothing leaves"] = lambda: run(nullcontext())
@@ -211,7 +219,10 @@ def peak_of(run: Callable[[], object], model: nn.Module) -> int:
 
 
 def process(depth: int, width: int, tokens: int, budget: int) -> None:
-    """Of a process of its own: the high-water mark of three steps beside what it has before them, and the quickest step."""
+    """Print the memory of three steps in this process, and the seconds of the fastest step.
+
+    The memory is the high-water mark minus the resident bytes before the steps.
+    """
     model, x = Model(depth, width), torch.randn(1, tokens, width)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -241,7 +252,8 @@ def high_water(report: Report, depth: int, width: int, tokens: int, threads: int
             "--process",
             f"{depth},{width},{tokens},{budget}",
         ]
-        # Or glibc keeps in its heap what is freed, and the mark says how that is broken up, not what is needed.
+        # Without this setting, glibc keeps freed memory in its heap. The high-water mark would then measure
+        # fragmentation, not the memory that the steps need.
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576"}
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
         size, seconds = done.stdout.split()

@@ -1,9 +1,12 @@
-"""Norms, rotary embedding and gated activations: ours, plain PyTorch, and what reads and writes the same tensors.
+"""Norms, rotary embedding and gated activations: shoestring, plain PyTorch, and a limit.
 
-The rate is of every tensor that has to be read or written once: forward, and forward with backward. The limit is a sum of
-PyTorch's elementwise operators with the same numbers of tensors read and written, and new results, as all of them have.
-"eager" is what models are written in; "PyTorch" its own operator, where there is one. --device cuda times CUDA graphs.
---bare leaves both out: what they allocate leaves cold caches and fewer pages to the calls after them.
+The rate counts every tensor that has to be read or written once, in forward, and in forward plus backward.
+The limit is a sum of PyTorch's elementwise operators that read and write equally many tensors. Like the
+layers, these operators allocate their results.
+
+"eager" is the code that models contain. "PyTorch" is PyTorch's own operator, if it has one. The option
+--device cuda times CUDA graphs. The option --bare leaves "eager" and "PyTorch" out, because their allocations
+leave cold caches and fewer pages to later calls.
 """
 
 from collections.abc import Callable
@@ -21,7 +24,7 @@ Function = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 def probe(reads: int, writes: int) -> Function:
-    """Reads and writes that many of its arguments' size."""
+    """Return a function that reads `reads` and writes `writes` tensors of its arguments' size."""
 
     def run(*t: Tensor) -> Tensor:
         made = (
@@ -53,7 +56,16 @@ def step(
 
 
 class Layer:
-    """Candidates for one layer: the functions, how many inputs and results of one size, and the small inputs behind them."""
+    """One layer to time: its implementations, and the shapes of its inputs.
+
+    Args:
+        name: name of the layer.
+        functions: implementations by name, shoestring's first.
+        big: shapes of the large inputs.
+        results: number of results; they have the shapes of the first large inputs.
+        small: shapes of the small inputs, such as weights, which follow the large ones.
+        streams: (tensors read, tensors written), for forward and for backward.
+    """
 
     def __init__(
         self,
@@ -67,9 +79,9 @@ class Layer:
         self.name = name
         self.functions = functions
         self.big = big
-        self.results = results  # the last of them have the shapes of the first `big`
+        self.results = results  # number of results, with the shapes of the first `big`
         self.small = small
-        self.streams = streams  # read and written: forward, backward
+        self.streams = streams  # ((read, written) in forward, (read, written) in backward)
 
 
 def angles(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -82,7 +94,7 @@ def angles(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 def layers(tokens: int, features: int) -> list[Layer]:
     size, vector = (tokens, features), (features,)
-    heads = (1, tokens, features // 64, 64)  # transposed below, as a projection's
+    heads = (1, tokens, features // 64, 64)  # transposed below, like the output of a projection
     norm = {
         "shoestring": lambda x, w: shoestring.rms_norm(x, w, eps=EPS),
         "eager": lambda x, w: rms_norm_reference(x, w, eps=EPS),
@@ -150,13 +162,16 @@ def candidate(
     if layer.name == "rope":
         shapes = [torch.Size((s[0], s[2], s[1], s[3])) for s in shapes]
     grads = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
-    if layer.name == "rope":  # attention's gradients come as its inputs lie
+    if layer.name == "rope":  # attention returns gradients with the strides of its inputs
         grads = [g.transpose(1, 2).contiguous().transpose(1, 2) for g in grads]
     return step(function, leaves, grads, backward)
 
 
 def limit(layer: Layer, dtype: torch.dtype, device: str, backward: bool) -> Callable[[], object]:
-    """The streams of forward, and then those of backward; of rope, of queries and keys each."""
+    """Return the memory streams of forward, followed by those of backward.
+
+    For rope, they run once for the queries and once for the keys.
+    """
     buffers = [torch.randn(layer.big[0], device=device).to(dtype) for _ in range(3)]
     runs = [probe(*streams) for streams in layer.streams[: 2 if backward else 1]]
     runs = runs * (2 if layer.name == "rope" else 1)

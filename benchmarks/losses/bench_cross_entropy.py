@@ -1,7 +1,8 @@
-"""Cross-entropy of logits, forward and backward: ours, plain PyTorch, and a copy of the same bytes as the limit.
+"""Cross-entropy of logits, forward and backward: shoestring, plain PyTorch, and a copy as the limit.
 
-The rate is of one read of the logits and one write of their gradient; the limit is ``copy_`` of the logits to other memory,
-on a CPU with as many threads. Backward ends at the logits: what made them is a function that costs nothing.
+The rate counts one read of the logits and one write of their gradient. The limit is ``copy_`` of the logits
+to other memory, with as many threads on a CPU. The backward pass ends at the logits, which come from a
+function that costs nothing.
 """
 
 from collections.abc import Callable
@@ -18,11 +19,11 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Logits(torch.autograd.Function):
-    """Stands for a model: `buffer` is what it computed, and the gradient by it is dropped."""
+    """Stand-in for a model: returns `buffer` as its logits, and drops the gradient of the logits."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, buffer: Tensor) -> Tensor:
-        return buffer.detach()  # no view, so that autograd lets others change it
+        return buffer.detach()  # detached, because autograd forbids in-place changes of some views
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[None, None]:  # type: ignore[override]
@@ -30,7 +31,7 @@ class Logits(torch.autograd.Function):
 
 
 def peers() -> dict[str, Loss]:
-    """Those that are installed: (logits, target) to the mean loss."""
+    """Return the installed peers, each a function from (logits, target) to the mean loss."""
     try:
         from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
 
@@ -67,7 +68,7 @@ def main() -> None:
             def candidate(
                 loss: Loss, tokens: int = tokens, vocab: int = vocab, dtype: torch.dtype = dtype
             ) -> Callable:
-                # Logits that are the last gradient take as long as others.
+                # In place, the buffer holds the last gradient instead of logits, which takes equally long.
                 logits = torch.randn(tokens, vocab, device=options.device).to(dtype)
                 return step(loss, logits, torch.randint(vocab, (tokens,), device=options.device))
 

@@ -1,13 +1,15 @@
-"""Linear cross-entropy, forward and backward: ours, plain PyTorch, and the matrix products alone as the limit.
+"""Linear cross-entropy, forward and backward: shoestring, plain PyTorch, and its products as the limit.
 
-The limit is 6 * tokens * features * vocab flops at the rate of the same three products (logits, grad_hidden and
-grad_weight) through torch.mm, at the operator's own chunk of tokens; on a GPU, at that of an 8192^3 product of bf16.
-Beside it, on the CPU, the same through the package's own product, shoestring.ops.addmm_.
+The limit is 6 * tokens * features * vocab flops. On the CPU their rate is that of the same three products
+(logits, grad_hidden and grad_weight) through torch.mm, with the operator's chunk of tokens. Another row uses
+the package's own product, shoestring.ops.addmm_. On a GPU the rate is that of an 8192^3 product in bf16.
 
-Peers are those that are installed: F.linear_cross_entropy from PyTorch 2.13 on, Cut Cross-Entropy (on the CPU what it
-has for torch.compile), Liger Kernel on a GPU. ``--only 1024`` times the shapes whose name begins with 1024, ``--only
-"8192x768x50304 float32"`` one of them, ``--only peaky`` the last table. ``--ours`` leaves PyTorch and peers out: with
-SHOESTRING_CPU=avx2, where our bf16 goes without the CPU's units for it, it compares our bf16 with our fp32.
+Peers are used if they are installed: F.linear_cross_entropy from PyTorch 2.13 on, Cut Cross-Entropy (on the
+CPU its implementation for torch.compile), and Liger Kernel on a GPU.
+
+``--only 1024`` times the shapes whose names begin with 1024, ``--only "8192x768x50304 float32"`` one of them,
+and ``--only peaky`` the last table. ``--ours`` leaves PyTorch and peers out. With SHOESTRING_CPU=avx2, where
+bf16 does not use the CPU's bf16 instructions, ``--ours`` compares shoestring's bf16 with its fp32.
 """
 
 import argparse
@@ -21,8 +23,9 @@ from torch.nn import functional as F
 import shoestring
 from benchmarks.common import Candidates, Report, arguments, gemm_probe, interleave
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden, weight, target
-Product = Callable[[Tensor, Tensor, Tensor, float], object]  # self = beta * self + mat1 @ mat2
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden, weight, target) -> loss
+# (self, mat1, mat2, beta): self = beta * self + mat1 @ mat2
+Product = Callable[[Tensor, Tensor, Tensor, float], object]
 
 
 def torch_product(out: Tensor, a: Tensor, b: Tensor, beta: float) -> None:
@@ -34,7 +37,7 @@ def own_product(out: Tensor, a: Tensor, b: Tensor, beta: float) -> None:
 
 
 def limit(hidden: Tensor, weight: Tensor, chunk: int, product: Product) -> None:
-    """The three products, chunk by chunk, and nothing else."""
+    """Compute the three products chunk by chunk, and nothing else."""
     vocab, features = weight.shape
     logits = torch.empty(chunk, vocab)
     grad_weight = torch.zeros(vocab, features)
@@ -46,7 +49,7 @@ def limit(hidden: Tensor, weight: Tensor, chunk: int, product: Product) -> None:
 
 
 def peers(device: str) -> dict[str, Loss]:
-    """Those that are installed and run on `device`, each to the mean loss."""
+    """Return the peers that are installed and run on `device`, each as a function to the mean loss."""
     found: dict[str, Loss] = {}
     if hasattr(F, "linear_cross_entropy"):
         chunked = torch.nn.LinearCrossEntropyOptions()
@@ -57,7 +60,7 @@ def peers(device: str) -> dict[str, Loss]:
 
         if device == "cuda":
             found["Cut Cross-Entropy"] = linear_cross_entropy
-        else:  # Triton's are for GPUs
+        else:  # its Triton kernels need a GPU
             compiled = functools.partial(linear_cross_entropy, impl="torch_compile")
             found["Cut Cross-Entropy, torch_compile"] = compiled
     except ImportError:
@@ -74,7 +77,10 @@ def peers(device: str) -> dict[str, Loss]:
 
 
 def peak_mib(run: Callable[[], object]) -> float | None:
-    """What a call takes beyond what is there before it, its gradients included; None where it does not fit."""
+    """Return the peak memory of a call in MiB, including its gradients.
+
+    Memory allocated before the call is not counted. Returns None if the call runs out of memory.
+    """
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     try:
@@ -85,7 +91,7 @@ def peak_mib(run: Callable[[], object]) -> float | None:
 
 
 def on_gpu(report: Report) -> None:
-    """bf16, forward and backward, with peak memory."""
+    """Time bf16, forward and backward, and measure the peak memory."""
     options = report.options
     losses: dict[str, Loss] = {
         "shoestring": shoestring.linear_cross_entropy,
@@ -95,7 +101,7 @@ def on_gpu(report: Report) -> None:
         ),
         **peers("cuda"),
     }
-    # A LLaMA-like head at the size of the project's goal, one of several waves, and Gemma 2 2B's.
+    # A Llama-like head at the project's target size, one of several waves, and Gemma 2 2B's head.
     shapes = [(8192, 4096, 131072), (16384, 4096, 128256), (8192, 2304, 256000)]
     side = 1024 if options.quick else 8192
     for tokens, features, vocab in [(256, 64, 5000)] if options.quick else shapes:
@@ -115,12 +121,11 @@ def on_gpu(report: Report) -> None:
         peaks: dict[str, float] = {}
         for name, loss in losses.items():
             run = step(loss)
+            # A peer may fail on this GPU or with this PyTorch; the other candidates are still timed.
             try:
-                peak_mib(run)  # what is allocated once and kept
+                peak_mib(run)  # allocates memory that is kept between calls
                 peak = peak_mib(run)
-            except (
-                Exception
-            ) as error:  # a peer's, on this GPU or with this PyTorch: the others are still of interest
+            except Exception as error:
                 print(f"{name}: left out: {type(error).__name__}: {error}")
                 continue
             if peak is None:
@@ -156,7 +161,7 @@ def main() -> None:
     shapes = [(1024, 768, 50304), (8192, 768, 50304), (4096, 256, 16384), (2048, 2048, 151936)]
     others = {} if options.ours else peers("cpu")
     for tokens, features, vocab in [(256, 64, 5000)] if options.quick else shapes:
-        seconds = 6 * tokens * features * vocab / 1e11  # or so, for each
+        seconds = 6 * tokens * features * vocab / 1e11  # estimated seconds of each candidate
         repeats = options.repeats if seconds < 5 else min(options.repeats, 3 if seconds < 20 else 2)
         name = f"{tokens}x{features}x{vocab}"
         if f"{name} float32".startswith(options.only):
@@ -217,7 +222,10 @@ def dense(
 
 
 def peaky(report: Report, tokens: int, features: int, vocab: int) -> None:
-    """A confident model: nearly all probability on few classes of each token, and targets of a small part of them."""
+    """Time a confident model, with filter_eps and without.
+
+    Nearly all probability of each token is on few classes, and the targets are 5 % of the classes.
+    """
     weight = torch.randn(vocab, features) / features**0.5
     target = torch.randint(vocab // 20, (tokens,))
     hidden = (25 * weight[target]).requires_grad_()

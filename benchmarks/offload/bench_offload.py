@@ -1,20 +1,23 @@
-"""A step of AdamW whose state lies on a disk or in host memory: the step, its transfers alone, and fio as the limit.
-And the step of a CPU for a GPU's weights, beside DeepSpeed's and the memory's limit.
+"""A step of AdamW whose state is on a disk or in host memory, with its transfers and fio as limits.
 
-Every row moves the state once each way; the rate counts both. "transfers alone" takes and puts every chunk and steps
-nothing; fio reads and writes the same parts of chunks, in the same order and as many at a time, in a file of its own on
-that disk, from and to huge pages, as ours; and as many bytes in blocks of 4 MiB, sequential, half of each, 8 at a time
-(`apt install fio`; left out where there is none). Reads and writes pass the page cache by.
+Every row moves the state once in each direction, and the rate counts both. "transfers alone" takes and puts
+every chunk without stepping. fio reads and writes the same parts of chunks, in the same order and with the
+same depth, in a separate file on that disk. Its memory is in huge pages, as shoestring's. A second fio job
+moves as many bytes in sequential blocks of 4 MiB, half reads and half writes, at a depth of 8. fio is left
+out if it is not installed (`apt install fio`). All reads and writes bypass the page cache.
 
-The step of a CPU takes bf16 gradients, clips them to a norm and leaves bf16 weights, with fp32 state. Ours is one pass
-over weights and gradients (2 bytes each), their remainders (2) and two moments (8), all read and all but gradients
-written, 26 bytes a parameter; and before it one over the gradients, for the norm: 2. DeepSpeed's is what its
-ZeRO-Offload does around DeepSpeedCPUAdam: cast to fp32, norm, clip, step of an fp32 master, cast to bf16. Left out
-where it is not installed: `pip install wheel && pip install --no-build-isolation deepspeed`; its first use builds an
-operator with g++.
+The CPU step takes bf16 gradients, clips them to a norm and writes bf16 weights, with fp32 state. shoestring
+makes one pass over weights and gradients (2 bytes each), remainders (2 bytes) and two moments (8 bytes). It
+reads all of them and writes all but the gradients: 26 bytes per parameter. The norm takes one earlier pass
+over the gradients: 2 bytes per parameter.
 
-With `--device cuda`: state streamed from host memory beside page-locked copies of as many bytes, and a step of a model
-of a billion parameters at 8,192 tokens, stepped by the GPU or, while backward runs, by the CPU.
+The DeepSpeed row does what ZeRO-Offload does around DeepSpeedCPUAdam: cast to fp32, norm, clip, step of an
+fp32 master, cast to bf16. It is left out if DeepSpeed is not installed: `pip install wheel && pip install
+--no-build-isolation deepspeed`. Its first use builds an operator with g++.
+
+`--device cuda` compares state streamed from host memory with pinned copies of as many bytes. It also times a
+step of a model of 1 B parameters at 8,192 tokens. There the optimizer steps on the GPU, or on the CPU while
+backward runs.
 """
 
 import argparse
@@ -39,7 +42,7 @@ from shoestring.training.config import PRESETS
 from shoestring.training.models import build_llama
 
 MAX_NORM = 1.0
-SLOTS = 4  # chunks of state on the device
+SLOTS = 4  # number of chunks of state on the device at once
 
 
 def own(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +51,7 @@ def own(parser: argparse.ArgumentParser) -> None:
 
 
 def optimizer(count: int, state: str, offload: str | None) -> AdamW:
-    """One that has stepped bf16 weights once."""
+    """Return an AdamW that has stepped `count` bf16 weights once."""
     p = Parameter(torch.zeros(count, dtype=torch.bfloat16))
     p.grad = torch.full_like(p, 0.5)
     opt = AdamW([p], state=state, weights="stochastic", offload=offload)
@@ -57,7 +60,7 @@ def optimizer(count: int, state: str, offload: str | None) -> AdamW:
 
 
 def transfers(opt: AdamW) -> Callable[[], None]:
-    """Every chunk, there and back."""
+    """Return a function that takes every chunk of state and puts it back, without stepping."""
     offloaded = opt._layouts[0].arenas[0].offloaded
     chunks = offloaded.chunks(0, 1)
 
@@ -73,9 +76,9 @@ def transfers(opt: AdamW) -> Callable[[], None]:
 
 
 class Fio:
-    """The transfers of a step, of the same sizes at the same places in the same order, by fio; as many at a time."""
+    """Replay a step's transfers with fio: equal sizes, places, order and depth."""
 
-    STEPS = 4  # in a run, which lasts too short a time else
+    STEPS = 4  # steps per run of fio; a single step would be too short to time
 
     def __init__(self, opt: AdamW, folder: Path) -> None:
         offloaded = opt._layouts[0].arenas[0].offloaded
@@ -88,7 +91,7 @@ class Fio:
                 file.write(block[: sum(sizes) - at])
             os.fsync(file.fileno())
         places = [sum(sizes[:i]) for i in range(len(sizes))]
-        extents: list[list[str]] = []  # "<offset> <size>" of a chunk's parts
+        extents: list[list[str]] = []  # for each chunk, "<offset> <size>" of each of its parts
         chunks = offloaded.chunks(0, 1)
         offloaded.start(chunks)
         for chunk in chunks:
@@ -110,7 +113,10 @@ class Fio:
         self.seconds: dict[str, list[float]] = {}
 
     def run(self, name: str, job: list[str]) -> None:
-        """Keeps the seconds of a step: fio's own, without its start. Its memory is in huge pages, as ours."""
+        """Run fio and keep the seconds per step, without fio's start-up.
+
+        Its memory is in huge pages, as shoestring's.
+        """
         command = ["fio", "--name=swap", *job, "--direct=1", "--ioengine=io_uring", "--output-format=json"]
         env = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
         out = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
@@ -119,13 +125,16 @@ class Fio:
         )
 
     def candidates(self) -> Candidates:
-        """A step's transfers as they are, and as many bytes in blocks of 4 MiB, sequential, half of each."""
+        """Return the candidates: the same transfers, and as many bytes in mixed blocks of 4 MiB."""
         jobs = {"fio, the same transfers": self.same, "fio, mixed, 4 MiB, depth 8": self.mixed}
         return {name: functools.partial(self.run, name, job) for name, job in jobs.items()}
 
 
 def order(chunks: int) -> list[tuple[str, int]]:
-    """When a step reads and writes which chunk: two are read while one is stepped and one is written."""
+    """Return the order in which a step reads and writes its chunks.
+
+    Two chunks are read while one is stepped and one is written.
+    """
     ahead = SLOTS - 1
     found = [("read", chunk) for chunk in range(min(ahead, chunks))]
     for chunk in range(chunks):
@@ -137,22 +146,22 @@ def order(chunks: int) -> list[tuple[str, int]]:
 
 @functools.cache
 def deepspeed() -> Callable[[list[Parameter]], torch.optim.Optimizer] | None:
-    """DeepSpeedCPUAdam (as AdamW), where it is installed and can be built."""
+    """Return the constructor of DeepSpeedCPUAdam (as AdamW), or None if it is missing or cannot be built."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1"} | dict(os.environ)
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        DeepSpeedCPUAdam([Parameter(torch.zeros(1))])  # builds
+        DeepSpeedCPUAdam([Parameter(torch.zeros(1))])  # builds DeepSpeed's operator
         return functools.partial(DeepSpeedCPUAdam, weight_decay=1e-2)
     except ImportError:
         print("DeepSpeed is left out: it is not installed")
-    except Exception as error:  # no compiler, another toolkit: that must not cost our figures
+    except Exception as error:  # a missing compiler or another toolkit must not stop the other rows
         print(f"DeepSpeed is left out: {error}")
     return None
 
 
 def deepspeed_step(opt: torch.optim.Optimizer, master: Parameter, weights: Tensor, grad: Tensor) -> None:
-    """What ZeRO-Offload does on the CPU with a gradient that has come, up to the weights that go."""
+    """Do what ZeRO-Offload does on the CPU, from the received gradient to the bf16 weights to send."""
     torch._foreach_copy_([master.grad], [grad])
     norm = torch.linalg.vector_norm(master.grad)
     master.grad.mul_((MAX_NORM / (norm + 1e-6)).clamp(max=1.0))
@@ -161,7 +170,10 @@ def deepspeed_step(opt: torch.optim.Optimizer, master: Parameter, weights: Tenso
 
 
 def streams(grad: Tensor, changed: list[Tensor], norm: bool) -> Callable[[], None]:
-    """The traffic of a step, stream after stream: gradients read (twice with a norm), the others changed in place."""
+    """Return the memory traffic of a step: read the gradient, and change the other tensors in place.
+
+    With `norm`, the gradient is read twice.
+    """
     grad, changed = grad.view(torch.int64), [t.view(torch.int64) for t in changed]
 
     def run() -> None:
@@ -175,7 +187,10 @@ def streams(grad: Tensor, changed: list[Tensor], norm: bool) -> Callable[[], Non
 
 
 def host_step(weights: Tensor, grad: Tensor) -> AdamW:
-    """The same with copies to the host and back, of parameters that copies and steps can alternate in."""
+    """Return an AdamW with offload="cpu", which also copies between device and host.
+
+    The weights are split into 16 parameters, so that copies and steps can alternate.
+    """
     params = [Parameter(w.clone()) for w in weights.chunk(16)]
     for p, g in zip(params, grad.chunk(16), strict=True):
         p.grad = g
@@ -183,7 +198,7 @@ def host_step(weights: Tensor, grad: Tensor) -> AdamW:
 
 
 def cpu_step(report: Report, count: int, repeats: int) -> None:
-    """bf16 gradients in, bf16 weights out: casts, norm and clip included."""
+    """Time the CPU step from bf16 gradients to bf16 weights, including casts, norm and clipping."""
     weights, grad = (torch.randn(count).mul_(0.1).bfloat16() for _ in range(2))
     ours = Parameter(weights.clone())
     ours.grad = grad
@@ -217,7 +232,7 @@ def cpu_step(report: Report, count: int, repeats: int) -> None:
 
 
 def plain_step(report: Report, count: int, repeats: int) -> None:
-    """Everything fp32, in place: 28 bytes a parameter."""
+    """Time a step with everything in fp32 and in place: 28 bytes per parameter."""
     params = [Parameter(torch.zeros(count)) for _ in range(3)]
     grad = torch.randn(count)
     for p in params:
@@ -238,7 +253,7 @@ def plain_step(report: Report, count: int, repeats: int) -> None:
 
 
 def pinned_copies(size: int) -> Callable[[], object]:
-    """As many bytes each way between page-locked memory and the device, at once."""
+    """Return a function that copies `size` bytes in each direction at once, between pinned memory and GPU."""
     host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     device = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]
@@ -255,7 +270,7 @@ def pinned_copies(size: int) -> Callable[[], object]:
 
 
 def training(device: str, preset: str, tokens: int, repeats: int) -> dict[str, list[float]]:
-    """Steps of a Llama in bf16: state on the device, and stepped by the CPU while backward runs."""
+    """Time steps of a bf16 Llama, with state on the device and with the CPU stepping while backward runs."""
     candidates: Candidates = {}
     for name, own in {
         "state on the device": {},
@@ -282,7 +297,7 @@ def training(device: str, preset: str, tokens: int, repeats: int) -> dict[str, l
 
 
 def on_gpu(report: Report, quick: bool, repeats: int) -> None:
-    """Streamed state beside page-locked copies, and a model's step with the CPU's in it."""
+    """Time streamed state next to pinned copies, and a model's step that includes the CPU optimizer."""
     count = 16_000_000 if quick else 512_000_000
     for state in ("8bit", "fp32"):
         with torch.device("cuda"):

@@ -1,8 +1,8 @@
-"""A step of the optimizers: ours in every state, torch fused, bitsandbytes and torchao, and memory as the limit.
+"""A step of each optimizer: shoestring in every state, torch, bitsandbytes, torchao, and memory as the limit.
 
-The limits move the bytes of a step in place, stream after stream, and compute next to nothing: weights read and
-written, gradients read, and the state read and written. On a GPU a copy that moves as many bytes stands beside them.
-All optimizers of a table step the same weights with the same gradients.
+The limits move the bytes of a step in place, one stream after another, and compute almost nothing. They read
+and write weights and state, and read gradients. On a GPU, another row is a copy that moves as many bytes. All
+optimizers of a table step the same weights with the same gradients.
 """
 
 import argparse
@@ -31,14 +31,15 @@ from shoestring.optim import (
 Maker = Callable[[list[Parameter]], torch.optim.Optimizer]
 Makers = dict[str, Maker]
 
-# Bytes a parameter of AdamW's two moments: 256 elements at a time, codes and their fp32 scales (4bit: 8 and 2).
+# State bytes per parameter of AdamW's two moments. Each block of 256 elements has its codes and fp32 scales
+# (4bit: 8 scales for one moment and 2 for the other).
 STATE_BYTES = {"8bit": 2 * (256 + 4) / 256, "4bit": 2 * (128 + 4 * 5) / 256, "bf16": 4.0, "fp32": 8.0}
-WEIGHTS = ("stochastic", "remainder")  # ways to keep bf16 weights, beside rounding to nearest
+WEIGHTS = ("stochastic", "remainder")  # ways to store bf16 weights, besides rounding to nearest
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule beside its twins: ours by state, and those of torch and bitsandbytes."""
+    """An optimizer of shoestring and the optimizers of torch and bitsandbytes to compare it with."""
 
     name: str
     ours: Callable[..., torch.optim.Optimizer]
@@ -49,14 +50,14 @@ class Rule:
 
 
 RULES = [
-    # What torch has no twin of stands beside its AdamW.
+    # Optimizers that torch does not have are compared with torch's AdamW.
     Rule("Lion", Lion, "AdamW fused", lambda p: fused(p), "Lion8bit"),
     Rule("AdEMAMix", AdEMAMix, "AdamW fused", lambda p: fused(p), "AdEMAMix8bit"),
     Rule("ScheduleFreeAdamW", ScheduleFreeAdamW, "AdamW fused", lambda p: fused(p)),
     Rule("LAMB", LAMB, "AdamW fused", lambda p: fused(p), "LAMB8bit"),
     Rule("SGD with momentum", functools.partial(SGD, momentum=0.9), "SGD fused",
          lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, fused=True), "SGD8bit"),
-    # Matrices of a layer's size: Muon's products grow with the cube of it.
+    # Matrices have the size of a layer, since the time of Muon's products grows with its cube.
     Rule("Adafactor, with a mean", functools.partial(Adafactor, beta1=0.9), "Adafactor, without",
          torch.optim.Adafactor, shape=(2048, 2048)),
     Rule("CAME", CAME, "Adafactor", torch.optim.Adafactor, shape=(2048, 2048)),
@@ -65,12 +66,15 @@ RULES = [
 
 
 def fused(params: list[Parameter]) -> torch.optim.Optimizer:
-    """torch's AdamW; bf16 weights have bf16 state. On a GPU one that a graph can capture, as ours can."""
+    """Build torch's fused AdamW; bf16 weights have bf16 state.
+
+    On a GPU it is capturable, so that a CUDA graph can capture it like shoestring's.
+    """
     return torch.optim.AdamW(params, fused=True, capturable=params[0].is_cuda)
 
 
 def ours(dtype: torch.dtype) -> Makers:
-    """AdamW, the default first."""
+    """Return shoestring's AdamW in every state, the default first."""
     found: Makers = {f"shoestring {state}": functools.partial(AdamW, state=state) for state in STATE_BYTES}
     if dtype == torch.bfloat16:
         found |= {
@@ -81,7 +85,7 @@ def ours(dtype: torch.dtype) -> Makers:
 
 @functools.cache
 def bitsandbytes(device: str, name: str = "AdamW8bit") -> Makers:
-    """Where it is installed, and can step here."""
+    """Return the optimizer of bitsandbytes, or nothing if it is missing or cannot step on this device."""
     try:
         import bitsandbytes
 
@@ -91,14 +95,18 @@ def bitsandbytes(device: str, name: str = "AdamW8bit") -> Makers:
         return {f"bitsandbytes {name}": make}
     except ImportError:
         print("bitsandbytes is not installed")
-    except Exception as error:  # its binary may lack this GPU; that must not cost our figures
+    except Exception as error:  # its binary may not support this GPU, which must not stop the other rows
         print(f"bitsandbytes is left out: {error}")
     return {}
 
 
 @functools.cache
 def torchao(device: str) -> Makers:
-    """Where it is installed. Its first step compiles: for seconds on a CPU, for minutes on a GPU: left out."""
+    """Return the optimizers of torchao, or nothing if it is not installed.
+
+    Their first step compiles, for seconds on a CPU and for minutes on a GPU. They are therefore left out on a
+    GPU.
+    """
     if device == "cuda":
         return {}
     try:
@@ -123,13 +131,16 @@ def steppers(makers: Makers, params: list[Parameter], grads: list[Tensor]) -> Ca
 def tensors(
     count: int, shape: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> tuple[list[Parameter], list[Tensor]]:
-    """Weights and gradients."""
+    """Return `count` parameters of `shape` and their gradients."""
     params = [Parameter(torch.empty(shape, dtype=dtype, device=device).normal_()) for _ in range(count)]
     return params, [torch.empty_like(p).normal_() for p in params]
 
 
 def state_bytes(step: Any) -> int:
-    """What the optimizer of a bound ``step`` keeps: each memory once, that inside of tensor subclasses too."""
+    """Return the bytes of state that the optimizer of a bound ``step`` method keeps.
+
+    Each storage counts once, including those inside tensor subclasses.
+    """
     found: dict[int, int] = {}
 
     def add(value: object) -> None:
@@ -148,7 +159,7 @@ def state_bytes(step: Any) -> int:
 
 
 def streams(param: Tensor, grad: Tensor, size: int) -> Callable[[], None]:
-    """The traffic of a step with `size` bytes of state."""
+    """Return a function with the memory traffic of a step with `size` bytes of state."""
     p, state = param.detach().clone(), torch.zeros(size, dtype=torch.uint8, device=param.device)
 
     def run() -> None:
@@ -167,9 +178,8 @@ def one_tensor(options: argparse.Namespace, report: Report, size: int, dtype: to
     for state, each in STATE_BYTES.items():
         candidates[f"limit: {state} streams"] = streams(params[0], grads[0], int(each * size))
     if device == "cuda":
-        moved = int(
-            size * (3 * dtype.itemsize + 2 * STATE_BYTES["8bit"])
-        )  # weights twice, gradients; state twice
+        # A step reads and writes the weights, reads the gradients, and reads and writes the state.
+        moved = int(size * (3 * dtype.itemsize + 2 * STATE_BYTES["8bit"]))
         candidates["limit: copy of the 8bit bytes"] = copy_probe(moved, device)
     times = interleave(candidates, options.repeats, device)
     report.table(f"AdamW, one tensor of {size >> 20} Mi, {str(dtype)[6:]}", times, size / 1e6, "M params/s")
@@ -177,7 +187,7 @@ def one_tensor(options: argparse.Namespace, report: Report, size: int, dtype: to
 
 
 def memory(report: Report, measured: dict[str, float], dtype: torch.dtype) -> None:
-    """State, of AdamW; ours beside its formula."""
+    """Print and keep AdamW's bytes of state per parameter, next to the formula for shoestring's."""
     rows = []
     print(f"\n  {'bytes of state a parameter':36} {'measured':>9} {'formula':>12}")
     for name, each in measured.items():
@@ -205,7 +215,7 @@ def other_rules(options: argparse.Namespace, report: Report) -> None:
 
 
 def many_tensors(options: argparse.Namespace, report: Report, count: int, each: int) -> None:
-    """On a GPU as a graph, which leaves the launches out, and as it is called."""
+    """Time many small tensors; on a GPU also as a CUDA graph, which excludes the launch times."""
     device = options.device
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     many, one = tensors(count, (each,), dtype, device), tensors(1, (count * each,), dtype, device)
@@ -217,9 +227,8 @@ def many_tensors(options: argparse.Namespace, report: Report, count: int, each: 
     makers = ours(dtype) | {"torch fused": fused} | bitsandbytes(device) | torchao(device)
     candidates |= {f"{name}, {count} tensors": step for name, step in steppers(makers, *many).items()}
     candidates |= {f"{name}, one tensor": step for name, step in steppers(ours(dtype), *one).items()}
-    times = interleave(
-        candidates, max(options.repeats, 3 if options.quick else 20), device
-    )  # of milliseconds each
+    # Each call takes milliseconds, so many rounds are affordable.
+    times = interleave(candidates, max(options.repeats, 3 if options.quick else 20), device)
     report.table(
         f"AdamW, {count} tensors of {each}, {str(dtype)[6:]}", times, count * each / 1e6, "M params/s"
     )
@@ -231,7 +240,8 @@ def main() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         size = (1 if options.quick else 64) << 20
         if options.device == "cuda" and not options.quick:
-            # A thousand million, or as many as fit: some 80 bytes a parameter over all candidates, with fp32 weights.
+            # 1000 Mi parameters, or as many as fit. All candidates together take about 80 bytes per fp32
+            # parameter.
             size = min(1000 << 20, torch.cuda.mem_get_info()[0] // 100) // 256 * 256
         one_tensor(options, report, size, dtype)
         if options.device == "cuda":

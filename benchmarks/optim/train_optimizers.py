@@ -1,11 +1,15 @@
-"""What low-memory state and 16-bit weights cost a real training: the same small GPT under each, seed by seed.
+"""Compare low-memory optimizer states and 16-bit weights by training the same small GPT with each.
 
-A Llama of 0.7 M parameters learns the source of Python's standard library, as in `shoestring demo`. Each variant sees
-the same initial weights and batches as fp32, seed by seed; the table has the mean validation loss over the seeds and
-its difference from fp32. Weights that are stored in 16 bits are widened for the products, which are fp32 for all.
+A Llama of 0.7 M parameters learns the source of Python's standard library, as in `shoestring demo`. For each
+seed, every variant sees the same initial weights and batches as fp32. The table shows the mean validation
+loss over the seeds and its difference from fp32. Weights stored in 16 bits are widened for the matrix
+products, which are fp32 for all variants.
 
-    python -m benchmarks.optim.train_optimizers --out FOLDER           # all runs, one after the other; continues those there
-    python -m benchmarks.optim.train_optimizers --out FOLDER --table   # only the table, of the runs that are done
+The first command trains all runs, one after the other, and continues unfinished runs. The second prints the
+table of the finished runs.
+
+    python -m benchmarks.optim.train_optimizers --out FOLDER
+    python -m benchmarks.optim.train_optimizers --out FOLDER --table
 """
 
 import argparse
@@ -43,12 +47,15 @@ BETAS = (0.9, 0.95)
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train: the state of our AdamW, and how weights are stored ("master": fp32, rounded for the products)."""
+    """A way to train: the state of AdamW, and the storage of the weights.
+
+    With "master", the weights are stored in fp32 and rounded to bf16 for the products.
+    """
 
     state: str
     weights: str = "fp32"
-    limit: float | None = None  # of the mean loss over fp32's, as a share
-    same_as: str | None = None  # the variant whose every loss it must have, bit for bit
+    limit: float | None = None  # largest allowed excess over the mean loss of fp32, as a share
+    same_as: str | None = None  # the variant whose losses must all be equal, bit for bit
 
     def optimizer(self, groups: Iterable[Any], seed: int) -> torch.optim.Optimizer:
         weights = self.weights if self.weights in ("stochastic", "remainder") else "plain"
@@ -72,13 +79,16 @@ REFERENCE = "fp32"
 
 
 def config_of(seed: int, steps: int, lr: float) -> LoopConfig:
-    """No clipping: norms are other sums for bf16 gradients than for fp32 ones."""
+    """Return the settings of a run. Clipping is off, because norms of bf16 and fp32 gradients differ."""
     return LoopConfig(seq_len=64, batch_size=8, steps=steps, lr=lr, warmup=100, clip=0.0, seed=seed,
                       eval_every=max(1, steps // 4), eval_batches=64)  # fmt: skip
 
 
 class Rounded(torch.autograd.Function):
-    """The bf16 weight of a master, halves away from zero as in the exact split; its gradient is a bf16 weight's."""
+    """Round an fp32 master weight to bf16, with halves away from zero as in the exact split.
+
+    The gradient is rounded to bf16 too, as that of a bf16 weight.
+    """
 
     @staticmethod
     def forward(ctx: Any, master: Tensor) -> Tensor:
@@ -90,7 +100,7 @@ class Rounded(torch.autograd.Function):
 
 
 def loss_of(model: nn.Module, variant: Variant) -> Callable[[Tensor, Tensor], Tensor]:
-    """Sum of cross-entropies, in fp32 whatever the weights."""
+    """Return the sum of cross-entropies, computed in fp32 for any storage of the weights."""
     widen: Callable[[Tensor], Tensor] = Rounded.apply if variant.weights == "master" else Tensor.float
 
     def loss(inputs: Tensor, labels: Tensor) -> Tensor:
@@ -102,7 +112,7 @@ def loss_of(model: nn.Module, variant: Variant) -> Callable[[Tensor, Tensor], Te
 
 
 class Quiet:
-    """A line now and then."""
+    """Progress display that prints one line per validation."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -113,7 +123,7 @@ class Quiet:
 
 
 def train(name: str, config: LoopConfig, folder: Path, data: tuple[Blocks, Blocks], end_of_text: int) -> None:
-    """One run; continues from its newest checkpoint, and leaves result.json."""
+    """Train one run, from its newest checkpoint if there is one, and write result.json."""
     variant, seed, steps = VARIANTS[name], config.seed, config.steps
     run = folder / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
     if (run / "result.json").is_file():
@@ -122,7 +132,7 @@ def train(name: str, config: LoopConfig, folder: Path, data: tuple[Blocks, Block
     remove_partial(run / "checkpoints")
     torch.manual_seed(seed)
     model = build_llama(SHAPE, VOCABULARY, config.seq_len, end_of_text)
-    if variant.weights != "fp32":  # a master, too, begins with bf16 weights
+    if variant.weights != "fp32":  # an fp32 master also starts from values rounded to bf16
         for p in model.parameters():
             p.data = p.data.bfloat16().to(p.dtype if variant.weights == "master" else torch.bfloat16)
     groups = parameter_groups(model, config.weight_decay)
@@ -152,7 +162,7 @@ def train(name: str, config: LoopConfig, folder: Path, data: tuple[Blocks, Block
 
 
 def results(folder: Path) -> dict[str, dict[int, dict[str, Any]]]:
-    """By variant and seed, in the order of VARIANTS."""
+    """Return the results by variant and seed, in the order of VARIANTS."""
     found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in VARIANTS}
     for path in sorted(folder.glob("*/result.json")):
         result = json.loads(path.read_text())
@@ -161,7 +171,7 @@ def results(folder: Path) -> dict[str, dict[int, dict[str, Any]]]:
 
 
 def table(found: dict[str, dict[int, dict[str, Any]]]) -> str:
-    """Markdown. Means and differences are over the seeds that a variant and fp32 both have."""
+    """Return a Markdown table; means and differences use the seeds that both a variant and fp32 have."""
     lines = ["| state and weights | validation loss, mean of the seeds | over fp32 | seed by seed | limit |"]
     lines.append("| --- | --- | --- | --- | --- |")
     reference = found.get(REFERENCE, {})
@@ -188,7 +198,11 @@ def table(found: dict[str, dict[int, dict[str, Any]]]) -> str:
 
 
 def prepare(folder: Path) -> tuple[tuple[Blocks, Blocks], int]:
-    """The demo's text, tokenised with a vocabulary that suits the model; training and validation blocks."""
+    """Tokenise the text of the demo with a vocabulary that suits the small model.
+
+    Returns:
+        ((training blocks, validation blocks), id of the end-of-text token).
+    """
     tokens = folder / "tokens.bin"
     if not tokens.is_file():
         folder.mkdir(parents=True, exist_ok=True)

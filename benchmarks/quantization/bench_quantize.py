@@ -1,7 +1,8 @@
-"""NF4, int4 and int8: quantising and dequantising, ours, bitsandbytes' and plain PyTorch's, with a copy as the limit.
+"""NF4, int4 and int8, quantised and dequantised: shoestring, bitsandbytes, plain PyTorch, and a copy.
 
-On a GPU the copy moves as many bytes as the operator: its time over ours is the share of the copy bandwidth. On a CPU,
-where a write costs more than a read, it reads as many dense bytes as quantising and writes as many as dequantising.
+The copy is the limit. On a GPU, the copy moves as many bytes as the operator. The time of the copy divided by
+the operator's time is therefore the share of the copy bandwidth. On a CPU, a write costs more than a read.
+There the copy reads as many dense bytes as quantising reads, and writes as many as dequantising writes.
 """
 
 import argparse
@@ -19,7 +20,7 @@ COLUMNS = 4096
 
 
 def nf4_readers(bnb: ModuleType | None) -> dict[str, Maker]:
-    """What dequantises the tensor that they are given, quantised."""
+    """Return functions that quantise a tensor to NF4 and return a candidate that dequantises it."""
 
     def theirs(x: torch.Tensor, nested: bool) -> Callable[[], object]:
         packed, state = bnb.quantize_4bit(x, quant_type="nf4", compress_statistics=nested)
@@ -39,7 +40,7 @@ def nf4_readers(bnb: ModuleType | None) -> dict[str, Maker]:
         "shoestring": lambda x: shoestring.quantize_4bit(x).dequantize,
         "shoestring, nested": lambda x: shoestring.quantize_4bit(x, nested=True).dequantize,
     }
-    if bnb is not None:  # its operator, without what is around it in Python
+    if bnb is not None:  # the operator alone, without the Python code around it
         found |= {"bitsandbytes' operator": kernel}
         found |= {
             "bitsandbytes": lambda x: theirs(x, False),
@@ -49,7 +50,7 @@ def nf4_readers(bnb: ModuleType | None) -> dict[str, Maker]:
 
 
 def nf4_writers(bnb: ModuleType | None) -> dict[str, Maker]:
-    """What quantises the tensor that they are given."""
+    """Return functions that return a candidate that quantises their tensor to NF4."""
     found: dict[str, Maker] = {"shoestring": lambda x: lambda: shoestring.quantize_4bit(x)}
     if bnb is not None:
         found["bitsandbytes"] = lambda x: lambda: bnb.quantize_4bit(x, quant_type="nf4")
@@ -57,7 +58,10 @@ def nf4_writers(bnb: ModuleType | None) -> dict[str, Maker]:
 
 
 def int4_readers(_: ModuleType | None) -> dict[str, Maker]:
-    """bitsandbytes has no such type: NF4 in its place, of as many bits."""
+    """Return functions that quantise a tensor to int4 and return a candidate that dequantises it.
+
+    bitsandbytes has no int4, so NF4 with equally many bits takes its place.
+    """
 
     def plain(x: torch.Tensor) -> Callable[[], object]:
         q = shoestring.quantize_4bit(x, "int4")
@@ -96,7 +100,7 @@ def int8_readers(bnb: ModuleType | None) -> dict[str, Maker]:
         "shoestring": lambda x: shoestring.quantize_int8(x).dequantize,
         "plain PyTorch": plain,
     }
-    found["limit: the codes converted, unscaled"] = unscaled  # the same bytes
+    found["limit: the codes converted, unscaled"] = unscaled  # moves the same bytes as dequantising
     if bnb is not None:
         found["bitsandbytes"] = theirs
     return found
@@ -111,7 +115,7 @@ def int8_writers(bnb: ModuleType | None) -> dict[str, Maker]:
         return found
 
     def theirs(x: torch.Tensor) -> Callable[[], object]:
-        y = x.half() if x.is_cuda else x  # on a GPU it takes fp16 alone
+        y = x.half() if x.is_cuda else x  # on a GPU, bitsandbytes quantises fp16 only
         return lambda: bnb.int8_vectorwise_quant(y)
 
     return found | {"bitsandbytes": theirs}
@@ -120,7 +124,7 @@ def int8_writers(bnb: ModuleType | None) -> dict[str, Maker]:
 def weights(
     report: Report, options: argparse.Namespace, kinds: Sequence[str] = ("NF4", "int4", "int8")
 ) -> None:
-    """The tables of the kinds of weights."""
+    """Print the tables of each kind of quantised weight."""
     device = options.device
     try:
         from bitsandbytes import functional as bnb
@@ -130,9 +134,9 @@ def weights(
     if options.quick:
         counts = (1 << 16,) if device == "cpu" else (1 << 22,)
     elif device == "cuda":
-        counts = (4096 * 4096, 4096 * 14336)  # weights of an 8 B model
+        counts = (4096 * 4096, 4096 * 14336)  # sizes of weights in a model of 8 B parameters
     else:
-        counts = (1 << 20, 1 << 25)  # one that stays in cache, and one that does not
+        counts = (1 << 20, 1 << 25)  # one size that fits into the cache, and one that does not
     found = {
         "NF4": (nf4_readers(bnb), nf4_writers(bnb), lambda count: count // 2 + count // 64 * 4),
         "int4": (int4_readers(bnb), int4_writers(bnb), lambda count: count // 2 + count // 64 * 4),
@@ -160,7 +164,7 @@ def weights(
             x = torch.randn(count).to(dtype)
             to = torch.empty_like(x)
             write = {"limit: copy into a given tensor": lambda x=x, to=to: to.copy_(x)}
-            # Both operators allocate what they return, so one limit does too; the other has its buffer.
+            # Both operators allocate their results, so one limit allocates too; the other has a buffer.
             read = {"limit: copy into a new tensor": x.clone} | write
             work, unit = count / 1e6, "M elements/s"
         name = f"{kind}, {count / 2**20:.4g} Mi elements, {str(dtype)[6:]}"

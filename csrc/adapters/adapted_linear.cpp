@@ -1,4 +1,4 @@
-// What a linear layer computes with its adapters.
+// Forward pass and merging of nn::Linear with its adapters.
 #include <algorithm>
 
 #include <ATen/Functions.h>
@@ -25,7 +25,7 @@ bool multiplies_input(const Adapter& adapter) {
   return ia3 != nullptr && ia3->feedforward();
 }
 
-// A vector over outputs, or one for each row of the batch, to broadcast with x's outputs.
+// Reshapes t (rows, out_features) so that it broadcasts with the outputs for x (rows, ..., in_features).
 Tensor over_rows(const Tensor& t, const Tensor& x) {
   std::vector<int64_t> shape(static_cast<size_t>(x.dim()), 1);
   shape.front() = x.size(0);
@@ -153,7 +153,7 @@ LoraWeight LinearImpl::joined() const {
   return layer.bias(optional(sum));
 }
 
-// What IA3 multiplies the input and the output by.
+// Returns the vectors by which IA3 multiplies the input and the output; undefined if there are none.
 std::array<Tensor, 2> LinearImpl::vectors(const Names& names) const {
   std::array<Tensor, 2> found;
   for (const auto& name : names) {
@@ -174,7 +174,8 @@ Part LinearImpl::part(const std::string& adapter_name) const {
           Tensor()};
 }
 
-// What is added to the base weight: the named adapters, and what the others took out of it.
+// Returns the low-rank products to add to the base weight: those of the named adapters, and those that the
+// initialisation of other adapters subtracted from the base.
 std::vector<Part> LinearImpl::parts(const Names& names, const Tensor& x) const {
   std::vector<Part> found;
   for (const auto& name : names) {
@@ -193,7 +194,8 @@ std::vector<Part> LinearImpl::parts(const Names& names, const Tensor& x) const {
   return found;
 }
 
-// DoRA's magnitude over the norm of the adapted weight's rows, which is no part of the gradient.
+// Returns DoRA's gain: the magnitude divided by the norm of each row of the adapted weight. The norm is a
+// constant in backward.
 Tensor LinearImpl::gain(const std::string& adapter_name) const {
   LoraWeight layer = plain();
   concatenate({part(adapter_name)}, layer);
@@ -222,7 +224,7 @@ Tensor LinearImpl::forward(const Tensor& x) {
                           optional(base->nested), base->options.quantize());
 }
 
-// A different adapter for each row of the batch.
+// Computes the layer with a different adapter for each row of the batch.
 Tensor LinearImpl::forward_rows(const Tensor& x) const {
   const Names names = current();
   const auto all = parts(names, x);
@@ -243,8 +245,9 @@ Tensor LinearImpl::forward_rows(const Tensor& x) const {
   return y;
 }
 
-// Several adapters, of which some are DoRA's: each one's own gain on its own product; on the base's, all that
-// they change.
+// Computes the layer with several adapters in use, at least one of them DoRA. With gain g_i of adapter i (1
+// without DoRA) and its low-rank product P_i:
+//   y = (1 + sum (g_i - 1)) W x + sum g_i P_i x + biases.
 Tensor LinearImpl::forward_gains(const Tensor& x) const {
   const Names names = current();
   auto all = parts(names);

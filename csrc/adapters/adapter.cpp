@@ -25,7 +25,7 @@ AdapterImpl::AdapterImpl(AnyAdapterOptions adapter_options, const Tensors& value
   for (const auto& item : values) tensors.insert(item.key(), register_parameter(item.key(), item.value()));
 }
 
-// What clone() calls on a copy, which still names the original's tensors.
+// Gives a copy its own tensors. clone() calls this on the copy, which still refers to the original's tensors.
 void AdapterImpl::reset() {
   for (auto& item : tensors) {
     item.value() = register_parameter(item.key(), at::empty_like(item.value()), item.value().requires_grad());
@@ -43,7 +43,7 @@ Tensor& AdapterImpl::operator[](const std::string& name) {
 
 void AdapterImpl::set_fixed(const std::string& name, const Tensor& value) {
   if (fixed.contains(name)) {
-    fixed[name].set_data(value.detach());  // LibTorch cannot take a buffer back
+    fixed[name].set_data(value.detach());  // LibTorch cannot unregister a buffer
   } else {
     fixed.insert(name, register_buffer(name, value));
   }
@@ -85,7 +85,8 @@ void AdaptedLayer::add_adapter(const AnyAdapterOptions& options, const std::stri
   put_adapter(adapter_name, options, values);
   for (const auto& item : given) {
     const bool vera = !values.contains(item.key());
-    const std::string name = vera ? item.key() : "initial_" + item.key().substr(5);  // of lora_A or lora_B
+    const std::string name =
+        vera ? item.key() : "initial_" + item.key().substr(5);  // lora_A becomes initial_A
     adapters[adapter_name]->set_fixed(
         name, vera ? item.value().to(adapter_type()) : item.value().to(adapter_type(), false, true));
   }

@@ -42,7 +42,7 @@ std::vector<std::pair<std::string, AdaptedLayer*>> targets(const torch::nn::Modu
   return found;
 }
 
-// A layer's own options.
+// Returns the options of one layer. For IA3, sets `feedforward` by the layer's name.
 nn::AnyAdapterOptions own_options(const nn::AnyAdapterOptions& options, const std::string& name) {
   const auto* ia3 = std::get_if<nn::IA3Options>(&options);
   if (ia3 == nullptr) return options;
@@ -50,7 +50,8 @@ nn::AnyAdapterOptions own_options(const nn::AnyAdapterOptions& options, const st
   return own.feedforward(matches(name, ia3->feedforward_modules()));
 }
 
-// What VeRA's layers share, as wide as the widest of them.
+// Draws VeRA's shared matrices, large enough for the widest of the layers. Returns nothing for other
+// adapters.
 nn::AdapterImpl::Tensors shared(const nn::AnyAdapterOptions& options,
                                 const std::vector<std::pair<std::string, AdaptedLayer*>>& layers) {
   const auto* vera = std::get_if<nn::VeraOptions>(&options);
@@ -114,12 +115,13 @@ std::vector<std::string> apply(torch::nn::Module& module, const LoraOptions& opt
   std::map<AdaptedLayer*, nn::AdapterImpl::Tensors> taken;
   for (const auto& [name, layer] : found) {
     if (!changes_base) break;
-    auto& linear = dynamic_cast<LinearImpl&>(*layer);  // before the weight is quantised: what is left is
+    // The initialisation reads the weight before quantisation. Only the rest that it leaves is quantised.
+    auto& linear = dynamic_cast<LinearImpl&>(*layer);
     taken[layer] = take_out(linear, *lora, quantize ? &form : nullptr, options.nested());
     quantized(linear);
   }
   for (const auto& [name, linear] : all_of<LinearImpl>(module)) {
-    if (!is_inside(name, saved)) quantized(*linear);  // these are trained
+    if (!is_inside(name, saved)) quantized(*linear);  // modules_to_save are trained and stay dense
   }
   const auto matrices = shared(options.adapter(), found);
   std::vector<std::string> names;

@@ -1,5 +1,6 @@
-// Two matrices are read once, in lines of four registers; sums stay in registers for some rows, and then join
-// the others, so that the error is that of short sums.
+// Column sums of a * (b - offset), which lora_linear needs for the gradient of the gain. Both matrices are
+// read once, in lines of four vector registers. A sum stays in registers for kRows rows and is then added to
+// a total, so that the rounding error is that of short sums.
 
 #include "adapters/column_dots_table.h"
 
@@ -8,7 +9,7 @@
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 namespace {
 
-constexpr int kWide = 4;  // registers of a line
+constexpr int kWide = 4;  // vector registers in one line of a matrix row
 constexpr int64_t kLine = kWide * kLanes;
 constexpr int64_t kRows = 128;
 

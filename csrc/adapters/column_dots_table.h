@@ -6,8 +6,9 @@
 
 namespace shoestring::kernels {
 
-/// sums[c] = the sum over `rows` of a[., c] (b[., c] - offset[c]) for columns [begin, end); rows are `stride`
-/// elements apart in a and b. offset: null for none.
+/// Writes the dot product of each column: sums[c] = sum over `rows` rows of a[., c] (b[., c] - offset[c]),
+/// for columns [begin, end). Successive rows of a and b are `stride` elements apart. A null offset counts as
+/// 0.
 struct ColumnDotsTable {
   void (*dots_float)(const float* a, const float* b, const float* offset, int64_t rows, int64_t stride,
                      int64_t begin, int64_t end, float* sums);

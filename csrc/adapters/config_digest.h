@@ -5,11 +5,12 @@
 
 namespace shoestring::lora {
 
-/// The metadata of an adapter's weights that holds the digest of their configuration.
+/// Metadata key in adapter_model.safetensors that holds the digest of adapter_config.json.
 constexpr const char* kDigest = "adapter_config_sha1";
 
-/// The SHA-1 of the fields of adapter_config.json that change the computation. An option that is off counts
-/// as one that is absent, and lists count as sets. Python's lora/config_digest.py computes the same.
+/// Returns the SHA-1 of the fields of adapter_config.json that change the computation. An option that is off
+/// counts as absent, and the order in a list does not matter. Python's lora/config_digest.py computes the
+/// same digest.
 std::string config_digest(const nlohmann::json& config);
 
 }  // namespace shoestring::lora

@@ -14,7 +14,7 @@ using at::Tensor;
 
 EmbeddingImpl::EmbeddingImpl(const EmbeddingOptions& options) : options(options) { reset(); }
 
-// Also what clone() calls on a copy: see LinearImpl::reset.
+// Builds the weight of the layer. clone() calls this on the copy, too; see LinearImpl::reset.
 void EmbeddingImpl::reset() {
   const auto dtype = weight.defined() ? weight.scalar_type() : at::kFloat;
   const auto held = std::exchange(adapters, decltype(adapters)());
@@ -48,7 +48,7 @@ AdaptedLayer::Shapes EmbeddingImpl::shapes(const AnyAdapterOptions& adapter_opti
 
 AdapterImpl::Tensors EmbeddingImpl::start(const AnyAdapterOptions& adapter_options) const {
   const auto& own = std::get<AdapterOptions>(adapter_options);
-  at::randn({own.rank(), options.num_embeddings()});  // PEFT draws before it initialises
+  at::randn({own.rank(), options.num_embeddings()});  // PEFT draws both matrices before it initialises them
   at::randn({options.embedding_dim(), own.rank()});
   AdapterImpl::Tensors first;
   first.insert("lora_embedding_A", at::zeros({own.rank(), options.num_embeddings()}));
@@ -68,7 +68,8 @@ void EmbeddingImpl::freeze() {
   former_.reset();
 }
 
-// DoRA's magnitude over the norms over all tokens, which are no part of the gradient.
+// Returns DoRA's gain: the magnitude divided by the norm of each output feature over all tokens. The norm is
+// a constant in backward.
 Tensor EmbeddingImpl::gain(const std::string& adapter_name) const {
   const AdapterImpl& own = *adapters[adapter_name];
   LoraWeight layer(weight.detach().t());

@@ -19,7 +19,7 @@ std::vector<ParameterGroup> parameter_groups(const torch::nn::Module& module, do
     for (const auto& parameter : each->parameters()) embeddings.insert(parameter.unsafeGetTensorImpl());
   }
   std::vector<ParameterGroup> groups;
-  std::map<std::pair<double, bool>, size_t> places;  // by learning rate and weight decay
+  std::map<std::pair<double, bool>, size_t> places;  // (learning rate, has weight decay) -> index in groups
   std::set<const void*> seen;
   for (const auto& item : module.named_parameters()) {
     const at::Tensor& parameter = item.value();

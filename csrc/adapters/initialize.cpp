@@ -1,4 +1,5 @@
-// First values of adapters that come from the base weight, or from a seed of their own.
+// Initial values of adapters that depend on the base weight (PiSSA, OLoRA, LoftQ) or on a seed of their own
+// (VeRA).
 #include "adapters/initialize.h"
 
 #include <cmath>
@@ -15,8 +16,8 @@ namespace {
 
 using at::Tensor;
 
-// The largest singular triplets by a randomised range finder with power iterations (Halko et al., arXiv
-// 0909.4061): V as rows.
+// Returns U, the values and V of the `count` largest singular values, with the right singular vectors as rows
+// of V. Uses a randomised range finder with power iterations (Halko et al., arXiv 0909.4061).
 std::tuple<Tensor, Tensor, Tensor> randomized_svd(const Tensor& matrix, int64_t count, int64_t iterations) {
   const bool wide = matrix.size(0) < matrix.size(1);
   const Tensor tall = wide ? matrix.t() : matrix;
@@ -28,8 +29,8 @@ std::tuple<Tensor, Tensor, Tensor> randomized_svd(const Tensor& matrix, int64_t 
   return wide ? std::tuple(V.t(), values, U.t()) : std::tuple(U, values, V);
 }
 
-// lora_A and lora_B of the best approximation of the rank, divided by the scaling, each with the roots of the
-// values.
+// Returns lora_A and lora_B of the best approximation of matrix / scaling with the given rank. Each factor
+// includes the square roots of the singular values.
 std::pair<Tensor, Tensor> halves(const Tensor& matrix, const nn::AdapterOptions& options,
                                  int64_t iterations) {
   const int64_t rank = options.rank();
@@ -39,7 +40,7 @@ std::pair<Tensor, Tensor> halves(const Tensor& matrix, const nn::AdapterOptions&
   return {roots.unsqueeze(1) * V.narrow(0, 0, rank), U.narrow(1, 0, rank) * roots};
 }
 
-// What quantising leaves of a weight.
+// Returns the weight after quantisation and dequantisation.
 Tensor quantized(const nn::LinearImpl& layer, const Tensor& dense, const QuantizeOptions& quantize,
                  bool nested) {
   nn::QuantizedLinear form = nn::without_weight(layer.options, quantize, nested);

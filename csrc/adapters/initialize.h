@@ -4,14 +4,15 @@
 
 namespace shoestring::lora {
 
-/// Takes the adapter's first values out of the layer's weight, which becomes weight - scaling lora_B lora_A;
-/// a quantised one is dequantised for it, and the rest quantised again in its own form. quantize, nested:
-/// what a dense rest will be quantised by; "loftq" needs it.
+/// Computes the initial lora_A and lora_B of an adapter from the layer's weight and subtracts scaling *
+/// lora_B lora_A from the weight. A quantised weight is dequantised for this, and the rest is quantised again
+/// to the same type. quantize, nested: how the caller will quantise the rest of a dense weight. "loftq"
+/// requires `quantize` for a dense layer.
 nn::AdapterImpl::Tensors take_out(nn::LinearImpl& layer, const nn::AdapterOptions& options,
                                   const QuantizeOptions* quantize, bool nested);
 
-/// VeRA's matrices of a seed, PEFT's: vera_A (rank, in_features) and vera_B (out_features, rank), kaiming
-/// uniform.
+/// Draws VeRA's shared matrices from the seed as PEFT does: vera_A (rank, in_features) and vera_B
+/// (out_features, rank), kaiming uniform.
 nn::AdapterImpl::Tensors projection(const nn::VeraOptions& options, int64_t in_features,
                                     int64_t out_features);
 

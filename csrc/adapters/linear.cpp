@@ -12,8 +12,8 @@ namespace shoestring::nn {
 
 using at::Tensor;
 
-// A layer in this form whose weight is still to come: given a 1 x 1 form first, no random one of the full
-// size is drawn.
+// Constructs a 1 x 1 layer first, because constructing the layer in its full size would draw random values
+// that nobody uses.
 QuantizedLinear without_weight(const LinearOptions& options, const QuantizeOptions& quantize, bool nested) {
   auto small = QuantizeOptions().quant_type(quantize.quant_type());
   QuantizedLinear layer(QuantizedLinearOptions(1, 1).bias(false).quantize(small).nested(nested));
@@ -26,8 +26,8 @@ QuantizedLinear without_weight(const LinearOptions& options, const QuantizeOptio
 
 LinearImpl::LinearImpl(const LinearOptions& options) : options(options) { reset(); }
 
-// Also what clone() calls on a copy: the layer comes out in the form that it has, for the values to be copied
-// into.
+// Builds the parameters of the layer. clone() calls this on the copy, too. The copy keeps the dtype, the
+// quantised type and the adapters, and clone() then copies the values into them.
 void LinearImpl::reset() {
   const bool quantized = is_quantized();
   const auto form = quantized ? base->options : QuantizedLinearOptions(1, 1);
@@ -128,7 +128,7 @@ at::TensorOptions LinearImpl::adapter_type() const {
 void LinearImpl::freeze() {
   if (weight.defined()) weight.requires_grad_(false);
   if (bias.defined()) bias.requires_grad_(false);
-  former_.reset();  // there is no way back past a new adapter
+  former_.reset();  // unmerge cannot go back past a new adapter
 }
 
 std::array<double, 2> LinearImpl::merge(const MergeOptions& merge_options) {

@@ -21,7 +21,7 @@ namespace {
 using at::Tensor;
 using Tensors = nn::AdapterImpl::Tensors;
 
-// A file's tensors, sorted by what they are for and checked against the module.
+// Tensors of an adapter file, sorted by purpose and checked against the module.
 struct Content {
   struct Layer {
     nn::AdaptedLayer* layer = nullptr;
@@ -29,9 +29,10 @@ struct Content {
     Tensors values;
   };
   std::map<std::string, Layer> layers;
-  std::map<std::string, std::map<std::string, Tensor>> copies;  // by module and key
-  std::vector<std::pair<Tensor, Tensor>> biases;                // the module's, and its new values
-  Tensors projection;                                           // VeRA's matrices
+  std::map<std::string, std::map<std::string, Tensor>>
+      copies;                                     // tensors of modules_to_save, by module and tensor name
+  std::vector<std::pair<Tensor, Tensor>> biases;  // (bias of the module, new value)
+  Tensors projection;                             // VeRA's vera_A and vera_B
 };
 
 std::string listed_shapes(const nn::AdaptedLayer::Shapes& shapes) {
@@ -49,7 +50,7 @@ nn::AdaptedLayer::Shapes shapes_of(const Tensors& tensors) {
   return shapes;
 }
 
-// "up_proj.base_layer.bias" as "up_proj.bias".
+// Removes ".base_layer" from a key: "up_proj.base_layer.bias" becomes "up_proj.bias".
 std::string without_base_layer(const std::string& key) {
   const std::string part = ".base_layer";
   const auto at = key.find(part + ".");
@@ -108,8 +109,9 @@ class Sorter {
     }
   }
 
-  // PEFT writes the base weight of embeddings and output layers that have an adapter: nothing to load where
-  // it is ours.
+  // Checks a base weight in the file. PEFT writes the base weight of embeddings and output layers that have
+  // an adapter. The weight must equal the module's own weight, so it need not be loaded. Quantised weights
+  // are not compared.
   void check_base(const std::string& name, const std::string& key, const Tensor& value) const {
     const auto found = layers_.find(name);
     const auto* linear =
@@ -191,7 +193,7 @@ void load_adapter(torch::nn::Module& module, const std::string& directory, const
   const std::string folder = named ? inner : directory;
   const FileConfig config = read_config(folder + "/" + kConfig);
   const SafetensorsFile file(folder + "/" + kWeights);
-  const auto digest = file.metadata().find(kDigest);  // PEFT's own files have none
+  const auto digest = file.metadata().find(kDigest);  // files written by PEFT have no digest
   TORCH_CHECK_VALUE(digest == file.metadata().end() || digest->second == config.digest,
                     "lora::load_adapter: ", file.path(), ": expected the weights that were saved with ",
                     folder, "/", kConfig,
@@ -211,7 +213,8 @@ void load_adapter(torch::nn::Module& module, const std::string& directory, const
   for (auto& item : content.projection)
     item.value() = item.value().to(content.layers.begin()->second.layer->adapter_type());
   for (auto& [name, own] : content.layers) {
-    // What one that changed the base took out goes back: the file is for that.
+    // The file belongs to the original base. If the former adapter of that name changed the base, deleting
+    // the adapter restores the base.
     if (own.layer->has_adapter(adapter_name) && own.layer->adapters[adapter_name]->has("initial_A")) {
       own.layer->delete_adapter(adapter_name);
     }

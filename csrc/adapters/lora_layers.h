@@ -9,8 +9,8 @@
 
 namespace shoestring::adapters {
 
-/// One of the layers that lora_linear_group applies to an input: a frozen weight, dense or quantised, and
-/// what an adapter adds. The operator takes them as a flat list, kLoraParts tensors for each, in this order.
+/// One layer of lora_linear_group: a frozen weight, dense or quantised, and the tensors of its adapter. The
+/// operator takes all layers as one flat list, with kLoraParts tensors per layer in the order of LoraPart.
 struct LoraLayer {
   at::Tensor weight;
   std::optional<at::Tensor> absmax, nested, bias, lora_A, lora_B, gain, low_scale;
@@ -31,19 +31,20 @@ enum LoraPart { kWeight, kAbsmax, kNested, kBias, kLoraA, kLoraB, kGain, kLowSca
 
 using LoraParts = c10::List<std::optional<at::Tensor>>;
 
-constexpr const char* kLoraLinear = "lora_linear";  // the operator in error messages
+constexpr const char* kLoraLinear = "lora_linear";  // name of the operator in error messages
 
+/// Splits the flat list of the operator's tensors into layers.
 std::vector<LoraLayer> lora_layers(const LoraParts& parts, at::ArrayRef<double> scaling,
                                    const c10::List<std::string>& quant_type, at::IntArrayRef block_size);
 
-/// The same, refusing what does not fit x and the other arguments.
+/// Does the same as lora_layers, and raises for tensors that do not fit x and the other arguments.
 std::vector<LoraLayer> checked_layers(const at::Tensor& x, const LoraParts& parts,
                                       const std::optional<at::Tensor>& gate,
                                       const std::optional<at::Tensor>& seed, double dropout,
                                       at::ArrayRef<double> scaling, const c10::List<std::string>& quant_type,
                                       at::IntArrayRef block_size);
 
-/// The product of all sizes of x but the last.
+/// Returns the product of all sizes of x except the last.
 c10::SymInt tokens_of(const at::Tensor& x);
 
 }  // namespace shoestring::adapters

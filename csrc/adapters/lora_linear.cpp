@@ -1,5 +1,6 @@
-// One operator for a layer, or for several that read the same input: the input is dropped, and goes through
-// the matrices A, together, and the gradients by it are summed as they are made.
+// lora_linear for one layer, or for several layers that read the same input. Dropout and the product with the
+// concatenated matrices A run once for all layers. The layers' gradients with respect to the input are summed
+// as they are computed.
 
 #include <tuple>
 
@@ -34,7 +35,7 @@ quantization::BaseWeight base(const gemm::Products& products, const LoraLayer& l
       layer.out_features(columns).expect_int(), columns, like.dtype(products.weight));
 }
 
-// The matrices A of all layers, (ranks together, in_features).
+// Concatenates the matrices A of all layers: (sum of ranks, in_features).
 Tensor all_down(const std::vector<LoraLayer>& layers, at::ScalarType dtype) {
   std::vector<Tensor> matrices;
   for (const auto& layer : layers) {
@@ -47,8 +48,8 @@ Tensor to_type(const OptionalTensor& t, at::ScalarType dtype) {
   return t.has_value() ? t->to(dtype) : Tensor();
 }
 
-// y = gain * (x W^T + scaling * low B^T) + bias with low = low_scale * dropped(x) A^T. Returns each layer's
-// y, and low of all layers side by side (tokens, ranks), which backward needs again and is small.
+// y = gain * (x W^T + scaling * low B^T) + bias with low = low_scale * dropped(x) A^T. Returns y of each
+// layer, and `low` of all layers side by side, (tokens, sum of ranks). Backward needs `low`, which is small.
 template <Backend backend>
 std::tuple<std::vector<Tensor>, Tensor> forward(const Tensor& x, const LoraParts& parts,
                                                 const OptionalTensor& gate, const OptionalTensor& seed,
@@ -60,7 +61,8 @@ std::tuple<std::vector<Tensor>, Tensor> forward(const Tensor& x, const LoraParts
   const auto other = products.other;
   const int64_t columns = x.size(-1);
   Tensor flat = as_matrix(gate.has_value() ? layers::swiglu_forward(backend, *gate, x) : x);
-  // Products widen 16 bits themselves, where they can; what is dropped is not rounded to them.
+  // Some GEMMs convert 16-bit inputs to fp32 themselves. With dropout, x is converted first, so that the
+  // result of dropout is not rounded to 16 bits.
   const Tensor wide = gemm::gemm_widens(other) && !seed.has_value() ? flat : flat.to(other);
   const Tensor A = all_down(layers, other);
   Tensor low = at::empty({flat.size(0), 0}, x.options().dtype(compute_type(x)));
@@ -116,7 +118,7 @@ Tensor column_products_cpu(const Tensor& a, const Tensor& b, const Tensor& offse
   return sums;
 }
 
-// Sums over the tokens of a (b - offset), in fp32 (fp64).
+// Returns the sum over tokens of a * (b - offset) for each column, in fp32 (fp64 for fp64).
 Tensor column_products(const Tensor& a, const Tensor& b, const Tensor& offset, Backend backend) {
   const auto type = compute_type(a);
   if (backend == Backend::kCpu && type == at::kFloat && a.scalar_type() == b.scalar_type()) {
@@ -133,11 +135,13 @@ Tensor column_products(const Tensor& a, const Tensor& b, const Tensor& offset, B
   return sum;
 }
 
-// With G the upstream gradient times the gain and D = scaling * low_scale * G B, side by side for all layers:
-//   grad_x = sum of G W over the layers + dropped(D A),  grad_A = D^T dropped(x),  grad_B = scaling * G^T
-//   low, grad_gain = the upstream gradient's products with (y - bias) / gain, summed over the tokens.
-// outputs: y of the layers whose gain has a gradient. Returns the gradients that output_mask asks for, by x,
-// gate and then lora_A, lora_B and gain of each layer; the others are empty.
+// With G = grad_output * gain and D = scaling * low_scale * (G B), concatenated over all layers:
+//   grad_x = sum over layers of G W + dropped(D A)
+//   grad_A = D^T dropped(x)
+//   grad_B = scaling * G^T low
+//   grad_gain = sum over tokens of grad_output * (y - bias) / gain
+// outputs: y of the layers whose gain needs a gradient. Returns the gradients that output_mask selects: of x,
+// of gate, and of lora_A, lora_B and gain of each layer. Gradients that are not selected are empty.
 template <Backend backend>
 std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& outputs, const Tensor& x,
                              const Tensor& low, const LoraParts& parts, const OptionalTensor& gate,
@@ -163,7 +167,7 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
     first += rank;
     any_A = any_A || wants(0);
     const OptionalTensor upstream = grad_outputs.get(i);
-    if (!upstream.has_value()) {  // nobody used this output
+    if (!upstream.has_value()) {  // the loss does not depend on this output
       if (wants(0)) result_of(0) = at::zeros_like(*layer.lora_A);
       if (wants(1)) result_of(1) = at::zeros_like(*layer.lora_B);
       if (wants(2)) result_of(2) = at::zeros_like(*layer.gain);
@@ -176,7 +180,8 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
           column_products(flat, as_matrix(*outputs.get(i)), to_type(layer.bias, wide), backend);
       result_of(2) = sums.div(gain).masked_fill_(gain.eq(0), 0).to(layer.gain->scalar_type());
     }
-    // The gain goes to the smaller side of each product: G B is the gradient times gain * B, and so on.
+    // The gain multiplies the smaller factor of each product. For example, G B is computed as grad_output
+    // (gain * B).
     const Tensor gain = to_type(layer.gain, compute_type(x));
     const auto gained = [&](const Tensor& rows) {
       return gain.defined() ? rows.mul(gain.unsqueeze(1)) : rows;
@@ -198,7 +203,7 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
     }
   }
 
-  Tensor branch;  // what the matrices A read
+  Tensor branch;  // the input of the matrices A, before dropout
   const bool direct = !seed.has_value() && A.defined();
   if (by_input) {
     Tensor grad_x = quantization::times_weight(terms, tokens, columns, x.options(),
@@ -263,7 +268,7 @@ std::vector<Tensor> backward_meta(const LoraParts&, const LoraParts&, const Tens
   return result;
 }
 
-// Without gradients the operator is its forward part, on every device.
+// Implements lora_linear_group without autograd on every device, by the forward operator.
 std::vector<Tensor> outputs_only(const Tensor& x, const LoraParts& parts, const OptionalTensor& gate,
                                  const OptionalTensor& seed, double dropout, at::ArrayRef<double> scaling,
                                  const Names& quant_type, at::IntArrayRef block_size) {

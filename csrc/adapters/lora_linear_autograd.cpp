@@ -35,12 +35,12 @@ LoraParts optionals(at::TensorList tensors) {
   return parts;
 }
 
-// Saves the input once, as it came, the products with A (tokens, ranks), and outputs only where a gain has a
-// gradient; of the bases their frozen weights.
+// Saves x once and unconverted, the products with A (tokens, sum of ranks) and the frozen weights. The output
+// of a layer is saved only if its gain needs a gradient.
 class LoraLinear : public torch::autograd::Function<LoraLinear> {
  public:
-  // given: the parts that there are, since autograd takes no undefined tensors; places: of each part in it,
-  // or -1.
+  // given: the defined parts of all layers, since autograd takes no undefined tensors in a list. places:
+  // index in `given` of each part, or -1.
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& gate,
                                at::TensorList given, std::vector<int64_t> places, const OptionalTensor& seed,
                                double dropout, std::vector<double> scaling, Names quant_type,
@@ -58,7 +58,7 @@ class LoraLinear : public torch::autograd::Function<LoraLinear> {
       for (const auto part : {kLoraA, kLoraB, kGain}) mask.push_back(wants(layer[part]));
       bias_mask.push_back(wants(layer[kBias]));
       kept.push_back(wants(layer[kGain]) ? outputs[i] : Tensor());
-      // The bias is read again for the gain's gradient alone.
+      // Backward reads the bias only for the gradient of the gain.
       for (size_t part = 0; part < kLoraParts; ++part) {
         saved.push_back(part == kBias && !wants(layer[kGain]) ? Tensor() : layer[part]);
       }
@@ -87,7 +87,8 @@ class LoraLinear : public torch::autograd::Function<LoraLinear> {
     const at::TensorList outputs(saved.data() + inputs + count * kLoraParts, count);
     const auto places = ctx->saved_data["places"].toIntVector();
     const auto given = std::count_if(places.begin(), places.end(), [](int64_t place) { return place >= 0; });
-    variable_list gradients(2 + given + 6);  // by x, gate and the parts; six arguments have none
+    // Gradients of x, of gate and of the given parts. The six other arguments of forward have no gradient.
+    variable_list gradients(2 + given + 6);
     const auto by_part = [&](size_t layer, LoraPart part) -> Tensor& {
       return gradients[2 + places[layer * kLoraParts + part]];
     };
@@ -147,8 +148,8 @@ std::vector<Tensor> autograd(const Tensor& x, const LoraParts& parts, const Opti
                            block_size.vec());
 }
 
-// As for a linear layer: x and dense weights take the autocast dtype, and so do the results. Adapters stay as
-// they are: the operator converts them to what its products are in.
+// Casts like autocast of a linear layer: x and dense weights get the autocast dtype, and so do the results.
+// Adapters keep their dtype; the operator converts them to the dtype of its products.
 template <c10::DeviceType device>
 std::vector<Tensor> autocast(const Tensor& x, const LoraParts& parts, const OptionalTensor& gate,
                              const OptionalTensor& seed, double dropout, at::ArrayRef<double> scaling,

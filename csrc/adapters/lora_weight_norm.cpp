@@ -1,5 +1,6 @@
-// |w + s b A|^2 of a row is |w|^2 + 2 s b (A w) + s^2 b (A A^T) b: products of width `rank`, and one reading
-// of the weight.
+// Row norms of an adapted weight. For a row w of the weight and a row b of lora_B, with scaling s:
+//   |w + s b A|^2 = |w|^2 + 2 s b (A w) + s^2 b (A A^T) b.
+// All products have the width `rank`, and the weight is read once.
 
 #include <ATen/Functions.h>
 #include <c10/core/DeviceGuard.h>
@@ -18,7 +19,7 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kLoraWeightNorm = "lora_weight_norm";
-constexpr int64_t kPart = int64_t{1} << 20;  // elements of a weight that are widened at a time
+constexpr int64_t kPart = int64_t{1} << 20;  // elements of the weight that the CPU converts at a time
 
 void check(const Tensor& weight, const OptionalTensor& absmax, const OptionalTensor& nested, const Tensor& A,
            const Tensor& B, c10::string_view quant_type, int64_t block_size) {
@@ -63,9 +64,10 @@ Tensor run_lora_weight_norm(const Tensor& weight, const OptionalTensor& absmax, 
                                            block_size),
                 rows, columns, options)
           : quantization::BaseWeight::dense(backend == Backend::kCuda ? weight.to(type) : weight, type);
-  // Of W + s B A a row's products with A, halved where they count twice: W A^T + s / 2 B (A A^T).
+  // mixed = W A^T + s / 2 B (A A^T); its first term is added below. Then |w + s b A|^2 = |w|^2 + 2 s (mixed .
+  // b) for each row.
   Tensor mixed = gemm::multiply(products, B, gemm::multiply(products, A, A.t(), type), type,
-                                scaling / 2);  // (rows, rank)
+                                scaling / 2);  // mixed: (rows, rank)
   Tensor squares = at::empty({rows}, options);
   const int64_t step =
       backend == Backend::kCuda ? rows : std::max<int64_t>(16, kPart / std::max<int64_t>(1, columns));
@@ -88,7 +90,7 @@ Tensor lora_weight_norm_meta(const Tensor& weight, const OptionalTensor& absmax,
   return at::empty_symint({lora_B.sym_size(0)}, lora_A.options().dtype(norm_type(weight, lora_A)));
 }
 
-// DoRA takes the norm for a constant.
+// Records no gradient, because DoRA treats the norm as a constant.
 Tensor lora_weight_norm_autograd(const Tensor& weight, const OptionalTensor& absmax,
                                  const OptionalTensor& nested, const Tensor& lora_A, const Tensor& lora_B,
                                  double scaling, c10::string_view quant_type, int64_t block_size) {

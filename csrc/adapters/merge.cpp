@@ -21,7 +21,7 @@ MergeReport merge(torch::nn::Module& module, const MergeOptions& options) {
   TORCH_CHECK_VALUE(!found.empty(), "lora::merge: module: expected one with adapters, received one without");
   check_known("lora::merge", module, options.adapter_names());
   if (!options.adapter_names().empty())
-    set_adapter(module, options.adapter_names());  // checks that they go together
+    set_adapter(module, options.adapter_names());  // set_adapter raises if these adapters cannot be combined
   MergeReport report;
   std::array<double, 2> totals{};
   for (const auto& [name, layer] : found) {

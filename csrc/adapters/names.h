@@ -8,21 +8,23 @@
 
 namespace shoestring::lora {
 
-/// A target is a name, or what a name ends with after a dot.
+/// Returns whether `name` equals a target or ends with a dot and a target.
 bool matches(const std::string& name, const std::vector<std::string>& targets);
 
-/// A list that, by this rule, means exactly these modules: last parts of names where these suffice.
+/// Returns a list of targets that selects exactly the chosen modules by the rule of matches(). The list holds
+/// the last components of their names if these suffice, else the full names.
 std::vector<std::string> shortest_names(const torch::nn::Module& module,
                                         const std::vector<std::string>& chosen);
 
-/// The modules by name, in their order; the module itself has the name "".
+/// Returns all modules in their order, by name. `module` itself has the name "".
 std::vector<std::pair<std::string, torch::nn::Module*>> modules(const torch::nn::Module& module);
 
-/// Raises ValueError for names that match none of the known ones, in the name of the caller and its argument.
+/// Raises ValueError if one of `names` matches none of the known names. `argument` (caller and argument)
+/// begins the message.
 void check_matched(const std::string& argument, const std::vector<std::string>& names,
                    const std::vector<std::string>& known);
 
-/// Those of one class, or with one interface.
+/// Returns the modules that are of class Layer or derived from it.
 template <class Layer>
 std::vector<std::pair<std::string, Layer*>> all_of(const torch::nn::Module& module) {
   std::vector<std::pair<std::string, Layer*>> found;
@@ -32,24 +34,25 @@ std::vector<std::pair<std::string, Layer*>> all_of(const torch::nn::Module& modu
   return found;
 }
 
-/// Those that have adapters now.
+/// Returns the layers of `module` that have at least one adapter.
 std::vector<std::pair<std::string, nn::AdaptedLayer*>> adapted_layers(const torch::nn::Module& module);
 
-/// The base's own biases by name, PEFT's rule: "all"; "lora_only" and "vera_only" those of layers with
-/// adapters; "none".
+/// Returns the biases of the base by name, as PEFT selects them. "all" selects every bias. "lora_only" and
+/// "vera_only" select the biases of layers with adapters. Biases inside modules_to_save are never selected.
 std::vector<std::pair<std::string, at::Tensor>> base_biases(const torch::nn::Module& module,
                                                             const std::string& which);
 
-/// Raise ValueError, in the caller's name, for options, names and forms that there are not.
+/// Raise ValueError for invalid options, for names that do not exist and for unsupported quantised types.
+/// `caller` begins the message.
 void check_adapter(const std::string& caller, const nn::AnyAdapterOptions& options);
-/// bias: what an adapter of this kind may train of the base.
+/// bias: which biases of the base an adapter of this kind may train.
 void check_bias(const std::string& caller, const nn::AnyAdapterOptions& options, const std::string& bias);
 void check_name(const std::string& caller, const std::string& adapter_name);
 void check_known(const std::string& caller, const torch::nn::Module& module,
                  const std::vector<std::string>& names);
 void check_quantize(const std::string& caller, const std::string& quantize, int64_t block_size, bool nested);
 
-/// "a, b", or "none".
+/// Returns "a, b", or "none" for an empty list.
 std::string listed(const std::vector<std::string>& names);
 
 }  // namespace shoestring::lora

@@ -26,10 +26,11 @@ using files::quote;
 bool is_printable(char c) { return c >= ' ' && c <= '~'; }
 bool is_control(char c) { return static_cast<unsigned char>(c) < ' ' || c == 0x7f; }
 
-// A pattern whose matches all have one length: characters, "." for any, and what may stand around them.
+// A pattern whose matches all have the same length: literal characters and ".", which is any character. It
+// may start with "^" or ".*\." and end with "$".
 class Plain {
  public:
-  // Nothing for a pattern of any other form.
+  // Parses a pattern. Returns nullopt for a pattern of any other form.
   static std::optional<Plain> read(std::string_view pattern) {
     Plain plain;
     if (!pattern.empty() && pattern.front() == '^') {
@@ -59,7 +60,8 @@ class Plain {
     return plain;
   }
 
-  // The verdict on a name that it suits; `group` is the number that kLayer finds.
+  // Returns whether the pattern matches a name for which suits() is true. With kLayer, `group` receives the
+  // layer's number.
   bool matches(std::string_view name, PatternRule rule, std::string& group) const {
     const size_t size = elements_.size();
     if (rule == PatternRule::kWhole || rule == PatternRule::kEnding) {
@@ -85,8 +87,9 @@ class Plain {
     return false;
   }
 
-  // False where the comparison of bytes is no match: line ends, characters of several bytes, other digits
-  // than ASCII's, and anchors in the middle of a longer pattern.
+  // Returns whether comparing bytes decides as Python's `re` does. It does not for control characters, or for
+  // anchors inside a longer pattern (kInside, kLayer). In names that are not ASCII, "." may cover several
+  // bytes and kLayer accepts more digits.
   bool suits(std::string_view name, PatternRule rule) const {
     if (std::any_of(name.begin(), name.end(), is_control)) return false;
     const bool ascii = std::all_of(name.begin(), name.end(), is_printable);
@@ -102,19 +105,21 @@ class Plain {
     return true;
   }
 
-  bool begins_ = false, inner_ = false, ends_ = false;  // ^..., .*\...., ...$
+  // Whether the pattern has "^" in front, ".*\." in front, and "$" at the end.
+  bool begins_ = false, inner_ = false, ends_ = false;
   bool any_ = false;
-  std::vector<std::pair<bool, char>> elements_;  // any character, or this one
+  std::vector<std::pair<bool, char>> elements_;  // (true, any) for ".", (false, c) for the character c
 };
 
 #ifdef SHOESTRING_PCRE2
 
-constexpr int64_t kSteps = 500'000;    // of all patterns of a call: about 40 ms
-constexpr uint32_t kFirstSteps = 100;  // of the first attempt; each further one has ten times as many
+constexpr int64_t kSteps = 500'000;  // limit of match steps for all patterns of a call: about 40 ms
+// Steps of the first attempt to match. Each further attempt has ten times as many.
+constexpr uint32_t kFirstSteps = 100;
 constexpr uint32_t kDepth = 20'000;
-constexpr uint32_t kHeap = 16 << 10;   // KiB
-constexpr size_t kLongest = 16 << 10;  // bytes of a pattern
-constexpr size_t kCached = 1024;       // compiled patterns of a thread
+constexpr uint32_t kHeap = 16 << 10;   // memory limit of PCRE2 in KiB
+constexpr size_t kLongest = 16 << 10;  // longest pattern that is accepted, in bytes
+constexpr size_t kCached = 1024;       // most compiled patterns in the cache of a thread
 
 template <auto Function>
 struct Free {
@@ -127,7 +132,7 @@ template <class T, auto Function>
 using Owned = std::unique_ptr<T, Free<Function>>;
 using Code = Owned<pcre2_code, pcre2_code_free>;
 
-// A pattern of Python's, compiled.
+// A pattern of Python's `re`, compiled by PCRE2.
 struct Compiled {
   explicit Compiled(const std::string& pattern) {
     if (pattern.size() > kLongest)
@@ -162,7 +167,7 @@ const Compiled& compiled(const std::string& pattern) {
   return cache.emplace(pattern, Compiled(pattern)).first->second;
 }
 
-// Each rule as the pattern that Python would compile.
+// Returns the regular expression that PEFT would pass to Python's `re` for this rule.
 std::string written(const std::string& pattern, PatternRule rule) {
   if (rule == PatternRule::kWhole) return pattern;
   if (rule == PatternRule::kEnding) return "(.*\\.)?(" + pattern + ")$";

@@ -6,7 +6,7 @@
 
 namespace shoestring::lora {
 
-/// How a pattern meets a module's name, by PEFT's rules. Each is a call of Python's `re`.
+/// How a pattern is compared with a module's name, by PEFT's rules. Each rule is a call of Python's `re`.
 enum class PatternRule {
   kWhole,   // re.fullmatch(pattern, name)
   kEnding,  // re.match("(.*\.)?(pattern)$", name)
@@ -15,22 +15,24 @@ enum class PatternRule {
 };
 
 struct PatternMatch {
-  int64_t index = -1;  // of the first pattern that matches; -1: none does
-  std::string
-      group;  // the text of the first group; empty for a pattern without metacharacters, but for kLayer
+  int64_t index = -1;  // index in `patterns` of the first match, or -1
+  std::string group;   // text of the pattern's group 1; empty for a plain name, except with kLayer
 };
 
-/// Finds the first of `patterns` that matches `name`, with the verdict of Python's `re`.
+/// Finds the first of `patterns` that matches `name`, and decides as Python's `re` does.
 ///
-/// A name, "^name" and ".*\.name" are compared directly: a dot is any character, as in `re`. Every other
-/// pattern runs in PCRE2, with one limit of steps for all patterns of a call, and limits of depth and memory.
-/// Raises ValueError for a pattern that Python refuses, that exceeds a limit, or that PCRE2 might judge
-/// otherwise than Python: backreferences, conditions, atomic groups, possessive quantifiers, \B, octal
-/// escapes, \N, inline flags other than i and s, look-behind with alternatives, groups or quantifiers; \d,
-/// \w, \s, \b and (?i) for a name that is not printable ASCII. A build without PCRE2 refuses every pattern
-/// that it cannot compare directly.
+/// Patterns of the form "name", "^name" or ".*\.name" are compared directly; a dot is any character, as in
+/// `re`. PCRE2 runs every other pattern. All patterns of a call share one limit of steps, and depth and
+/// memory are limited. A build without PCRE2 refuses every pattern that it cannot compare directly.
 ///
-/// caller: begins the message.
+/// Raises ValueError for a pattern that Python refuses, that exceeds a limit, or that PCRE2 might decide
+/// differently from Python. These are:
+/// - backreferences, conditions, atomic groups, possessive quantifiers, \B, octal escapes and \N;
+/// - inline flags other than i and s;
+/// - look-behind with alternatives, groups or quantifiers;
+/// - \d, \w, \s, \b and (?i), if the name is not printable ASCII.
+///
+/// caller: begins the error message.
 PatternMatch first_match(const std::string& caller, const std::vector<std::string>& patterns,
                          const std::string& name, PatternRule rule);
 

@@ -1,4 +1,4 @@
-// The patterns of adapters for Python.
+// Registers match_patterns, which lets Python use the pattern matching of pattern.h.
 #include <torch/library.h>
 
 #include <tuple>

@@ -1,5 +1,5 @@
-// The syntax of Python's `re` (CPython's Lib/re/_parser.py), for PCRE2. The loop keeps its own stack: nesting
-// costs no calls.
+// Translates regular expressions of Python's `re` (CPython's Lib/re/_parser.py) to PCRE2. The translator
+// keeps its own stack of groups, so nested groups cause no recursion.
 #include "adapters/pattern_syntax.h"
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 namespace shoestring::lora {
 namespace {
 
-constexpr int64_t kMostRepeats = 65535;  // PCRE2's limit
-constexpr size_t kDeepest = 200;         // groups in groups; PCRE2's own limit is 250
+constexpr int64_t kMostRepeats = 65535;  // most repetitions that PCRE2 supports
+constexpr size_t kDeepest = 200;         // levels of nested groups; PCRE2's own limit is 250
 
 bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); }
 
@@ -57,7 +57,8 @@ class Translator {
 
  private:
   enum class Group { kPlain, kAhead, kBehind };
-  enum class Last { kNothing, kAssertion, kItem, kRepeat };  // what a quantifier would repeat
+  // The kind of the last item, which a quantifier would repeat.
+  enum class Last { kNothing, kAssertion, kItem, kRepeat };
 
   [[noreturn]] static void fail(const std::string& reason) { throw std::invalid_argument(reason); }
   bool in_look_behind() const { return !groups_.empty() && groups_.back() == Group::kBehind; }
@@ -67,7 +68,7 @@ class Translator {
     return true;
   }
 
-  // A character that means itself. PCRE2 reads several bytes of UTF-8 as one.
+  // Writes a character that stands for itself. PCRE2 reads several bytes of UTF-8 as one character.
   void literal(char c) {
     if (static_cast<unsigned char>(c) >= 0x80) {
       ascii_ = false;
@@ -100,7 +101,8 @@ class Translator {
     return value;
   }
 
-  // True for an escape that is one character, the same in and out of brackets. The backslash is read.
+  // Reads an escape, after its backslash. Returns true and sets `value` if the escape is one character with
+  // the same meaning inside and outside of brackets.
   bool character(uint32_t& value) {
     if (at_ == in_.size()) fail("bad escape at the end");
     const char c = in_[at_++];
@@ -143,7 +145,7 @@ class Translator {
     last_ = is_class(c) ? Last::kItem : Last::kAssertion;
   }
 
-  // One character of UTF-8. PCRE2 refuses bytes that are none.
+  // Reads one UTF-8 character. PCRE2 refuses invalid bytes later.
   uint32_t code_point() {
     const auto first = static_cast<unsigned char>(in_[at_++]);
     if (first < 0x80) return first;
@@ -154,7 +156,8 @@ class Translator {
     return value;
   }
 
-  // A member of [...]: true for one character, false for a class, which it writes.
+  // Reads a member of [...]. Returns true and sets `value` for one character. Writes a class such as \d and
+  // returns false.
   bool member(uint32_t& value) {
     if (at_ == in_.size()) fail("unterminated character set");
     if (in_[at_] != '\\') {
@@ -199,7 +202,7 @@ class Translator {
     if (next("?#")) {
       const auto end = in_.find(')', at_);
       if (end == std::string::npos) fail("unterminated comment");
-      at_ = end + 1;  // a quantifier after a comment is for what is before it
+      at_ = end + 1;  // a quantifier after a comment repeats the item before the comment
       return;
     }
     Group group = Group::kPlain;
@@ -236,7 +239,7 @@ class Translator {
     last_ = Last::kNothing;
   }
 
-  // The number at the cursor, or `otherwise` without digits.
+  // Reads the number at the cursor. Returns `otherwise` if there are no digits.
   int64_t number(int64_t otherwise) {
     if (at_ == in_.size() || !is_digit(in_[at_])) return otherwise;
     int64_t value = 0;
@@ -252,7 +255,7 @@ class Translator {
     if (c == '{') {
       const size_t begin = at_;
       const int64_t low = number(-1), high = next(",") ? number(-1) : low;
-      // Python takes a brace that is no quantifier as it is.
+      // Python treats a brace that does not start a quantifier as a literal character.
       if (in_[begin] == '}' || !next("}")) {
         at_ = begin;
         return literal('{');

@@ -1,4 +1,4 @@
-// PEFT's adapter_config.json and keys as our options and names, and the reverse.
+// Converts PEFT's adapter_config.json and tensor keys to shoestring's options and parameter names, and back.
 #include "adapters/peft_config.h"
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 namespace shoestring::lora {
 namespace {
 
-// What keys end with, by what our parameters are called.
+// Endings of PEFT's tensor keys, with the matching parameter names of shoestring.
 const std::vector<std::pair<std::string, std::string>> kSuffixes = {
     {"lora_A.weight", "lora_A"},
     {"lora_B.weight", "lora_B"},
@@ -26,16 +26,18 @@ const std::vector<std::pair<std::string, std::string>> kSuffixes = {
     {"vera_lambda_b", "vera_lambda_b"},
     {"vera_lambda_d", "vera_lambda_d"}};
 
-// Options of PEFT's that change what an adapter computes; where they are on, the adapter is refused.
+// PEFT options that change what an adapter computes and are not supported. An adapter with one of them on is
+// refused.
 const char* const kRefused[] = {
     "fan_in_fan_out",     "layer_replication",       "target_parameters", "use_qalora",
     "use_bdlora",         "trainable_token_indices", "kasa_config",       "velora_config",
     "megatron_config",    "alora_invocation_tokens", "monteclora_config", "arrow_config",
     "ensure_weight_tying"};
 
-constexpr size_t kLongestName = 1000;  // bytes
-constexpr int64_t kMaxVeraRank =
-    65536;  // of matrices that the file does not hold: 1 GiB each for 4096 features
+constexpr size_t kLongestName = 1000;  // longest name of a module, in bytes
+// Largest rank of VeRA. Its matrices may be missing from the file and are then drawn: 1 GiB each for 4096
+// features.
+constexpr int64_t kMaxVeraRank = 65536;
 
 bool is_name_in(const Json& value) {
   return value.is_string() && is_name(value.get_ref<const std::string&>());
@@ -45,14 +47,14 @@ bool is_off(const Json& value) {
   return value.is_null() || value == false || ((value.is_array() || value.is_object()) && value.empty());
 }
 
-// A JSON object with checked fields.
+// A JSON object whose fields are checked when they are read.
 class Fields {
  public:
   explicit Fields(const std::string& path) : place_("lora::load_adapter: " + path) {
     std::string field;
     config_ =
         files::read_json("lora::load_adapter", path, kMaxConfig, [&](int depth, const std::string& key) {
-          if (depth == 1) keys_[field = key].clear();  // of two fields of one name the later holds
+          if (depth == 1) keys_[field = key].clear();  // if a field occurs twice, the later one counts
           if (depth == 2) keys_[field].push_back(key);
         });
     TORCH_CHECK_VALUE(config_.is_object(), place_, ": expected a JSON object, received something else");
@@ -89,7 +91,7 @@ class Fields {
     expect(value.is_null() || strings, name, "a list of names");
     return value.is_null() ? std::vector<std::string>() : value.get<std::vector<std::string>>();
   }
-  // The names in an object, as a Python dict has them: in the order of the file, each once.
+  // Returns the names in an object field, like a Python dict: in the order of the file, each once.
   std::vector<std::string> keys(const char* name) const {
     std::vector<std::string> result;
     std::set<std::string> seen;
@@ -108,11 +110,12 @@ class Fields {
   }
 
  private:
-  static constexpr int64_t kMaxConfig = 16'000'000;  // bytes; 200 for each layer that has options of its own
+  // Largest configuration file, in bytes. A layer with its own options takes about 200 bytes.
+  static constexpr int64_t kMaxConfig = 16'000'000;
   static constexpr size_t kShown = 120;
   std::string place_;
   Json config_;
-  std::map<std::string, std::vector<std::string>> keys_;  // of the objects in the fields
+  std::map<std::string, std::vector<std::string>> keys_;  // names in each field that is an object
 };
 
 Json lora_to_file(const std::vector<std::pair<std::string, nn::AnyAdapterOptions>>& layers) {
@@ -142,8 +145,8 @@ bool is_name(const std::string& text) {
   return text.size() <= kLongestName && std::none_of(text.begin(), text.end(), control);
 }
 
-// PEFT's rules: the first of alpha_pattern that matches the name, or what it ends with after a dot; a string
-// of feedforward_modules is a pattern for the whole name.
+// PEFT's rules: alpha comes from the first pattern of alpha_pattern that matches the name, or its ending
+// after a dot. A string in feedforward_modules is a pattern for the whole name.
 nn::AnyAdapterOptions FileConfig::own(const std::string& name, int64_t rank) const {
   if (const auto* ia3 = std::get_if<nn::IA3Options>(&options)) {
     nn::IA3Options result = *ia3;
@@ -227,7 +230,7 @@ Json to_file(const torch::nn::Module& module,
     const std::set<std::string> known(targets.begin(), targets.end());
     if (std::any_of(shortest.begin(), shortest.end(),
                     [&](const auto& name) { return known.count(name) == 0; })) {
-      targets = names;  // PEFT wants the same names in both
+      targets = names;  // PEFT requires these names in target_modules, too
       shortest = feedforward;
     }
     config = {{"peft_type", "IA3"}, {"feedforward_modules", shortest}};

@@ -17,7 +17,8 @@ namespace {
 
 using at::Tensor;
 
-// An adapter's tensors and options; of one that changed the base those of what it adds to the base as it was.
+// Returns the tensors and options to write for an adapter. An adapter that changed the base is written as its
+// change to the original base, with twice the rank.
 std::pair<nn::AdapterImpl::Tensors, nn::AnyAdapterOptions> described(const nn::AdapterImpl& adapter) {
   if (!adapter.has("initial_A")) return {adapter.tensors, adapter.options};
   nn::AdapterImpl::Tensors tensors = adapter.tensors;

@@ -1,4 +1,4 @@
-// Which of a module's adapters are in use.
+// Selects which of a module's adapters are in use: set_adapter, delete_adapter and the guards of lora.h.
 #include <algorithm>
 
 #include <ATen/Functions.h>

@@ -1,4 +1,4 @@
-// Linear layers that read one input.
+// Runs several linear layers that read the same input as one operator.
 #include <shoestring/nn/linear.h>
 
 #include "adapters/low_rank.h"
@@ -10,7 +10,7 @@ using at::Tensor;
 std::vector<Tensor> forward_together(const Tensor& x, const std::vector<Linear>& layers) {
   std::optional<double> dropout;
   bool together = true;
-  for (const Linear& layer : layers) {  // before anything is computed
+  for (const Linear& layer : layers) {  // checks all layers before any of them is computed
     together = together && layer->is_lora_weight() &&
                (!layer->has_adapter() || dropout.value_or(layer->dropout()) == layer->dropout());
     if (layer->has_adapter() && together) dropout = layer->dropout();

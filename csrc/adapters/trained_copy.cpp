@@ -14,7 +14,7 @@ namespace {
 
 using at::Tensor;
 
-// The name of a held value, without dots; without an adapter, of the original.
+// Returns the parameter name of a held value, without dots. An empty adapter_name means the original.
 std::string key(const std::string& adapter_name, std::string tensor) {
   std::replace(tensor.begin(), tensor.end(), '.', '/');
   return adapter_name + "/" + tensor;
@@ -36,8 +36,8 @@ std::map<std::string, Tensor> TrainedCopyImpl::own() const {
   return found;
 }
 
-// As frozen parameters, which LibTorch can take back, as it cannot buffers. Each value that is held counts
-// its changes from another number, so that autograd tells them apart.
+// Holds the value as a frozen parameter, because LibTorch can unregister a parameter but not a buffer. Each
+// held value counts its versions from a different number. Autograd can therefore tell the values apart.
 void TrainedCopyImpl::hold(const std::string& adapter_name, const std::string& tensor, const Tensor& value) {
   register_parameter(key(adapter_name, tensor), value.detach(), /*requires_grad=*/false);
   if (!adapter_name.empty()) versions_[key(adapter_name, tensor)] = c10::VariableVersion(++count_ << 20);
@@ -75,7 +75,8 @@ void TrainedCopyImpl::detach() {
   owner_->unregister_module(kName);
 }
 
-// Changes what the owner's tensors hold; the tensors stay the same, for whoever trains them.
+// Exchanges the values in the owner's tensors. The tensor objects stay the same, so an optimizer may keep
+// them.
 void TrainedCopyImpl::put(const std::string& adapter_name) {
   for (auto& [name, tensor] : own()) {
     Tensor &former = parameters_[key(in_use_, name)], &next = parameters_[key(adapter_name, name)];
@@ -152,7 +153,7 @@ TrainedCopyImpl& add_copy(torch::nn::Module& module, const std::string& name,
                           const std::string& adapter_name) {
   for (const auto& [owner, copy] : trained_copies(module)) {
     if (owner != name) continue;
-    if (copy->merged) {  // there is no way back past a new adapter
+    if (copy->merged) {  // unmerge cannot go back past a new adapter
       copy->detach();
       break;
     }

@@ -14,28 +14,31 @@ namespace shoestring::attend {
 
 namespace {
 
-// The sinks' probabilities, e^(sink - lse), times delta; fp64, for their sum may cancel.
+// Returns exp(sink - lse) * delta: the probability of each sink times delta. Uses fp64, because the sum of
+// these values may cancel.
 Tensor sink_rows(const Call& call, const Tensor& lse, const Tensor& delta) {
   return at::exp(call.sinks->to(at::kDouble).unsqueeze(-1).sub(lse)).mul_(delta);
 }
 
 }  // namespace
 
-// A sink's value is 0.
+// The gradient of a sink is the sum of -probability * delta, because the value of a sink is zero.
 Tensor sinks_gradient(const Call& call, const Tensor& lse, const Tensor& delta) {
   const Tensor each = sink_rows(call, lse, delta).neg_();
   return (call.packed() ? each.sum(-1) : each.sum(at::IntArrayRef{0, 2})).to(call.sinks->scalar_type());
 }
 
-// Added to all scores of a query it moves their log-sum-exp and, where there is a sink, that one's share; the
-// probabilities stay. A sum of the scores' gradients would be what is left of terms that cancel: their
-// roundings.
+// A bias that all keys of a query share moves the query's log-sum-exp and, if there is a sink, the share of
+// the sink. It does not change the probabilities of the keys relative to each other. The gradient is
+// therefore computed from grad_lse and the sinks. A sum of the scores' gradients would contain only the
+// rounding errors of terms that cancel.
 Tensor shared_bias_gradient(const Call& call, const Tensor& lse, const Tensor& delta,
                             const OptionalTensor& grad_lse) {
-  Tensor rows = lse.add(delta).mul_(0).to(at::kDouble);  // NaN where a row is not finite
+  Tensor rows = lse.add(delta).mul_(0).to(at::kDouble);  // NaN if lse or delta of the row is not finite
   if (grad_lse) rows.add_(*grad_lse);
   if (call.sinks) rows.add_(sink_rows(call, lse, delta));
-  rows.masked_fill_(lse.eq(-std::numeric_limits<double>::infinity()), 0);  // it sees nothing
+  // A query that sees no key contributes nothing.
+  rows.masked_fill_(lse.eq(-std::numeric_limits<double>::infinity()), 0);
   return rows.unsqueeze(-1).sum_to_size(call.bias->sizes()).to(call.bias->scalar_type());
 }
 

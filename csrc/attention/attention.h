@@ -1,6 +1,6 @@
 #pragma once
 
-// What the CPU and the CUDA side of attention share, and what autograd needs of it.
+// The checked arguments of an attention call, shared by the CPU, the CUDA and the autograd code.
 
 #include <array>
 #include <optional>
@@ -23,27 +23,27 @@ enum Input { kQ, kK, kV, kBias, kSinks, kInputs };
 using Mask = std::array<bool, kInputs>;
 using Gradients = std::array<Tensor, kInputs>;
 
-/// Arguments that are neither differentiated nor big: autograd keeps them by name.
+/// Arguments that are not tensors. Autograd saves them by name.
 constexpr const char* kOptions[] = {"causal", "window", "softcap", "scale", "dropout_p", "deterministic"};
 
-/// The arguments of a call, checked; sizes may be symbolic until problem().
+/// The checked arguments of a call. Sizes may be symbolic until problem() is called.
 struct Call {
   explicit Call(const BoxedArguments& arguments);
 
   bool packed() const { return cu_seqlens_q.has_value(); }
   at::SymDimVector out_sizes() const;
   at::SymDimVector lse_sizes() const;
-  /// An empty tensor of out_sizes whose dimensions lie in memory as q's do.
+  /// Returns an empty tensor of out_sizes(). Its dimensions have the same order in memory as q's.
   Tensor empty_out() const;
 
-  /// For kernels. Refers to the tensors of this call, of which those that kernels do not read as they are
-  /// were copied.
+  /// Returns the call in the form that kernels take. The result points into this call's tensors, or into
+  /// copies of tensors that kernels cannot read directly. The call owns these copies.
   kernels::AttentionProblem problem() const;
 
   Tensor q, k, v;
   OptionalTensor bias, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seed;
   bool causal;
-  int64_t left, right;  // -1: unlimited
+  int64_t left, right;  // tokens that a query sees to each side; -1: no limit
   double softcap, scale, dropout_p;
   bool deterministic;
 
@@ -52,18 +52,19 @@ struct Call {
   mutable std::vector<Tensor> kept_;
 };
 
-/// The strides of a (batch, heads, tokens, features) or (tokens, heads, features) tensor, whose last one
-/// is 1.
+/// Returns the strides of a (batch, heads, tokens, features) or (tokens, heads, features) tensor. The stride
+/// of the features is 1.
 kernels::HeadStrides strides_of(const Tensor& t);
-/// t, or a copy of it whose features lie side by side.
+/// Returns t, or a copy of t if its features are not contiguous.
 Tensor with_features_together(const Tensor& t);
 
 struct Result {
-  Tensor out;  // empty_out()
-  Tensor lse;  // lse_sizes(), fp32 (fp64 for fp64)
+  Tensor out;  // output, allocated by empty_out()
+  Tensor lse;  // log-sum-exp of each query, lse_sizes(), fp32 (fp64 for fp64)
 };
 
-/// Gradients of sum(grad_out out) + sum(grad_lse lse) that the mask asks for.
+/// Inputs of backward, which computes the gradients of sum(grad_out * out) + sum(grad_lse * lse) that `mask`
+/// selects.
 struct Upstream {
   Tensor grad_out;
   OptionalTensor grad_lse;
@@ -75,7 +76,7 @@ Result forward_cpu(const Call& call);
 Gradients backward_cpu(const Call& call, const Upstream& upstream);
 Result forward_cuda(const Call& call);
 Gradients backward_cuda(const Call& call, const Upstream& upstream);
-// fp64, with operators of PyTorch, a block of queries at a time.
+// Compute attention in fp64 on the CPU, with PyTorch's operators on one block of queries at a time.
 Result forward_double(const Call& call);
 Gradients backward_double(const Call& call, const Upstream& upstream);
 
@@ -84,10 +85,10 @@ auto boxed() {
   return torch::CppFunction::makeFromBoxedFunction<kFunction>();
 }
 
-/// The sinks' gradient; delta is sum(grad_out out) - grad_lse of each query, in lse's shape.
+/// Returns the gradient of the sinks. delta is sum(grad_out * out) - grad_lse of each query, in lse's shape.
 Tensor sinks_gradient(const Call& call, const Tensor& lse, const Tensor& delta);
 
-/// The gradient of a bias that all keys of a query share, (..., 1).
+/// Returns the gradient of a bias that all keys of a query share, (..., 1).
 Tensor shared_bias_gradient(const Call& call, const Tensor& lse, const Tensor& delta,
                             const OptionalTensor& grad_lse);
 inline bool has_shared_bias(const Call& call) { return call.bias && call.bias->size(-1) == 1; }

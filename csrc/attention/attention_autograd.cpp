@@ -14,7 +14,7 @@ using torch::autograd::variable_list;
 constexpr const char* kDifferentiable[] = {"q", "k", "v", "bias", "sinks"};
 constexpr const char* kTensors[] = {"alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seed"};
 
-// What is kept: the inputs, the output and a number for each query. Scores are computed again.
+// Saves the inputs, the output and the log-sum-exp of each query. Backward computes the scores again.
 class Attention : public torch::autograd::Function<Attention> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,

@@ -1,4 +1,4 @@
-// A call's arguments: what is refused, and what kernels take.
+// Checks the arguments of an attention call and converts them to the form that kernels take.
 #include "attention/attention.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 namespace shoestring::attend {
 namespace {
 
-constexpr int64_t kMostSizes = 3;  // of a packed tensor
+constexpr int64_t kMostSizes = 3;  // most dimensions before the features
 
 bool is_given(int64_t window) { return window >= 0; }
 
@@ -132,7 +132,7 @@ at::SymDimVector Call::lse_sizes() const {
 
 Tensor Call::empty_out() const {
   const auto sizes = out_sizes();
-  // Of two dimensions the one with the larger stride comes first; features are last.
+  // Sorts the dimensions by q's strides, largest first. The features stay last.
   std::array<int64_t, kMostSizes> order{0, 1, 2}, places{};
   const int64_t outer = q.dim() - 1;
   std::stable_sort(order.begin(), order.begin() + outer,

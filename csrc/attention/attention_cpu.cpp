@@ -96,10 +96,11 @@ void fill_bias(const Kernels& kernels, const kernels::AttentionProblem& p, const
   const auto type = p.bias_type == kernels::BiasType::kFloat      ? at::kFloat
                     : p.bias_type == kernels::BiasType::kBFloat16 ? at::kBFloat16
                                                                   : at::kHalf;
-  // Where it is the same for all queries, or for all keys, one line or one step of the depth is packed and
+  // If all queries, or all keys, have the same bias, one line, or one step of the depth, is packed and then
   // repeated.
   const int64_t lines = p.bias_query == 0 ? 1 : some, depth = p.bias_key == 0 ? 1 : count;
-  // Packing takes a stride of 1 for lines that lie side by side, which those of more than one step do not.
+  // For the packing kernel, a line stride of 1 means that the lines are adjacent in memory. Lines with more
+  // than one step of depth are not, so their stride is at least 2.
   const int64_t line_stride = depth == 1 && lines > 1 ? p.bias_query : std::max<int64_t>(p.bias_query, 2);
   Kernels::pack(kernels.gemm.fp32, type, p.bias, offset, lines, depth, line_stride, 1, columns, added);
   if (lines < some) {
@@ -116,12 +117,12 @@ kernels::AttentionPanel panel_of(const kernels::AttentionProblem& p, const Seque
 
 namespace {
 
-constexpr int64_t kQueries =
-    256;  // of all heads that a task has: so often is a block of keys used that it packs
-constexpr int64_t kKeys =
-    168;  // of a block: its scores stay in the first-level cache; a multiple of gemm's rows
+// Queries of all heads of a task: a packed block of keys is used for this many queries.
+constexpr int64_t kQueries = 256;
+// Keys of a block: their scores stay in the L1 cache. A multiple of the GEMM's rows.
+constexpr int64_t kKeys = 168;
 
-// Some heads that read the same keys, and a stretch of their queries.
+// Some heads that read the same keys, and a range of their queries.
 struct ForwardTask {
   const Sequence* sequence;
   int64_t kv_head, first_head, heads;
@@ -136,7 +137,7 @@ std::vector<ForwardTask> tasks_of(const kernels::AttentionProblem& p, const std:
   for (const Sequence& s : sequences) {
     for (int64_t h = 0; h < p.kv_heads; ++h) {
       for (int64_t g = 0; g < group; g += together) {
-        // The last ones first: if causal, they have the most to do.
+        // The last queries come first: if the call is causal, they have the most work.
         for (int64_t c = gemm::parts_of(s.queries, chunk) - 1; c >= 0; --c) {
           tasks.push_back({&s,
                            h,
@@ -209,7 +210,7 @@ class Forward {
                 sink ? p_.sinks[panel.head] : -std::numeric_limits<float>::infinity());
   }
 
-  // A block of keys, for a panel of queries.
+  // Adds a block of keys to the sums of one panel of queries.
   void add(const Sequence& s, const Panel& panel, int64_t i, Range block) {
     const Range seen = overlap(panel.keys, block);
     if (seen.empty()) return;

@@ -1,6 +1,6 @@
 #pragma once
 
-// What attention's forward and backward on the CPU share: sequences, the kernels' sizes, and packing into
+// Code that attention's forward and backward on the CPU share: sequences, sizes of kernels and packing into
 // panels.
 
 #include <algorithm>
@@ -25,7 +25,7 @@ struct Sequence {
   int64_t position(int64_t query) const { return query + keys - queries; }
 };
 
-/// The sequences of a call, whose offsets are checked where it is packed.
+/// Returns the sequences of a call. Raises if the offsets of packed sequences are invalid.
 std::vector<Sequence> sequences_of(const Call& call, const kernels::AttentionProblem& problem);
 
 struct Range {
@@ -34,12 +34,12 @@ struct Range {
 };
 inline Range overlap(Range a, Range b) { return {std::max(a.begin, b.begin), std::min(a.end, b.end)}; }
 
-/// The keys that at least one of the queries sees.
+/// Returns the range of keys that at least one of the queries sees.
 Range keys_of(const kernels::AttentionProblem& p, const Sequence& s, Range queries);
-/// Whether one of the queries does not see one of the keys.
+/// Returns whether at least one of the queries does not see at least one of the keys.
 bool is_edge(const kernels::AttentionProblem& p, const Sequence& s, Range queries, Range keys);
 
-/// fp32 numbers that nobody has written yet.
+/// A buffer of uninitialised fp32 elements.
 class Buffer {
  public:
   explicit Buffer(int64_t count)
@@ -52,7 +52,7 @@ class Buffer {
   float* data_;
 };
 
-/// A tensor's data, of any of the three types.
+/// Data pointer, strides and dtype of an fp32, bf16 or fp16 tensor.
 struct Elements {
   explicit Elements(const Tensor& t)
       : data(static_cast<const char*>(t.const_data_ptr())), at(strides_of(t)), type(t.scalar_type()) {}
@@ -60,13 +60,13 @@ struct Elements {
   kernels::HeadStrides at;
   at::ScalarType type;
 
-  /// Where the features of a token are, in elements.
+  /// Returns the offset of a token's features, in elements.
   int64_t offset(const Sequence& s, int64_t head, int64_t token) const {
     return s.batch * at.batch + head * at.head + token * at.token;
   }
 };
 
-/// The kernels that a call uses, and how their operands are packed.
+/// The kernels of a call and the way in which their operands are packed.
 struct Kernels {
   explicit Kernels(at::ScalarType type);
 
@@ -75,11 +75,12 @@ struct Kernels {
   const kernels::AttentionTable& table = cpu::attention();
   const int64_t columns = gemm.columns, steps = product.steps;
 
-  /// Lines of a panel of so many that leave the fewest empty in the last one.
+  /// Returns the panel width, in lines, that leaves the fewest unused lines in the last panel.
   int64_t width_for(int64_t lines) const;
   int64_t panel(int64_t depth, int64_t width) const { return kernels::packed_size(depth, steps, width); }
 
-  /// Packs the features of `lines` tokens from `offset` on: each a line, or each feature one.
+  /// Packs the features of `lines` tokens, starting at `offset`. In pack_tokens, a line is a token; in
+  /// pack_features, it is a feature.
   void pack_tokens(const Elements& from, int64_t offset, int64_t lines, int64_t features, int64_t width,
                    float* to) const {
     pack(product, from.type, from.data, offset, lines, features, from.at.token, 1, width, to);
@@ -92,26 +93,26 @@ struct Kernels {
                    int64_t lines, int64_t depth, int64_t line_stride, int64_t depth_stride, int64_t width,
                    float* to);
 
-  /// Values (features, columns) as rows of `to` from `offset` on, times scale. rows: columns *
-  /// round_up(features, columns).
+  /// Writes scale * values (features, columns) as rows of `to`, starting at `offset`. rows: a temporary
+  /// buffer of columns * round_up(features, columns) elements.
   void store_columns(const float* values, int64_t features, int64_t count, float scale, const Elements& to,
                      int64_t offset, float* rows) const;
 };
 
-/// What is added to the scores of a panel of queries and a block of keys, (keys, columns).
+/// Writes the bias for a panel of queries and a block of keys to `added` (keys, columns).
 void fill_bias(const Kernels& kernels, const kernels::AttentionProblem& p, const Sequence& s, int64_t head,
                Range queries, Range keys, float* added);
 
 kernels::AttentionPanel panel_of(const kernels::AttentionProblem& p, const Sequence& s, int64_t head,
                                  int64_t first_query);
 
-/// The row of lse that a query has.
+/// Returns the row of a query in lse.
 inline int64_t row_of(const kernels::AttentionProblem& p, const Sequence& s, int64_t head, int64_t query) {
   return (s.batch * p.heads + head) * p.queries + s.begin_q + query;
 }
 
-/// Runs body(next) on every thread, which works off the numbers from 0 to count that next() gives out, -1 at
-/// the end.
+/// Runs body(next) on every thread. next() returns each number from 0 to count - 1 once over all threads, and
+/// then -1.
 template <class Body>
 void share_out(int64_t count, Body body) {
   std::atomic<int64_t> taken{0};

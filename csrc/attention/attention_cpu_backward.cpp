@@ -3,15 +3,19 @@
 namespace shoestring::attend {
 namespace {
 
-constexpr int64_t kTasks = 8;  // wanted, whatever the number of threads, on which no sum may depend
-constexpr int64_t kPartBytes = int64_t{64} << 20;  // of sums for parts of the keys
+// Number of parallel tasks to aim for. It does not depend on the number of threads, because no sum may depend
+// on that number.
+constexpr int64_t kTasks = 8;
+// Limit in bytes for all partial sums of grad_q. Each part of the keys has a partial sum.
+constexpr int64_t kPartBytes = int64_t{64} << 20;
 
-// Tasks that may run at once: those of one round add to different places of the bias' gradient.
+// Rounds run one after the other. The tasks of one round may run in parallel, because they add to different
+// elements of the bias's gradient.
 using Rounds = std::vector<std::vector<BackwardTask>>;
 
 struct Plan {
   Rounds rounds;
-  std::optional<Buffer> parts;  // of the queries' gradients
+  std::optional<Buffer> parts;  // partial sums of grad_q
 };
 
 Plan plan_of(const Kernels& kernels, const kernels::AttentionProblem& p,
@@ -60,7 +64,7 @@ Plan plan_of(const Kernels& kernels, const kernels::AttentionProblem& p,
   return plan;
 }
 
-// The parts' sums, in order, for each panel of queries.
+// Adds the partial sums of grad_q in the order of the parts, and stores each panel of queries.
 void add_parts(const Kernels& kernels, const kernels::AttentionProblem& p, const Rounds& rounds,
                const Inputs& in, const Outputs& out) {
   std::vector<const BackwardTask*> heads;
@@ -95,8 +99,8 @@ Tensor delta_of(const Kernels& kernels, const kernels::AttentionProblem& p,
   Tensor delta = at::empty(upstream.lse.sizes(), upstream.lse.options());
   float* to = delta.mutable_data_ptr<float>();
   const int64_t columns = kernels.columns, panel = kernels::packed_size(p.value_dim, 1, columns);
-  // In fp32 and in the order of gradients by probabilities: where a query sees one key, both are the same
-  // number.
+  // Uses fp32 and the summation order of the gradients of the probabilities. If a query sees only one key,
+  // delta and the gradient of that key's probability are therefore the same number.
   const auto pack = [&](const Elements& t, int64_t offset, int64_t count, float* into) {
     Kernels::pack(kernels.gemm.fp32, t.type, t.data, offset, count, p.value_dim, t.at.token, 1, columns,
                   into);

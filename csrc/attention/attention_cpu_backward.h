@@ -1,8 +1,9 @@
 #pragma once
 
-// A task of attention's backward on the CPU owns keys, whose gradients it sums in cache, and goes through the
-// queries that see them. Their gradients are sums over keys: where there are fewer heads than tasks are
-// wanted, each part of a head's keys has a sum of its own, and they are added at the end, in order.
+// Backward of attention on the CPU. A task owns some keys of a head, sums their gradients in cache and visits
+// the queries that see them. The gradient of a query is a sum over keys. If there are fewer heads than wanted
+// tasks, the keys of a head are divided into parts. Each part then has its own sum of grad_q, and these sums
+// are added at the end in a fixed order.
 
 #include <array>
 #include <optional>
@@ -11,14 +12,15 @@
 
 namespace shoestring::attend {
 
-// Every part_count-th block of keys, of a head.
+// Every part_count-th block of a head's keys, starting at block `part`.
 struct BackwardTask {
   const Sequence* sequence;
   int64_t kv_head, part, part_count;
-  float* grad_q;  // (group, panels of queries, lines, columns), or null: then the task stores them
+  // Sums of grad_q: (group, panels of queries, lines, columns). If null, the task writes grad_q itself.
+  float* grad_q;
 };
 
-// The queries that see at least one of the keys.
+// Returns the queries that see at least one of the keys.
 inline Range queries_of(const kernels::AttentionProblem& p, const Sequence& s, Range keys) {
   const int64_t shift = s.keys - s.queries;
   return overlap({0, s.queries}, {keys.begin - p.right - shift, keys.end + p.left - shift});
@@ -31,15 +33,16 @@ struct Inputs {
 
 struct Outputs {
   std::optional<Elements> q, k, v;
-  // Zeros of the bias' shape: fp32, or fp64 where an element is a sum over queries, which may cancel.
+  // Zeros in the shape of the bias. The dtype is fp64 if an element is a sum over queries, because such a sum
+  // may cancel; else fp32.
   Tensor bias;
-  std::array<int64_t, 4> bias_strides{};  // batch, head, query, key
+  std::array<int64_t, 4> bias_strides{};  // strides of batch, head, query and key
 };
 
 class Backward {
-  static constexpr int64_t kQueries = 128;  // of a block: the depth of the products that sum over queries
-  static constexpr int64_t kMostKeys = 192, kLeastKeys = 64,
-                           kBlockElements = 12288;  // of keys times features: some 48 KiB each
+  static constexpr int64_t kQueries = 128;  // queries of a block: depth of the products over queries
+  // Keys of a block. kBlockElements limits keys * features, so that each operand takes about 48 KiB.
+  static constexpr int64_t kMostKeys = 192, kLeastKeys = 64, kBlockElements = 12288;
 
  public:
   Backward(const Kernels& kernels, const kernels::AttentionProblem& p, const Inputs& in, const Outputs& out)
@@ -64,14 +67,14 @@ class Backward {
         rows_(columns_ * round_up(std::max(p.head_dim, p.value_dim), columns_)), lse_(columns_),
         delta_(columns_) {}
 
-  // Keys of a block.
+  // Returns the number of keys of a block.
   static int64_t keys_of_block(const Kernels& kernels, const kernels::AttentionProblem& p) {
     const int64_t fit =
         kBlockElements / std::max(p.head_dim, p.value_dim) / kernels.columns * kernels.columns;
     return std::clamp(fit, kLeastKeys, kMostKeys);
   }
 
-  // Of a head's queries: what a task sums their gradients in.
+  // Returns the number of fp32 elements in which a task sums the gradients of a head's queries.
   static int64_t grad_q_size(const Kernels& kernels, const kernels::AttentionProblem& p, const Sequence& s) {
     return p.heads / p.kv_heads * gemm::parts_of(s.queries, kernels.columns) *
            round_up(p.head_dim, kernels.width_for(p.head_dim)) * kernels.columns;
@@ -97,7 +100,7 @@ class Backward {
     }
   }
 
-  // The gradients of a panel of queries.
+  // Writes the gradients of a panel of queries.
   void store_queries(const Sequence& s, int64_t head, int64_t panel, const float* sums) {
     const int64_t first = panel * columns_, count = std::min(columns_, s.queries - first);
     kernels_.store_columns(sums, p_.head_dim, count, p_.scale, *out_.q,
@@ -142,7 +145,8 @@ class Backward {
     if (out_.k) kernels_.pack_features(in_.q, q_at, count, p_.head_dim, width_, query_features_);
     if (out_.v)
       kernels_.pack_features(in_.grad_out, grad_at, count, p_.value_dim, value_width_, grad_features_);
-    // For each panel of keys, the panels of queries, all in one stretch, that see some of it.
+    // For each panel of keys, seen_ is the range of queries, in whole panels, that see some of these keys.
+    // The panels of this range are consecutive.
     seen_.assign(key_panels, Range{kQueries, 0});
     for (int64_t i = 0; i < count; i += columns_) {
       const Range some{queries.begin + i, std::min(queries.begin + i + columns_, queries.end)};
@@ -169,7 +173,8 @@ class Backward {
     if (out_.k) add(query_features_, width_, p_.head_dim, by_score_, grad_k_);
   }
 
-  // A panel of queries, the `place`-th of its block, and some panels of the block's keys.
+  // Computes the scores of one panel of queries and some panels of the block's keys, and adds their share of
+  // the gradients. place: offset of the first query in its block of queries.
   void add_panel(const Sequence& s, int64_t head, Range queries, Range block, Range panels, int64_t place) {
     const int64_t some = queries.end - queries.begin, token = s.begin_q + queries.begin;
     const int64_t first = panels.begin * columns_;
@@ -180,7 +185,7 @@ class Backward {
                 std::numeric_limits<float>::infinity());
     std::fill_n(std::copy_n(in_.delta + row, some, static_cast<float*>(delta_)), columns_ - some, 0.f);
 
-    // (keys, queries): scores, and gradients by probabilities.
+    // Compute the scores and the gradients of the probabilities, both (keys, queries).
     kernels_.pack_tokens(in_.q, in_.q.offset(s, head, token), some, p_.head_dim, columns_, query_);
     kernels_.pack_tokens(in_.grad_out, in_.grad_out.offset(s, head, token), some, p_.value_dim, columns_,
                          grad_);

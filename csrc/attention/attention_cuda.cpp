@@ -28,7 +28,7 @@ void check_sizes(const kernels::AttentionProblem& p) {
               " tokens, received ", p.batch + 1);
 }
 
-// What kernels read: features side by side, copied where they are not.
+// The inputs of the kernels. A tensor whose features are not contiguous is copied.
 struct Operands {
   explicit Operands(const Call& call)
       : q(with_features_together(call.q)), k(with_features_together(call.k)),

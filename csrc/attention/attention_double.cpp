@@ -1,4 +1,5 @@
-// fp64, for checks of gradients: PyTorch's operators on a block of queries of every head at a time.
+// Attention in fp64, for gradient checks. Runs PyTorch's operators on one block of queries of all heads at a
+// time.
 
 #include <algorithm>
 
@@ -12,18 +13,19 @@
 namespace shoestring::attend {
 namespace {
 
-constexpr int64_t kBlock = 64;  // queries
+constexpr int64_t kBlock = 64;  // queries that are computed at once
 
-// One batch of sequences of equal length, and where it is.
+// One batch of sequences of equal length, and its position in the call's tensors.
 struct Part {
-  Tensor q, k, v;     // (batch, heads, tokens, features), k and v of as many heads as q
+  Tensor q, k, v;     // (batch, heads, tokens, features); k and v are repeated to q's heads
   Tensor bias;        // broadcasts to (batch, heads, queries, keys), or undefined
-  int64_t first_row;  // of lse, for the first query of the first head
-  int64_t head_rows;  // from one head to the next
+  int64_t first_row;  // row of lse for the first query of the first head
+  int64_t head_rows;  // rows of lse from one head to the next
   int64_t begin_q, begin_k;
 };
 
-// t's (batch, heads, tokens, features) of a sequence, or t as it is.
+// Returns one sequence of a packed tensor as (batch, heads, tokens, features), or an unpacked tensor
+// unchanged.
 Tensor tokens_of(const Tensor& t, bool packed, int64_t begin, int64_t end) {
   return packed ? t.slice(0, begin, end).transpose(0, 1).unsqueeze(0) : t;
 }
@@ -54,7 +56,8 @@ void for_each_part(const Call& call, Body body) {
   }
 }
 
-// Which keys queries [begin, end) see: 0 or -inf, (queries, keys).
+// Returns a mask (queries, keys) for queries [begin, end): 0 for keys that a query sees and -inf for hidden
+// keys.
 Tensor hidden_keys(const Call& call, const Part& part, int64_t begin, int64_t end) {
   const int64_t keys = part.k.size(2), shift = keys - part.q.size(2);
   const auto integers = part.q.options().dtype(at::kLong);
@@ -76,7 +79,7 @@ Tensor distances(const Part& part, int64_t begin, int64_t end) {
 
 struct Scores {
   Tensor scores;  // (batch, heads, queries, keys)
-  Tensor slope;   // of the cap, or undefined
+  Tensor slope;   // derivative of the softcap at each score, or undefined
 };
 
 Tensor bias_rows(const Tensor& bias, int64_t begin, int64_t end) {
@@ -106,7 +109,8 @@ Scores scores_of(const Call& call, const Part& part, int64_t begin, int64_t end)
   return s;
 }
 
-// What probabilities are multiplied by: 0 or 1 / (1 - p); undefined without dropout.
+// Returns the dropout factors of the probabilities, which are 0 or 1 / (1 - p). The result is undefined
+// without dropout.
 Tensor kept(const Call& call, const Part& part, const Tensor& like, int64_t begin) {
   if (call.dropout_p == 0) return {};
   const auto rule = layers::dropout_rule(call.dropout_p);
@@ -132,7 +136,7 @@ Tensor lse_of(const Tensor& lse, bool packed, const Part& part, int64_t begin, i
                 : lse.slice(2, begin, end);
 }
 
-// e^(scores - lse), 0 in rows that see nothing.
+// Returns exp(scores - lse), or 0 in rows of queries that see no key.
 Tensor probabilities(const Tensor& scores, const Tensor& lse) {
   const Tensor some = at::where(at::isinf(lse).logical_and(lse.lt(0)), at::zeros_like(lse), lse);
   return at::exp(scores - some.unsqueeze(-1));
@@ -144,7 +148,7 @@ void for_each_block(const Part& part, Body body) {
     body(begin, std::min(begin + kBlock, part.q.size(2)));
 }
 
-// Adds t (batch, heads, ...) to sum, which may have fewer heads, or size 1 where t has more.
+// Adds t (batch, heads, ...) to `sum`, reduced over the dimensions in which `sum` has size 1.
 void add_reduced(Tensor sum, const Tensor& t) { sum.add_(t.sum_to_size(sum.sizes())); }
 
 }  // namespace
@@ -182,7 +186,7 @@ Gradients backward_double(const Call& call, const Upstream& upstream) {
   for_each_part(call, [&](const Part& part) {
     const int64_t end_q = part.begin_q + part.q.size(2), end_k = part.begin_k + part.k.size(2);
     const Tensor grad_out = tokens_of(upstream.grad_out, packed, part.begin_q, end_q);
-    const auto of_key_heads = [&](const Tensor& t) {  // heads that share keys, summed
+    const auto of_key_heads = [&](const Tensor& t) {  // sums the heads that share keys
       return t.unflatten(1, {call.k.size(1), -1}).sum(2);
     };
     for_each_block(part, [&](int64_t begin, int64_t end) {

@@ -1,6 +1,7 @@
 #pragma once
 
-// PyTorch's own operators for attention on CUDA, for the calls that they can do as attention() defines them.
+// PyTorch's own CUDA operators for attention. They are used for calls that they compute as attention()
+// defines it.
 
 #include "attention/attention.h"
 
@@ -8,13 +9,14 @@ namespace shoestring::attend {
 
 enum class Library { kNone, kCudnn, kFlash };
 
-/// Which one takes the call; kNone: our kernels. The only place that decides.
+/// Returns the PyTorch operator that computes the call, or kNone for our kernels. No other function decides
+/// this.
 Library library_for(const Call& call);
 
-/// Results lie in memory as those of our kernels do, and lse is the same: forward and backward may be of
-/// different kinds.
+/// Computes forward with an operator of PyTorch. The strides of the output and lse are the same as those of
+/// our kernels. Forward and backward may therefore use different implementations.
 Result forward_library(Library library, const Call& call);
-/// Without the gradient of lse.
+/// Computes backward with an operator of PyTorch, for calls without a gradient of lse.
 Gradients backward_library(Library library, const Call& call, const Upstream& upstream);
 
 }  // namespace shoestring::attend

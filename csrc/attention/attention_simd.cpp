@@ -1,5 +1,6 @@
-// Queries lie side by side in a register, keys below each other: a query's maximum and sum are those of a
-// lane, without shuffles, and what is left in the buffer is a panel that the next product reads as it lies.
+// Vectorised CPU kernels of attention, between the matrix products. The lanes of a register are queries, and
+// rows are keys. The maximum and the sum of a query therefore stay in one lane, without shuffles. The result
+// is already a packed panel, which the next product reads directly.
 
 #include <math.h>
 
@@ -14,7 +15,7 @@ extern const kernels::AttentionTable attention;
 
 namespace {
 
-constexpr int kWide = 2;  // registers of a row, as in gemm.cpp
+constexpr int kWide = 2;  // vector registers of a row of scores, as in gemm.cpp
 constexpr int kColumns = kWide * kLanes;
 
 SHOESTRING_INLINE F32 lanes_from(float first) {
@@ -26,7 +27,8 @@ SHOESTRING_INLINE F32 lanes_from(float first) {
 void adjust(const kernels::AttentionPanel& panel, int64_t first_key, int64_t keys, const float* added,
             bool edge, float* scores, float* cap_slope) {
   const F32 cap = splat(panel.softcap);
-  // Distances of tokens are exact as fp32 up to 2^24, and beyond that a cache would not hold a tile's keys.
+  // Distances between tokens are exact in fp32 up to 2^24. With more tokens, no cache would hold the keys of
+  // a tile.
   const float start = static_cast<float>(first_key - panel.position);
   const F32 left = splat(-static_cast<float>(panel.left)), right = splat(static_cast<float>(panel.right));
   for (int64_t j = 0; j < keys; ++j, scores += kColumns) {
@@ -52,7 +54,7 @@ void adjust(const kernels::AttentionPanel& panel, int64_t first_key, int64_t key
   }
 }
 
-// The finite one of what may be -inf: e^(-inf - it) is 0.
+// Replaces -inf by 0, so that e^(-inf - result) is 0 and not NaN.
 SHOESTRING_INLINE F32 finite(F32 highest) { return highest == kLow ? F32{} : highest; }
 
 template <bool kBrief>
@@ -117,10 +119,10 @@ void differentiate(float* scores, float* by_p, int64_t keys, const float* mask, 
                    const float* delta) {
   for (int w = 0; w < kWide; ++w) {
     const F32 known = load(lse + w * kLanes), less = load(delta + w * kLanes);
-    const F32 highest = known == kLow ? splat(-kLow) : known;  // a query that sees nothing
+    const F32 highest = known == kLow ? splat(-kLow) : known;  // -kLow for a query that sees no key
     for (int64_t j = 0; j < keys; ++j) {
       const int64_t at = j * kColumns + w * kLanes;
-      // Rounding may have put the score a little above the sum of which it is part.
+      // Rounding may put a score slightly above the log-sum-exp that includes this score.
       const F32 p = exp_of<kBrief>(min(splat(0.f), load(scores + at) - highest));
       F32 gradient = load(by_p + at), used = p;
       if (mask != nullptr) {

@@ -16,8 +16,8 @@ using at::Tensor;
 
 constexpr const char* kOp = "pack_sequences";
 
-// The room that is left in each bin, as a tree of maxima: the first bin with enough is found in as many steps
-// as it is deep.
+// The free space of each bin, as a tree of maxima. A search for the first bin with enough space takes as many
+// steps as the tree has levels.
 class Bins {
  public:
   Bins(int64_t most, int64_t capacity) {

@@ -12,7 +12,7 @@ using at::Tensor;
 
 namespace {
 
-constexpr int64_t kGrain = int64_t{1} << 14;  // elements that a thread is worth starting for
+constexpr int64_t kGrain = int64_t{1} << 14;  // fewest elements that are worth another thread
 
 float* floats(const Tensor& t) { return t.data_ptr<float>(); }
 

@@ -1,9 +1,9 @@
 #pragma once
 
-// Loops over activation(gate) * up. An activation is a struct made of a register of numbers, with of(), its
-// value, and slope(), its derivative; for 16-bit numbers (kShort) it need not be exacter than 2^-15. One
-// pass: backward makes the product again where somebody needs it, from what it reads for the gradients
-// anyway.
+// Vectorised loops over activation(gate) * up. An activation is a struct constructed from a register of
+// numbers: of() is the value and slope() the derivative. For 16-bit numbers (kShort), an error of 2^-15 is
+// good enough. Backward is one pass. If the caller wants the product, backward computes it from the inputs
+// that it reads for the gradients anyway.
 
 #include "core/element_simd.h"
 #include "core/exp_simd.h"
@@ -16,7 +16,7 @@ SHOESTRING_INLINE F32 decay(F32 x) {
   return kShort ? short_exp_of_negative(x) : exp_of_negative(x);
 }
 
-// The logistic function of x and of -x, each without cancellation.
+// The logistic function of x (`of`) and of -x (`of_negative`), both without cancellation.
 template <bool kShort>
 struct Logistic {
   F32 of, of_negative;
@@ -35,7 +35,7 @@ SHOESTRING_INLINE void forward_step(const T* gate, const T* up, T* out) {
   E::store_pair(out, {A(g.first).of() * u.first, A(g.second).of() * u.second});
 }
 
-// The elements behind the last whole step are copied to and from buffers.
+// The elements after the last whole step are copied to and from buffers.
 template <class A, class E, class T>
 void gated_forward(const T* gate, const T* up, int64_t count, T* out) {
   int64_t i = 0;

@@ -1,5 +1,6 @@
-// gelu(gate) * up: layers/gated_simd.h, with x times the normal distribution's function, or what is close to
-// it. Both are made without cancellation, so that far below zero the result is small and not nothing.
+// gelu(gate) * up on the CPU, with the loops of layers/gated_simd.h. gelu(x) is x times the distribution
+// function of the normal distribution, or times its tanh approximation. Neither has cancellation, so far
+// below zero the result is small but not 0.
 
 #include "layers/geglu_table.h"
 
@@ -18,18 +19,18 @@ struct GeluTanh {
       : x(x), s(x * fma(x * x, splat(kTwice * kCube), splat(kTwice))) {}
   SHOESTRING_METHOD F32 of() const { return x * s.of; }
   SHOESTRING_METHOD F32 slope() const {
-    // Where x is so large that its square is infinite, the rest is zero.
+    // If x is so large that its square is infinite, `rest` is 0, and the product would be NaN.
     const F32 rest = s.of * s.of_negative;
     return s.of + (rest > 0.f ? x * rest * fma(x * x, splat(3 * kTwice * kCube), splat(kTwice)) : F32{});
   }
 };
 
-// The share of the normal distribution beyond |x| is exp(-x^2 / 2) t P(t), t = 1 / (1 + 0.35 |x|), P of
-// degree 8 with a relative error of 4e-8, fitted for |x| up to 14, where it is zero in fp32; for 16 bits of
-// degree 5, with 2.4e-5.
+// The tail of the normal distribution beyond |x| is exp(-x^2 / 2) t P(t) with t = 1 / (1 + 0.35 |x|). The
+// polynomial P has degree 8 and a relative error of 4e-8; for 16-bit numbers, degree 5 and 2.4e-5. P was
+// fitted for |x| up to 14, where the tail is 0 in fp32.
 template <bool kShort>
 struct GeluErf {
-  F32 x, density, below;  // of the distribution, at x
+  F32 x, density, below;  // x, density and distribution function of the normal distribution at x
   explicit SHOESTRING_METHOD GeluErf(F32 x) : x(x) {
     const F32 bell = decay<kShort>(-0.5f * x * x);
     const F32 t = reciprocal(fma(min(splat(20.f), abs(x)), splat(0.35f), splat(1.f)));

@@ -3,6 +3,6 @@
 #include "core/capability.h"
 #include "layers/gated_table.h"
 
-// With gelu's tanh approximation, and without.
+// Kernels for GELU with the tanh approximation, and for the exact GELU.
 SHOESTRING_CPU_TABLE(kernels::GatedTable, geglu_tanh)
 SHOESTRING_CPU_TABLE(kernels::GatedTable, geglu_erf)

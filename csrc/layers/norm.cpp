@@ -15,19 +15,21 @@ namespace {
 using kernels::Norm;
 
 constexpr const char* kKernels = "norm";
-constexpr int64_t kGrain = int64_t{1} << 14;  // elements that a thread is worth starting for
-// Sums over rows on the CPU: so many parts at most, whatever the number of threads, and within a part so many
-// rows before they join the others. The error is that of short sums.
+constexpr int64_t kGrain = int64_t{1} << 14;  // fewest elements that are worth another thread
+// Sums over rows on the CPU. The rows are split into at most kParts parts of at least kLeastRows rows,
+// whatever the number of threads. Within a part, kShort rows are summed before they are added to the total.
+// The error is therefore that of short sums.
 constexpr int64_t kParts = 64, kShort = 128, kLeastRows = 16;
-constexpr int64_t kSums = int64_t{1} << 18;  // of parts, in the time that it takes to wake a thread
-// On CUDA: a group of threads has at least so many rows, and there are at most so many groups.
+// Partial sums that are added in the time that it takes to wake a thread.
+constexpr int64_t kSums = int64_t{1} << 18;
+// On CUDA, a group of threads computes about kRowsEach rows or more, and there are at most kGroups groups.
 constexpr int64_t kRowsEach = 8, kGroups = 1024;
 
 int64_t features_of(const Tensor& x) { return x.size(-1); }
 int64_t rows_of(const Tensor& x) { return x.numel() / std::max<int64_t>(1, features_of(x)); }
 int64_t grain(int64_t features) { return std::max<int64_t>(1, kGrain / features); }
 
-// Weight and bias as the kernels take them: fp32, or x's type where they have it.
+// Weight and bias in the dtype that kernels take: x's dtype if both have it, else fp32.
 struct Vectors {
   Tensor weight, bias;
   bool wide = true;
@@ -59,7 +61,8 @@ const kernels::NormRows& cpu_rows(const Tensor& x) {
          : x.scalar_type() == at::kBFloat16 ? k.of_bf16
                                             : k.of_fp16;
 }
-// A weight or bias as the CPU's rows take it; the number if there is none.
+// Returns a weight or bias plus `offset` in the order of the CPU kernels. Without a vector, all elements are
+// `none`.
 Tensor arranged(const Norm& norm, const Tensor& x, const Tensor& vector, float offset, float none) {
   Tensor out = at::empty({norm.features}, x.options().dtype(at::kFloat));
   if (vector.defined()) {
@@ -75,7 +78,7 @@ Tensor statistic(const Tensor& x) {
   return at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(statistics_type(x)));
 }
 
-// In plain PyTorch, for checks of gradients.
+// Computes the norm in fp64 with PyTorch's operators, for gradient checks.
 Forward forward_double(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
                        const Options& o) {
   Forward result;
@@ -104,8 +107,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_double(const Tensor& grad, const Opt
   return {grad_x, weight_grad ? columns(grad * h) : Tensor(), bias_grad ? columns(grad) : Tensor()};
 }
 
-// grad_x by rows; with sums, parts of them on the threads, each over the same rows whatever the number of
-// threads.
+// Computes grad_x and, if wanted, the gradients of weight and bias. Threads compute partial sums over parts
+// of the rows. A part has the same rows whatever the number of threads.
 std::pair<Tensor, Tensor> backward_cpu(const Norm& problem, kernels::NormBackward io, const Tensor& x,
                                        const Vectors& vectors, bool weight_grad, bool bias_grad) {
   const auto& k = cpu_rows(x);
@@ -118,8 +121,8 @@ std::pair<Tensor, Tensor> backward_cpu(const Norm& problem, kernels::NormBackwar
     return {};
   }
   const int64_t each = std::max((rows + kParts - 1) / kParts, kLeastRows), parts = (rows + each - 1) / each;
-  // Of each part, the sums of all its rows and, if those are many, those of the last few: the weight's, and
-  // the bias's.
+  // Each part stores the sums over its rows: the weight's, then the bias's. A part of more than kShort rows
+  // also stores the sums over its last kShort rows.
   const int64_t width = problem.centred ? 2 * features : features, room = each <= kShort ? width : 2 * width;
   const Tensor found = at::empty({parts, room}, x.options().dtype(at::kFloat));
   at::parallel_for(0, parts, std::max<int64_t>(1, grain(features) / each), [&](int64_t first, int64_t last) {
@@ -224,8 +227,8 @@ Forward forward(Backend backend, const char* op, const Tensor& x, const Optional
     return result;
   }
   const Tensor factors = arranged(norm, x, vectors.weight, norm.offset, 1);
-  const Tensor terms =
-      norm.centred ? arranged(norm, x, vectors.bias, -0.f, -0.f) : Tensor();  // x + -0 is x, if x is -0 too
+  // A missing bias counts as -0, because x + -0 is x even if x is -0.
+  const Tensor terms = norm.centred ? arranged(norm, x, vectors.bias, -0.f, -0.f) : Tensor();
   io.weight = address(factors);
   io.bias = address(terms);
   const auto run = cpu_rows(x).forward;

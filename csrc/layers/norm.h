@@ -1,6 +1,6 @@
 #pragma once
 
-// What rms_norm and layer_norm share: rows of x's last dimension, from their kernels.
+// Forward and backward over rows of x's last dimension, which rms_norm and layer_norm share.
 
 #include <optional>
 #include <tuple>
@@ -24,36 +24,37 @@ struct Options {
   bool centred = false;
 };
 
-/// Refuses an x that is no rows of numbers, and a `t` (weight, bias) that does not go with it.
+/// Raise unless x is floating-point with at least one dimension, and unless `t` (weight or bias) fits x.
 void check_x(const char* op, const Tensor& x, double eps);
 void check_vector(const char* op, const char* name, const Tensor& x, const OptionalTensor& t);
 
 struct Forward {
-  Tensor y, sum, mean,
-      rstd;  // sum: x + residual, with one; mean: if centred; rstd fp32 (fp64 for fp64), one a row
+  // sum: x + residual, if there is a residual. mean (only if centred) and rstd: one number for each row, fp32
+  // (fp64 for fp64).
+  Tensor y, sum, mean, rstd;
 };
 Forward forward(Backend backend, const char* op, const Tensor& x, const OptionalTensor& residual,
                 const OptionalTensor& weight, const OptionalTensor& bias, const Options& options);
 
-/// The gradients by x (grad_sum added), and as asked for by weight and bias, else undefined. mean: undefined
-/// if not centred.
+/// Returns the gradients of x (plus grad_sum), weight and bias. A gradient that is not wanted is undefined.
+/// mean: undefined if not centred. bias: the dtype of the bias's gradient, or nullopt if it is not wanted.
 std::tuple<Tensor, Tensor, Tensor> backward(Backend backend, const char* op, const Tensor& grad,
                                             const OptionalTensor& grad_sum, const Tensor& x,
                                             const OptionalTensor& weight, const Tensor& mean,
                                             const Tensor& rstd, const Options& options, bool weight_grad,
                                             c10::optional<at::ScalarType> bias);
 
-/// rms_norm_forward through the dispatcher.
+/// Calls rms_norm_forward through the dispatcher.
 std::tuple<Tensor, Tensor, Tensor> call_rms_norm_forward(const Tensor& x, const OptionalTensor& residual,
                                                          const OptionalTensor& weight, double eps,
                                                          double offset, c10::string_view casting);
 
-/// t, or an empty tensor where t is undefined, as operators return it.
+/// Returns t or, if t is undefined, the empty tensor that operators return in its place.
 inline Tensor or_none(const Tensor& t, const Tensor& like) {
   return t.defined() ? t : at::empty({0}, like.options());
 }
 
-/// The type of a row's mean and rstd.
+/// Returns the dtype of a row's mean and rstd.
 inline at::ScalarType statistics_type(const Tensor& x) {
   return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }

@@ -1,6 +1,6 @@
 #pragma once
 
-// What the passes over rows of a norm share.
+// Helpers for the passes of a norm over its rows.
 
 #include "core/row_simd.h"
 #include "core/some_simd.h"
@@ -8,19 +8,19 @@
 
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 
-constexpr int kWide = 4;  // registers of a step
+constexpr int kWide = 4;  // vector registers in one step through a row
 constexpr int64_t kStep = kWide * kLanes;
-constexpr int kChains = kLanes == 16 ? 4 : 2;  // additions of a sum that do not wait for each other
-constexpr int kRowsAtOnce = 2;  // with weights and sums over rows they still fit the nearest cache
+constexpr int kChains = kLanes == 16 ? 4 : 2;  // partial sums whose additions are independent
+constexpr int kRowsAtOnce = 2;  // with weights and sums over rows, two rows still fit the L1 cache
 
-using Row = Some<kWide>;  // a step of one
+using Row = Some<kWide>;  // the elements of one step through a row
 
 SHOESTRING_INLINE F32 rounded(Float, F32 x) { return x; }
 SHOESTRING_INLINE F32 rounded(BFloat16, F32 x) { return as_float(rounded_bf16(x) & 0xffff0000u); }
 SHOESTRING_INLINE F32 rounded(Half, F32 x) { return from_fp16(to_fp16(x)); }
 
-// Of what was made from elements: a NaN of bf16 has nothing in its lower half that rounding could carry over.
-// Nor has one of the weights, as `arrange` leaves them.
+// Rounds a value that was computed from elements. The lower half of a bf16 NaN is zero, so rounding cannot
+// carry into its upper half. NaNs of the weights have the same form, because `arrange` writes them so.
 template <class E>
 SHOESTRING_INLINE F32 rounded_of_elements(E, F32 x) {
   return rounded(E{}, x);
@@ -29,8 +29,8 @@ SHOESTRING_INLINE F32 rounded_of_elements(BFloat16, F32 x) {
   return as_float(round_upper_half(x) & 0xffff0000u);
 }
 
-// Asks for what the next rows have where these have p, to read or to write: while a pass works in cache,
-// memory would idle.
+// Prefetches the elements of the next rows at p's place in a row, to read or to write them. Without this,
+// memory would be idle while a pass works in cache.
 template <bool kWrite = false, class T>
 SHOESTRING_INLINE void ask_for(const T* p, int64_t ahead, int64_t n) {
 #pragma GCC unroll 4
@@ -38,8 +38,8 @@ SHOESTRING_INLINE void ask_for(const T* p, int64_t ahead, int64_t n) {
     __builtin_prefetch(p + ahead + i, kWrite, 2);
 }
 
-// kSums sums over a row, or over rows that lie one after the other, of body(offset, count, sums), which adds
-// register k of a step to sums[..][k % kChains].
+// Computes kSums sums over one row, or over consecutive rows. body(offset, count, sums) adds register k of a
+// step to sums[..][k % kChains].
 template <int kSums, class Body>
 SHOESTRING_INLINE void row_sums(int64_t features, double* totals, Body body) {
   F32 sums[kSums][kChains] = {};
@@ -57,7 +57,7 @@ SHOESTRING_INLINE void row_sums(int64_t features, double* totals, Body body) {
       });
 }
 
-// What a row is normalised with.
+// The numbers with which a row is normalised.
 struct Statistics {
   float mean, rstd;
 };

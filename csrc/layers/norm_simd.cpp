@@ -1,6 +1,6 @@
-// A row comes from memory once: what follows its first pass finds it in the nearest cache. Backward adds a
-// row's share of the weight's gradient to a row of sums there, so x and the gradient are read once for all
-// three gradients.
+// Rows of rms_norm and layer_norm on the CPU. A row is read from memory once: the later passes find it in the
+// L1 cache. Backward adds the row's share of the weight's gradient to a row of sums in that cache. x and the
+// gradient are therefore read once for all three gradients.
 
 #include "layers/norm_table.h"
 
@@ -16,7 +16,7 @@ template <class E>
 SHOESTRING_INLINE Row elements(const typename E::Type* p, int64_t n) {
   return get_any<E, kWide>(p, n);
 }
-// Of weights and sums over rows, which lie as steps of elements come.
+// Loads weights or sums over rows, which are stored in the order of the elements in a step.
 SHOESTRING_INLINE Row arranged(const float* p, int64_t n) { return get_some<Float, kWide>(p, n); }
 
 template <class E, Casting kCasting, bool kCentred, int kRows>
@@ -33,7 +33,7 @@ SHOESTRING_INLINE void write_rows(const Norm& norm, const typename E::Type* x, c
 #pragma GCC unroll 2
     for (int r = 0; r < kRows; ++r) {
       const int64_t at = r * norm.features + i;
-      if (kCentred) {  // whose reads the pass before this has asked for
+      if (kCentred) {  // the pass before this one has prefetched the inputs
         ask_for<true>(y + at, kRows * norm.features, n);
       } else {
         ask_for(source + at, kRows * norm.features, n);
@@ -51,7 +51,7 @@ SHOESTRING_INLINE void write_rows(const Norm& norm, const typename E::Type* x, c
   });
 }
 
-// The squares' sum of each row of x, which are centred around means that are found here.
+// Computes the mean of each row and the sum of squares around this mean.
 template <class E, int kRows>
 SHOESTRING_INLINE void centred_squares(int64_t features, const typename E::Type* x, Statistics* of,
                                        double* squares) {
@@ -68,8 +68,8 @@ SHOESTRING_INLINE void centred_squares(int64_t features, const typename E::Type*
   F32 mean[kRows];
   for (int r = 0; r < kRows; ++r)
     of[r].mean = static_cast<float>(sums[r] / count), mean[r] = splat(of[r].mean);
-  // What rounding has left over, the mean of differences, is added to the mean. Elements that are missing at
-  // a row's end have none: they would count as the mean's square.
+  // The mean of the differences is the rounding error of the mean and is added to it. Missing elements at the
+  // end of a row count as 0, since each difference would otherwise be -mean.
   row_sums<2 * kRows>(features, sums, [&](int64_t i, int64_t n, auto& sums) __attribute__((always_inline)) {
 #pragma GCC unroll 2
     for (int r = 0; r < kRows; ++r) {
@@ -87,7 +87,8 @@ SHOESTRING_INLINE void centred_squares(int64_t features, const typename E::Type*
   for (int r = 0; r < kRows; ++r) {
     const double shift = sums[kRows + r] / count, apart = sums[r] - shift * shift * count;
     of[r].mean = static_cast<float>(static_cast<double>(of[r].mean) + shift);
-    squares[r] = apart < 0 ? 0 : apart;  // of a row of one number, but for rounding
+    // Rounding may make the sum of squares negative if the numbers of a row are equal.
+    squares[r] = apart < 0 ? 0 : apart;
   }
 }
 
@@ -142,16 +143,16 @@ void forward(const Norm& norm, const kernels::NormForward& io, int64_t begin, in
   for (; row < end; ++row) forward_rows<E, 1>(norm, io, row);
 }
 
-// What a row's gradient is made of besides its elements: with h the normalised row and g = grad * weight,
-// rstd (g - mean(g) - h mean(g h)), the first mean only if centred.
+// Factors of a row's gradient. With h the normalised row and g = grad * weight, the gradient is rstd (g -
+// mean(g) - h mean(g h)). The term mean(g) exists only if centred.
 struct Slopes {
-  float level, slope;  // -rstd mean(g), -rstd mean(g h)
+  float level, slope;  // level = -rstd mean(g), slope = -rstd mean(g h)
 };
 
 template <class E, bool kCentred, int kRows>
 SHOESTRING_INLINE void slopes_of(int64_t features, const typename E::Type* x, const typename E::Type* grad,
                                  const float* weight, const Statistics* of, Slopes* slopes) {
-  constexpr int kLevels = kCentred ? kRows : 0;  // sums of g, before those of g h
+  constexpr int kLevels = kCentred ? kRows : 0;  // number of sums of g; the sums of g h follow
   double sums[kLevels + kRows];
   F32 mean[kRows];
   for (int r = 0; r < kRows; ++r) mean[r] = splat(of[r].mean);
@@ -180,7 +181,8 @@ SHOESTRING_INLINE void slopes_of(int64_t features, const typename E::Type* x, co
   }
 }
 
-// kRows rows, which share the way of the weight and of the sums to and from the cache.
+// Computes the gradients of kRows rows together. The rows share the loads and stores of the weight and of the
+// sums.
 template <class E, bool kCentred, bool kVectors, int kRows>
 SHOESTRING_INLINE void backward_rows(const Norm& norm, const kernels::NormBackward& io, int64_t row) {
   using T = typename E::Type;

@@ -72,7 +72,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward_meta(const Tensor& grad, const Opti
       weight_grad ? at::empty_symint(weight->sym_sizes(), weight->options()) : at::empty({0}, x.options())};
 }
 
-// The operators that users call: the forward pass without what backward needs.
+// The operators that users call. They return no values that only backward needs.
 Tensor rms_norm_composite(const Tensor& x, const OptionalTensor& weight, double eps, double offset,
                           c10::string_view casting) {
   return std::get<0>(norm::call_rms_norm_forward(x, std::nullopt, weight, eps, offset, casting));

@@ -13,7 +13,8 @@ using norm::OptionalTensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// What was normalised is kept, which with a residual is the second result, and one number a row.
+// Saves the input of the norm and one number for each row. With a residual, the input of the norm is the
+// second result.
 class RmsNorm : public torch::autograd::Function<RmsNorm> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& residual,

@@ -21,12 +21,13 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr int64_t kRopeGrain = int64_t{1} << 14;  // elements that a thread is worth starting for
-constexpr int64_t kRopeParts = 128;  // of the sums over tokens on the CPU, whatever the number of threads
-constexpr int64_t kTeams = 8192,
-                  kHeadsEach = 16;  // on CUDA: at most so many rows of sums, of at least so many heads each
+constexpr int64_t kRopeGrain = int64_t{1} << 14;  // fewest elements that are worth another thread
+constexpr int64_t kRopeParts = 128;  // partial sums over tokens on the CPU, for any number of threads
+// On CUDA, the weights' gradients have at most kTeams rows of partial sums, each over at least kHeadsEach
+// heads.
+constexpr int64_t kTeams = 8192, kHeadsEach = 16;
 
-// Elements of a head beside each other; all other strides are as they come.
+// Returns x, or a copy of x if the elements of a head are not contiguous. The other strides may be any.
 Tensor dense_heads(const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
 
 kernels::HeadStrides strides_of(const Tensor& x) {
@@ -34,7 +35,7 @@ kernels::HeadStrides strides_of(const Tensor& x) {
   return {x.stride(0), x.stride(1), x.stride(2)};
 }
 
-// A call's tensors as its kernel takes them, and what they point into.
+// A rope call in the form that kernels take, and the tensors into which it points.
 struct RopeProblem {
   kernels::Rope rope{};
   int64_t batches;
@@ -52,7 +53,8 @@ struct RopeProblem {
   void set_positions(Backend backend, const RopeCall& call);
 };
 
-// inputs: q and k in backward, where call.q and call.k are gradients; else null.
+// inputs: null in forward. In backward, `inputs` holds q and k, and call.q and call.k are the gradients of
+// the results.
 RopeProblem::RopeProblem(Backend backend, const RopeCall& call, const OptionalTensor* inputs) {
   const bool packed = call.q.dim() == 3;
   batches = packed ? 1 : call.q.size(0);
@@ -130,7 +132,8 @@ void RopeProblem::set_tables(Backend backend, const RopeCall& call) {
 
 void RopeProblem::set_positions(Backend backend, const RopeCall& call) {
   const Tensor& p = *call.position_ids;
-  if (backend == Backend::kCpu && p.numel() > 0) {  // on CUDA the kernel makes NaNs of what is not there
+  // The CUDA kernel does not check positions: it writes NaN for a position that is not in the tables.
+  if (backend == Backend::kCpu && p.numel() > 0) {
     const int64_t least = p.min().item<int64_t>(), most = p.max().item<int64_t>();
     TORCH_CHECK_INDEX(least >= 0 && most < rope.table_rows, kRopeOp,
                       ": position_ids: expected rows of cos, 0 to ", rope.table_rows - 1, ", received ",
@@ -165,7 +168,8 @@ void run_rope_kernel(Backend backend, const RopeCall& call, const RopeProblem& p
   at::parallel_for(0, all, rope_grain(p), [&](int64_t begin, int64_t end) { run(p.rope, begin, end); });
 }
 
-// The sums over heads of the weights' gradients, (2, head_dim); undefined where they are not wanted.
+// Returns the gradients of the weights, summed over all heads, (2, head_dim). Undefined if they are not
+// wanted.
 Tensor run_rope_backward_kernel(Backend backend, const RopeCall& call, const RopeProblem& p, bool sums) {
   const int64_t all = p.batches * p.rope.tokens, heads = p.rope.sides[0].heads + p.rope.sides[1].heads;
   const auto wide = call.q.options().dtype(at::kFloat);
@@ -235,7 +239,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_rope_backward(
   const RopeProblem p(backend, call, inputs);
   const Tensor sums = run_rope_backward_kernel(backend, call, p, weight_grad);
   if (!weight_grad) return {p.outs[0], p.outs[1], none(), none()};
-  // A copy each: outputs share no memory.
+  // Copies both rows, because the outputs of an operator must not share memory.
   return {p.outs[0], p.outs[1], sums.select(0, 0).to(q_weight->scalar_type(), false, /*copy=*/true),
           sums.select(0, 1).to(k_weight->scalar_type(), false, /*copy=*/true)};
 }

@@ -1,6 +1,6 @@
 #pragma once
 
-// What a call of rope is made of, checked.
+// The checked arguments of a rope call.
 
 #include <optional>
 #include <tuple>
@@ -12,7 +12,7 @@ namespace shoestring::layers {
 constexpr const char* kRopeOp = "rope";
 
 struct RopeCall {
-  at::Tensor q, k;  // in backward their gradients
+  at::Tensor q, k;  // queries and keys; in backward, the gradients of the results
   at::Tensor cos, sin;
   std::optional<int64_t> rotary_dim;
   bool interleaved;
@@ -20,19 +20,22 @@ struct RopeCall {
   double eps, offset;
 };
 
-/// Refuses arguments that do not go together. The values of position_ids are looked at where they are used.
+/// Raises for arguments that do not fit together. The values of position_ids are checked later, where they
+/// are used.
 void check_rope(const RopeCall& call);
 
 inline int64_t rotary_dim_of(const RopeCall& call) { return call.rotary_dim.value_or(call.q.size(-1)); }
 
-/// A tensor for what becomes of x: of its strides, where the elements of a head lie beside each other.
+/// Returns an empty tensor for the rotated x. It has x's strides if the elements of a head are contiguous.
 at::Tensor empty_rotated(const at::Tensor& x);
-/// A tensor for the gradient by x: the heads of a token lie together, as a projection makes them.
+/// Returns an empty tensor for the gradient of x. The heads of a token are contiguous, as a projection writes
+/// them.
 at::Tensor empty_rotary_heads(const at::Tensor& x);
 
-// In plain PyTorch, for fp64: checks of gradients.
+// Computes rope in fp64 with PyTorch's operators, for gradient checks.
 std::tuple<at::Tensor, at::Tensor> rope_forward_double(const RopeCall& call);
-/// call.q and call.k are gradients; q and k are given with weights.
+/// Computes the gradients of rope in fp64. call.q and call.k are the gradients of the results. q and k are
+/// given if there are weights.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> rope_backward_double(
     const RopeCall& call, const std::optional<at::Tensor>& q, const std::optional<at::Tensor>& k);
 

@@ -25,7 +25,8 @@ using RopeBackwardSignature = std::tuple<Tensor, Tensor, Tensor, Tensor>(
     std::optional<int64_t>, bool, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, double,
     double, bool);
 
-// A rotation's gradient is the rotation back: q and k are kept for their norm alone.
+// The gradient of a rotation is the inverse rotation. q and k are therefore saved only if they are
+// normalised.
 class Rope : public torch::autograd::Function<Rope> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& cos,

@@ -13,7 +13,7 @@ namespace {
 
 bool broadcasts(const c10::SymInt& size, const c10::SymInt& to) { return size == 1 || size == to; }
 
-// Of a call's batch and tokens, of which a packed one has no batch.
+// Returns the batch size of q, which is 1 for a packed q without a batch dimension.
 c10::SymInt batch_of(const Tensor& q) { return q.dim() == 4 ? q.sym_size(0) : c10::SymInt(1); }
 c10::SymInt tokens_of(const Tensor& q) { return q.dim() == 4 ? q.sym_size(2) : q.sym_size(0); }
 
@@ -87,7 +87,8 @@ Tensor empty_rotary_heads(const Tensor& x) {
 
 namespace {
 
-// (tokens, 1, rotary_dim / 2), or with a batch (batch, 1, tokens, rotary_dim / 2).
+// Returns a cos or sin for each token and pair: (tokens, 1, rotary_dim / 2) if packed, else (1 or batch, 1,
+// tokens, rotary_dim / 2).
 Tensor angles(const RopeCall& c, const Tensor& table) {
   const int64_t half = rotary_dim_of(c) / 2;
   Tensor t = table.to(at::kDouble);

@@ -1,5 +1,6 @@
-// The angles of a token stay in registers while all of its heads are turned by them, and each head is read
-// once: rotated where it lies, whatever its strides, and with a norm from a copy of it in the nearest cache.
+// Rotary embedding on the CPU. The angles of a token stay in registers while all of its heads are rotated.
+// Each head is read once, in place in memory, with any strides. With a norm, the rotation reads the
+// normalised head from a copy in the L1 cache.
 
 #include "layers/rope_table.h"
 
@@ -14,7 +15,7 @@ namespace {
 using kernels::Rope;
 using kernels::RopeHeads;
 
-constexpr int kWide = 2;  // registers of a step
+constexpr int kWide = 2;  // vector registers in one step through a head
 constexpr int64_t kStep = kWide * kLanes;
 
 SHOESTRING_INLINE F32 neighbours(F32 x) {
@@ -23,7 +24,7 @@ SHOESTRING_INLINE F32 neighbours(F32 x) {
   return __builtin_shuffle(x, other);
 }
 
-// sign: 1, or -1 for the way back. What is not turned is copied.
+// Rotates one head. sign: 1, or -1 for the inverse rotation. The elements after rotary_dim are copied.
 template <class From, class To>
 SHOESTRING_INLINE void rotate(const Rope& rope, const typename From::Type* x, const float* cos,
                               const float* sin, float sign, typename To::Type* y) {
@@ -57,7 +58,8 @@ SHOESTRING_INLINE void rotate(const Rope& rope, const typename From::Type* x, co
   });
 }
 
-// All heads of one token without a norm, halves apart: a step's angles turn that step of each head.
+// Rotates all heads of one token, without a norm, for pairs that are rotary_dim / 2 apart. The angles of a
+// step are loaded once for all heads.
 template <class E>
 SHOESTRING_INLINE void rotate_heads(const Rope& rope, int64_t heads, const typename E::Type* x,
                                     int64_t x_stride, const float* cos, const float* sin, float sign,
@@ -89,7 +91,7 @@ SHOESTRING_INLINE void rotate_heads(const Rope& rope, int64_t heads, const typen
   }
 }
 
-// The sum of body(offset, count, term) over a head, in one register for each of a step's.
+// Returns the sum over a head. body(offset, count, sums) adds to one partial sum for each register of a step.
 template <class Body>
 SHOESTRING_INLINE float head_sum(int64_t head_dim, Body body) {
   Some<kWide> sums = {};
@@ -122,8 +124,8 @@ SHOESTRING_INLINE void forward_head(const Rope& rope, const float* weight, const
   rotate<Float, E>(rope, normed, cos, sin, 1, y);
 }
 
-// With h the normalised head, d the gradient turned back and g = d * weight: rstd (g - h mean(g h)); d h is
-// the weight's.
+// With h the normalised head, d the gradient rotated back and g = d * weight, the gradient of x is rstd (g -
+// h mean(g h)). The gradient of the weight is the sum of d h.
 template <class E>
 SHOESTRING_INLINE void backward_head(const Rope& rope, const float* weight, const typename E::Type* x,
                                      const typename E::Type* grad, const float* cos, const float* sin,
@@ -161,7 +163,7 @@ SHOESTRING_INLINE T* head_at(const void* base, const kernels::HeadStrides& strid
          head * strides.head;
 }
 
-// body(side, batch, token, cos, sin) for the queries and keys of each token.
+// Calls body(side, batch, token, cos, sin) for each token, with side 0 for queries and 1 for keys.
 template <class Body>
 SHOESTRING_INLINE void for_tokens(const Rope& rope, int64_t begin, int64_t end, Body body) {
   for (int64_t i = begin; i < end; ++i) {
@@ -196,8 +198,7 @@ void forward(const Rope& rope, int64_t begin, int64_t end) {
       });
 }
 
-// The sums of one token's heads are made before they join the others', so that the error is that of short
-// sums.
+// Sums over the heads of one token before it adds to the total, so that the error is that of short sums.
 template <class E>
 void backward(const Rope& rope, int64_t begin, int64_t end, float* grad_weights) {
   using T = typename E::Type;

@@ -91,7 +91,8 @@ kernels::Dropout dropout_rule(double p) {
 Tensor drop(Backend backend, const Tensor& x, const Tensor& seed, double p) {
   const auto rule = dropout_rule(p);
   const auto run = backend == Backend::kCuda ? drop_cuda : drop_cpu;
-  if (x.scalar_type() == at::kDouble) {  // for checks of gradients: the mask in fp32
+  // fp64 is used in gradient checks. The mask is drawn in fp32, with a scale of 1.
+  if (x.scalar_type() == at::kDouble) {
     Tensor mask = at::ones(x.sizes(), x.options().dtype(at::kFloat));
     run(mask, seed, {rule.threshold, 1}, mask);
     return x.mul(mask).mul_(65536.0 / (65536.0 - rule.threshold));

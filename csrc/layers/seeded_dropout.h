@@ -9,14 +9,14 @@
 
 namespace shoestring::layers {
 
-/// Refuses a probability or a seed that dropout cannot have. Without dropout (p = 0) there is no seed.
+/// Raises for an invalid probability or seed. A seed is required with dropout and refused without it (p = 0).
 void check_dropout(const char* op, double p, const std::optional<at::Tensor>& seed, c10::Device device);
 
-/// The probability as 16 bits have it; what is kept is scaled for that one.
+/// Returns the probability in units of 2^-16 and the matching scale for elements that are kept.
 kernels::Dropout dropout_rule(double p);
 
-/// x with each element dropped with probability p, or divided by 1 - p: the mask is a function of the seed
-/// and the place.
+/// Drops each element of x with probability p and divides the other elements by 1 - p. The mask is a function
+/// of the seed and the index of the element.
 at::Tensor drop(Backend backend, const at::Tensor& x, const at::Tensor& seed, double p);
 
 }  // namespace shoestring::layers

@@ -15,7 +15,8 @@ Tensor call_seeded_dropout(const Tensor& x, const Tensor& seed, double p) {
   return op.call(x, seed, p);
 }
 
-// Linear in x, and its own adjoint; so its backward can be differentiated too.
+// Dropout with a fixed mask is linear in x and its own adjoint. Its backward is therefore differentiable,
+// too.
 class SeededDropout : public torch::autograd::Function<SeededDropout> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& seed, double p) {

@@ -1,4 +1,5 @@
-// The mask is a function of the seed and the place, so nobody has to keep it: backward makes it again.
+// Seeded dropout on the CPU. The mask is a function of the seed and the index of the element. It is not
+// saved, because backward computes it again.
 
 #include "layers/seeded_dropout_table.h"
 

@@ -1,4 +1,5 @@
-// silu(gate) * up: layers/gated_simd.h, with x times the logistic function.
+// silu(gate) * up on the CPU, with the loops of layers/gated_simd.h. silu(x) is x times the logistic
+// function.
 
 #include "layers/swiglu_table.h"
 

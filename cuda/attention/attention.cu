@@ -1,6 +1,7 @@
-// FlashAttention-2's order of loops (Dao, arXiv 2307.08691): a block has 64 queries of a head and goes over
-// the keys they see. Probabilities never leave registers: as the first product leaves them, so the second
-// takes them. K and V have one buffer each: V's tile arrives during q k^T, the next tile of K during p v.
+// Forward of attention on CUDA, with the loop order of FlashAttention-2 (Dao, arXiv 2307.08691). A block has
+// 64 queries of a head and iterates over the keys that they see. Probabilities stay in registers: the second
+// product reads them from where the first product wrote them. K and V have one buffer each. A tile of V is
+// copied during q k^T, and the next tile of K during p v.
 
 #include "core/cuda_tables.h"
 #include "cuda/attention/attention.h"
@@ -14,7 +15,7 @@ struct ForwardAccess {
   bool q, k, v, out;
 };
 
-// A tile of keys. With 256 features registers are short.
+// Keys in a tile. There are fewer with 256 features, because registers are scarce.
 template <class T, int D>
 constexpr int kKeys = D > 128 ? 32 : kRows<T, D>;
 
@@ -22,7 +23,7 @@ template <class T, int D>
 __device__ void forward_block(const AttentionProblem& p, const AttentionTensors& t,
                               const ForwardAccess& access) {
   constexpr int rows = kRows<T, D>, threads = kThreads<T, D>, keys = kKeys<T, D>, pitch = kPitch<T, D>;
-  // The last tiles of causal sequences have the most keys: they go first.
+  // The last tiles of causal sequences have the most keys, so they start first.
   const int heads = static_cast<int>(p.heads), units = static_cast<int>(gridDim.x) / heads;
   const int head = static_cast<int>(blockIdx.x) % heads,
             unit = units - 1 - static_cast<int>(blockIdx.x) / heads;
@@ -37,7 +38,8 @@ __device__ void forward_block(const AttentionProblem& p, const AttentionTensors&
   unsigned char *q_tile = dynamic_shared(), *k_tile = q_tile + rows * pitch, *v_tile = k_tile + keys * pitch;
   const Scores scores(p, at, head);
   const int first = at.tile * rows, own = first + warp() * 16;
-  const int begin = max(0, first + scores.window.low) / 8 * 8;  // dropout draws for eight keys at once
+  // A multiple of 8, because dropout draws bits for eight keys at once.
+  const int begin = max(0, first + scores.window.low) / 8 * 8;
   const int end = min(at.keys, min(first + rows, at.queries) + scores.window.high);
   if (begin < end) {
     copy_rows<T, D, rows, threads>(q_tile, q, t.q_at.token, first, at.queries, head_dim, access.q);
@@ -48,7 +50,7 @@ __device__ void forward_block(const AttentionProblem& p, const AttentionTensors&
   float out[D / 8][4] = {};
   for (int key = begin; key < end; key += keys) {
     cp_async_wait<0>();
-    __syncthreads();  // K is there, and nobody reads V's tile any more
+    __syncthreads();  // K's tile has arrived, and no warp reads V's tile any more
     copy_rows<T, D, keys, threads>(v_tile, v, t.v_at.token, key, at.keys, value_dim, access.v);
     cp_async_commit();
     float s[keys / 8][4] = {};
@@ -83,9 +85,9 @@ __device__ void forward_block(const AttentionProblem& p, const AttentionTensors&
   store_rows<T, D>(to, t.out_at.token, own, at.queries, value_dim, access.out, out, by);
 }
 
-// Tiles of Q, K and V in dynamic shared memory: 51 KiB for 128 features of 16 bits, 66 for 256; 99 for 128 in
-// fp32, 97 for 256. A lane has D / 2 numbers of the result and 32 of the scores in registers, with 256
-// features 16.
+// Dynamic shared memory holds tiles of Q, K and V. With 16-bit elements it takes 51 KiB for 128 features and
+// 66 KiB for 256; in fp32, 99 KiB and 97 KiB. A lane holds D / 2 elements of the result and 32 of the scores
+// (16 with 256 features) in registers.
 // Budget: 255 registers, 0 bytes shared, no spills.
 template <class T, int D>
 __global__ void __launch_bounds__(kThreads<T, D>, 2)

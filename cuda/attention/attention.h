@@ -1,7 +1,7 @@
 #pragma once
 
-// What the kernels of attention share on the host: sizes of tiles, launches for a head dimension, and their
-// names.
+// Declarations that attention's CUDA kernels share on the host: tile sizes, launches for a head dimension,
+// and entry points of the kernels.
 
 #include <type_traits>
 
@@ -16,21 +16,23 @@ using kernels::AttentionProblem;
 using kernels::AttentionTensors;
 using kernels::HeadStrides;
 
-// sm_75 lacks the instructions: there kernels are empty, and the launchers refuse the GPU.
+// sm_75 lacks instructions that the kernels need. There the kernels are empty, and the launchers refuse the
+// GPU.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr bool kHasMma = false;
 #else
 constexpr bool kHasMma = true;
 #endif
 
-/// A block has as many rows of queries (or of keys, for their gradients), 16 a warp. Shared memory is 99 KiB
-/// at most, which every GPU from sm_80 on has.
+/// Rows of queries in a block, 16 for each warp. For the gradients of keys and values, they are rows of keys.
+/// Shared memory takes at most 99 KiB, which every GPU from sm_80 on has.
 template <class T, int kFeatures>
 constexpr int kRows = kFeatures * sizeof(T) <= 512 ? 64 : 32;
 template <class T, int kFeatures>
 constexpr int kThreads = kRows<T, kFeatures> * 2;
 
-/// How a kernel may access a tensor: loads of 16 bytes, stores of two numbers.
+/// Which accesses the alignment of a tensor allows: loads of 16 bytes (vectors), and stores of two elements
+/// (pairs).
 struct Access {
   bool vectors, pairs;
 };
@@ -43,13 +45,14 @@ inline Access access_of(const void* p, const HeadStrides& at, int size) {
   return {whole(16), whole(2 * size)};
 }
 
-/// Where a head of a sequence begins.
+/// Returns the address of a head of a sequence, from first_token on.
 template <class T>
 __device__ T* head_of(T* tensor, const HeadStrides& at, int sequence, int64_t head, int first_token) {
   return tensor + sequence * at.batch + head * at.head + first_token * at.token;
 }
 
-/// The current GPU's, 90 for 9.0; returns an error's text, or null.
+/// Writes the compute capability of the current GPU, such as 90 for 9.0. Returns the text of an error, or
+/// null.
 inline const char* compute_capability(int& capability) {
   int device = 0, major = 0, minor = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -59,7 +62,7 @@ inline const char* compute_capability(int& capability) {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-/// Why this GPU cannot run the kernels, or null.
+/// Returns the reason why this GPU cannot run the kernels, or null.
 inline const char* refuse_gpu() {
   int capability = 0;
   if (const char* error = compute_capability(capability)) return error;
@@ -72,8 +75,8 @@ inline const char* refuse_gpu() {
 template <int kFeatures>
 using Features = std::integral_constant<int, kFeatures>;
 
-/// run(Features<n>{}) with the smallest tile that holds `features`, 1 to 256. fp32, which is for checks more
-/// than for training, has fewer: they take time to compile.
+/// Calls run(Features<n>{}) with the smallest tile that holds `features`, 1 to 256. fp32 has fewer tile
+/// sizes, because it is used for checks more than for training, and each size takes time to compile.
 template <class T, class Run>
 const char* with_features(int64_t features, Run run) {
   if (const char* error = refuse_gpu()) return error;
@@ -86,8 +89,8 @@ const char* with_features(int64_t features, Run run) {
   return features <= 128 ? run(Features<128>{}) : run(Features<256>{});
 }
 
-/// Whether this is a Hopper GPU and its kernels can do the call: they have fewer options, and copy only what
-/// is aligned.
+/// Returns whether the GPU is a Hopper GPU and its kernels can do the call. These kernels have fewer options
+/// and copy only aligned tensors.
 bool hopper_serves(const AttentionProblem& p, const AttentionTensors& t);
 bool hopper_serves(const AttentionProblem& p, const AttentionTensors& t, const AttentionGradients& g);
 template <class T>

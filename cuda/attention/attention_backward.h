@@ -1,8 +1,8 @@
 #pragma once
 
-// Backward computes scores again, once for the gradients by keys and values and once for those by queries:
-// two kernels that own what they write, so that nothing is added up by atomics and each run gives the same
-// bits.
+// Backward of attention on CUDA. The scores are computed again twice: for the gradients of keys and values,
+// and for the gradient of queries. Each of these two kernels owns the elements that it writes. No atomics are
+// needed, and every run gives the same bits.
 
 #include "cuda/attention/attention.h"
 #include "cuda/attention/attention_scores.h"
@@ -10,8 +10,9 @@
 
 namespace shoestring::cuda {
 
-/// Rows of the two tiles that change in the loop, beside the two of kRows that stay: four of the former (two
-/// that are worked on and two that arrive) and two of the latter take 99 KiB at most.
+/// Rows of each of the two tiles that change in the loop. Two further tiles, of kRows rows, stay. Shared
+/// memory holds two stages of the changing tiles (one in use, one arriving) and the two others, at most 99
+/// KiB.
 template <class T, int kFeatures>
 constexpr int kPassing = kFeatures * sizeof(T) <= 256   ? 32
                          : kFeatures * sizeof(T) <= 512 ? 16
@@ -33,8 +34,8 @@ BackwardAccess backward_access(const AttentionTensors& t, const AttentionGradien
           access_of(g.v, g.v_at, size).pairs};
 }
 
-/// A query's log-sum-exp in powers of 2, and its delta. Behind the last query: no probability. row: the first
-/// query's.
+/// The log-sum-exp of a query in powers of 2, and its delta. After the last query, lse is infinite, so that
+/// probabilities are 0. row: row of lse of the first query.
 struct QueryStats {
   float lse, delta;
 };
@@ -49,8 +50,9 @@ __device__ inline QueryStats stats_of(const AttentionTensors& t, const Attention
   return stats_of(t, g, scores.row, scores.at.queries, query);
 }
 
-/// From products to the right operands of the gradients: s to probabilities (those kept), by = grad_out v^T
-/// to the gradient by the scores. stats(j, i) is the query's of element i of tile j.
+/// Converts the results of two products to operands for the gradients. s becomes the probabilities, with 0
+/// for dropped ones. by = grad_out v^T becomes the gradient of the scores. stats(j, i) returns the statistics
+/// of the query of element i of tile j.
 template <bool turned, bool kCapSlope, int kTiles, class Stats>
 __device__ void differentiate(const Scores& scores, float (&s)[kTiles][4], float (&by)[kTiles][4],
                               int first_row, int first_column, Stats stats) {
@@ -66,7 +68,8 @@ __device__ void differentiate(const Scores& scores, float (&s)[kTiles][4], float
 #pragma unroll
   for (int e = 0; e < kTiles * 4; ++e) {
     const float x = s[e / 4][e % 4] * scores.factor - stats(e / 4, e % 4).lse;
-    const float probability = fast_exp2(x > 0 ? 0.f : x);  // scores of 10^9 round by more than exp2 can take
+    // Scores of 10^9 round by more than exp2 can take, so x is limited to at most 0.
+    const float probability = fast_exp2(x > 0 ? 0.f : x);
     by[e / 4][e % 4] *= probability;
     s[e / 4][e % 4] = kept >> e & 1 ? probability : 0.f;
   }

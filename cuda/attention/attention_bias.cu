@@ -1,7 +1,8 @@
-// The bias' gradient is the gradient by the scores, summed over what shares an element of the bias: a block
-// owns 64 by 64 elements (fewer where the bias has size 1) and goes over the batches, heads and queries that
-// they are broadcast to. A bias that is broadcast to all keys never comes here: see shared_bias_gradient.
-// Features pass in pieces, so that one kernel has every head dimension.
+// The gradient of attention's bias on CUDA, and delta. The gradient of the bias is the gradient of the
+// scores, summed over all scores that share an element of the bias. A block owns 64 x 64 elements of the
+// bias, fewer where the bias has size 1. It iterates over the batches, heads and queries to which these
+// elements are broadcast. A bias that is broadcast to all keys is handled elsewhere, by shared_bias_gradient.
+// The kernel reads features in pieces, so one kernel serves every head dimension.
 
 #include "cuda/attention/attention_backward.h"
 
@@ -9,16 +10,16 @@ namespace shoestring::cuda {
 namespace {
 
 constexpr int kTile = 64, kTileThreads = 128;
-constexpr int kPiece = 64;  // features
+constexpr int kPiece = 64;  // features that are in shared memory at once
 
 struct Range {
   int first, end;
 };
 
-// Sums over the tile's queries, which then are in the first row. shared: 64 a warp.
+// Sums over the tile's queries. The first row then holds the sums. shared: 64 floats for each warp.
 template <int kTiles>
 __device__ void fold(float (&sums)[kTiles][4], float* shared) {
-  __syncthreads();  // nobody reads a tile any more
+  __syncthreads();  // no warp reads a tile any more
 #pragma unroll
   for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
@@ -39,14 +40,14 @@ __device__ void fold(float (&sums)[kTiles][4], float* shared) {
   }
 }
 
-// c += a b^T over all features, a piece at a time.
+// Computes c += a b^T over all features, one piece at a time.
 template <class T>
 __device__ void product(float (&c)[kTile / 8][4], unsigned char* a_tile, const T* a, int64_t a_stride,
                         int a_first, int a_end, bool a_vectors, const T* b, int64_t b_stride, int b_first,
                         int b_end, bool b_vectors, int features) {
   unsigned char* b_tile = a_tile + kTile * kPitch<T, kPiece>;
   for (int f = 0; f < features; f += kPiece) {
-    __syncthreads();  // nobody reads the last piece any more
+    __syncthreads();  // no warp reads the previous piece any more
     copy_rows<T, kPiece, kTile, kTileThreads>(a_tile, a + f, a_stride, a_first, a_end, features - f,
                                               a_vectors);
     copy_rows<T, kPiece, kTile, kTileThreads>(b_tile, b + f, b_stride, b_first, b_end, features - f,
@@ -61,12 +62,14 @@ __device__ void product(float (&c)[kTile / 8][4], unsigned char* a_tile, const T
 template <class T>
 __device__ void bias_block(const AttentionProblem& p, const AttentionTensors& t, const AttentionGradients& g,
                            const BackwardAccess& access, const kernels::BiasShape& shape) {
-  const bool packed = p.cu_seqlens_q != nullptr;  // then sequences are among the tiles of queries
+  // If packed, the tiles of queries run through all sequences.
+  const bool packed = p.cu_seqlens_q != nullptr;
   const int columns = static_cast<int>((shape.keys + kTile - 1) / kTile);
   const int sequences = packed ? 1 : static_cast<int>(p.batch);
   const int tiles = static_cast<int>(packed ? p.queries / kTile + p.batch : (p.queries + kTile - 1) / kTile);
   int block = static_cast<int>(blockIdx.x);
-  const auto part = [&](bool split, int count) {  // of a dimension: one of its parts, or all of it
+  // Returns one part of a dimension if the blocks split it, else all of it.
+  const auto part = [&](bool split, int count) {
     if (!split) return Range{0, count};
     const int i = block % count;
     block /= count;
@@ -78,8 +81,8 @@ __device__ void bias_block(const AttentionProblem& p, const AttentionTensors& t,
   const int first_key = own_columns.first * kTile;
 
   float sums[kTile / 8][4] = {};
-  int64_t rows_at = 0,
-          rows = shape.queries > 1 ? 0 : 1;  // of the bias: where this block's begin, and how many there are
+  // The first row of the bias that this block owns, and the number of its rows.
+  int64_t rows_at = 0, rows = shape.queries > 1 ? 0 : 1;
   for (int i = own_tiles.first; i < own_tiles.end; ++i) {
     for (int b = batches.first; b < batches.end; ++b) {
       const Place at = find_tile(p, false, packed ? i : i * sequences + b, kTile);
@@ -128,8 +131,8 @@ __device__ void bias_block(const AttentionProblem& p, const AttentionTensors& t,
   }
 }
 
-// Two tiles of 64 features: 18 KiB of dynamic shared memory, 34 in fp32. A lane has 32 each of the sums, of
-// the scores and of their gradients in registers.
+// Dynamic shared memory holds two tiles of 64 features: 18 KiB with 16-bit elements, 34 KiB in fp32. A lane
+// holds 32 elements each of the sums, of the scores and of their gradients in registers.
 // Budget: 255 registers, 0 bytes shared, 32 bytes stack.
 template <class T>
 __global__ void __launch_bounds__(kTileThreads)
@@ -140,8 +143,8 @@ __global__ void __launch_bounds__(kTileThreads)
 
 // ---- delta
 
-// sum(grad_out out) of 16 queries, the diagonal of a product. Of fp32 it takes the very steps in which
-// backward multiplies grad_out by v: where a query sees one key the two are to cancel.
+// Computes sum(grad_out out) of 16 queries as the diagonal of a product. In fp32 it takes the same steps as
+// backward's product of grad_out and v. If a query sees only one key, the two must cancel.
 template <class T>
 __device__ void delta_block(const AttentionProblem& p, const T* out, const HeadStrides& out_at,
                             const T* grad_out, const HeadStrides& grad_out_at, const float* grad_lse,

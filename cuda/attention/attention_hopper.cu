@@ -1,7 +1,7 @@
-// Attention's forward on Hopper, after FlashAttention-3 (Shah et al., arXiv 2407.08608): nothing waits for
-// what it could do beside. One warp copies tiles ahead; each warpgroup of 64 queries computes a tile's
-// probabilities while the tensor cores multiply the tile before with V and, the warpgroups taking turns, the
-// other's queries with K.
+// Forward of attention on Hopper, after FlashAttention-3 (Shah et al., arXiv 2407.08608). Copies, products
+// and exponentials overlap. One warp copies tiles ahead. Each computing warpgroup has 64 queries. While it
+// computes the probabilities of a tile, the tensor cores multiply the probabilities of the tile before with
+// V. Since the warpgroups take turns, the tensor cores also multiply the other warpgroup's queries with K.
 
 #include "cuda/attention/attention_hopper.h"
 #include "cuda/attention/attention_softmax.h"
@@ -9,14 +9,15 @@
 namespace shoestring::cuda {
 namespace {
 
-// A ring takes what shared memory has. Up to 128 features the two warpgroups start their products by turns,
-// so that one of them takes exponentials while the other's products run; above, products are most of the time
-// anyway. Three warpgroups, of 160 registers, do not hold 128 keys' scores and probabilities beside the sums.
+// Tile sizes. The number of stages uses the shared memory that there is. Up to 128 features, the two
+// warpgroups start their products by turns: one computes exponentials while the products of the other run.
+// Above 128 features, products take most of the time anyway. Three warpgroups would have 160 registers per
+// thread, too few for the sums plus the scores and probabilities of 128 keys.
 template <int D>
 struct Tile {
   static constexpr int keys = D <= 128 ? 128 : 64, stages = D == 64 ? 4 : D == 192 ? 3 : 2;
   static constexpr bool turns = D <= 128;
-  using own = HopperTile<64, D>;  // a warpgroup's queries
+  using own = HopperTile<64, D>;  // tile with the queries of one warpgroup
   using passing = HopperTile<keys, D>;
   static constexpr int shared_bytes =
       kTileAlignment + kHopperGroups * own::bytes + 2 * stages * passing::bytes;
@@ -28,7 +29,7 @@ struct Barriers {
       v_empty[stages];
 };
 
-// One warp; its lane 0 starts the copies.
+// Copies tiles to shared memory. One warp runs this function, and its lane 0 starts the copies.
 template <int D>
 __device__ void copy_tiles(const AttentionProblem& p, const Place& at, int head, const TileRange& range,
                            const HopperMaps& maps, unsigned char* q_tile, unsigned char* k_tiles,
@@ -52,15 +53,16 @@ __device__ void copy_tiles(const AttentionProblem& p, const Place& at, int head,
   for (int n = 0; n < range.tiles; ++n) {
     const int stage = n % tile::stages, parity = n / tile::stages & 1, key = range.begin + n * tile::keys;
     unsigned char* v_tile = v_tiles + stage * passing::bytes;
-    const bool foreign =
-        packed && key + tile::keys > at.keys;  // V's last rows are; K's make scores that nobody sees
+    // The tile ends in rows of another sequence. V's rows have to be cleared. K's rows only give scores that
+    // are masked.
+    const bool foreign = packed && key + tile::keys > at.keys;
     if (starts) {
       mbarrier_wait(barriers.k_empty[stage], parity ^ 1);
       load(maps.k, barriers.k_full[stage], k_tiles + stage * passing::bytes, at.first_key + key);
       mbarrier_wait(barriers.v_empty[stage], parity ^ 1);
       load(maps.v, foreign ? barriers.v_landed : barriers.v_full[stage], v_tile, at.first_key + key);
     }
-    if (foreign) {  // the last tile
+    if (foreign) {  // only the last tile has rows of another sequence
       mbarrier_wait(barriers.v_landed, 0);
       clear_rows<passing>(v_tile, at.keys - key);
       async_fence();
@@ -105,7 +107,7 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors&
 
   if (range.tiles > 0) {
     float shrink[2];
-    if (tile::turns && group == 1) release(barriers.turn[0]);  // the first turn
+    if (tile::turns && group == 1) release(barriers.turn[0]);  // gives warpgroup 0 the first turn
     mbarrier_wait(barriers.q_full, 0);
     start_scores(0);
     wgmma_wait<0>(s);
@@ -141,8 +143,8 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors&
   store_rows<T, D>(to, t.out_at.token, own, at.queries, static_cast<int>(p.value_dim), pairs, out, by);
 }
 
-// Registers are those at the launch. Dynamic shared memory: 145 KiB for 64 features, 161 for 96 and 128, 193
-// above.
+// The budget counts the registers at launch. Dynamic shared memory takes 145 KiB for 64 features, 161 KiB for
+// 96 and 128, and 193 KiB above.
 // Budget: 168 registers, 160 bytes shared, no spills.
 template <class T, int D>
 __global__ void __launch_bounds__(kHopperThreads, 1)
@@ -199,7 +201,7 @@ const char* run(const AttentionProblem& p, const AttentionTensors& t, void* stre
 
 }  // namespace
 
-// What they lack are options, not lengths: bias, ALiBi and dropout.
+// The Hopper kernels take all lengths. They lack some options: bias, ALiBi and dropout.
 bool hopper_serves(const AttentionProblem& p, const AttentionTensors& t) {
   const int64_t batch = p.cu_seqlens_q != nullptr ? 1 : p.batch;
   int capability = 0;

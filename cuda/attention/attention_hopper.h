@@ -1,8 +1,8 @@
 #pragma once
 
-// What attention's kernels for Hopper share. A block has three warpgroups: of the first one warp copies tiles
-// ahead, each of the others has 64 rows of the result, and registers that the first gave up. Products run
-// beside the threads' other work.
+// Code that attention's Hopper kernels share. A block has three warpgroups. One warp of the first warpgroup
+// copies tiles ahead. Each of the two others computes 64 rows of the result, with registers that the first
+// warpgroup gives up. Products run asynchronously, in parallel with the other work of the threads.
 
 #include "cuda/attention/attention.h"
 #include "cuda/attention/attention_scores.h"
@@ -11,33 +11,35 @@
 
 namespace shoestring::cuda {
 
-/// Two warpgroups have the registers of the one that copies: more of them would have 160 at most, too few for
-/// two tiles of scores beside the sums. 168 at the launch.
+/// Two warpgroups compute and use the registers that the copying warpgroup gives up. Three would have at most
+/// 160 registers per thread, too few for two tiles of scores plus the sums. A thread has 168 registers at
+/// launch.
 constexpr int kHopperGroups = 2, kHopperRows = 64 * kHopperGroups, kHopperThreads = 128 * (kHopperGroups + 1);
 constexpr int kCopyingRegisters = 40, kComputingRegisters = 232;
 
-/// A tile of rows in shared memory: panels of 64 features, each as tma_load leaves it. In bytes.
+/// A tile of rows in shared memory, in panels of 64 features, laid out as tma_load writes them. Sizes are in
+/// bytes.
 template <int rows, int kFeatures>
 struct HopperTile {
   static constexpr int panels = (kFeatures + 63) / 64, panel = rows * 128, bytes = panels * panel;
 };
 
-/// Dynamic shared memory begins at a multiple of 16, tiles at one of 1024: as many bytes are asked for
-/// besides.
+/// Tiles begin at a multiple of 1024 bytes, but dynamic shared memory begins at a multiple of 16. A launch
+/// therefore requests 1024 bytes more.
 constexpr int kTileAlignment = 1024;
 __device__ inline unsigned char* first_tile() {
   unsigned char* p = dynamic_shared();
   return p + (kTileAlignment - reinterpret_cast<uintptr_t>(p) % kTileAlignment) % kTileAlignment;
 }
 
-/// What a block goes over: tiles of `rows` rows, the first from `begin` on.
+/// The tiles over which a block iterates: `tiles` tiles of `rows` rows, the first from row `begin` on.
 struct TileRange {
   int begin, tiles;
   __device__ TileRange(int first, int end, int rows)
       : begin(first), tiles(end > first ? (end - first + rows - 1) / rows : 0) {}
 };
 
-/// The keys that a block's queries see, in tiles of `rows`; the queries that see a block's keys.
+/// Returns the keys that a block's queries see, or the queries that see a block's keys, in tiles of `rows`.
 __device__ inline TileRange keys_seen(const Place& at, const Window& window, int rows) {
   const int first = at.tile * kHopperRows, behind = min(first + kHopperRows, at.queries);
   return {max(0, first + window.low), min(at.keys, behind + window.high), rows};
@@ -47,14 +49,15 @@ __device__ inline TileRange queries_that_see(const Place& at, const Window& wind
   return {max(0, first - window.high), min(at.queries, behind - window.low), rows};
 }
 
-/// The block's queries. The last tiles of causal sequences have the most keys: they go first.
+/// Returns the queries of the block. The last tiles of causal sequences have the most keys, so they start
+/// first.
 __device__ inline Place place_of_queries(const AttentionProblem& p) {
   const int heads = static_cast<int>(p.heads), units = static_cast<int>(gridDim.x) / heads;
   const int unit = units - 1 - static_cast<int>(blockIdx.x) / heads;
   return find_tile(p, false, unit, kHopperRows, [](const char* text) { stop(text); });
 }
 
-/// By one thread: starts the copy of the rows from `token` on.
+/// Starts the copy of a tile's rows from `token` on. One thread calls this function.
 template <class Tile>
 __device__ void load_tile(unsigned char* to, const TensorMap& map, Mbarrier& full, int token, int head,
                           int sequence) {
@@ -63,8 +66,8 @@ __device__ void load_tile(unsigned char* to, const TensorMap& map, Mbarrier& ful
     tma_load<4>(to + i * Tile::panel, map, full, {i * 64, token, head, sequence});
 }
 
-/// By a warp: zeros in the tile's rows from `first` on, which are another sequence's. They may be infinite,
-/// and zero times that is no zero. Then async_fence() and __syncwarp().
+/// Writes zeros to the tile's rows from `first` on, which belong to another sequence. They may be infinite,
+/// and zero times infinity is not zero. A warp calls this function, and then async_fence() and __syncwarp().
 template <class Tile>
 __device__ void clear_rows(unsigned char* tile, int first) {
   for (int i = first * 8 + lane(); i < Tile::panel / 16; i += kWarp) {
@@ -75,7 +78,7 @@ __device__ void clear_rows(unsigned char* tile, int first) {
   }
 }
 
-/// d = a b^T over kFeatures features: a tile of 64 rows, and one of 8 for each of d's tiles.
+/// Starts d = a b^T over kFeatures features. a is a tile of 64 rows, and b has 8 rows for each of d's tiles.
 template <class T, int kFeatures, int kTiles>
 __device__ void start_rows_times_rows(float (&d)[kTiles][4], uint64_t a, uint64_t b) {
   wgmma_fence(d);
@@ -87,7 +90,8 @@ __device__ void start_rows_times_rows(float (&d)[kTiles][4], uint64_t a, uint64_
   wgmma_commit();
 }
 
-/// d += p b: p in registers as pack_scores leaves it, b a tile of as many rows, with wgmma_rows_together.
+/// Starts d += p b. p is in registers as pack_scores leaves it. b is a tile with a row for each column of p,
+/// prepared by wgmma_rows_together.
 template <class T, int kTiles, int kSteps>
 __device__ void start_scores_times_rows(float (&d)[kTiles][4], uint32_t (&p)[kSteps][4], uint64_t b) {
   wgmma_pin(p);
@@ -97,7 +101,7 @@ __device__ void start_scores_times_rows(float (&d)[kTiles][4], uint32_t (&p)[kSt
   wgmma_commit();
 }
 
-/// A product's result as the left operand of the next.
+/// Converts the result of a product to the left operand of the next product.
 template <class T, int kTiles>
 __device__ void pack_scores(uint32_t (&p)[kTiles / 2][4], const float (&s)[kTiles][4]) {
 #pragma unroll
@@ -108,8 +112,8 @@ __device__ void pack_scores(uint32_t (&p)[kTiles / 2][4], const float (&s)[kTile
   }
 }
 
-/// -inf where column - row is not in [low, high] or the column not below `end`: a warp's 16 rows from `row`
-/// on, columns from `column` on.
+/// Masks scores: writes -inf where column - row is outside of [low, high] or where column >= end. A warp has
+/// 16 rows, from `row` on; the columns start at `column`.
 template <int kTiles>
 __device__ void mask_scores(float (&s)[kTiles][4], int low, int high, int end, int row, int column) {
   if (column + kTiles * 8 - 1 - row <= high && column - (row + 15) >= low && column + kTiles * 8 <= end)
@@ -123,11 +127,12 @@ __device__ void mask_scores(float (&s)[kTiles][4], int low, int high, int end, i
   }
 }
 
-/// e^(2x) as a power of 2 of a product, for tanh x = 1 - 2 / (e^(2x) + 1): the cap by one exponential and one
-/// reciprocal. Divided once, before the loop: a division calls a function, and wgmma crosses none.
+/// Returns the factor that turns a product into log2(e^(2x)). Since tanh x = 1 - 2 / (e^(2x) + 1), the cap
+/// takes one exponential and one reciprocal. The factor is computed once, before the loop: a division calls a
+/// function, and no wgmma may be in flight across a call.
 __device__ inline float cap_factor(const AttentionProblem& p) { return 2 * kLog2e * p.scale / p.softcap; }
 
-/// From products to capped scores, with the error of a number near 1.
+/// Converts products to capped scores. The rounding error of tanh is that of a number near 1.
 template <int kTiles>
 __device__ void cap_scores(float (&s)[kTiles][4], float factor, float softcap) {
 #pragma unroll
@@ -138,9 +143,11 @@ __device__ void cap_scores(float (&s)[kTiles][4], float factor, float softcap) {
   }
 }
 
-// Backward. stats(j, i) is the log-sum-exp in powers of 2 and the delta of the query of element i of tile j.
+// The functions below are for backward. stats(j, i) returns the log-sum-exp in powers of 2 and the delta of
+// the query of element i of tile j.
 
-/// The same, and by, less its delta, times the cap's slope: 1 - tanh^2 x without its cancellation.
+/// Converts products to capped scores, and by to (by - delta) times the derivative of the cap, 1 - tanh^2 x.
+/// This derivative is computed without cancellation.
 template <int kTiles, class Stats>
 __device__ void cap_scores(float (&s)[kTiles][4], float (&by)[kTiles][4], float factor, float softcap,
                            Stats stats) {
@@ -155,7 +162,7 @@ __device__ void cap_scores(float (&s)[kTiles][4], float (&by)[kTiles][4], float 
   }
 }
 
-/// From scores to probabilities.
+/// Converts scores to probabilities.
 template <int kTiles, class Stats>
 __device__ void exponentiate(float (&s)[kTiles][4], float factor, Stats stats) {
 #pragma unroll
@@ -163,12 +170,13 @@ __device__ void exponentiate(float (&s)[kTiles][4], float factor, Stats stats) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float x = s[j][i] * factor - stats(j, i).lse;
-      s[j][i] = fast_exp2(x > 0 ? 0.f : x);  // scores of 10^9 round by more than exp2 can take
+      // Scores of 10^9 round by more than exp2 can take, so x is limited to at most 0.
+      s[j][i] = fast_exp2(x > 0 ? 0.f : x);
     }
   }
 }
 
-/// by = grad_out v^T becomes the gradient by the scores. capped: cap_scores has taken the delta off.
+/// Converts by = grad_out v^T to the gradient of the scores. capped: cap_scores has already subtracted delta.
 template <int kTiles, class Stats>
 __device__ void differentiate_softmax(const float (&s)[kTiles][4], float (&by)[kTiles][4], bool capped,
                                       Stats stats) {
@@ -179,8 +187,8 @@ __device__ void differentiate_softmax(const float (&s)[kTiles][4], float (&by)[k
   }
 }
 
-/// The map of a tensor's tiles: (features, tokens, heads, batch); a packed tensor has one sequence. Of
-/// dimensions of one element the stride is of no account.
+/// Encodes the tensor map of tiles in (features, tokens, heads, batch). A packed tensor has a batch of 1. The
+/// stride of a dimension of size 1 does not matter.
 inline const char* encode_rows(TensorMap* map, const void* tensor, const HeadStrides& at, int64_t features,
                                int64_t tokens, int64_t heads, int64_t batch, int rows) {
   const auto bytes = [](int64_t size, int64_t stride) { return size == 1 ? 16 : stride * 2; };
@@ -190,7 +198,7 @@ inline const char* encode_rows(TensorMap* map, const void* tensor, const HeadStr
   return encode_tensor_map(map, tensor, 4, sizes, strides, box);
 }
 
-/// Of q and grad_out a copy takes q_rows, of k and v k_rows.
+/// The tensor maps of a call. One copy takes q_rows rows of q and grad_out, or k_rows rows of k and v.
 struct HopperMaps {
   TensorMap q, k, v, grad_out;
 
@@ -209,7 +217,7 @@ struct HopperMaps {
   }
 };
 
-/// run(Features<n>{}) with the smallest tile of 16-bit numbers that these kernels have.
+/// Calls run(Features<n>{}) with the smallest tile of 16-bit elements that these kernels have.
 template <class Run>
 const char* with_hopper_features(int64_t features, Run run) {
   if (features <= 64) return run(Features<64>{});

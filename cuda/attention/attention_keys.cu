@@ -1,14 +1,14 @@
-// The gradients by keys and values: a block has 64 keys of a kv head, and goes over the queries that see
-// them, of every head that shares them, so that nobody adds to its sums. Scores are turned, keys by queries:
-// then probabilities and the gradient by the scores are left operands of the second products where the first
-// ones left them.
+// The gradients of keys and values on CUDA. A block has 64 keys of a key-value head. It iterates over the
+// queries that see these keys, in every head that shares them, so no other block adds to its sums. The tiles
+// of scores are transposed: rows are keys, and columns are queries. Probabilities and gradients of the scores
+// are then left operands of the second products, in the registers where the first products wrote them.
 
 #include "cuda/attention/attention_backward.h"
 
 namespace shoestring::cuda {
 namespace {
 
-// Above 128 features the two gradients do not fit in registers: a block has one of them.
+// Above 128 features, registers cannot hold both gradients, so a block computes one of them.
 template <int D>
 constexpr bool kOneEach = D > 128;
 
@@ -51,7 +51,7 @@ __device__ void key_block(const AttentionProblem& p, const AttentionTensors& t, 
     copy_rows<T, D, rows, threads>(v_tile, v, t.v_at.token, first, at.keys, value_dim, access.v);
     start_copies(0);
   }
-  float sums[one_each ? 1 : 2][D / 8][4] = {};  // by v, by k
+  float sums[one_each ? 1 : 2][D / 8][4] = {};  // gradients of v and of k
   for (int step = 0; step < steps; ++step) {
     const int query = begin + step % tiles * queries;
     const Scores scores(p, at, kv_head * group + step / tiles);
@@ -61,7 +61,7 @@ __device__ void key_block(const AttentionProblem& p, const AttentionTensors& t, 
       stats[e / 2][e % 2] = stats_of(t, g, scores, query + e / 2 * 8 + lane() % 4 * 2 + e % 2);
     }
     cp_async_wait<0>();
-    __syncthreads();  // this stage is there, and nobody reads the other any more
+    __syncthreads();  // this stage has arrived, and no warp reads the other one any more
     if (step + 1 < steps) start_copies(step + 1);
     const unsigned char *q_tile = passing + step % 2 * 2 * queries * pitch,
                         *grad_tile = q_tile + queries * pitch;
@@ -92,9 +92,9 @@ __device__ void key_block(const AttentionProblem& p, const AttentionTensors& t, 
   }
 }
 
-// kBackwardShared of dynamic shared memory: 68 KiB for 128 features of 16 bits, 99 KiB at most. A lane has D
-// numbers of the two results (above 128 features D / 2 of one), and of the scores and of their gradients 16
-// each, with more than 256 bytes of features 8 or 4.
+// Dynamic shared memory takes kBackwardShared bytes: 68 KiB for 128 features of 16 bits, and at most 99 KiB.
+// A lane holds D elements of the two results, or D / 2 elements of one result above 128 features. It also
+// holds 16 elements each of the scores and of their gradients, or 8 or 4 if a row has more than 256 bytes.
 // Budget: 255 registers, 0 bytes shared, no spills.
 template <class T, int D>
 __global__ void __launch_bounds__(kThreads<T, D>)

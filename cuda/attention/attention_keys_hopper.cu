@@ -1,6 +1,7 @@
-// The gradients by keys and values on Hopper: 128 keys of a kv head, and the queries that see them pass by,
-// of every head that shares them. Scores are turned, keys by queries: probabilities and the gradient by the
-// scores are left operands in the registers where they are made. Two warpgroups fill each other's pauses.
+// The gradients of keys and values on Hopper. A block has 128 keys of a key-value head. It iterates over the
+// queries that see these keys, in every head that shares them. The tiles of scores are transposed: rows are
+// keys, and columns are queries. Probabilities and gradients of the scores are then left operands in the
+// registers where they are computed. While one of the two warpgroups waits, the other computes.
 
 #include "cuda/attention/attention_backward.h"
 #include "cuda/attention/attention_hopper.h"
@@ -8,16 +9,16 @@
 namespace shoestring::cuda {
 namespace {
 
-// In registers are D / 2 numbers of each sum, queries / 2 each of the scores and of their gradients, and half
-// as many packed. Above 128 features the two sums do not fit: a launch has one of them. The cap takes
-// registers, too.
+// A lane holds D / 2 elements of each sum, and queries / 2 elements each of the scores and of their
+// gradients. Their packed copies take half as many registers. Above 128 features, registers cannot hold both
+// sums, so a launch computes one of them. The softcap takes registers, too.
 template <int D, bool capped>
 struct Tile {
   static constexpr int queries = D == 64 && !capped ? 96 : D == 256 || (D == 128 && capped) ? 48 : 64;
   static constexpr int stages = D <= 128 ? 3 : 2;
-  using own = HopperTile<64, D>;  // a warpgroup's keys
+  using own = HopperTile<64, D>;  // tile with the keys of one warpgroup
   using passing = HopperTile<queries, D>;
-  // Where tiles begin: K at 0.
+  // Offsets of the tiles in bytes. K is at 0.
   static constexpr int v = kHopperGroups * own::bytes, q = 2 * v, grad_out = q + stages * passing::bytes;
   static constexpr int shared_bytes = kTileAlignment + grad_out + stages * passing::bytes;
 };
@@ -28,7 +29,7 @@ struct Shared {
   QueryStats stats[Tile::stages][Tile::queries];
 };
 
-// One warp; its lane 0 starts the copies.
+// Copies tiles to shared memory. One warp runs this function, and its lane 0 starts the copies.
 template <class tile, bool by_keys>
 __device__ void copy_tiles(const AttentionProblem& p, const AttentionTensors& t, const AttentionGradients& g,
                            const Place& at, int kv_head, const TileRange& range, const HopperMaps& maps,
@@ -62,7 +63,7 @@ __device__ void copy_tiles(const AttentionProblem& p, const AttentionTensors& t,
     const int64_t row = first_row(p, at, head);
     for (int i = lane(); i < tile::queries; i += kWarp)
       shared.stats[stage][i] = stats_of(t, g, row, at.queries, query + i);
-    if (foreign) {  // each head's last tile
+    if (foreign) {  // only the last tile of each head has rows of another sequence
       mbarrier_wait(shared.landed, nth & 1);
       clear_rows<passing>(q_tile, at.queries - query);
       clear_rows<passing>(grad_tile, at.queries - query);
@@ -132,7 +133,7 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionGradient
       start_scores(step);
       if constexpr (by_values) wgmma_wait<1>(sums_v);
       if constexpr (by_keys) wgmma_wait<1>(sums_k);
-      __syncwarp();  // all lanes have read the statistics
+      __syncwarp();  // all lanes have read the statistics of this stage
       if (lane() == 0) mbarrier_arrive(shared.empty[stage]);
     }
     if constexpr (by_values) wgmma_wait<0>(sums_v);
@@ -154,8 +155,8 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionGradient
   }
 }
 
-// Registers are those at the launch. Dynamic shared memory: 105 KiB for 64 features, 161 for 96 and 128, 193
-// for 192, 225 for 256.
+// The budget counts the registers at launch. Dynamic shared memory takes 105 KiB for 64 features, 161 KiB for
+// 96 and 128, 193 KiB for 192, and 225 KiB for 256.
 // Budget: 168 registers, 2368 bytes shared, no spills.
 template <class T, int D, bool by_values, bool by_keys, bool capped>
 __global__ void __launch_bounds__(kHopperThreads, 1)
@@ -167,7 +168,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
                              [](const char* text) { stop(text); });
   if (at.tile < 0) return;
   const Window window(p, at);
-  const TileRange range = queries_that_see(at, window, tile::queries);  // for each head of the group
+  // All heads of the group have the same range of queries.
+  const TileRange range = queries_that_see(at, window, tile::queries);
 
   __shared__ Shared<tile> shared;
   unsigned char* const tiles = first_tile();
@@ -175,7 +177,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     mbarrier_init(shared.own_full, 1);
     mbarrier_init(shared.landed, 1);
     for (int i = 0; i < tile::stages; ++i) {
-      mbarrier_init(shared.full[i], 2);  // the copies and the statistics
+      mbarrier_init(shared.full[i], 2);  // two arrivals: the copies and the statistics
       mbarrier_init(shared.empty[i], 4 * kHopperGroups);
     }
     mbarrier_init_fence();

@@ -1,6 +1,7 @@
-// The gradient by queries: a block has 64 queries of a head, with their upstream gradients, and goes over the
-// keys they see. The next tiles of K and V arrive while the last ones are worked on. The gradient by scores
-// is the left operand of the second product where the first left it.
+// The gradient of the queries on CUDA. A block has 64 queries of a head, with their upstream gradients, and
+// iterates over the keys that they see. The next tiles of K and V arrive while the current ones are in use.
+// The gradient of the scores is the left operand of the second product, in the registers where it was
+// computed.
 
 #include "cuda/attention/attention_backward.h"
 
@@ -47,7 +48,7 @@ __device__ void query_block(const AttentionProblem& p, const AttentionTensors& t
   float by_q[D / 8][4] = {};
   for (int key = begin, stage = 0; key < end; key += keys, stage ^= 1) {
     cp_async_wait<0>();
-    __syncthreads();  // this stage is there, and nobody reads the other any more
+    __syncthreads();  // this stage has arrived, and no warp reads the other one any more
     if (key + keys < end) start_copies(key + keys, stage ^ 1);
     const unsigned char* k_tile = passing + stage * 2 * keys * pitch;
     float s[keys / 8][4] = {}, by[keys / 8][4] = {};
@@ -60,9 +61,9 @@ __device__ void query_block(const AttentionProblem& p, const AttentionTensors& t
   store_rows<T, D>(to, g.q_at.token, own, at.queries, head_dim, access.grad_q, by_q, {p.scale, p.scale});
 }
 
-// kBackwardShared of dynamic shared memory: 68 KiB for 128 features of 16 bits, 99 KiB at most. A lane has D
-// / 2 numbers of the result, and of the scores and of their gradients 16 each, with more than 256 bytes of
-// features 8 or 4.
+// Dynamic shared memory takes kBackwardShared bytes: 68 KiB for 128 features of 16 bits, and at most 99 KiB.
+// A lane holds D / 2 elements of the result. It also holds 16 elements each of the scores and of their
+// gradients, or 8 or 4 if a row has more than 256 bytes.
 // Budget: 255 registers, 0 bytes shared, no spills.
 template <class T, int D>
 __global__ void __launch_bounds__(kThreads<T, D>, 2)

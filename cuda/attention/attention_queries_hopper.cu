@@ -1,6 +1,6 @@
-// The gradient by queries on Hopper: 128 queries of a head, with their upstream gradients, and the keys that
-// they see pass by. While a warpgroup takes exponentials, the tensor cores add the tile before to the
-// gradient and multiply this one's V.
+// The gradient of the queries on Hopper. A block has 128 queries of a head, with their upstream gradients,
+// and iterates over the keys that they see. While a warpgroup computes exponentials, the tensor cores add the
+// tile before to the gradient and multiply grad_out with the current tile of V.
 
 #include "cuda/attention/attention_backward.h"
 #include "cuda/attention/attention_hopper.h"
@@ -8,15 +8,16 @@
 namespace shoestring::cuda {
 namespace {
 
-// In registers are D / 2 numbers of the sums, keys / 2 each of the scores and of their gradients, and half as
-// many packed. A tile of K is read once more while the next is at work.
+// A lane holds D / 2 elements of the sums, and keys / 2 elements each of the scores and of their gradients.
+// The packed copies take half as many registers. A tile of K is read a second time while the next tile is in
+// use.
 template <int D>
 struct Tile {
   static constexpr int keys = D <= 128 ? 96 : D == 192 ? 64 : 48;
   static constexpr int k_stages = D == 256 ? 2 : 3, v_stages = 2;
-  using own = HopperTile<64, D>;  // a warpgroup's queries
+  using own = HopperTile<64, D>;  // tile with the queries of one warpgroup
   using passing = HopperTile<keys, D>;
-  // Where tiles begin: Q at 0.
+  // Offsets of the tiles in bytes. Q is at 0.
   static constexpr int grad_out = kHopperGroups * own::bytes, k = 2 * grad_out,
                        v = k + k_stages * passing::bytes;
   static constexpr int shared_bytes = kTileAlignment + v + v_stages * passing::bytes;
@@ -29,7 +30,7 @@ struct Barriers {
       v_empty[Tile<D>::v_stages];
 };
 
-// One warp; its lane 0 starts the copies.
+// Copies tiles to shared memory. One warp runs this function, and its lane 0 starts the copies.
 template <int D>
 __device__ void copy_tiles(const AttentionProblem& p, const Place& at, int head, const TileRange& range,
                            const HopperMaps& maps, unsigned char* tiles, Barriers<D>& barriers) {
@@ -62,7 +63,7 @@ __device__ void copy_tiles(const AttentionProblem& p, const Place& at, int head,
       mbarrier_arrive_expect(v_full, passing::bytes);
       load_tile<passing>(v_tile, maps.v, v_full, at.first_key + key, kv_head, sequence);
     }
-    if (foreign) {  // the last tile
+    if (foreign) {  // only the last tile has rows of another sequence
       mbarrier_wait(barriers.landed, 0);
       clear_rows<passing>(k_tile, at.keys - key);
       clear_rows<passing>(v_tile, at.keys - key);
@@ -150,8 +151,8 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors&
                    {p.scale, p.scale});
 }
 
-// Registers are those at the launch. Dynamic shared memory: 93 KiB for 64 features, 185 for 96 and 128, 217
-// for 192, 225 for 256.
+// The budget counts the registers at launch. Dynamic shared memory takes 93 KiB for 64 features, 185 KiB for
+// 96 and 128, 217 KiB for 192, and 225 KiB for 256.
 // Budget: 168 registers, 96 bytes shared, no spills.
 template <class T, int D>
 __global__ void __launch_bounds__(kHopperThreads, 1)

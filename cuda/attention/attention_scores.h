@@ -1,8 +1,8 @@
 #pragma once
 
-// What happens to a score between the two products: cap, bias, ALiBi, window, dropout. Options are looked at
-// once for a tile, so that a call without them pays a branch. Positions are those in a sequence, which a
-// block finds by itself.
+// The steps between the two products of attention: cap, bias, ALiBi, window and dropout. The options are
+// tested once for each tile, so a call without options pays only for a branch. Positions count within a
+// sequence, and each block finds its sequence by itself.
 
 #include <climits>
 #include <cstdint>
@@ -19,18 +19,18 @@ namespace shoestring::cuda {
 using kernels::AttentionProblem;
 using kernels::BiasType;
 
-constexpr int kFar = 1 << 30;  // twice any distance of tokens: the host checks their number
+constexpr int kFar = 1 << 30;  // twice any distance between tokens; the host limits their number
 
-/// A tile of a sequence, or -1 where there is none for this index. Packed: first_query and first_key say
-/// where its tokens are.
+/// A tile of a sequence. tile is -1 if there is no tile for the index. If packed, first_query and first_key
+/// are the offsets of the sequence's tokens.
 struct Place {
   int sequence, tile;
   int first_query, queries, first_key, keys;
 };
 
-/// Number `index` of the tiles of `rows` tokens of all sequences, of queries or of keys: of equal lengths the
-/// sequences side by side, else one sequence after the other. All lanes of a warp get the same. end: what is
-/// called with an error's text.
+/// Returns tile number `index` among the tiles of `rows` queries, or keys, of all sequences. Sequences of
+/// equal length alternate from tile to tile; packed sequences follow each other. All lanes of a warp get the
+/// same tile. Calls end(text) if the offsets are invalid.
 template <class End>
 __device__ Place find_tile(const AttentionProblem& p, bool of_keys, int index, int rows, End end) {
   const int sequences = static_cast<int>(p.batch), queries = static_cast<int>(p.queries),
@@ -78,13 +78,13 @@ __device__ inline Place find_tile(const AttentionProblem& p, bool of_keys, int i
   return find_tile(p, of_keys, index, rows, [](const char* text) { fail(text); });
 }
 
-/// At least as many tiles as there are.
+/// Returns the number of tiles, or slightly more if packed.
 inline int64_t tile_count(const AttentionProblem& p, bool of_keys, int rows) {
   const int64_t tokens = of_keys ? p.keys : p.queries;
   return p.cu_seqlens_q != nullptr ? tokens / rows + p.batch : (tokens + rows - 1) / rows * p.batch;
 }
 
-/// The keys that a query sees are those with key - query in [low, high].
+/// The window of attention: a query sees the keys with key - query in [low, high].
 struct Window {
   int low, high;
   __device__ Window(const AttentionProblem& p, const Place& at) {
@@ -94,7 +94,7 @@ struct Window {
   }
 };
 
-/// The row of lse of a sequence's first query.
+/// Returns the row of lse of a sequence's first query.
 __device__ inline int64_t first_row(const AttentionProblem& p, const Place& at, int head) {
   return (p.cu_seqlens_q != nullptr ? int64_t{head} : int64_t{at.sequence} * p.heads + head) * p.queries +
          at.first_query;
@@ -113,8 +113,8 @@ __device__ inline float bias_value(const AttentionProblem& p, int64_t at) {
   }
 }
 
-/// The scores of a sequence and head. Tiles are (16 rows of a warp, kTiles * 8 columns); turned: rows are
-/// keys.
+/// The scores of one sequence and one head. A warp's tile is (16 rows, kTiles * 8 columns). Rows are queries
+/// or, if `turned`, keys.
 class Scores {
  public:
   __device__ Scores(const AttentionProblem& problem, const Place& place, int head)
@@ -131,8 +131,8 @@ class Scores {
     }
   }
 
-  /// From products to scores, of which times `factor` is the power of 2; -inf where a key is not seen. by, if
-  /// there is one, is multiplied by the slope of the cap.
+  /// Converts products to scores. A score times `factor` is an exponent of 2, and -inf marks keys that a
+  /// query does not see. Multiplies `by` by the derivative of the cap, unless `by` is null.
   template <bool turned, int kTiles>
   __device__ void apply(float (&s)[kTiles][4], float (*by)[4], int first_row, int first_column) const {
     const int q = turned ? first_column : first_row, k = turned ? first_row : first_column;
@@ -166,13 +166,13 @@ class Scores {
 
   __device__ bool drops() const { return p.seed != nullptr; }
 
-  /// Bit 4 j + i: whether probability s[j][i] is kept.
+  /// Returns a mask of probabilities: bit 4 j + i is 1 if s[j][i] is kept.
   template <bool turned, int kTiles>
   __device__ uint32_t kept(int first_row, int first_column) const {
     const auto seed = static_cast<uint64_t>(*p.seed);
     const int l = lane(), g = l / 4, t = l % 4;
     uint32_t all = 0;
-    if constexpr (turned) {  // a lane draws for one query and eight keys, in two tiles
+    if constexpr (turned) {  // a lane draws bits for one query and eight keys, in two tiles
 #pragma unroll
       for (int j = 0; j < kTiles; j += 2) {
         const uint32_t own = draw(seed, first_column + (j + l / 16) * 8 + l % 8, first_row / 8 + l / 8 % 2);
@@ -182,7 +182,7 @@ class Scores {
           all |= (__shfl_sync(kAllLanes, own, from) >> g & 1) << (4 * j + e);
         }
       }
-    } else {  // a lane draws for its two queries in one of four tiles
+    } else {  // a lane draws bits for its two queries in one of four tiles
 #pragma unroll
       for (int j = 0; j < kTiles; j += 4) {
         const int group = first_column / 8 + j + t;
@@ -201,10 +201,10 @@ class Scores {
   Place at;
   Window window;
   float factor;
-  int64_t row;  // of lse, of the sequence's first query
+  int64_t row;  // row of lse of the sequence's first query
 
  private:
-  // For a query and eight keys: which are kept.
+  // Returns eight bits for a query and eight keys. A bit is 1 if the probability is kept.
   __device__ uint32_t draw(uint64_t seed, int query, int group) const {
     const uint64_t step = uint64_t{kernels::kAttentionStream} << 32 | static_cast<uint32_t>(row + query);
     const kernels::Random4 random = kernels::philox_at(seed, step, static_cast<uint64_t>(group));

@@ -7,18 +7,18 @@ namespace shoestring::cuda {
 
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-/// Of two rows, which four lanes share: the maximum in powers of 2, and the sum, of which each lane has a
-/// part.
+/// The running softmax of two rows, which four lanes share. top: the maximum, as an exponent of 2. sum: each
+/// lane holds a part of the sum.
 struct Softmax {
   float top[2], sum[2];
 
-  __device__ explicit Softmax(float sink) {  // -inf: none
+  __device__ explicit Softmax(float sink) {  // sink: -inf for none
     top[0] = top[1] = sink * kLog2e;
     sum[0] = sum[1] = lane() % 4 == 0 && sink != -INFINITY ? 1.f : 0.f;
   }
 
-  /// From scores to probabilities times 2^top. shrink: what is multiplied with what was summed before, for
-  /// the new top.
+  /// Replaces each score by 2^(score * factor - top), where top is the new maximum. shrink: the factor that
+  /// adapts the earlier sums to the new maximum.
   template <int kTiles>
   __device__ void update(float (&s)[kTiles][4], float factor, float (&shrink)[2]) {
 #pragma unroll
@@ -34,15 +34,17 @@ struct Softmax {
       sum[r] *= shrink[r];
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
-        s[j][2 * r] =
-            fast_exp2(__fmul_rn(s[j][2 * r], factor) - base);  // 1 for the highest, however high: not fused
+        // The product is not fused with the subtraction, so that the highest score gives exactly 1, however
+        // high it is.
+        s[j][2 * r] = fast_exp2(__fmul_rn(s[j][2 * r], factor) - base);
         s[j][2 * r + 1] = fast_exp2(__fmul_rn(s[j][2 * r + 1], factor) - base);
         sum[r] += s[j][2 * r] + s[j][2 * r + 1];
       }
     }
   }
 
-  /// by: what makes the rows of sums of values their mean, 0 where there are none. lse: -inf there.
+  /// by: the factor that normalises the sums of a row, or 0 if the row sees no key. lse: the log-sum-exp, or
+  /// -inf if the row sees no key.
   __device__ void finish(float (&by)[2], float (&lse)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -55,7 +57,7 @@ struct Softmax {
   }
 };
 
-/// The two rows of tiles, times `by`.
+/// Multiplies the two rows of the tiles by `by`.
 template <int kTiles>
 __device__ void scale_rows(float (&out)[kTiles][4], const float (&by)[2]) {
 #pragma unroll

@@ -1,11 +1,11 @@
 #pragma once
 
-// Tiles of rows in shared memory, and the two products that attention consists of, forward and backward:
-//   rows times rows:    scores = q k^T, and by probabilities = grad_out v^T: both operands from shared
-//   memory; scores times rows:  out = p v and each gradient: the left operand is what the first product left
-//   in registers.
-// A warp has 16 rows of the result. fp32 numbers are split into two of TF32, of which three products give 22
-// bits.
+// Tiles of rows in shared memory, and the two kinds of product in attention, forward and backward:
+// - rows times rows: scores = q k^T and grad_out v^T. Both operands are in shared memory.
+// - scores times rows: out = p v and each gradient. The left operand is the first product's result, in
+//   registers.
+// A warp has 16 rows of the result. An fp32 number is split into two TF32 numbers; three products of these
+// give 22 bits.
 
 #include <cstdint>
 
@@ -16,13 +16,13 @@
 
 namespace shoestring::cuda {
 
-/// Bytes from one row of a tile to the next: an odd multiple of 16, so that eight rows lie in different
-/// banks.
+/// Bytes from one row of a tile to the next. This is an odd multiple of 16, so that eight rows are in
+/// different banks.
 template <class T, int kFeatures>
 constexpr int kPitch = kFeatures * static_cast<int>(sizeof(T)) + 16;
 
-/// Starts copies of rows [first, first + kRows) to a tile; zeros take the place of rows from `end` on and of
-/// features from `features` on. vectors: rows begin at multiples of 16 bytes.
+/// Starts copies of rows [first, first + kRows) to a tile. Rows from `end` on, and features from `features`
+/// on, become zero. vectors: rows begin at multiples of 16 bytes.
 template <class T, int kFeatures, int kRows, int kThreads>
 __device__ void copy_rows(unsigned char* tile, const T* from, int64_t stride, int first, int end,
                           int features, bool vectors) {
@@ -44,6 +44,7 @@ __device__ void copy_rows(unsigned char* tile, const T* from, int64_t stride, in
   }
 }
 
+/// An fp32 number as the sum of two TF32 numbers.
 struct Tf32Pair {
   uint32_t high, low;
 };
@@ -53,7 +54,7 @@ __device__ inline Tf32Pair split(float x) {
   return {high, to_tf32(x - __uint_as_float(high))};
 }
 
-/// c += a b; the small terms first.
+/// Computes c += a b with three products of TF32 numbers. The small terms are added first.
 __device__ inline void mma_split(float (&c)[4], const Tf32Pair (&a)[4], float b0, float b1) {
   const Tf32Pair x = split(b0), y = split(b1);
   const uint32_t high_a[4] = {a[0].high, a[1].high, a[2].high, a[3].high};
@@ -64,7 +65,7 @@ __device__ inline void mma_split(float (&c)[4], const Tf32Pair (&a)[4], float b0
   mma_16x8x8_tf32(c, high_a, high_b);
 }
 
-/// Two numbers in a register, the first in its low half.
+/// Packs two numbers into a register, the first one in the low half.
 template <class T>
 __device__ uint32_t pack(float x, float y) {
   T pair[2];
@@ -74,7 +75,7 @@ __device__ uint32_t pack(float x, float y) {
   return bits;
 }
 
-/// c (16, kColumns) += a b^T: the 16 rows at a, and the kColumns rows at b.
+/// Computes c (16, kColumns) += a b^T, for the 16 rows at a and the kColumns rows at b.
 template <class T, int kFeatures, int kColumns>
 __device__ void rows_times_rows(float (&c)[kColumns / 8][4], const unsigned char* a, const unsigned char* b) {
   constexpr int pitch = kPitch<T, kFeatures>;
@@ -87,7 +88,7 @@ __device__ void rows_times_rows(float (&c)[kColumns / 8][4], const unsigned char
       uint32_t left[4];
       ldmatrix(left, a + k * 2);
 #pragma unroll
-      for (int j = 0; j < kColumns / 8; j += 2) {  // two fragments at once
+      for (int j = 0; j < kColumns / 8; j += 2) {  // one ldmatrix loads two fragments
         uint32_t right[4];
         ldmatrix(right, b + j * 8 * pitch + k * 2);
         mma_16x8x16<T>(c[j], left, {right[0], right[1]});
@@ -108,7 +109,8 @@ __device__ void rows_times_rows(float (&c)[kColumns / 8][4], const unsigned char
   }
 }
 
-/// c (16, kFeatures) += p b: p (16, kRows) as rows_times_rows leaves it, b the kRows rows of a tile.
+/// Computes c (16, kFeatures) += p b. p (16, kRows) is in registers, as rows_times_rows leaves it. b is the
+/// kRows rows of a tile.
 template <class T, int kRows, int kFeatures>
 __device__ void scores_times_rows(float (&c)[kFeatures / 8][4], const float (&p)[kRows / 8][4],
                                   const unsigned char* b) {
@@ -129,8 +131,8 @@ __device__ void scores_times_rows(float (&c)[kFeatures / 8][4], const float (&p)
       }
     }
   } else {
-    // A lane has columns 2t and 2t + 1 of p, where the instruction wants t and t + 4: rows of b are taken in
-    // that order.
+    // A lane holds columns 2t and 2t + 1 of p, but the instruction expects columns t and t + 4. The rows of b
+    // are read in an order that makes up for this.
     const float* from = reinterpret_cast<const float*>(b + l % 4 * 2 * pitch) + l / 4;
     constexpr int next = pitch / 4;
 #pragma unroll
@@ -144,8 +146,8 @@ __device__ void scores_times_rows(float (&c)[kFeatures / 8][4], const float (&p)
   }
 }
 
-/// The warp's rows, times `by` of the upper and the lower half, to rows [first, end) of `to`. pairs: two
-/// neighbours may be stored at once.
+/// Stores a warp's rows to rows [first, end) of `to`. `by` holds the factors of the upper and the lower eight
+/// rows. pairs: two adjacent elements may be stored at once.
 template <class T, int kFeatures>
 __device__ void store_rows(T* to, int64_t stride, int first, int end, int features, bool pairs,
                            const float (&c)[kFeatures / 8][4], const float (&by)[2]) {

@@ -1,5 +1,6 @@
-// gelu(gate) * up: gated.h, with x times the normal distribution's function, or what is close to it. Both are
-// made without cancellation, so that far below zero the result is small and not nothing.
+// gelu(gate) * up on CUDA, with the kernels of gated.h. gelu(x) is x times the distribution function of the
+// normal distribution, or times its tanh approximation. Neither has cancellation, so far below zero the
+// result is small but not 0.
 
 #include "cuda/layers/gated.h"
 
@@ -14,14 +15,14 @@ struct GeluTanh {
   explicit __device__ GeluTanh(float x) : x(x), s(kTwice * (x + kCube * x * x * x)) {}
   __device__ float of() const { return x * s.of; }
   __device__ float slope() const {
-    // Where x is so large that its square is infinite, the rest is zero.
+    // If x is so large that its square is infinite, `rest` is 0, and the product would be NaN.
     const float rest = s.of * s.of_negative;
     return s.of + (rest > 0 ? x * rest * (kTwice * (1 + 3 * kCube * x * x)) : 0);
   }
 };
 
 struct GeluErf {
-  float x, below;  // the share of the distribution below x
+  float x, below;  // below: distribution function of the normal distribution at x
   explicit __device__ GeluErf(float x) : x(x), below(0.5f * erfcf(-0.7071067812f * x)) {}
   __device__ float of() const { return x * below; }
   __device__ float slope() const {

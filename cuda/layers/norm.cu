@@ -1,7 +1,7 @@
-// A row stays in registers, 16 elements a thread, from its one reading to its one writing: short rows in a
-// warp, which needs no barrier, others in a block. Backward's groups of threads take many rows each, and the
-// columns' sums for the weight's gradient stay in registers until their last; a second kernel adds the
-// groups' sums in a fixed order.
+// rms_norm and layer_norm on CUDA. A row is read once, stays in registers (16 elements per thread) and is
+// written once. Short rows have a warp each, which needs no barrier; longer rows have a block each. In
+// backward, a group of threads computes many rows. It keeps its sums for the weight's gradient in registers
+// until its last row. A second kernel adds the sums of all groups in a fixed order.
 
 #include "core/cuda_tables.h"
 #include "cuda/core/launch.h"
@@ -23,12 +23,12 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) forward(Norm norm, NormForw
   constexpr int kHeld = Threads::kHeld ? kEach / N : 1;
   __shared__ float2 slots[2][kMostWarps];
   const int64_t row = Threads::group(), first = row * norm.features;
-  if (row >= rows) return;  // a whole warp
+  if (row >= rows) return;  // the whole warp returns
   const T* x = static_cast<const T*>(io.x) + first;
   const T* residual = io.residual == nullptr ? nullptr : static_cast<const T*>(io.residual) + first;
   T *y = static_cast<T*>(io.y) + first, *sum = static_cast<T*>(io.sum) + first;
   Vector<T, N> held[kHeld];
-  // The first of the sums is that of x, the second that of its squares.
+  // sums.x is the sum of x, and sums.y is the sum of its squares.
   float2 sums = {0, 0};
   Threads::template sweep<N>(norm.features, [&](int j, int64_t i) {
     held[j] = load<N>(x + i);
@@ -48,7 +48,9 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) forward(Norm norm, NormForw
   sums = group_sum<kGroup>(sums, slots[0]);
   const float count = static_cast<float>(norm.features);
   float mean = norm.centred ? sums.x / count : 0;
-  if (norm.centred) {  // squares of what is far from zero would cancel, and its sum has lost something
+  // The sum of squares of numbers far from zero would cancel, and the mean has a rounding error. This pass
+  // corrects both.
+  if (norm.centred) {
     float2 apart = {0, 0};
     Threads::template sweep<N>(norm.features, [&](int j, int64_t i) {
       const auto v = Threads::kHeld ? held[j] : load<N>(x + i);
@@ -62,7 +64,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) forward(Norm norm, NormForw
     const float shift = sums.x / count;
     mean += shift;
     sums.y -= shift * shift * count;
-    sums.y = sums.y < 0 ? 0 : sums.y;  // of a row of one number, but for rounding
+    // Rounding may make the sum of squares negative if the numbers of a row are equal.
+    sums.y = sums.y < 0 ? 0 : sums.y;
   }
   const float rstd = 1 / sqrtf(sums.y / count + norm.eps);
   if (Threads::index() == 0) {
@@ -97,8 +100,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) forward(Norm norm, NormForw
   });
 }
 
-// With h the normalised row and g = grad * weight: rstd (g - mean(g) - h mean(g h)), the first mean only if
-// centred.
+// With h the normalised row and g = grad * weight, grad_x is rstd (g - mean(g) - h mean(g h)). The term
+// mean(g) exists only if centred.
 // Budget: 128 registers, 256 bytes shared, no spills.
 template <class T, int N, Group kGroup>
 __global__ void __launch_bounds__(kMostWarps* kWarp)
@@ -107,7 +110,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp)
   constexpr int kHeld = Threads::kHeld ? kEach / N : 1;
   __shared__ float2 slots[2][kMostWarps];
   const int64_t part = Threads::group();
-  if (part >= parts) return;  // a whole warp
+  if (part >= parts) return;  // the whole warp returns
   float* grad_weight = io.grad_weight == nullptr ? nullptr : io.grad_weight + part * norm.features;
   float* grad_bias = io.grad_bias == nullptr ? nullptr : io.grad_bias + part * norm.features;
   Vector<float, N> to_weight[kHeld], to_bias[kHeld];
@@ -179,7 +182,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp)
   });
 }
 
-// A block has 32 columns; each warp adds every 32nd row of them.
+// A block has 32 columns. Each of its 32 warps adds every 32nd row.
 // Budget: 48 registers, 4096 bytes shared, no spills.
 template <class T>
 __global__ void __launch_bounds__(kWarp* kWarp)
@@ -202,7 +205,7 @@ bool all_aligned(const Pointers*... pointers) {
   return (aligned(pointers) && ...);
 }
 
-// Who has a row, and how many blocks of how many threads have `groups` of them.
+// The group that computes a row, and the launch for `groups` such groups.
 struct Plan {
   Group group;
   int threads;

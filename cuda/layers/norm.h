@@ -1,6 +1,6 @@
 #pragma once
 
-// The threads that have a row, and what they have of it.
+// The group of threads that computes a row of a norm, and the elements of the row that a thread has.
 
 #include "cuda/core/convert.h"
 #include "cuda/core/vector.h"
@@ -10,15 +10,15 @@ namespace shoestring::cuda {
 namespace {
 
 constexpr int kEach = 16;       // elements of a row that a thread holds
-constexpr int kWarps = 4;       // of a block whose warps have a row each
-constexpr int kMostWarps = 16;  // of a block that has a row: 128 registers a thread
-constexpr int kThreads = 256;   // of a block whose row is longer, and read again
+constexpr int kWarps = 4;       // warps per block, if each warp has its own row
+constexpr int kMostWarps = 16;  // most warps of a block that holds one row: 128 registers per thread
+constexpr int kThreads = 256;   // threads of a block whose row is too long for registers and is read again
 
-// Who has a row: a warp, a block, or a block that does not hold it.
+// The group that computes a row: a warp, a block, or a block that cannot hold its row (kLong).
 enum class Group { kWarp, kBlock, kLong };
 
-// x and y of all threads of the group; every thread has the sums. `slots` is this call's alone until two
-// calls later.
+// Returns the sums of x and of y over all threads of the group, to every thread. Two successive calls need
+// different `slots`, because a thread may still read those of the call before.
 template <Group kGroup>
 __device__ float2 group_sum(float2 x, float2* slots) {
   const auto add = [](float a, float b) { return a + b; };
@@ -41,8 +41,8 @@ struct Member {
     return kGroup == Group::kWarp ? int64_t{blockIdx.x} * kWarps + warp() : int64_t{blockIdx.x};
   }
 
-  // body(j, i) for each vector of N elements that this thread has, j its place in registers and i its first
-  // element.
+  // Calls body(j, i) for each vector of N elements that this thread has. j is the place of the vector in
+  // registers and i its first element in the row.
   template <int N, class Body>
   __device__ static void sweep(int64_t features, Body body) {
     if constexpr (kHeld) {
@@ -57,7 +57,7 @@ struct Member {
   }
 };
 
-// Of weight or bias, which are of type T or fp32.
+// Loads N elements of a weight or bias, which has type T or, if wide, fp32.
 template <int N, class T>
 __device__ Vector<float, N> parameters(const void* from, bool wide, int64_t i) {
   if (wide) return load<N>(static_cast<const float*>(from) + i);

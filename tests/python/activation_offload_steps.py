@@ -1,4 +1,4 @@
-"""What the suites of offload_activations share: a model, its gradients, and copies that are late."""
+"""Helpers for the tests of offload_activations: a model, its gradients, and small offload settings."""
 
 import contextlib
 
@@ -38,7 +38,8 @@ def gradients(net: nn.Module, x: Tensor, context: contextlib.AbstractContextMana
 
 
 def offload(device: str, **options: object) -> offload_activations:
-    return offload_activations(**{"device": device, "min_bytes": 64, **options})  # small tensors leave, too
+    # A low min_bytes offloads small tensors too.
+    return offload_activations(**{"device": device, "min_bytes": 64, **options})
 
 
 def assert_same(received: list[Tensor], expected: list[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of the command line share: runs of the command in this process, small text, a small model."""
+"""Helpers for the tests of the command line: run a command in this process, small text, a small model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from shoestring.cli.app import main
 
 WORDS = "the cat sat on a mat while two dogs ran over hills and far away to see rivers".split()
-# The smallest model and steps that still learn; one thread, because the machine may be busy with other tests.
+# The smallest model and steps that still learn. One thread, because other tests may run at the same time.
 TINY = [
     "--preset",
     "tiny",
@@ -30,7 +30,7 @@ TUNE = ["--seq-len", "32", "--batch-size", "4", "--warmup", "2", "--rank", "4", 
 
 
 def text(lines: int = 200) -> str:
-    """Lines of words that follow each other by a rule, so that there is something to learn."""
+    """Return lines of words that follow each other by a rule, so that a model can learn something."""
     return (
         "\n".join(
             " ".join(WORDS[(i * 7 + j * (i % 5 + 1)) % len(WORDS)] for j in range(12)) for i in range(lines)
@@ -40,7 +40,7 @@ def text(lines: int = 200) -> str:
 
 
 def run(*arguments: object) -> int:
-    """Run the command in this process and give the number of threads back afterwards."""
+    """Run the command in this process, and restore the number of threads afterwards."""
     threads = torch.get_num_threads()
     try:
         return main([str(argument) for argument in arguments])
@@ -63,7 +63,7 @@ def refuse(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def losses(folder: Path) -> list[tuple[float, float, float | None]]:
-    """(loss, gradient norm, validation loss) of every step of a run."""
+    """Return (loss, gradient norm, validation loss) of every step of a run."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [(row["loss"], row["grad_norm"], row.get("val_loss")) for row in rows]
 

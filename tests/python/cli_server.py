@@ -1,7 +1,8 @@
-"""Commands of the command line, each in a process of its own that costs no import.
+"""Run commands of the command line in separate processes without importing the libraries each time.
 
-A server process imports PyTorch, Transformers and the command line once and forks for every command. It has no threads,
-so that the forked processes are sound. The processes are real ones: they can be raced, interrupted and killed.
+A server process imports PyTorch, Transformers and the command line once, and forks for every command. The
+server has no threads, so that a forked process is valid. Each command is a real process: tests can race,
+interrupt and kill it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 
 class Commands:
-    """Starts commands. Use as a context manager."""
+    """Start commands through the server; use as a context manager."""
 
     def __enter__(self) -> Commands:
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
@@ -31,7 +32,7 @@ class Commands:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._server.communicate(timeout=60)  # the end of its input ends the server
+        self._server.communicate(timeout=60)  # the server exits at the end of its input
 
     def start(self, *arguments: object, log: Path, code: str = "") -> int:
         """Start ``shoestring ARGUMENTS`` with its output in ``log``; return the process id.
@@ -43,7 +44,7 @@ class Commands:
         )
 
     def wait(self, process: int) -> int:
-        """Return the exit code of a command; a negative signal number where a signal killed it."""
+        """Return the exit code of a command, or the negative signal number if a signal killed it."""
         return self._ask({"wait": process})
 
     def run(self, *arguments: object, log: Path, code: str = "") -> int:
@@ -57,7 +58,7 @@ class Commands:
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
-    """Poll until ``condition`` holds, and return its value."""
+    """Poll until ``condition`` is true, and return its value."""
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end, "it did not happen in time"

@@ -1,4 +1,4 @@
-"""Cases of the optimizers' operators that are more than a rule, and their runs."""
+"""Test cases for optimizer operators that do more than an elementwise rule, and helpers that run them."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +20,8 @@ RULES = pytest.mark.parametrize(
 )
 STATES = pytest.mark.parametrize("state", ["8bit", "4bit", "bf16", "fp32"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-# Of the weights' way. fp32 products: Newton-Schulz multiplies small singular values, and what was rounded, by up to
-# 3.44^5 = 500. bf16 products keep 8 bits of everything.
+# Largest error, relative to the change of the weights. Newton-Schulz amplifies small singular values and
+# rounding errors by up to 3.44^5 = 500; bf16 products keep only 8 bits.
 PRODUCTS = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 
@@ -35,7 +35,7 @@ def randn(rule: Rule, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 @dataclass
 class Run:
-    """Parameters and their state, stepped by the operator or by its reference."""
+    """Parameters and their optimizer state, stepped by the operator or by its reference."""
 
     rule: Rule
     params: list[Tensor]
@@ -63,7 +63,10 @@ class Run:
 
 
 def product_error(rule: Rule) -> float:
-    """Of the products that muon_ takes here; the others have sums, rounded in another order."""
+    """Return the error that `rule` may have against its reference.
+
+    For Muon it depends on whether its products run in bf16 here. The other rules only sum in another order.
+    """
     if rule is not MUON:
         return 1e-5
     x = torch.randn(64, 64)

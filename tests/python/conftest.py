@@ -1,8 +1,9 @@
-"""What the suites share: the backend and the CPU capabilities, and the error of a result against fp64.
+"""Fixtures of the Python suites: the backend, the CPU capabilities, and the error of a result against fp64.
 
-``--backend`` names what runs the operators: ``cpu`` (the default, every test), or the CUDA kernels: ``cuda`` on the GPU,
-``simt`` in the emulator (``tests/simt``), which lends them the memory of CPU tensors. With the last two, only tests
-marked ``device`` run, and factory functions make their tensors where the backend wants them.
+``--backend`` selects what runs the operators. ``cpu`` is the default and runs every test. ``cuda`` runs the
+CUDA kernels on the GPU. ``simt`` runs the CUDA kernels in the emulator (``tests/simt``), on the memory of CPU
+tensors. With ``cuda`` and ``simt``, only tests marked ``device`` run. With ``cuda``, factory functions create
+their tensors on the GPU.
 """
 
 import ctypes
@@ -16,10 +17,11 @@ from build_folder import EMULATOR
 from offload_faults import disturb_offload
 
 CAPABILITIES = ("plain", "avx2", "avx512")
+# Compute capabilities that the emulator can report. Host code chooses other kernels for each.
 GPUS = {
     "sm_80": 80,
     "sm_90a": 90,
-}  # that the emulator can say it is: host code chooses other kernels for each
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,7 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def backend(request: pytest.FixtureRequest) -> str:
-    """What runs the operators: "cpu", "cuda" or "simt". The emulator wants small shapes."""
+    """Return the backend that runs the operators: "cpu", "cuda" or "simt". The emulator needs small shapes."""
     return request.config.getoption("--backend")
 
 
@@ -68,8 +70,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def capability(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the test once with each build of the CPU kernels that this machine has, or once on another backend; in the
-    emulator once for each GPU that has kernels of its own, where the test is marked ``each_gpu``."""
+    """Run the test once for each kernel build that this backend can select, and return the build's name.
+
+    On the CPU these are the CPU capabilities that this machine has. In the emulator, a test marked
+    ``each_gpu`` runs once for each GPU that has its own kernels. Otherwise the test runs once.
+    """
     if request.param in GPUS:
         emulator = ctypes.CDLL(str(EMULATOR))
         emulator.simt_set_capability(GPUS[request.param])
@@ -88,7 +93,7 @@ def capability(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def offload_device(backend: str) -> str:
-    """Return the device on which the suites of offload_activations run."""
+    """Return the device on which the tests of offload_activations run."""
     if backend == "simt":
         pytest.skip(
             "there are no kernels here, and the emulator runs those of compression from one thread only"
@@ -98,7 +103,7 @@ def offload_device(backend: str) -> str:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Small operators on many threads wait for one another most of the time."""
+    """Run the test on one thread, because many threads mostly wait for each other in small operators."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -107,13 +112,16 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(params=[0, 400], ids=["at once", "delayed"])
 def delay(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Every copy, read and write begins a random time late, at most so many microseconds."""
+    """Delay the start of every copy, read and write by a random time, at most this many microseconds."""
     disturb_offload(request.param)
     yield request.param
     disturb_offload()
 
 
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
-    """Relative L2 distance to an fp64 reference; absolute (times 1e6) where the reference is all but zero."""
+    """Return the relative L2 distance of a result to its fp64 reference.
+
+    If the norm of the reference is below 1e-6, it returns the absolute distance times 1e6.
+    """
     exact = exact.detach().double()
     return ((result.detach().double() - exact).norm() / exact.norm().clamp_min(1e-6)).item()

@@ -1,4 +1,4 @@
-"""What the tests of the C++ examples share: building one against the installed package, and token files."""
+"""Helpers for the tests of the C++ examples: build an example, and write token files."""
 
 import os
 import shutil
@@ -12,14 +12,18 @@ import torch
 import shoestring
 from build_folder import BUILD, REPOSITORY
 
-ENVIRONMENT = os.environ | {"OMP_WAIT_POLICY": "passive"}  # threads that spin are slow on a busy machine
+ENVIRONMENT = os.environ | {"OMP_WAIT_POLICY": "passive"}  # spinning threads are slow on a busy machine
 
 
 def build_example(name: str) -> Path:
-    """Configures and builds an example; the folder is kept, so that a second run only relinks what changed."""
+    """Configure and build an example, and return the path of its program.
+
+    The build folder is kept, so that a second run rebuilds only what changed.
+    """
     build = BUILD / name
     configure = ["cmake", "-S", REPOSITORY / "examples/cpp" / name, "-B", build, "-DCMAKE_BUILD_TYPE=Release",
-                 "-DCMAKE_CXX_FLAGS_RELEASE=-O0",  # the work is in the libraries
+                 # without optimisation, since the time is spent in the libraries
+                 "-DCMAKE_CXX_FLAGS_RELEASE=-O0",
                  f"-DCMAKE_PREFIX_PATH={shoestring.cmake_prefix_path}", f"-DTorch_ROOT={Path(torch.__file__).parent}"]  # fmt: skip
     if shutil.which("ccache"):
         configure.append("-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
@@ -30,7 +34,7 @@ def build_example(name: str) -> Path:
 
 
 def learnable_tokens(count: int, vocab_size: int) -> np.ndarray:
-    """Every other token follows from the one before it: something to learn within 30 steps."""
+    """Return tokens of which every second one follows from the one before; 30 steps suffice to learn that."""
     generator = np.random.default_rng(0)
     tokens, follower = generator.integers(0, vocab_size, count), generator.permutation(vocab_size)
     tokens[1::2] = follower[tokens[0::2] % 32]
@@ -39,7 +43,10 @@ def learnable_tokens(count: int, vocab_size: int) -> np.ndarray:
 
 
 def token_file(path: Path, tokens: np.ndarray, **header: int | bytes) -> Path:
-    """The format of ``shoestring tokenize``; header overrides magic, vocab, width or count."""
+    """Write a token file in the format of ``shoestring tokenize``.
+
+    ``header`` overrides the fields magic, vocab, width and count.
+    """
     fields = {"magic": b"shoetok\x01", "vocab": 512, "width": 2, "count": len(tokens)} | header
     path.write_bytes(struct.pack("<8sIIQ40x", *fields.values()) + tokens.astype("<u2").tobytes())
     return path

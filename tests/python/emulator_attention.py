@@ -1,4 +1,7 @@
-"""Attention's cases of emulator_cases.py: our kernels alone, since the emulator has no others."""
+"""The attention cases of emulator_cases.py.
+
+They use only shoestring's kernels, since the emulator has no others.
+"""
 
 import torch
 from torch import Tensor
@@ -7,7 +10,11 @@ import shoestring
 
 
 def attention(device: str) -> dict[str, tuple[Tensor, float]]:
-    """Whole tiles and parts of one, every option at once, and packed sequences."""
+    """Compute attention with whole and partial tiles, with all options at once, and with packed sequences.
+
+    Returns:
+        (tensor, tolerance) by name; emulator_cases.py explains the unit of the tolerance.
+    """
 
     def uniform(*shape: int, seed: int) -> Tensor:
         return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1).to(device)
@@ -41,7 +48,8 @@ def attention(device: str) -> dict[str, tuple[Tensor, float]]:
             gradients = torch.autograd.grad(
                 (out.float() * uniform(*out.shape, seed=7)).sum() + lse.sum(), leaves
             )
-            # Exponentials and the order of products differ in the last bits, by which a probability may round the other way.
+            # Exponentials and the order of products differ in the last bits, so a probability may round the
+            # other way.
             for part, t in zip(
                 ("out", "lse", "q", "k", "v"), (out.detach(), lse.detach(), *gradients), strict=True
             ):

@@ -1,10 +1,15 @@
-"""The same operator calls in the emulator and on the GPU, and how far their results are apart.
+"""Run the same operator calls in the emulator and on the GPU, and compare the results.
 
-``python emulator_cases.py run simt|cuda FILE`` computes and saves them; ``python emulator_cases.py compare FILE FILE``
-prints a line of JSON: a row for each tensor. Two processes, since loading the emulator turns the CPU's operators into
-the CUDA kernels. `allowed` is in units in the last place of the tensor's largest element (codes: steps of the code).
-0 where a kernel only moves, compares and rounds once. Elsewhere nvcc contracts a * b + c to one rounding and g++ does
-not, exp and log are the GPU's own, and cuBLAS sums in its own order.
+``python emulator_cases.py run simt|cuda FILE`` computes and saves the results. ``python emulator_cases.py
+compare FILE FILE`` prints one line of JSON with a row for each tensor. The two backends need two processes,
+since loading the emulator replaces the CPU operators by the CUDA kernels.
+
+`allowed` is the tolerance in units in the last place of the tensor's largest element; for codes, in code
+steps. It is 0 for kernels that only move, compare and round once. Other kernels differ for three reasons:
+
+- nvcc contracts a * b + c to one rounding, and g++ does not.
+- exp and log are the GPU's own.
+- cuBLAS sums in another order.
 """
 
 import json
@@ -23,13 +28,13 @@ from optimizer_rules import ADAMW, LION, SGD, Rule, blocks
 from shoestring.ops import dequantize_8bit, dequantize_state_4bit, quantize_8bit, quantize_state_4bit
 from shoestring.optim.optimizer import join
 
-Results = dict[str, tuple[Tensor, float]]  # name: tensor, allowed
+Results = dict[str, tuple[Tensor, float]]  # name: (tensor, allowed)
 OPERATORS = torch.ops.shoestring
-FLIPPED = 1e-2  # of the codes may be one step off, where what they encode may be some roundings off
+FLIPPED = 1e-2  # largest share of codes that may be one step off, where their values may differ by roundings
 
 
 def uniform(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
-    """In [-scale, scale), the same on every device."""
+    """Return uniform values in [-scale, scale), the same on every device."""
     return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1) * scale
 
 
@@ -89,7 +94,8 @@ def quantize_4bit(device: str) -> Results:
 
 def quantize_absmax(device: str) -> Results:
     codes, nested = OPERATORS.quantize_absmax(uniform(777, seed=1).abs().to(device))
-    return {"codes": (codes, 1), "nested": (nested, 8)}  # the offset is a mean: its sum has an order
+    # The offset of the quantised scales is a mean, whose sum depends on the order of additions.
+    return {"codes": (codes, 1), "nested": (nested, 8)}
 
 
 def dequantize_4bit(device: str) -> Results:
@@ -112,7 +118,7 @@ def dequantize_4bit(device: str) -> Results:
 
 
 def int8(device: str) -> Results:
-    """Whole vectors, and rows that begin anywhere; what stays in registers, and what is read again."""
+    """Cover aligned and unaligned rows, and rows that fit in registers and rows that are read twice."""
     found: Results = {}
     for columns in (64, 77, 5000, 5003):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -127,7 +133,7 @@ def int8(device: str) -> Results:
     return found
 
 
-# Whole blocks and parts of one; a weight's dtype and a gradient's.
+# (elements, dtype of the weight, dtype of the gradient); whole and partial blocks
 STEPPED = (
     (1, torch.float32, torch.float32),
     (4097, torch.float32, torch.float32),
@@ -139,7 +145,7 @@ STEPPED = (
 
 
 def optimizers(device: str) -> Results:
-    """The second step, from a given state: all that a step reads is the same on both sides."""
+    """Do one step from a given state, so that both backends start from equal inputs."""
     return {
         f"{rule.name} {state} {weights} {name}": row
         for rule in (ADAMW, LION, SGD)
@@ -187,7 +193,7 @@ def second_step(device: str, rule: Rule, state: str, weights: str) -> Results:
         if t is not None:
             if state == "4bit" and t.dtype == torch.uint8:
                 t = torch.stack([t & 15, t >> 4], 1).short()
-                t = (t ^ 8) - 8 if rule.moments[name] else t  # signed: two's complement
+                t = (t ^ 8) - 8 if rule.moments[name] else t  # signed codes are in two's complement
             found[name] = (t, 1 if not t.is_floating_point() else 0 if name == "step" else 4)
     if "accumulated" in options:
         found["accumulated"] = (options["accumulated"], 0)
@@ -214,14 +220,14 @@ def linear_cross_entropy(device: str) -> Results:
             target = torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(8)).to(device)
             if (
                 options is filtered
-            ):  # far below the threshold, so that no rounding decides; the others far above
+                # Logits of classes from 170 on are far below the threshold, the other logits far above, so
+                # that no rounding decides.
+            ):
                 bias[170:] -= 30
                 target %= 170
             bias = bias.to(device, dtype).requires_grad_()
             target[3] = -100
-            if (
-                options is everything
-            ):  # by all that has a gradient: all but argmax, which a rounding may change
+            if options is everything:  # Differentiate all results but argmax, which a rounding may change.
                 results = shoestring.linear_cross_entropy_with_stats(hidden, weight, target, bias, **options)[
                     :4
                 ]
@@ -229,7 +235,7 @@ def linear_cross_entropy(device: str) -> Results:
                 results = (shoestring.linear_cross_entropy(hidden, weight, target, bias, **options),)
             torch.autograd.backward([x.sum() for x in results])
             name = f"{str(dtype)[6:]} {' '.join(options)}".strip()
-            # A 16-bit product rounds its logits: the fp32 results are as far apart as they are.
+            # A 16-bit product rounds the logits, so the fp32 results differ by as much as the logits.
             of_result = allowed * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
             for part, x in zip(("loss", "token_loss", "lse", "entropy"), results):
                 found[f"{name} {part}"] = (x.detach(), of_result)
@@ -239,7 +245,7 @@ def linear_cross_entropy(device: str) -> Results:
 
 
 def linear_distillation(device: str) -> Results:
-    """Rows of several warps; a 4-bit head with an adapter, and its teacher's."""
+    """Cover rows of several warps, and a 4-bit head with an adapter next to a 4-bit head of the teacher."""
     found: Results = {}
     tokens, features, vocab = 40, 64, 515
     for dtype, allowed in ((torch.float32, 64.0), (torch.bfloat16, 4.0)):
@@ -272,7 +278,7 @@ def linear_distillation(device: str) -> Results:
             )
             loss.sum().backward()
             name = f"{str(dtype)[6:]} {' '.join(map(str, options.values()))}".strip()
-            # As for linear_cross_entropy: 16-bit products round their logits.
+            # As in linear_cross_entropy, 16-bit products round their logits.
             found[f"{name} loss"] = (
                 loss.detach(),
                 allowed * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps,
@@ -284,7 +290,7 @@ def linear_distillation(device: str) -> Results:
 
 def cross_entropy(device: str) -> Results:
     found: Results = {}
-    tokens, vocab = 40, 1031  # rows begin anywhere
+    tokens, vocab = 40, 1031  # an odd vocabulary, so rows are not aligned
     target = torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(8)).to(device)
     target[3] = -100
     weights = (uniform(vocab, seed=9) + 1).to(device)
@@ -305,7 +311,10 @@ def cross_entropy(device: str) -> Results:
 
 
 def layers(device: str) -> Results:
-    """Rows of a warp, a block and longer ones, and such that begin anywhere; heads of several lanes, one with a norm."""
+    """Cover rows of one warp, of one block and longer, and unaligned rows.
+
+    For rope, cover heads of several lanes, with and without a norm.
+    """
     found: Results = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for rows, features in ((9, 192), (40, 1096), (2, 8208), (5, 77)):
@@ -368,7 +377,7 @@ CASES: tuple[Callable[[str], Results], ...] = (
 
 
 def run(backend: str, file: Path) -> None:
-    """Every case; one that raises is saved as its message."""
+    """Run every case and save the results; a case that raises is saved as its message."""
     if backend == "simt":
         torch.ops.load_library(str(EMULATOR))
     saved: dict[str, Results | str] = {}
@@ -383,7 +392,10 @@ def run(backend: str, file: Path) -> None:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """In units in the last place of the largest element; in codes' steps. Infinite where too many codes are off."""
+    """Return the largest distance of two tensors, in units in the last place of the largest element.
+
+    For codes the unit is one code step, and too many differing codes return infinity.
+    """
     if torch.equal(a, b):
         return 0.0
     if a.shape != b.shape or a.dtype != b.dtype or not a.isfinite().equal(b.isfinite()):
@@ -397,7 +409,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def compare(first: Path, second: Path) -> list[dict]:
-    """A row for each tensor of both files, or for a case that could not be computed."""
+    """Return a row for each tensor of both files, or for a case that could not be computed."""
     rows = []
     one, two = (torch.load(f, weights_only=True) for f in (first, second))
     for case, left in one.items():

@@ -1,4 +1,4 @@
-"""What the tests of adapters share: a tiny Llama, adapters that do something, and the comparison with PEFT."""
+"""Helpers for the tests of adapters: a tiny Llama, adapters with random values, and the comparison with PEFT."""
 
 import copy
 import functools
@@ -27,14 +27,14 @@ def _llama(tied: bool, dtype: torch.dtype, biased: bool) -> nn.Module:
 
 
 def llama(tied: bool = False, dtype: torch.dtype = torch.float32, biased: bool = False) -> nn.Module:
-    """A Llama of two layers, always the same; with biases in attention and MLP on request."""
+    """Return a Llama of two layers, always the same; ``biased`` adds biases to attention and MLP."""
     model = copy.deepcopy(_llama(tied, dtype, biased))
-    torch.manual_seed(0)  # whether it had to be made or not
+    torch.manual_seed(0)  # the same generator state, whether or not the model came from the cache
     return model
 
 
 def randomise(model: nn.Module, adapter: str = "default") -> nn.Module:
-    """Moves an adapter's parameters away from their first values, so that it does something."""
+    """Change an adapter's parameters randomly, because an adapter with initial values changes nothing."""
     kinds = ("lora_", "ia3_", "vera_lambda", "modules_to_save")
     for name, parameter in model.named_parameters():
         if adapter in name.split(".") and any(kind in name for kind in kinds):
@@ -49,7 +49,7 @@ def logits(model: nn.Module, seed: int = 3) -> Tensor:
 
 
 def assert_files_agree(ours: nn.Module, folder: Path, base: object = llama) -> None:
-    """PEFT loads what we save, and we what PEFT saves and what we saved: the logits are the same to 1e-6."""
+    """Assert that shoestring and PEFT load each other's adapter files with equal logits, to 1e-6."""
     peft = pytest.importorskip("peft")
     expected = logits(ours.eval())
     shoestring.lora.save_adapter(ours, folder / "ours")

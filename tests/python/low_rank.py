@@ -1,13 +1,13 @@
-"""Parameters and gradients for the tests of the optimizers at low rank."""
+"""Parameters and gradients for the tests of the low-rank optimizers."""
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-# Wide, tall, a convolution's, one whose side is less than every rank here, a vector, an empty one.
+# Shapes: wide, tall, a convolution, one side below every rank in the tests, a vector, and an empty tensor.
 SIZES = [(24, 40), (40, 24), (12, 3, 3, 3), (4, 50), (30,), (0, 8)]
-PROJECTED = [0, 1, 2, 6]  # with a rank of 8; 6 is a transposed matrix
+PROJECTED = [0, 1, 2, 6]  # indices of the parameters that a rank of 8 projects; 6 is a transposed matrix
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[Parameter]:
@@ -18,7 +18,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[Parameter]:
 
 
 def gradients(params: list[Parameter], step: int, size: float = 1.0) -> None:
-    """Of full rank, with singular values that fall."""
+    """Set gradients of full rank whose singular values decrease."""
     generator = torch.Generator(torch.get_default_device()).manual_seed(step)
     for p in params:
         noise = torch.randn(p.shape, generator=generator)
@@ -38,7 +38,7 @@ def same(a: list[Parameter], b: list[Parameter]) -> bool:
 
 
 class Adam64:
-    """AdamW's update in fp64, without the learning rate: what it adds to a weight at a rate of one."""
+    """AdamW's update in fp64 for a learning rate of 1, without weight decay."""
 
     def __init__(self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
         self.betas, self.eps, self.step = betas, eps, 0

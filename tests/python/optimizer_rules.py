@@ -1,4 +1,4 @@
-"""The rules of the optimizers' operators, and the flat arenas that they keep their state in."""
+"""The operators of the optimizers as test rules, with the flat arenas that hold their state."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ STATE_BLOCK = 256
 
 
 def plain(moment: Tensor, scale: Tensor | None, signed: bool) -> Tensor:
-    """An arena's values in fp32."""
+    """Return the values of an arena in fp32."""
     if scale is None:
         return moment.float()
     if scale.numel() * STATE_BLOCK == moment.numel():
@@ -52,10 +52,13 @@ def blocks(size: int) -> int:
 
 @dataclass(frozen=True)
 class Rule:
-    """An operator, its twin in plain PyTorch, its options, and its moments: whether each may be negative, by name.
+    """An optimizer operator, its reference in plain PyTorch, and its options.
 
-    ``extra``: the shape of what else it keeps of a parameter of some shape, by name. ``long``: the moments that are
-    never codes, and have no scale.
+    Args:
+        moments: whether each moment may be negative, by name.
+        hyper: hyperparameters, by name.
+        extra: maps the shape of a parameter to the shape of a further state tensor, by name.
+        long: moments that are never quantised, and so have no scale.
     """
 
     name: str
@@ -67,7 +70,10 @@ class Rule:
     long: tuple[str, ...] = ()
 
     def arenas(self, sizes: Sequence[int], state: str) -> list[Tensor | None]:
-        """step, and each moment with its scale (None: has none), of parameters that have not been stepped."""
+        """Return the state before the first step: the step counts, then each moment and its scale.
+
+        The scale is None for moments that are not quantised; moments in ``long`` have no entry for a scale.
+        """
         total = sum(map(blocks, sizes))
         found: list[Tensor | None] = [torch.zeros(len(sizes))]
         for name, signed in self.moments.items():
@@ -85,7 +91,7 @@ class Rule:
         return found
 
     def extras(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, list[Tensor]]:
-        """What else it keeps, of parameters that have not been stepped."""
+        """Return the further state tensors of each parameter, before the first step."""
         return {name: [torch.zeros(shape(s)) for s in shapes] for name, shape in self.extra.items()}
 
     def arena_names(self) -> list[str]:
@@ -93,7 +99,7 @@ class Rule:
         return ["step", *(name for names in scaled for name in names)]
 
     def values(self, sizes: Sequence[int], arena: Sequence[Tensor | None]) -> list[Tensor]:
-        """The moments of all parameters, without the padding between them."""
+        """Return the moments of all parameters, without the padding between parameters."""
         begins = [STATE_BLOCK * sum(map(blocks, sizes[:i])) for i in range(len(sizes))]
         kept = torch.cat([torch.arange(b, b + n) for b, n in zip(begins, sizes, strict=True)])
         by_name = dict(zip(self.arena_names(), arena, strict=True))
@@ -147,7 +153,7 @@ SCHEDULE_FREE = Rule(
 )
 EMA = Rule("ema", ema_, ema_reference, {"exp_avg": True}, dict(lr=1e-2, beta=0.9, nesterov=True))
 
-# Of more than a rule.
+# Operators that do more than an elementwise rule.
 MUON = Rule(
     "muon", muon_, muon_reference, {"momentum_buffer": True}, dict(lr=0.1, momentum=0.9, weight_decay=0.1)
 )
@@ -166,7 +172,8 @@ ADAFACTOR_MEAN = Rule(
     ADAFACTOR.hyper | dict(beta1=0.9),
     FACTORED,
 )
-# eps1: without it a vector's first update is of one size everywhere, and all of its codes lie at a boundary.
+# Without eps1, a vector's first update has equal size everywhere, so all its codes are at a rounding
+# boundary.
 CAME = Rule(
     "came",
     came_,

@@ -1,4 +1,4 @@
-"""Several processes on a CPU (Gloo), and a model that they train."""
+"""Start several CPU processes (Gloo), and a small model that they train."""
 
 import multiprocessing
 import warnings
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-# A server that has imported everything forks the processes: importing torch takes each of them seconds.
+# A server imports everything once and forks the processes, since importing torch takes each one seconds.
 multiprocessing.get_context("forkserver").set_forkserver_preload(
     [
         "torch.distributed.fsdp",
@@ -41,7 +41,7 @@ def _process(
 
 
 def run(world: int, folder: Path, task: Callable[..., None], *arguments: Any) -> None:
-    """Runs the task in so many processes; the first exception comes back."""
+    """Run the task in `world` processes; raise the first exception of any process."""
     store = folder / f"store{len(list(folder.iterdir()))}"
     torch.multiprocessing.start_processes(
         _process, (world, str(store), task, arguments), nprocs=world, start_method="forkserver"
@@ -49,7 +49,10 @@ def run(world: int, folder: Path, task: Callable[..., None], *arguments: Any) ->
 
 
 def model(dtype: torch.dtype = torch.float32) -> Module:
-    """Rows of whole blocks and of less; 3 rows, which leave one of four processes without any."""
+    """Return a model with rows of whole and of partial state blocks.
+
+    Its last layer has 3 rows, so that one of four processes gets none.
+    """
     generator = torch.Generator().manual_seed(7)
     found = torch.nn.Sequential(torch.nn.Linear(256, 64), torch.nn.Tanh(), torch.nn.Linear(64, 3))
     for p in found.parameters():

@@ -1,4 +1,4 @@
-"""A model of a few thousand weights, and what it is trained on."""
+"""A model of about a thousand weights, and its training data."""
 
 import torch
 from torch import Tensor

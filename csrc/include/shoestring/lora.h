@@ -19,45 +19,50 @@
 namespace shoestring::lora {
 
 struct LoraOptions {
-  /// nn::AdapterOptions, IA3Options or VeraOptions.
+  /// Kind and options of the adapter: nn::AdapterOptions (LoRA), nn::IA3Options or nn::VeraOptions.
   TORCH_ARG(nn::AnyAdapterOptions, adapter) = nn::AdapterOptions();
-  /// The new adapter is the one in use, alone; set_adapter changes that.
+  /// Name of the new adapter. After apply it is the only adapter in use; set_adapter changes that.
   TORCH_ARG(std::string, adapter_name) = "default";
-  /// Names of layers, or what names end with after a dot (PEFT's rule). Empty: every shoestring::nn::Linear.
+  /// Layers that get an adapter: full names, or name endings that start after a dot (PEFT's rule). An empty
+  /// list selects every shoestring::nn::Linear.
   TORCH_ARG(std::vector<std::string>, target_modules) = {};
-  /// Names of modules, of any class, of which a copy is trained whole; they get no adapter and stay dense.
-  /// Such a module's own tensors hold the copy in use: forward and backward have to run under the same
-  /// adapter.
+  /// Names of modules of any class. apply makes a fully trained copy of each one. These modules get no
+  /// adapter and stay dense. The module's own tensors hold the copy in use, so forward and backward must run
+  /// under the same adapter.
   TORCH_ARG(std::vector<std::string>, modules_to_save) = {};
-  /// "none"; "all" or "lora_only" ("vera_only" of VeRA) to train the biases of the module, or of the adapted
-  /// layers, themselves: these are not kept aside, so that disabling the adapter leaves them as trained.
+  /// "none", "all" (train every bias of the module) or "lora_only" (train the biases of the adapted layers;
+  /// "vera_only" for VeRA). The biases are trained in place and no original is kept. Disabling the adapter
+  /// does not restore them.
   TORCH_ARG(std::string, bias) = "none";
-  /// "none", "nf4", "fp4", "int4" or "int8": every shoestring::nn::Linear, with an adapter or without, gets
-  /// such a weight.
+  /// "none", "nf4", "fp4", "int4" or "int8". apply quantises the weight of every shoestring::nn::Linear to
+  /// this type, with or without an adapter.
   TORCH_ARG(std::string, quantize) = "none";
-  /// Of 4-bit weights.
+  /// For 4-bit weights: the number of elements that share a scale (block_size), and whether the scales of nf4
+  /// and fp4 are quantised to 8 bits, too (nested).
   TORCH_ARG(int64_t, block_size) = 64;
   TORCH_ARG(bool, nested) = false;
 };
 
-/// Freezes a module's parameters and gives its shoestring::nn layers trainable adapters, in place; a second
-/// call adds another adapter. Declare what shall stay as it is, such as an output head, as torch::nn::Linear.
-/// Returns the names of the layers with the adapter. A seed gives the values that Python's shoestring.lora
-/// and PEFT begin with.
+/// Freezes the module's parameters and adds trainable adapters to its shoestring::nn layers, in place. A
+/// second call adds another adapter. Declare a layer that must stay unchanged, such as an output head, as
+/// torch::nn::Linear. Returns the names of the layers that got the adapter. With the same seed, the initial
+/// values equal those of Python's shoestring.lora and of PEFT.
 SHOESTRING_API std::vector<std::string> apply(torch::nn::Module& module, const LoraOptions& options = {});
 
 // ---- Several adapters
 
-/// The names of the module's adapters.
+/// Returns the names of the module's adapters.
 SHOESTRING_API std::vector<std::string> adapter_names(const torch::nn::Module& module);
-/// Uses the named adapter, or the sum of several, from now on; they alone require gradients.
+/// Switches to the named adapters, and to the sum of their contributions if there are several. Only the
+/// adapters in use require gradients.
 SHOESTRING_API void set_adapter(torch::nn::Module& module, const std::vector<std::string>& adapter_names);
-/// Takes an adapter off, and its part back into the base where its initialisation took that out. The others
-/// stay in use; where it was the only one in use the module is its base, until set_adapter.
+/// Removes an adapter. If its initialisation moved a part of the base weight into the adapter, that part is
+/// added back to the weight. The other adapters in use stay in use. If the removed adapter was the only one
+/// in use, the module computes its base alone until the next set_adapter.
 SHOESTRING_API void delete_adapter(torch::nn::Module& module, const std::string& adapter_name);
 
-/// While it lives, the module, which must outlive it, is its base alone. Biases that were trained stay as
-/// trained.
+/// Disables all adapters of the module while the guard exists. Trained biases keep their trained values. The
+/// module must outlive the guard.
 class SHOESTRING_API DisableAdapterGuard {
  public:
   explicit DisableAdapterGuard(torch::nn::Module& module);
@@ -69,8 +74,9 @@ class SHOESTRING_API DisableAdapterGuard {
   std::vector<std::function<void()>> restore_;
 };
 
-/// While it lives, each row of the batch (the first dimension of what reaches the layers) has its own
-/// adapter, by name, or none. Backward has to run within it where layers are recomputed.
+/// Assigns an adapter to each row of the batch while the guard exists. A row is an index in the first
+/// dimension of the layer's input. std::nullopt selects the base alone. If layers are recomputed in backward,
+/// backward must also run while the guard exists.
 class SHOESTRING_API AdaptersPerRowGuard {
  public:
   AdaptersPerRowGuard(torch::nn::Module& module,
@@ -86,27 +92,27 @@ class SHOESTRING_API AdaptersPerRowGuard {
 // ---- Training
 
 struct GroupOptions {
-  /// How much faster than lora_A lora_B and all vectors learn; at least 1.
+  /// Learning rate of lora_B and of all vectors, divided by the learning rate of lora_A. At least 1.
   TORCH_ARG(double, lr_ratio) = 16;
-  /// Of adapters on embeddings, and of embeddings.
+  /// Learning rate of embeddings and of the adapters on embeddings.
   TORCH_ARG(double, embedding_lr) = 1e-6;
 };
 
-/// What one group has in common; vectors have no weight decay.
+/// Parameters that share a learning rate. Vectors have no weight decay.
 struct ParameterGroup {
   std::vector<at::Tensor> params;
   double lr;
   bool weight_decay;
 };
 
-/// LoRA+ (arXiv 2402.12354): the parameters that require a gradient, by learning rate; lr is that of lora_A
-/// and of other matrices. Raises ValueError for an lr_ratio below 1 and for a module in which nothing is
-/// trained.
+/// Groups the parameters that require a gradient by learning rate, as in LoRA+ (arXiv 2402.12354). `lr` is
+/// the rate of lora_A and of other matrices. Raises ValueError if lr_ratio is below 1 or if the module has no
+/// trainable parameter.
 SHOESTRING_API std::vector<ParameterGroup> parameter_groups(const torch::nn::Module& module, double lr,
                                                             const GroupOptions& options = {});
 
-/// The same as groups of an optimizer, LibTorch's or ours, with these options but for lr and vectors'
-/// weight_decay:
+/// Builds the same groups for an optimizer of LibTorch or of shoestring. Each group copies `defaults` and
+/// sets its own lr. Groups of vectors set weight_decay to 0.
 ///
 ///     shoestring::optim::AdamWOptions defaults(2e-4);
 ///     shoestring::optim::AdamW optimizer(shoestring::lora::parameter_groups(*model, defaults), defaults);
@@ -128,33 +134,37 @@ std::vector<torch::optim::OptimizerParamGroup> parameter_groups(const torch::nn:
 
 using MergeOptions = nn::MergeOptions;
 
-/// What merging lost.
+/// The rounding error of a merge. Each error is norm(new weight - exact weight) / norm(change by the
+/// adapters).
 struct MergeReport {
-  std::map<std::string, double>
-      layers;        // the norm of (new weight - exact weight) over that of what the adapters changed
-  double error = 0;  // the same of all layers together; 0 where nothing was changed
+  std::map<std::string, double> layers;  // error of each layer, by name
+  double error = 0;                      // error over all layers together; 0 if no adapter changed a weight
 };
 
-/// Adds adapters to the weights; all adapters leave their layers. A merged weight has the base's 16- or
-/// 32-bit dtype and one rounding of error.
+/// Adds the adapters to the weights and removes all adapters from the layers. A merged weight has the base's
+/// 16- or 32-bit dtype and is rounded once.
 SHOESTRING_API MergeReport merge(torch::nn::Module& module, const MergeOptions& options = {});
-/// Undoes merge: every weight has exactly its former bytes, and its adapters again.
+/// Undoes merge: restores the exact bytes of every weight and all adapters.
 SHOESTRING_API void unmerge(torch::nn::Module& module);
 
 // ---- Files
 
-/// Writes adapter_config.json and adapter_model.safetensors, as PEFT does: of "default" into the directory,
-/// of others into a folder of their name in it. adapter_names: which; empty is all. The module's names are
-/// the model's. An adapter that changed the base ("pissa", "olora", "loftq") is written as what it adds to
-/// the base as it was, with twice the rank, so that it loads onto the original; over a quantised base that
-/// leaves out what quantising the rest rounded away. Each file replaces a former one once it is on disk; the
-/// weights hold a digest of their configuration, so that load_adapter refuses two files of different saves,
-/// which a crash can leave.
+/// Writes adapter_config.json and adapter_model.safetensors in PEFT's format. The adapter "default" goes into
+/// `directory`; any other adapter goes into a subdirectory of its name. An empty `adapter_names` saves all
+/// adapters. The files name the layers as they are named within `module`, so pass the whole model.
+///
+/// An adapter that changed the base ("pissa", "olora", "loftq") is written as its change to the original
+/// base, with twice the rank. The file therefore loads onto the original weights. With a quantised base, the
+/// file does not contain the rounding error of quantising the changed base.
+///
+/// Each file replaces the previous one only after it is on disk. The weights file stores a digest of the
+/// configuration. load_adapter uses it to refuse two files of different saves, which a crash can leave
+/// behind.
 SHOESTRING_API void save_adapter(const torch::nn::Module& module, const std::string& directory,
                                  const std::vector<std::string>& adapter_names = {});
 
-/// Puts an adapter from PEFT, or from save_adapter of either language, onto a module, also one without
-/// adapters, and uses it. Nothing is changed unless all of the file fits.
+/// Loads an adapter written by PEFT or by save_adapter (C++ or Python) and makes it the one in use. The
+/// module may have no adapters yet. Changes the module only if everything in the file fits.
 SHOESTRING_API void load_adapter(torch::nn::Module& module, const std::string& directory,
                                  const std::string& adapter_name = "default");
 

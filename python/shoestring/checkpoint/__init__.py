@@ -1,4 +1,4 @@
-"""Gradient checkpointing, and plans of what is kept, recomputed or moved away under a byte budget."""
+"""Gradient checkpointing, and plans that keep, recompute or offload activations under a byte budget."""
 
 from shoestring.checkpoint.function import checkpoint, checkpoint_sequential, tag_activation
 from shoestring.checkpoint.model import CheckpointReport, checkpoint_model

@@ -1,4 +1,4 @@
-"""The blocks of a model: which they are, and a forward for each that treats its activations in one way."""
+"""Selection of a model's blocks, and the forward that keeps, recomputes or offloads a block's activations."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from shoestring.checkpoint.function import Keep, checkpoint
 from shoestring.checkpoint.offload import offload_activations
 from shoestring.core.instances import PLAIN, derive
 
-CACHES = ("past_key_values", "past_key_value", "layer_past")  # a second run would write to them again
-CHECKPOINTED = "_shoestring_checkpointed"  # of a derived class
+# Arguments that hold key-value caches. They are dropped, since a second run would write to them again.
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+CHECKPOINTED = "_shoestring_checkpointed"  # class attribute of modules that treat() has changed
 
 
 @dataclass(frozen=True)
 class Treatment:
-    """What becomes of a block's activations.
+    """How a block's activations are treated.
 
     Attributes:
-        keep: what its checkpoint keeps; None: no checkpoint.
-        offload: where what is saved goes, by this block or one before it.
-        moves: what this block saves (its input, under a checkpoint) goes there.
-        leaves: at once; else it stays, because backward is about to begin with it.
-        pending: bytes of offloaded blocks that may still be on their way when what follows this block begins.
+        keep: the operators that the block's checkpoint keeps; None for no checkpoint.
+        offload: the offload object that this block or an earlier one uses; None without offload.
+        moves: whether the block's saved tensors (under a checkpoint, its input) are offloaded.
+        leaves: whether offloading starts at once. False for a last block, with which backward begins.
+        pending: the bytes of offloaded blocks that may still be in flight when the computation after this
+            block begins.
     """
 
     keep: Sequence[Keep] | None = ()
@@ -68,7 +70,7 @@ def find_blocks(model: nn.Module, blocks: Sequence[str | type | nn.Module] | Non
 
 
 def _matches(name: str, module: nn.Module, wanted: str | type | nn.Module) -> bool:
-    if isinstance(wanted, str):  # as far as the pattern goes: "layers.*" is not "layers.0.mlp"
+    if isinstance(wanted, str):  # a wildcard stays within one level: "layers.*" does not match "layers.0.mlp"
         return name.count(".") == wanted.count(".") and fnmatch.fnmatchcase(name, wanted)
     return isinstance(module, wanted) if isinstance(wanted, type) else module is wanted
 
@@ -90,7 +92,7 @@ def _lists(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
 
 
 def treat(module: nn.Module, treatment: Treatment) -> Callable[[], None]:
-    """Gives one module a forward with this treatment; returns how to take it back."""
+    """Give one module a forward with this treatment. Return a function that restores the module."""
     if getattr(module, "gradient_checkpointing", False):
         raise ValueError(
             f"checkpoint_model: {type(module).__name__} has gradient checkpointing already; "
@@ -116,7 +118,7 @@ def _forward(original: Callable[..., Any], treatment: Treatment) -> Callable[...
 def run_block(
     treatment: Treatment, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """The forward of a block, which writes to no cache."""
+    """Run the forward of a block with a treatment, without caches."""
     for name in CACHES:
         if kwargs.get(name) is not None:
             kwargs[name] = None

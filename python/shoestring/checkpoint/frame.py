@@ -1,8 +1,9 @@
-"""What a checkpoint remembers between the first run of a function and the last backward pass over it.
+"""The state of a checkpoint between the first run of a function and the last backward pass over it.
 
-While the function runs the first time, each tensor that autograd saves becomes a number: the how-manieth it is. The first
-number that backward asks for makes the function run again, and what is saved this time is put where the numbers are. C++
-has the same (csrc/checkpoint/checkpoint.cpp). PyTorch's own imports its compiler when it first recomputes: 120 MB.
+In the first run, a placeholder (``_Number``) replaces each tensor that autograd saves. When backward asks for
+the first placeholder, the function runs again, and the tensors that it saves this time fill the placeholders
+in order. csrc/checkpoint/checkpoint.cpp does the same in C++. torch.utils.checkpoint is not used, since it
+imports the compiler (120 MB) when it first recomputes.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from torch.utils.checkpoint import CheckpointError
 
 
 class _Stop(Exception):
-    """Thrown through the function when all is there."""
+    """Raised inside the function to end a later run once all needed tensors have been saved."""
 
 
 class _Inputs(torch.autograd.Function):
-    """Saves tensors as any operator does: hooks around the checkpoint see them, and so do checks of changes in place."""
+    """Save inputs as any operator does, so that outer hooks see them and in-place changes are detected."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -39,7 +40,7 @@ class _Inputs(torch.autograd.Function):
 
 
 class _State:
-    """Random and autocast state of this thread, as they are when this is made."""
+    """The random state and the autocast state of this thread at construction."""
 
     def __init__(self, tensors: list[Tensor], rng: bool) -> None:
         devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
@@ -86,14 +87,15 @@ class _Number:
     def __init__(self, frame: Frame, tensor: Tensor) -> None:
         self.frame = frame
         self.kind = (tuple(tensor.shape), tensor.dtype, tensor.device)
-        self.values: dict[int, Tensor] = {}  # by backward pass
+        self.values: dict[int, Tensor] = {}  # the recomputed tensor for each backward pass
 
 
 class Frame:
-    """One function under checkpoint.
+    """One function call under checkpoint.
 
     Args:
-        replay: entered around each run after the first. It hides outer tapes and hands out the results that were kept.
+        replay: a context manager entered around each run after the first. It hides outer tapes and returns
+            the results that were kept.
     """
 
     def __init__(
@@ -116,14 +118,13 @@ class Frame:
         self._fn, self._early_stop = fn, early_stop
         self._replay = replay
         self._numbers: list[weakref.ref[_Number]] = []
-        self._complete = (
-            False  # True once the first run has ended: then a run that saves more tensors is an error
-        )
+        # Whether the first run has ended. After that, a run must not save more tensors than the first.
+        self._complete = False
         self._lock = threading.RLock()
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
-        """Hooks for the function's first run."""
+        """Return a context manager with the hooks for the function's first run."""
         with saved_tensors_hooks(self._pack, _unpack):
             yield
         self._complete = True
@@ -134,7 +135,10 @@ class Frame:
         return number
 
     def value(self, number: _Number) -> Tensor:
-        """The tensor behind a number, which makes the function run again if this backward pass has none yet."""
+        """Return the tensor of a placeholder.
+
+        The function runs again if it has not done so in this backward pass.
+        """
         pass_ = torch._C._current_graph_task_id()
         with self._lock:
             if pass_ not in number.values:
@@ -142,28 +146,27 @@ class Frame:
                 if "torch._dynamo" in sys.modules:
                     run = torch.compiler.disable(run)
                 run(pass_)
-            return number.values.pop(
-                pass_
-            )  # a node asks once; one that asks again makes the function run again
+            # A node usually asks once. If it asks again, the function runs again.
+            return number.values.pop(pass_)
 
     def _run_again(self, pass_: int) -> None:
         leaves = list(self._leaves)
         for place, tensor in zip(self._places, self._inputs.grad_fn.saved_tensors, strict=True):
             leaves[place] = tensor
         args, kwargs = tree_unflatten(leaves, self._spec)
-        if pass_ >= 0:  # what this pass leaves unused goes with it
+        if pass_ >= 0:  # at the end of this backward pass, drop tensors that it has not used
             frame = weakref.ref(self)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: _forget(frame, pass_))
         seen = 0
-        # In the first run the function goes on after the last number. A function that catches _Stop goes on, too.
+        # Whether extra saved tensors are an error. They are not while the first run is still saving tensors,
+        # nor with early_stop, since a function that catches _Stop continues.
         exact = self._complete and not self._early_stop
 
         def pack(tensor: Tensor) -> Tensor:
             nonlocal seen
             if tensor.requires_grad:
-                tensor = (
-                    tensor.detach()
-                )  # an output would hold its own node: a cycle. Others keep their attributes.
+                # An output would hold its own node: a reference cycle. Other tensors keep their attributes.
+                tensor = tensor.detach()
             number = self._numbers[seen]() if seen < len(self._numbers) else None
             seen += 1
             if number is not None:

@@ -17,7 +17,7 @@ Keep = str | torch._ops.OpOverload | torch._ops.OpOverloadPacket
 
 
 class _Run(AbstractContextManager[None]):
-    """A run of a function that an operator tape records or replays."""
+    """A context manager around a run of a function that an operator tape records or replays."""
 
     def __init__(self, tape: Any, begin: Callable[[], None]) -> None:
         self._tape, self._begin = tape, begin
@@ -43,7 +43,10 @@ def _name(item: Keep) -> str:
 
 
 def _runs(names: tuple[str, ...]) -> tuple[AbstractContextManager[Any], _Run]:
-    """The first run and a later one. Without names nothing is recorded, and tapes outside do not see the later run."""
+    """Return context managers for the first run and for later runs.
+
+    Without names nothing is recorded, and outer tapes do not see the later runs.
+    """
     if not names:
         return nullcontext(), _run_without_tape()
     tape = torch.classes.shoestring.OperatorTape(list(names))
@@ -70,7 +73,10 @@ def _operators(names: tuple[str, ...]) -> set[str]:
 def _policy(
     names: tuple[str, ...], ctx: Any, op: Any, *args: Any, **kwargs: Any
 ) -> torch_checkpoint.CheckpointPolicy:
-    """Of torch.compile's own selective checkpointing, which asks for each operator; found by name, as it goes by value."""
+    """Decide for one operator whether torch.compile's selective checkpointing saves its result.
+
+    Operators are matched by name, since ``names`` holds strings.
+    """
     name = _name(op)
     if name in _operators(names) or name.rpartition(".")[0] in _operators(names):
         return torch_checkpoint.CheckpointPolicy.MUST_SAVE
@@ -85,30 +91,38 @@ def checkpoint(
     early_stop: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Computes ``fn(*args, **kwargs)`` and keeps, of all that autograd would save inside, what ``keep`` names alone.
+    """Compute ``fn(*args, **kwargs)`` and recompute inside backward what autograd would save.
 
-    Backward runs ``fn`` a second time for the rest, up to the last tensor that it needs, with the random numbers and
-    the autocast state of the first (gradient checkpointing, Chen et al. 2016). Gradients are bitwise those without
-    checkpoint. Calls may be nested; ``retain_graph``, second derivatives, ``torch.autograd.grad`` (inside ``fn``, too), DDP,
-    FSDP2 and ``torch.compile`` work as without. Saved tensors that need no gradient come back themselves, with the attributes
-    that Python code gave them. ``fn`` runs again for each backward pass that it begins itself, and operators of these passes
-    are not kept.
+    Only the results of the operators in ``keep`` are kept. Backward runs ``fn`` a second time (gradient
+    checkpointing, Chen et al. 2016), up to the last tensor that it needs. The second run has the random
+    numbers and the autocast state of the first. Gradients are bitwise those without checkpoint. Calls may be
+    nested. ``retain_graph``, second derivatives, ``torch.autograd.grad`` (also inside ``fn``), DDP, FSDP2 and
+    ``torch.compile`` work as usual. Saved tensors that need no gradient are returned unchanged, with any
+    attributes set by Python code. If ``fn`` itself runs backward passes, it runs again for each of them, and
+    results of operators in these passes are not kept.
 
     Args:
-        fn: takes and returns anything; has to do the same both times, and not to change its arguments in place.
-        keep: operators whose results are kept, so that backward does not compute them again: ``torch.ops.aten.mm``,
-            names (``"aten::mm"``), the groups ``"attention"`` (every scaled dot product attention) and ``"products"``
-            (matrix products, ours included), and tags of :func:`tag_activation` (not under ``torch.compile``).
+        fn: takes and returns anything. It has to do the same both times, and must not change its arguments in
+            place.
+        keep: operators whose results are kept, so that backward does not compute them again:
+            ``torch.ops.aten.mm``, names (``"aten::mm"``), the groups ``"attention"`` (every scaled dot
+            product attention) and ``"products"`` (matrix products, including shoestring's), and tags of
+            :func:`tag_activation` (not under ``torch.compile``).
         preserve_rng_state: draw the same random numbers both times.
         early_stop: end the second run at the last tensor that backward needs.
 
+    Returns:
+        The result of ``fn``.
+
     Raises:
-        torch.utils.checkpoint.CheckpointError: in backward, where ``fn`` did something else the second time.
+        TypeError: ``keep`` is a string, or an item is neither an operator, a group nor a tag.
+        torch.utils.checkpoint.CheckpointError: raised in backward if ``fn`` did something else the second
+        time.
     """
     if isinstance(keep, str):
         raise TypeError(f'checkpoint: keep: expected a list, received {keep!r}; write ["{keep}"]')
     names = tuple(_name(item) for item in keep)
-    if torch.compiler.is_compiling():  # which knows PyTorch's own
+    if torch.compiler.is_compiling():  # the compiler supports PyTorch's own checkpoint only
         options: dict[str, Any] = {"preserve_rng_state": preserve_rng_state, "early_stop": early_stop}
         if names:
             make = torch_checkpoint.create_selective_checkpoint_contexts
@@ -120,7 +134,8 @@ def checkpoint(
     frame = Frame(
         fn, args, kwargs, preserve_rng_state=preserve_rng_state, early_stop=early_stop, replay=replay
     )
-    with record, frame.first_run():  # whose hooks end first: what the tape keeps goes to those around
+    # The frame's hooks end before the tape does, so that outer hooks see the results that the tape keeps.
+    with record, frame.first_run():
         return fn(*args, **kwargs)
 
 
@@ -132,12 +147,22 @@ def checkpoint_sequential(
     keep: Sequence[Keep] = (),
     **options: Any,
 ) -> Any:
-    """Runs ``functions`` one after the other in ``segments`` parts of about equal length, each but the last under
-    :func:`checkpoint`: the last is what backward begins with, so nothing would be gained.
+    """Run ``functions`` in sequence, in ``segments`` checkpointed parts of about equal length.
+
+    The last part has no checkpoint: backward begins with it, so a checkpoint would save no memory.
 
     Args:
-        functions: of one argument each, the output of one the input of the next; an ``nn.Sequential`` for one.
-        keep, options: as :func:`checkpoint`.
+        functions: functions of one argument each, such as an ``nn.Sequential``; each takes the output of the
+            previous one.
+        segments: the number of parts, 1 to the number of functions.
+        x: the argument of the first function.
+        keep, options: as for :func:`checkpoint`.
+
+    Returns:
+        The result of the last function.
+
+    Raises:
+        ValueError: ``segments`` is out of range.
     """
     steps = list(functions)
     if not 1 <= segments <= len(steps):
@@ -157,12 +182,17 @@ def checkpoint_sequential(
 
 
 def tag_activation(x: Tensor, tag: str) -> Tensor:
-    """Returns ``x`` itself, which a checkpoint around this that was asked to ``keep`` the tag does not make again.
+    """Return ``x`` itself, and tag it for checkpoints that ``keep`` this tag.
 
-    The results of the operator that made ``x`` are kept then. Elsewhere it does nothing.
+    Such a checkpoint keeps the results of the operator that made ``x`` instead of computing them again.
+    Elsewhere the tag does nothing.
+
+    Args:
+        x: the result of an operator.
+        tag: a name for the ``keep`` argument of :func:`checkpoint`.
 
     Raises:
-        RuntimeError: ``x`` was modified in place since it was made.
+        RuntimeError: ``x`` was modified in place after it was made.
     """
     result: Tensor = torch.ops.shoestring.tag_activation(x, tag)
     return result

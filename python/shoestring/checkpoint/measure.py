@@ -1,4 +1,4 @@
-"""What the blocks of a model cost: seconds, and bytes to the byte, by running each kind of block alone."""
+"""Measures the time and the exact memory of a model's blocks by running each kind of block alone."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from shoestring.checkpoint.offload import offload_activations
 from shoestring.core.storages import storages
 
-RUNS = 3  # of each block; the quickest counts
+RUNS = 3  # runs of each block; the fastest counts
 
 Forward = Callable[..., Any]
 
 
 @dataclass
 class Cost:
-    """Of a block's forward and backward. ``held``: bytes that its graph keeps, its input among them."""
+    """Time and memory of a block's forward and backward.
+
+    ``held`` is the bytes that the block's graph keeps, including its input.
+    """
 
     forward_seconds: float
     backward_seconds: float
@@ -34,11 +37,11 @@ class Cost:
 
 @dataclass
 class Call:
-    """How a block was called: its arguments, and which of their tensors are its own rather than shared with others."""
+    """The arguments of one call of a block, and which of their storages no other block receives."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    own: set[int] = field(default_factory=set)  # storages
+    own: set[int] = field(default_factory=set)  # addresses of storages that only this block receives
 
 
 def _storages(tree: Any) -> dict[int, int]:
@@ -46,7 +49,11 @@ def _storages(tree: Any) -> dict[int, int]:
 
 
 def kind(module: nn.Module, call: Call) -> tuple[Any, ...]:
-    """Blocks of one kind cost the same: class, parameters, buffers and arguments are alike."""
+    """Return a key that is equal for blocks of equal cost.
+
+    Such blocks have the same class, and parameters, buffers and arguments of the same shapes, strides, dtypes
+    and devices.
+    """
 
     def of(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -59,7 +66,7 @@ def kind(module: nn.Module, call: Call) -> tuple[Any, ...]:
 
 
 class _Source(torch.autograd.Function):
-    """A tensor that is no leaf, so that nothing but what uses it keeps it."""
+    """Copy a tensor to one that is not a leaf, so that only the operators that use it keep it alive."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: Tensor) -> Tensor:
@@ -87,7 +94,11 @@ def metered() -> Iterator[Any]:
 
 @contextmanager
 def gradients_aside(model: nn.Module) -> Iterator[None]:
-    """Backward may run inside without leaving a trace: what it adds to a gradient is there as long as it adds it."""
+    """Let backward run inside without side effects.
+
+    Each gradient is freed as soon as it has been accumulated. Existing gradients and the random state are
+    restored.
+    """
     before = [(p, p.grad) for p in model.parameters() if p.requires_grad]
     hooks = [p.register_post_accumulate_grad_hook(_forget) for p, _ in before if p.is_leaf]
     for p, _ in before:
@@ -109,7 +120,7 @@ def _forget(p: Tensor) -> None:
 
 
 def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Those that FSDP2's ``fully_shard`` has split, by name."""
+    """Return the modules that FSDP2's ``fully_shard`` has split, by name."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return {
         name: m for name, m in model.named_modules() if fsdp is not None and isinstance(m, fsdp.FSDPModule)
@@ -118,7 +129,10 @@ def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def gathered(model: nn.Module, block: nn.Module) -> Iterator[None]:
-    """The weights of a block are whole meanwhile, and gradients by them leave no trace. All processes have to take part."""
+    """Unshard the weights of a block inside the context, without side effects on gradients.
+
+    All processes have to take part.
+    """
     around: list[Any] = [
         m for m in sharded_modules(model).values() if any(inner is block for inner in m.modules())
     ]
@@ -133,9 +147,9 @@ def gathered(model: nn.Module, block: nn.Module) -> Iterator[None]:
 
 
 def measure(run: Forward, call: Call, device: torch.device) -> Cost:
-    """Runs a block alone, forward and backward, on copies of what it was given."""
+    """Measure forward and backward of a block alone, on copies of its arguments."""
     costs = [_measure_once(run, call, device) for _ in range(RUNS)]
-    last = costs[-1]  # the first may have made what lasts: caches, workspaces
+    last = costs[-1]  # the first run may include the allocation of caches and workspaces
     return Cost(
         min(cost.forward_seconds for cost in costs),
         min(cost.backward_seconds for cost in costs),
@@ -146,7 +160,7 @@ def measure(run: Forward, call: Call, device: torch.device) -> Cost:
 
 
 def measure_offloaded(run: Forward, call: Call, device: torch.device, offload: offload_activations) -> int:
-    """Bytes that a block holds when what it saves has left through ``offload``: small storages, and what is excluded."""
+    """Return the bytes that a block still holds after offloading: small storages and excluded tensors."""
 
     def run_and_leave(*args: Any, **kwargs: Any) -> Any:
         with offload:
@@ -187,7 +201,8 @@ def _measure_once(run: Forward, call: Call, device: torch.device) -> Cost:
         meter.reset_peak()
         synchronize(device)
         began = time.perf_counter()
-        if edges:  # torch.autograd.backward with gradients imports its compiler's symbolic shapes: 32 MiB
+        # torch.autograd.backward with gradients would import the compiler's symbolic shapes: 32 MiB.
+        if edges:
             torch.autograd.Variable._execution_engine.run_backward(
                 tuple(edges), tuple(upstream), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
@@ -198,20 +213,22 @@ def _measure_once(run: Forward, call: Call, device: torch.device) -> Cost:
 
 @dataclass
 class Step:
-    """A whole step whose blocks were checkpointed: the blocks in order, by kind, and what lies around them."""
+    """A whole step with checkpointed blocks: the blocks in order, their kinds, and the cost of the rest."""
 
     modules: list[nn.Module]
     kinds: list[tuple[Any, ...]]
-    calls: dict[tuple[Any, ...], Call]  # one of each kind
-    before: Cost  # what comes before the first block
-    after: Cost  # ... and behind the last; its bytes count what the blocks hold
+    calls: dict[tuple[Any, ...], Call]  # one call of each kind
+    before: Cost  # cost of the computation before the first block
+    after: Cost  # cost of the computation after the last block; its bytes include what the blocks hold
 
 
 def run_step(modules: list[nn.Module], step: Callable[[], Tensor], device: torch.device) -> Step:
-    """Runs a step whose blocks are checkpointed without keeping anything but their inputs.
+    """Run a step with checkpointed blocks that keep only their inputs, and measure it.
 
     Args:
-        step: forward; returns the loss.
+        modules: the blocks.
+        step: runs the forward and returns the loss.
+        device: the device of the model.
 
     Raises:
         ValueError: the step does not run every block once, or there is no loss.
@@ -220,7 +237,8 @@ def run_step(modules: list[nn.Module], step: Callable[[], Tensor], device: torch
     kinds: list[tuple[Any, ...]] = []
     calls: dict[tuple[Any, ...], Call] = {}
     given: list[dict[int, int]] = []
-    marks: dict[str, tuple[float, int, int]] = {}  # seconds, bytes, the most bytes since the mark before
+    # Named points of the step: time in seconds, allocated bytes, and peak bytes since the previous mark.
+    marks: dict[str, tuple[float, int, int]] = {}
 
     def mark(name: str) -> None:
         synchronize(device)
@@ -277,11 +295,12 @@ def run_step(modules: list[nn.Module], step: Callable[[], Tensor], device: torch
     for call in calls.values():
         call.own = {address for address in _storages((call.args, call.kwargs)) if often[address] == 1}
     own = [sum(size for address, size in one.items() if often[address] == 1) for one in given]
-    still_here = sum(own[kinds.index(one)] for one in calls)  # because `calls` has them
+    still_here = sum(own[kinds.index(one)] for one in calls)  # bytes of inputs that `calls` keeps alive
     none = (began, 0, 0)
     blocks, behind, forward, end = (marks.get(name, none) for name in ("blocks", "behind", "forward", "end"))
     at_blocks, blocks_back = marks.get("back at blocks", end), marks.get("blocks are back", end)
-    below = max(0, blocks[1] - own[0])  # the first block's input may have been there before the step
+    # Bytes held before the first block, without its input. The input may be older than the step: then 0.
+    below = max(0, blocks[1] - own[0])
     before = Cost(blocks[0] - began, end[0] - blocks_back[0], below, blocks[2], max(0, end[2] - still_here))
     after = Cost(forward[0] - behind[0], at_blocks[0] - forward[0], forward[1], forward[2], at_blocks[2])
     return Step(order, kinds, calls, before, after)

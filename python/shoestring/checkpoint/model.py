@@ -1,4 +1,4 @@
-"""``checkpoint_model``: which blocks of a model are checkpointed, by name or under a byte budget."""
+"""``checkpoint_model``: checkpoints the blocks of a model that are named, or that a byte budget requires."""
 
 from __future__ import annotations
 
@@ -28,28 +28,29 @@ from shoestring.checkpoint.plan import CheckpointPlan, PlanBlock, PlanChoice, ch
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
-# What a block may do with its activations, by name: what its checkpoint keeps, or None for no checkpoint.
+# The ways to treat a block's activations, by name. The value lists the operators that the block's checkpoint
+# keeps, or is None for no checkpoint.
 CHOICES: dict[str, tuple[str, ...] | None] = {}
-OFFLOADED: list[str] = []  # those of them where what is saved leaves the device
+OFFLOADED: list[str] = []  # the names in CHOICES that offload the saved tensors
 for _name, _recomputed, _keep, _offloaded in zip(*torch.ops.shoestring.checkpoint_choices(), strict=True):
     CHOICES[_name] = tuple(_keep) if _recomputed else None
     if _offloaded:
         OFFLOADED.append(_name)
-LEAST_EXTRA = (
-    1e-6  # seconds that a second run takes at least, whatever was measured: nothing is gained where all fits
-)
+# Lower bound, in seconds, of the measured cost of recomputation: plans never recompute without need.
+LEAST_EXTRA = 1e-6
 
 
 @dataclass
 class CheckpointReport:
-    """What ``checkpoint_model`` chose for each block; ``undo`` makes the model as it was.
+    """The choice that ``checkpoint_model`` made for each block; ``undo`` restores the model.
 
     Attributes:
-        blocks: the name of each block, in order, and what it does: "keep" (nothing is recomputed), "recompute", or
-            "keep attention" and the like (recomputed but for these operators).
-        plan: with a budget, the plan with its predicted peak and time of one forward and backward; its first and last
-            block are what comes before and behind the blocks.
-        held_bytes: with a budget, what is held between forward and backward.
+        blocks: the name and the treatment of each block, in order: "keep" (nothing is recomputed),
+            "recompute", or for example "keep attention" (everything but these operators is recomputed).
+        plan: with a budget, the plan with its predicted peak and time of one forward and backward. Its first
+            and last block stand for the computation before and after the blocks.
+        budget: the budget in bytes, if one was given.
+        held_bytes: with a budget, the bytes held between forward and backward.
     """
 
     blocks: list[tuple[str, str]]
@@ -59,7 +60,7 @@ class CheckpointReport:
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Takes the checkpoints back; a second call does nothing."""
+        """Remove the checkpoints. A second call does nothing."""
         while self._undo:
             self._undo.pop()()
 
@@ -90,31 +91,39 @@ def checkpoint_model(
     example: Callable[[], Tensor] | Mapping[str, Any] | Sequence[Any] | None = None,
     offload: offload_activations | None = None,
 ) -> CheckpointReport:
-    """Puts blocks of a model under :func:`checkpoint`, all of them or as many as a byte budget asks for.
+    """Put blocks of a model under :func:`checkpoint`: all of them, or as many as a byte budget requires.
 
-    With ``budget`` and ``example``, each kind of block is measured once, alone, in each way of treating its activations
-    (kept; recomputed; recomputed but for attention; ... and matrix products), and what is before and behind the blocks
-    in one whole step. Then the choices with the least time are taken whose peak is within the budget: an exact dynamic
-    program (:func:`checkpoint_plan`). Gradients are bitwise the same with every plan.
+    With ``budget`` and ``example``, the function measures each kind of block once, alone, for every treatment
+    of its activations: kept, recomputed, or recomputed except for attention or for matrix products. It
+    measures the computation before and after the blocks in one whole step. An exact dynamic program
+    (:func:`checkpoint_plan`) then picks the fastest choices whose peak is within the budget. Gradients are
+    bitwise the same with every plan.
 
     Args:
-        model: changed in place, by instance: state dict, copies and files know nothing of it. Before ``torch.compile``;
-            before or after DDP and FSDP2's ``fully_shard``. With a budget, after them, all processes have to take part, and
-            what FSDP2 gathers around the blocks counts as activations, so that budgets are kept with something to spare.
-        blocks: names with wildcards (``"model.layers.*"``), classes or modules. None takes the outermost lists
-            (``nn.ModuleList``, ``nn.Sequential``) of two and more modules of one class: a transformer's layers.
-        keep: without a budget, what each block keeps, as in :func:`checkpoint`.
-        budget: bytes, or such as "6GiB" or "500 MB", of activations: what forward and backward of one batch allocate
-            at their peak, besides weights, gradients and optimizer state.
-        example: one training step's forward: a function that returns the loss, or the model's arguments (a mapping or
-            a sequence; the loss is ``.loss`` of what the model returns, or the sum of its first tensor). The batch has
-            to be as large as those of training. Gradients and random state are as before afterwards.
-        offload: with a budget, blocks may also move what they save (or, recomputed, their input) to the host or a disk,
-            through this; how fast that goes is measured, and part of the plan.
+        model: changed in place, for this instance only: state dicts, copies and files do not contain the
+            change. Call this before ``torch.compile``, and before or after DDP and FSDP2's ``fully_shard``.
+            With a budget and after DDP or FSDP2, all processes have to call this. The parameters that FSDP2
+            gathers around the blocks then count as activations, so the real peak is lower than the plan says.
+        blocks: names with wildcards (``"model.layers.*"``), classes or modules. None takes the outermost
+            lists (``nn.ModuleList``, ``nn.Sequential``) of at least two modules of one class, such as a
+            transformer's layers.
+        keep: without a budget, the operators whose results each block keeps, as in :func:`checkpoint`.
+        budget: limit of the peak memory of activations and temporaries in one forward and backward, in bytes
+            or for example "6GiB" or "500 MB". It excludes weights, gradients and optimizer state.
+        example: the forward of one training step, with a batch as large as in training. Either a function
+            that returns the loss, or the model's arguments (a mapping or a sequence). With arguments, the
+            loss is the ``.loss`` of the output, or the sum of its first tensor. Gradients and random state
+            are restored afterwards.
+        offload: with a budget, lets blocks offload their saved tensors (or, if recomputed, their input) to
+            the host or a disk. The bandwidth is measured and enters the plan.
+
+    Returns:
+        A report of the choices.
 
     Raises:
-        ValueError: no or wrong blocks, a budget without an example; blocks that have checkpoints already.
-        RuntimeError: the budget is below what any plan needs; the message says the least.
+        ValueError: the blocks are missing or wrong or already have checkpoints, or there is a budget without
+            an example.
+        RuntimeError: the budget is too small for any plan; the message gives the smallest possible budget.
     """
     modules = find_blocks(model, blocks)
     names = {module: name for name, module in modules.items()}
@@ -140,9 +149,8 @@ def checkpoint_model(
         raise ValueError(f"checkpoint_model: budget: {error}") from None
     for name in sharded_modules(model):
         block = next((block for block in modules if name.startswith(block + ".")), None)
-        if (
-            block is not None
-        ):  # processes may have plans of their own; only collectives within a block would mind
+        # Processes may make different plans, so a block that may be recomputed must not contain collectives.
+        if block is not None:
             raise ValueError(
                 f"checkpoint_model: blocks: {name} is sharded by itself inside {block}: make the plan before fully_shard, "
                 "or shard blocks as a whole"
@@ -167,7 +175,9 @@ def checkpoint_model(
         treatment = Treatment(
             CHOICES[name], offload, moves=name in OFFLOADED, pending=plan.pending_bytes[i + 1]
         )
-        if module is step.modules[-1]:  # backward begins when all copies are out, as planned
+        # Backward begins with the last block, after all copies have ended. If the plan allows this block's
+        # copies to be in flight after it, the block keeps its tensors instead.
+        if module is step.modules[-1]:
             stays = row[i].choices[plan.choices[i]].link_bytes <= treatment.pending
             treatment = replace(treatment, leaves=not stays, pending=0)
         undo.append(treat(module, treatment))
@@ -185,7 +195,7 @@ def _measure(
 ) -> tuple[Any, dict[Any, dict[str, Cost]]]:
     undo = [treat(module, Treatment()) for module in modules]
     try:
-        run_step(modules, step, device)  # the first makes what lasts: caches, workspaces, lazily built parts
+        run_step(modules, step, device)  # warm-up: creates caches, workspaces and lazy modules
         whole = run_step(modules, step, device)
     finally:
         for one in undo:
@@ -210,8 +220,9 @@ def _measure_block(
                 costs[name] = replace(alike, held=measure_offloaded(run, call, device, offload))
             continue
         cost = measure(run, call, device)
+        # Drop a choice that holds no more than "recompute": its operators do not occur in this block.
         if name in ("keep", "recompute") or cost.held > costs["recompute"].held:
-            costs[name] = cost  # the others: nothing to keep here
+            costs[name] = cost
     return costs
 
 
@@ -219,9 +230,8 @@ def _block(costs: dict[str, Cost]) -> PlanBlock:
     kept = costs["keep"]
     choices = []
     for name, cost in costs.items():
-        stays = next(
-            other for one, other in costs.items() if CHOICES[one] == CHOICES[name]
-        )  # without offload
+        # The first cost with the same checkpoint is that without offload.
+        stays = next(other for one, other in costs.items() if CHOICES[one] == CHOICES[name])
         choices.append(replace(_choice(name, cost, kept), link_bytes=max(0, stays.held - cost.held)))
     return PlanBlock(kept.forward_seconds, kept.backward_seconds, choices)
 
@@ -263,7 +273,7 @@ def _step(model: nn.Module, example: Any) -> Callable[[], Tensor]:
 
 
 def parse_bytes(budget: int | str) -> int:
-    """Bytes, given as a number or such as "6GiB" or "500 MB"."""
+    """Return the number of bytes in ``budget``, a number or for example "6GiB" or "500 MB"."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?B|)\s*", str(budget).upper())
     if not match or isinstance(budget, bool) or not 0 < float(match[1]) * UNITS[match[2]] < 1 << 63:
         raise ValueError(f'expected bytes or such as "6GiB" or "500 MB", received {budget!r}')

@@ -1,4 +1,4 @@
-"""Saved activations in host memory, or on a disk, between forward and backward."""
+"""Offloading of saved activations to host memory or a disk between forward and backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class offload_activations(torch.autograd.graph.saved_tensors_hooks):
-    """What autograd saves inside of this leaves the device, and comes back for backward::
+    """A context manager that moves the tensors that autograd saves off the device, and back for backward::
 
         offload = shoestring.offload_activations(exclude=model.buffers())
         for batch in batches:
@@ -19,36 +19,44 @@ class offload_activations(torch.autograd.graph.saved_tensors_hooks):
             loss.backward()
             optimizer.step()
 
-    Storages are copied beside the computation and each once, however many saved tensors are views of it; they are freed
-    when they have been copied and their layer is over. Backward finds the last layer where it was, and copies the layers
-    before it back ahead of time. Without compression all gradients are bitwise those without this. Host memory (page-locked for
-    CUDA) is taken in the first step, and used again in each; one object serves all steps, and several threads.
+    Copies overlap with the computation. Each storage is copied once, however many saved tensors are views of
+    it. It is freed when it has been copied and its layer has ended. The last layer stays on the device;
+    backward prefetches the layers before it. Without compression all gradients are bitwise the same as
+    without offload. Host memory (pinned for CUDA) is allocated in the first step and reused in later steps.
+    One object serves all steps, and several threads.
 
-    Parameters stay: leaves that require gradients, nn.Parameter, and their views. So do sparse tensors and subclasses. Others
-    that live on anyway (buffers, inputs) may be excluded: they are found where they were in any case, but copied for nothing.
-    A saved tensor that is changed in place before backward is an error, as it is without this. No CUDA graphs.
+    Parameters stay on the device: leaves that require gradients, nn.Parameter, and their views. Sparse
+    tensors and tensor subclasses stay, too. Exclude other tensors that stay alive anyway, such as buffers and
+    inputs. Backward finds them on the device in any case, but without ``exclude`` they are copied for
+    nothing. As without offload, it is an error to change a saved tensor in place before backward. CUDA graphs
+    are not supported.
 
-    Memory on the device: of the layer that runs, and of max_pending layers before it (on the CPU glibc keeps freed memory to
-    itself unless MALLOC_MMAP_THRESHOLD_=1048576 is in the environment). On the host: of all saved storages
-    (bf16: half of fp32; 8bit: 65/256 of fp32); with a folder, host_bytes and what is on its way.
+    Device memory: the activations of the running layer and of max_pending layers before it. On the CPU, glibc
+    returns freed memory to the system only with MALLOC_MMAP_THRESHOLD_=1048576 in the environment. Host
+    memory: all saved storages (bf16: half of fp32; 8bit: 65/256 of fp32). With a folder, host_bytes and the
+    copies in flight.
 
     Args:
-        exclude: tensors, or a module with its parameters and buffers, whose storages stay.
-        device: whose tensors leave; those of other devices stay. By default "cuda" where there is a GPU, else "cpu": to a
-            folder, or compressed.
-        compression: None; "bf16": fp32 becomes bfloat16, to nearest (error at most 2^-8 of each element; above 3.39e38 it
-            becomes infinity; what is not finite stays so); "8bit": fp32, bf16 and fp16 become blocks of 256 8-bit codes
-            (Dettmers et al., arXiv 2110.02861), error at most 0.00704 of the largest magnitude in the block; a block with
-            an element that is not finite comes back as NaN. Other dtypes are never compressed.
-        prefetch: layers that are copied back ahead of backward.
-        max_pending: layers whose copies may still be on their way when a later one begins; then forward waits for them.
-        min_bytes: smaller storages stay.
-        folder: of a swap file for what does not fit into host_bytes. A full disk is an error in forward that names the file;
-            the step can be repeated.
-        host_bytes: with a folder.
+        exclude: tensors, or a module with its parameters and buffers, whose storages stay on the device.
+        device: the device whose tensors are offloaded; tensors of other devices stay. Defaults to "cuda" if
+            there is a GPU, else "cpu", which is useful with a folder or with compression.
+        compression: None, "bf16" or "8bit". "bf16" rounds fp32 to nearest bfloat16: the error is at most 2^-8
+            of each element, values above 3.39e38 become infinity, and values that are not finite stay so.
+            "8bit" stores fp32, bf16 and fp16 as blocks of 256 8-bit codes (Dettmers et al., arXiv
+            2110.02861): the error is at most 0.00704 of the largest magnitude in the block, and a block with
+            an element that is not finite becomes NaN. Other dtypes are never compressed.
+        prefetch: the number of layers that are copied back ahead of backward.
+        max_pending: the number of layers whose copies may still be in flight when a later layer begins;
+            beyond that, forward waits.
+        min_bytes: smaller storages stay on the device.
+        folder: the folder of a swap file for storages that do not fit into host_bytes. A full disk raises an
+            error in forward that names the file; the step can be repeated.
+        host_bytes: with a folder, the limit of host memory.
 
     Raises:
-        RuntimeError: an argument out of range; the disk is full or fails; a saved tensor was changed in place.
+        ValueError: host_bytes is given without a folder.
+        RuntimeError: an argument is out of range, the disk is full or fails, or a saved tensor was changed in
+            place.
     """
 
     def __init__(
@@ -75,32 +83,44 @@ class offload_activations(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self._pack, torch.ops.shoestring.reload_activation)
 
     def exclude(self, tensors: nn.Module | Iterable[Tensor]) -> None:
-        """These storages stay from now on."""
+        """Keep the storages of these tensors on the device from now on."""
         if isinstance(tensors, nn.Module):
             tensors = [*tensors.parameters(), *tensors.buffers()]
         self._store.exclude(list(tensors))
 
     def mark(self) -> None:
-        """A layer ends, and the next one begins. Without marks each saved storage is a layer of its own."""
+        """End a layer and begin the next one. Without marks each saved storage is its own layer."""
         self._store.mark()
 
     def wait(self, bytes: int) -> None:
-        """Waits until at most so many bytes of layers that are over are still there, on their way."""
+        """Wait until at most ``bytes`` bytes of ended layers are still on the device."""
         self._store.wait(bytes)
 
     def measure_link(self, bytes: int) -> dict[str, float]:
-        """How quick copies are beside a computation, and what they take from it: the options of ``checkpoint_plan``, found by
-        moving some (16 MiB on the CPU). With a folder and more ``bytes`` than ``host_bytes`` the disk's are meant."""
+        """Measure the speed of copies that run beside a computation, and how much they slow it down.
+
+        This copies some data (16 MiB on the CPU). With a folder and more ``bytes`` than ``host_bytes`` it
+        measures the disk.
+
+        Returns:
+            The keyword arguments of ``checkpoint_plan`` for this link.
+        """
         names = ("out_bytes_per_second", "in_bytes_per_second", "copy_share", "prefetch")
         return dict(zip(names, self._store.measure_link(bytes), strict=True))
 
     def mark_layers(self, layers: Iterable[nn.Module]) -> list[torch.utils.hooks.RemovableHandle]:
-        """Calls ``mark`` when one of these modules begins; returns what removes that."""
+        """Call ``mark`` whenever one of these modules begins. Returns handles that remove the hooks."""
         return [layer.register_forward_pre_hook(lambda *_: self.mark()) for layer in layers]
 
     def statistics(self) -> dict[str, int]:
-        """Bytes ``stored``, ``copied_out`` (encoded) and freed, and ``reloaded`` so far; now ``live`` in the slabs of the
-        ``host``, and the size of the file on ``disk``; and how many storages there are (``entries``)."""
+        """Return counters in bytes, and the number of storages.
+
+        - ``stored``, ``copied_out`` (compressed bytes, freed on the device) and ``reloaded`` are totals so
+          far.
+        - ``host`` is the size of the host buffers, ``live`` the bytes of them in use, and ``disk`` the size
+          of the file.
+        - ``entries`` is the number of storages.
+        """
         return dict(self._store.statistics())
 
     def _pack(self, x: Tensor) -> torch.ScriptObject:

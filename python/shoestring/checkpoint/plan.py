@@ -1,4 +1,4 @@
-"""Which activations are kept, recomputed or moved to the host, so that training fits a byte budget."""
+"""Plans that keep, recompute or offload activations so that training fits a byte budget."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class PlanChoice:
     """One way to treat a block's activations.
 
     Attributes:
-        name: for the reader, such as "keep" or "recompute".
-        bytes: held on the device from the end of the block's forward to the end of its backward.
-        extra_seconds: spent in backward besides the block's own backward: its recomputation.
-        link_bytes: copied to the host behind the block's forward, and back before its backward.
-        forward_bytes: the peak of the block's own forward besides what the blocks before it hold. What the block itself holds
-            by then counts, so ``bytes + link_bytes`` is the least that is reckoned with.
-        backward_bytes: the same of its backward.
+        name: a label for reports, such as "keep" or "recompute".
+        bytes: bytes held on the device from the end of the block's forward to the end of its backward.
+        extra_seconds: time for recomputation, added to the block's own backward.
+        link_bytes: bytes copied to the host after the block's forward, and back before its backward.
+        forward_bytes: the peak of the block's own forward, without the bytes that earlier blocks hold. It
+            includes what the block itself holds, so the planner uses at least ``bytes + link_bytes``.
+        backward_bytes: the peak of the block's own backward, counted in the same way.
     """
 
     name: str
@@ -32,7 +32,7 @@ class PlanChoice:
 
 @dataclass(frozen=True)
 class PlanBlock:
-    """A block's time in forward and backward, in seconds, and the ways to treat its activations."""
+    """A block's forward and backward time in seconds, and the ways to treat its activations."""
 
     forward_seconds: float
     backward_seconds: float
@@ -41,16 +41,18 @@ class PlanBlock:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """What was chosen, and what that is predicted to cost.
+    """The chosen treatments, with their predicted memory and time.
 
     Attributes:
-        choices: of each block, an index into its choices.
-        names: their names.
-        pending_bytes: of each block, how many bytes of those before it may still be on their way to the host when it
-            begins, so that the peak is within the budget, and at most 5 % above ``peak_bytes``, however slow copies are.
-        peak_bytes: the most that is on the device at any moment.
-        seconds: of forward and backward.
-        least_seconds: no plan takes less; equal to ``seconds`` where the plan is proven to be the best.
+        choices: for each block, an index into its choices.
+        names: for each block, the name of its choice.
+        pending_bytes: for each block, the most bytes of earlier blocks that may still be in flight to the
+            host when it begins. With this limit the peak stays within the budget, and at most 5 % above
+            ``peak_bytes``, however slow the copies are.
+        peak_bytes: the largest number of bytes on the device at any moment.
+        seconds: time of forward and backward.
+        least_seconds: a lower bound of the time of any plan; equal to ``seconds`` if the plan is proven
+            optimal.
     """
 
     choices: tuple[int, ...]
@@ -70,30 +72,40 @@ def checkpoint_plan(
     copy_share: float = 0.0,
     prefetch: int = 1,
 ) -> CheckpointPlan:
-    """The choices with the least time of forward and backward whose peak is within ``budget`` bytes.
+    """Return the choices with the least forward and backward time whose peak is within ``budget`` bytes.
 
-    The model. Forward runs the blocks in order; behind each, its ``link_bytes`` join the copies to the host, which free their
-    bytes as they go. At every moment of forward the device has: what the blocks before hold, what is still to be copied, and
-    the running block's ``forward_bytes``; a block waits for copies until that fits. Backward starts when the last copy is out,
-    and runs the blocks in reverse; a block waits until its ``link_bytes`` have arrived. The device then has: what the blocks
-    before hold, the block's ``backward_bytes``, and the ``link_bytes`` of the ``prefetch`` blocks before it. A block that copies
-    computes longer, by ``copy_share`` of its copies' time.
+    The model of the device:
 
-    A dynamic program over the states that no other is at least as good as in every respect, without those that a Lagrangian
-    lower bound rules out: exact up to 100000 states, and beyond that ``least_seconds`` tells how far off the plan can be.
-    Blocks that are alike make few states: round what was measured, or give alike blocks the same numbers. Two hundred such
-    blocks take about half a second.
+    - Forward runs the blocks in order. After each block, its ``link_bytes`` join the queue of copies to the
+      host. Copies free their bytes as they progress.
+    - During forward the device holds the bytes of earlier blocks, the bytes still to be copied, and the
+      running block's ``forward_bytes``. A block waits for copies until this sum fits the budget.
+    - Backward starts after the last copy to the host and runs the blocks in reverse. A block waits until its
+      ``link_bytes`` have been copied back.
+    - During backward the device holds the bytes of earlier blocks, the block's ``backward_bytes``, and the
+      ``link_bytes`` of the ``prefetch`` blocks before it.
+    - A block computes longer while copies run: by ``copy_share`` of their time.
+
+    The solver is a dynamic program over Pareto-optimal states, without states that a Lagrangian lower bound
+    rules out. It is exact up to 100000 states; beyond that, ``least_seconds`` bounds how far the plan is from
+    the optimum. Equal blocks make few states, so round measurements, or give equal blocks the same numbers.
+    Two hundred equal blocks take about half a second.
 
     Args:
-        blocks: in the order of forward, at most 1000.
-        budget: bytes of the device for activations.
-        out_bytes_per_second: bandwidth of the link to the host; needed where a choice has ``link_bytes``.
-        in_bytes_per_second: of the other direction.
-        copy_share: of the computation's speed that a copy takes while it runs, 0 to 1: on a CPU it wants a core.
-        prefetch: a block's copy back may start when the backward of the block so many places behind it starts: 1 to 4.
+        blocks: the blocks in the order of forward, at most 1000.
+        budget: device bytes for activations.
+        out_bytes_per_second: bandwidth to the host; required if a choice has ``link_bytes``.
+        in_bytes_per_second: bandwidth from the host.
+        copy_share: the share of compute speed that a running copy takes, 0 to 1. On a CPU a copy occupies a
+            core.
+        prefetch: how many blocks ahead of backward the copy back of a block may start, 1 to 4.
+
+    Returns:
+        The plan.
 
     Raises:
-        RuntimeError: a number out of range, or a budget that no plan fits, with the least that one does.
+        RuntimeError: a number is out of range, or no plan fits the budget; the message gives the smallest
+            budget that does.
     """
     plan, pending, peak, seconds, least = torch.ops.shoestring.checkpoint_plan(
         *_flat(blocks),
@@ -116,7 +128,10 @@ def simulate_checkpoint_plan(
     copy_share: float = 0.0,
     prefetch: int = 1,
 ) -> CheckpointPlan:
-    """What ``checkpoint_plan``'s model predicts for given choices; where they do not fit, the peak is above ``budget``."""
+    """Return the prediction of ``checkpoint_plan``'s model for given choices.
+
+    If the choices do not fit, the predicted peak is above ``budget``.
+    """
     pending, peak, seconds = torch.ops.shoestring.simulate_checkpoint_plan(
         *_flat(blocks),
         list(choices),

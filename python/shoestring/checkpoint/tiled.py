@@ -1,4 +1,7 @@
-"""Layers too large for memory, a tile at a time (memory-centric tiling, Rajbhandari et al. 2021; Bekman et al. 2025)."""
+"""Layers too large for memory, computed tile by tile.
+
+This is memory-centric tiling (Rajbhandari et al. 2021; Bekman et al. 2025).
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,26 @@ from shoestring.checkpoint.function import checkpoint
 
 
 def tiled(fn: Callable[..., Tensor], x: Tensor, *, tiles: int, dim: int = -2, **options: Any) -> Tensor:
-    """``fn(x)`` in tiles of ``x``: what ``fn`` makes on the way exists for one tile at a time, in backward too.
+    """Compute ``fn(x)`` in tiles of ``x``, with the intermediate tensors of one tile at a time.
 
-    For what treats the places along ``dim`` apart, such as an MLP its tokens: its intermediate tensors then take
-    1 / ``tiles`` of their memory, for one more forward in backward. The values are those of ``fn(x)`` to the rounding
-    that products of other sizes have; gradients of weights are sums over the tiles.
+    This holds in backward, too. ``fn`` must treat the positions along ``dim`` independently, as an MLP treats
+    tokens. Its intermediate tensors then take 1 / ``tiles`` of their memory, at the cost of one more forward
+    in backward. Values equal those of ``fn(x)`` except for the rounding of matrix products of other sizes.
+    Gradients of weights are sums over the tiles.
 
     Args:
-        fn: takes a tile of ``x`` and returns one of the result, as long along ``dim``.
-        x: any shape; backward keeps it and nothing else.
-        tiles: how many, of about equal length; no more than places along ``dim``.
-        dim: of ``x`` and of the result; the tokens of (..., tokens, features) by default.
-        options: of :func:`checkpoint`.
+        fn: takes a tile of ``x`` and returns a tile of the result with the same length along ``dim``.
+        x: a tensor of any shape. Backward keeps it and nothing else.
+        tiles: the number of tiles, of about equal length; at most the length of ``x`` along ``dim``.
+        dim: the dimension of ``x`` and of the result that is split; by default the tokens of (..., tokens,
+            features).
+        options: keyword arguments of :func:`checkpoint`.
+
+    Returns:
+        The tensor ``fn(x)``.
 
     Raises:
-        ValueError: tiles out of range, or a result of another length.
+        ValueError: tiles is out of range, or a result has another length.
     """
     _check("tiled", tiles, x.shape[dim], "places along dim")
     parts = []
@@ -50,21 +58,25 @@ def tiled_features(
     combine: str = "sum",
     **options: Any,
 ) -> Tensor:
-    """``fn(x, *weights)`` in tiles of the weights: of their features, and of what is made of them, one tile exists.
+    """Compute ``fn(x, *weights)`` in tiles of the weights' features, with the results of one tile at a time.
 
-    An MLP's inner features: ``tiled_features(lambda x, up, down: F.linear(F.gelu(F.linear(x, up)), down), x,
-    [(up, 0), (down, 1)], tiles=4)``.
+    For example, the inner features of an MLP: ``tiled_features(lambda x, up, down:
+    F.linear(F.gelu(F.linear(x, up)), down), x, [(up, 0), (down, 1)], tiles=4)``.
 
     Args:
         fn: takes ``x`` and a tile of each weight.
-        weights: each with the dimension along which its features lie; equally long there.
-        tiles: how many, of about equal length.
-        combine: "sum" adds the results of the tiles (in fp32, and rounds once), "cat" puts them one after the other
-            along the last dimension (a linear layer's output features).
-        options: of :func:`checkpoint`.
+        x: a tensor of any shape, passed whole to every call of ``fn``.
+        weights: pairs of a weight and its feature dimension. All weights have the same length along it.
+        tiles: the number of tiles, of about equal length.
+        combine: "sum" adds the results of the tiles (bf16 and fp16 in fp32, rounded once). "cat" concatenates
+            them along the last dimension, such as the output features of a linear layer.
+        options: keyword arguments of :func:`checkpoint`.
+
+    Returns:
+        The tensor ``fn(x, *weights)``.
 
     Raises:
-        ValueError: tiles out of range, weights of different lengths, or another ``combine``.
+        ValueError: tiles is out of range, the lengths of the weights differ, or ``combine`` is unknown.
     """
     lengths = {weight.shape[dim] for weight, dim in weights}
     if len(lengths) != 1:

@@ -1,13 +1,14 @@
-"""The command line: the main job, training and fine-tuning. The modules are imported when a command needs them."""
+"""The `shoestring` command line. Each command imports its modules only when it runs."""
 
 import sys
 from importlib.util import find_spec
 
-PACKAGES = ("typer", "rich", "numpy", "transformers", "tokenizers", "matplotlib")  # of the extra [cli]
+# packages of the extra [cli]
+PACKAGES = ("typer", "rich", "numpy", "transformers", "tokenizers", "matplotlib")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The `shoestring` command; returns its exit code."""
+    """Run the `shoestring` command; return its exit code."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         print(

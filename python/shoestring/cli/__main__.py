@@ -1,4 +1,4 @@
-"""``python -m shoestring.cli``: the command without the report of ``python -m shoestring``."""
+"""Entry point of ``python -m shoestring.cli``, which runs the `shoestring` command."""
 
 import sys
 

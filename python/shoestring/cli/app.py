@@ -1,4 +1,4 @@
-"""Commands and their options. Errors that the user can mend are one line and exit code 2."""
+"""Commands and their options. An error that the user can correct is printed in one line, with exit code 2."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ def generate(
     from shoestring.cli.generate import Sampling
     from shoestring.cli.generate import generate as run
 
-    with contextlib.redirect_stdout(sys.stderr):  # the text alone goes to the output
+    with contextlib.redirect_stdout(sys.stderr):  # only the generated text goes to stdout
         text = run(
             model,
             adapter,
@@ -363,7 +363,7 @@ def demo(
 
 
 def load_operators() -> None:
-    """Import PyTorch and register the operators; options that can be refused without them have been checked before.
+    """Import PyTorch and register the operators, after all checks of options that do not need them.
 
     Raises:
         InputError: the libraries are not built, or were built for another PyTorch.
@@ -377,7 +377,7 @@ def load_operators() -> None:
 
 
 def pick(config: type[Any], values: dict[str, Any], **changed: Any) -> dict[str, Any]:
-    """Return the options that are fields of ``config``, under the same names."""
+    """Return the options that are fields of ``config``, updated with ``changed``."""
     return {
         **{name: value for name, value in values.items() if name in config.__dataclass_fields__},
         **changed,
@@ -385,7 +385,7 @@ def pick(config: type[Any], values: dict[str, Any], **changed: Any) -> dict[str,
 
 
 def finish(summary: dict[str, Any], out: Path) -> None:
-    """Tell the result and where the report is."""
+    """Print the result of a run and the path of its report."""
     from shoestring.cli.console import gigabytes
 
     val = f", validation loss {summary['val_loss']:.3f}" if summary["val_loss"] is not None else ""
@@ -396,7 +396,7 @@ def finish(summary: dict[str, Any], out: Path) -> None:
 
 
 def spread(argv: list[str]) -> list[str]:
-    """Let `--data` take several files, as the shell writes a pattern: `--data *.txt` means `--data` for each."""
+    """Repeat `--data` before each of several files, so that a shell pattern works: `--data *.txt`."""
     arguments: list[str] = []
     listing = False
     for argument in argv:
@@ -409,9 +409,10 @@ def spread(argv: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return the exit code: 0, 2 for input that cannot be used, 130 for Ctrl-C, 143 for SIGTERM."""
+    """Run the command line; return 0, 2 for input that cannot be used, 130 for Ctrl-C or 143 for SIGTERM."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what the terminal has no characters for is escaped
+        # escape characters that the terminal's encoding cannot represent
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     command = typer.main.get_command(app)
     arguments = spread(sys.argv[1:] if argv is None else argv)
@@ -428,7 +429,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"shoestring: {error}", file=sys.stderr)
         return 128 + error.number
     except Exception as error:
-        if hasattr(error, "exit_code") and not hasattr(error, "format_message"):  # an abort at a prompt
+        # typer's exception for an abort at a prompt
+        if hasattr(error, "exit_code") and not hasattr(error, "format_message"):
             return int(error.exit_code)
         message = reason(error)
         if message is None:
@@ -438,7 +440,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def reason(error: Exception) -> str | None:
-    """Describe an error that the person at the terminal can mend; None for any other."""
+    """Describe an error that the user can correct; return None for any other error."""
     if isinstance(error, InputError):
         return str(error)
     if hasattr(error, "format_message"):  # a usage error: unknown option, missing argument, wrong type
@@ -448,7 +450,7 @@ def reason(error: Exception) -> str | None:
         return f"{disk.filename or 'writing'}: {disk.strerror}; what was complete before is kept"
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{error.filename}: {error.strerror}"
-    # PyTorch's CPU allocator has no exception of its own.
+    # PyTorch's CPU allocator raises a plain RuntimeError, so its message has to be compared.
     if (
         isinstance(error, MemoryError)
         or "not enough memory" in str(error)

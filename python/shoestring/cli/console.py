@@ -1,4 +1,4 @@
-"""Progress on the terminal: a bar where there is one, a line now and then where there is none."""
+"""Show progress on the terminal: a bar, or occasional lines if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import sys
 import time
 from typing import Any
 
-LINES = 20  # printed over a run without a terminal
-RECENT = 10  # steps whose median gives the time left
+LINES = 20  # number of lines printed during a run if the output is not a terminal
+RECENT = 10  # number of recent steps whose median time gives the time left
 
 
 class Console:
-    """Shows loss, validation loss, tokens/s, memory and the time left of a run. Use as a context manager."""
+    """Show loss, validation loss, tokens/s, memory and the time left of a run.
+
+    Use it as a context manager.
+    """
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -52,13 +55,16 @@ class Console:
             print(f"step {number:>{width}}/{self._steps}  {text}", flush=True)
 
     def _left(self, number: int) -> str:
-        """The time left after a step. The first step of a process also warms up, so it gives no estimate."""
+        """Return the time left after step ``number`` as text.
+
+        The first step of a process includes warm-up, so it is not used for the estimate.
+        """
         recent = self._seconds[1:][-RECENT:]
         return f"  {clock((self._steps - number) * statistics.median(recent))} left" if recent else ""
 
 
 def describe(metrics: dict[str, Any], val_loss: float | None) -> str:
-    """One line about one step."""
+    """Describe one step in one line."""
     val = f"  val {val_loss:.3f}" if val_loss is not None else ""
     return (
         f"loss {metrics['loss']:.3f}{val}  lr {metrics['lr']:.1e}  "
@@ -67,24 +73,24 @@ def describe(metrics: dict[str, Any], val_loss: float | None) -> str:
 
 
 def gigabytes(count: float) -> str:
-    """Bytes as GB (10^9), with megabytes below one."""
+    """Format bytes as GB (10^9 bytes), or as MB below 1 GB."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
 def clock(seconds: float) -> str:
-    """Seconds as m:ss or h:mm:ss."""
+    """Format seconds as m:ss or h:mm:ss."""
     whole = int(seconds)
     hours, rest = divmod(whole, 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
 def say(text: str) -> None:
-    """Print a line for the person at the terminal."""
+    """Print a line, with the time of day if the output is a terminal."""
     print(f"{time.strftime('%H:%M:%S')}  {text}" if sys.stdout.isatty() else text, flush=True)
 
 
 def print_table(rows: list[list[str]], texts: tuple[int, ...] = (0,)) -> None:
-    """Print rows in columns, the first row being the head; all columns but `texts` are numbers."""
+    """Print rows in columns, headings first; right-align all columns except those listed in `texts`."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for number, row in enumerate(rows):
         cells = enumerate(zip(row, widths))

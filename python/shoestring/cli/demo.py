@@ -1,4 +1,4 @@
-"""`shoestring demo`: the main job on text of this machine, each run beside its plain twin."""
+"""`shoestring demo`: train and fine-tune on local text, and compare shoestring with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from shoestring.files.lock import LOCK, locked
 from shoestring.training.report import write_sections
 
 VOCABULARY = 16384
-MARK = "demo.json"  # says that a folder is a demo's
-# 8192 tokens a step: with this vocabulary plain PyTorch's logits are half a gigabyte, three times over.
+MARK = "demo.json"  # a folder that contains this file belongs to a demo
+# 8192 tokens per step. With this vocabulary, plain PyTorch's logits take half a gigabyte, and it holds three
+# such tensors.
 SHAPE = ["--seq-len", "512", "--batch-size", "16", "--val-fraction", "0.02", "--eval-batches", "2"]
 
 
 def demo(out: Path, steps: int, finetune_steps: int) -> None:
-    """Train, fine-tune, compare; every run is a process of its own."""
+    """Train, fine-tune and compare; every run is a separate process."""
     _check(out)
     with locked(out / LOCK, f"--out {out}"):
         _demo(out, steps, finetune_steps)
@@ -101,7 +102,7 @@ def _demo(out: Path, steps: int, finetune_steps: int) -> None:
 
 
 def _check(out: Path) -> None:
-    """Refuse a folder that holds anything but a demo."""
+    """Raise InputError if the folder holds anything other than a demo."""
     if not out.exists() or (out / MARK).is_file():
         return
     if not out.is_dir() or any(path.name != LOCK for path in out.iterdir()):
@@ -109,7 +110,7 @@ def _check(out: Path) -> None:
 
 
 def _prepare(out: Path) -> list[Path]:
-    """Make the folders of a demo; those of a demo before it are replaced, anything else is not touched."""
+    """Create the folders of a demo; replace those of an earlier demo and touch nothing else."""
     _check(out)
     folders = [out / name for name in ("data", "train", "finetune")]
     for folder in folders:

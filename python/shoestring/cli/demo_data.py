@@ -1,4 +1,4 @@
-"""Real text that is on every machine with Python: the standard library's source, and packages' documentation."""
+"""Text that every machine with Python has: source of the standard library, and documentation of packages."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib
 
 
 def standard_library(path: Path) -> int:
-    """Write the .py files of the standard library, without its tests, as JSONL in a fixed mixed order; return bytes."""
+    """Write the .py files of the standard library, without its tests, as JSONL; return the bytes written.
+
+    The order is shuffled but always the same.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     texts = []
     for file in sorted(root.rglob("*.py")):
         if LEFT_OUT.isdisjoint(file.relative_to(root).parts):
             try:
-                with tokenize.open(file) as opened:  # honours the encoding that a source declares
+                with tokenize.open(file) as opened:  # decodes with the encoding that the source file declares
                     texts.append(opened.read())
             except (SyntaxError, UnicodeDecodeError, OSError):
                 continue
@@ -32,14 +35,17 @@ def standard_library(path: Path) -> int:
 
 
 def package_documentation(path: Path) -> int:
-    """Write the long descriptions of the installed packages as JSONL in a fixed mixed order; return bytes."""
+    """Write the long descriptions of the installed packages as JSONL; return the bytes written.
+
+    The order is shuffled but always the same.
+    """
     texts = {}
     for distribution in distributions():
         metadata = distribution.read_text("METADATA") or ""
         message = Parser().parsestr(metadata)
         body = message.get_payload()
         text = body if isinstance(body, str) and body.strip() else message.get("Description", "")
-        if len(text) > 500:  # a line or two is no documentation
+        if len(text) > 500:  # shorter descriptions are not documentation
             texts[message.get("Name", "")] = text
     return _write(path, [texts[name] for name in sorted(texts)])
 

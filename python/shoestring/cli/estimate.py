@@ -1,4 +1,4 @@
-"""`shoestring estimate`: what a training step holds and moves, of a model that need not exist."""
+"""`shoestring estimate`: print the memory and traffic of one training step, without building the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPES = dict(zip(ESTIMATE_DTYPES, (torch.float32, torch.bfloat16, torch.float16
 
 @dataclass(frozen=True)
 class Request:
-    """The command's options that are not those of ``Options``, as they were given."""
+    """The options of the command that are not part of ``Options``, as given on the command line."""
 
     model: str
     vocab_size: int
@@ -37,7 +37,7 @@ class Request:
 
 
 def options_of(values: dict[str, Any], dtype: str, offload: str, memory_budget: str | None) -> Options:
-    """The checked options; raises InputError for the first that no run can have."""
+    """Check the options and return them; raise InputError for the first one that no run can have."""
 
     def expect(good: bool, name: str, expected: str, received: object) -> None:
         if not good:
@@ -68,7 +68,7 @@ def options_of(values: dict[str, Any], dtype: str, offload: str, memory_budget: 
 
 
 def load(request: Request, seq_len: int) -> nn.Module:
-    """The model on the meta device, with adapters where there are to be some."""
+    """Build the model on the meta device, with LoRA adapters if a rank is given."""
     quiet_transformers()
     model: nn.Module
     with torch.device("meta"):
@@ -92,7 +92,7 @@ def load(request: Request, seq_len: int) -> nn.Module:
             model, rank=request.rank, target_modules=request.target_modules,
             quantize=None if request.quantize == "none" else request.quantize,
         )  # fmt: skip
-    except ValueError as error:  # no module of that name, a rank that does not fit
+    except ValueError as error:  # a module name that matches nothing, or a rank that does not fit
         targets = (
             request.target_modules
             if isinstance(request.target_modules, str)
@@ -111,7 +111,8 @@ def _from_config(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> nn.
             f"--model {path}: expected a directory with a config.json, such a file, or one of {presets}"
         )
     try:
-        folder = file.parent if file.name == "config.json" else file  # code is looked for beside config.json
+        # the code of a model is in the folder of config.json
+        folder = file.parent if file.name == "config.json" else file
         config = AutoConfig.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=trust_remote_code
         )
@@ -119,7 +120,7 @@ def _from_config(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> nn.
             config, dtype=dtype, trust_remote_code=trust_remote_code
         )
         return result
-    except Exception as error:  # whatever a configuration may have wrong
+    except Exception as error:  # a broken configuration may raise any exception
         reason = why_not_loaded(error)
         raise InputError(
             f"--model {path}: {file.name} does not describe a causal language model ({reason})"
@@ -127,7 +128,7 @@ def _from_config(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> nn.
 
 
 def run(request: Request, options: Options, as_json: bool) -> None:
-    """Print the estimate: a table, or JSON."""
+    """Print the estimate as a table or as JSON."""
     found = estimate(load(request, options.seq_len), options)
     if as_json:
         memory = {place: [asdict(item) for item in items] for place, items in found.memory.items()}
@@ -140,7 +141,7 @@ def run(request: Request, options: Options, as_json: bool) -> None:
 
 
 def show(found: Estimate, options: Options) -> None:
-    """Tables for a person: bytes, and bytes of each trained parameter."""
+    """Print tables with the bytes of each item, in total and per trained parameter."""
 
     def row(name: str, size: int | None, note: str = "") -> list[str]:
         if size is None:

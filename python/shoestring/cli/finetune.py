@@ -1,4 +1,4 @@
-"""`shoestring finetune`: LoRA, QLoRA or all weights of an existing model."""
+"""`shoestring finetune`: train LoRA or QLoRA adapters, or all weights, of an existing model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from shoestring.training.run import RunOptions, execute, file_list, run_folder
 def finetune(
     config: FinetuneConfig, options: RunOptions, data: list[Path], pattern: str, merge: bool
 ) -> dict[str, Any]:
-    """Fine-tune and return the summary; raises InputError for input that cannot be used."""
+    """Fine-tune and return the summary; raise InputError for input that cannot be used."""
     options.check(config)
     if merge and config.full:
         raise InputError(
@@ -138,7 +138,10 @@ def _rows(
 
 
 def _model_files(folder: Path) -> list[list[Any]]:
-    """Name, size and a digest of what can be read at once of each file that decides the model."""
+    """Return [name, size in bytes, digest] of each file that decides the model.
+
+    The digest covers the first and the last MiB of the file, so that it takes little time.
+    """
     listed: list[list[Any]] = []
     for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
         size = path.stat().st_size

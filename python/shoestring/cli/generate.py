@@ -1,4 +1,4 @@
-"""`shoestring generate`: see what a model has learnt."""
+"""`shoestring generate`: continue a prompt with a model, to see what it has learnt."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from shoestring.data.tokenizer import encode_batch, load_tokenizer
 from shoestring.files.read_file import read_json
 from shoestring.training.models import load_model, locate_model
 
-COLDEST = 1e-6  # logits divided by less overflow; so near to zero the likeliest token is certain
+# lowest temperature: dividing logits by less overflows, and the likeliest token is certain anyway
+COLDEST = 1e-6
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn; temperature 0 takes the likeliest. The command line checks the ranges."""
+    """How the next token is drawn; temperature 0 takes the likeliest token.
+
+    The command line checks the ranges.
+    """
 
     max_new_tokens: int
     temperature: float
@@ -36,7 +40,7 @@ def generate(
     chat: bool,
     trust_remote_code: bool = False,
 ) -> str:
-    """Return the model's continuation of ``prompt`` (with ``chat``: its answer to it)."""
+    """Return the model's continuation of ``prompt``, or with ``chat`` its answer to ``prompt``."""
     if adapter is not None:
         check_adapter(adapter)
     folder = locate_model(name, trust_remote_code)
@@ -56,14 +60,14 @@ def generate(
             text = tokenizer.apply_chat_template(
                 [message], chat_template=template, tokenize=False, add_generation_prompt=True
             )
-        except Exception as error:  # templates raise what their author chose
+        except Exception as error:  # a chat template may raise any exception
             raise InputError(
                 f"--chat: the chat template refuses the prompt ({type(error).__name__}: {error})"
             ) from None
         ids = encode_batch(tokenizer, [text])[0]
     else:
         ids = beginning(tokenizer) + encode_batch(tokenizer, [prompt])[0]
-    ids = ids or [tokenizer.eos_token_id]  # an empty prompt: begin after the end of a document
+    ids = ids or [tokenizer.eos_token_id]  # an empty prompt continues the end-of-text token
     rows = model.get_input_embeddings().weight.shape[0]
     if max(ids) >= rows:
         raise InputError(
@@ -80,7 +84,8 @@ def generate(
     try:
         with torch.no_grad(), working("generating"):
             output = model.generate(input_ids=inputs, attention_mask=torch.ones_like(inputs), **options)
-    except (ValueError, TypeError, RuntimeError) as error:  # values of generation_config.json among them
+    except (ValueError, TypeError, RuntimeError) as error:
+        # for example, invalid values in generation_config.json
         if isinstance(error, RuntimeError) and "probability tensor" not in str(error):
             raise
         raise InputError(f"{folder}: the model cannot generate text ({error})") from None
@@ -89,7 +94,7 @@ def generate(
 
 
 def check_adapter(folder: Path) -> None:
-    """Check the two files of a PEFT adapter before a model is loaded."""
+    """Check the two files of a PEFT adapter, before a model is loaded."""
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / name).is_file():
             raise InputError(f"--adapter {folder}: no {name} there; expected a PEFT adapter directory")

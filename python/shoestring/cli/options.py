@@ -1,4 +1,4 @@
-"""The options that several commands have."""
+"""Command-line options that several commands share."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import typer
 from shoestring.cli.values import COUNT, one_of, within
 from shoestring.training.config import DTYPES, MOST_THREADS, SCHEDULES
 
-VOCABULARY = within(257, 1 << 20)  # 256 bytes and the end of text; trainers allocate for all of it
-RANK = within(1, 1 << 14)  # no layer of a published model is wider
+# at least 256 bytes and the end-of-text token; trainers allocate memory for every token
+VOCABULARY = within(257, 1 << 20)
+RANK = within(1, 1 << 14)  # no published model has a wider layer
 
 Data = Annotated[
     list[Path], typer.Option("--data", help="Text files, JSONL files or directories; several may follow.")

@@ -1,4 +1,4 @@
-"""`shoestring tokenize`: text to the flat token file."""
+"""`shoestring tokenize`: write text as a flat token file."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def tokenize(
     vocab_size: int | None,
     trust_remote_code: bool = False,
 ) -> int:
-    """Write ``out``, and beside it ``out``-tokenizer if the tokenizer is trained here; return the number of tokens.
+    """Write the token file ``out``; return the number of tokens.
 
-    A failure leaves neither of both.
+    With ``vocab_size``, a tokenizer is trained on the data and saved next to ``out``, in the folder
+    ``out``-tokenizer. After a failure, neither of the two exists.
     """
     if (tokenizer_folder is None) == (vocab_size is None):
         raise InputError(
@@ -38,7 +39,8 @@ def tokenize(
         for path in (out, *([trained] if vocab_size else [])):
             if path.exists():
                 raise InputError(f"--out {out}: {path} exists; give another name or remove it")
-        for leftover in out.parent.glob(f"{glob.escape(out.name)}.*{PARTIAL}"):  # of a killed process
+        # partial files of a killed process
+        for leftover in out.parent.glob(f"{glob.escape(out.name)}.*{PARTIAL}"):
             leftover.unlink(missing_ok=True)
         files = find_files(data, pattern)
         check_text(files)

@@ -1,4 +1,4 @@
-"""`shoestring train`: a Llama-architecture model from scratch."""
+"""`shoestring train`: train a Llama-architecture model from scratch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoestring.training.run import RunOptions, execute, file_list, run_folder
 
 
 def train(config: TrainConfig, options: RunOptions, data: list[Path], pattern: str) -> dict[str, Any]:
-    """Train from scratch and return the summary; raises InputError for input that cannot be used."""
+    """Train from scratch and return the summary; raise InputError for input that cannot be used."""
     options.check(config)
     files = find_files(data, pattern)
     check_text(files)

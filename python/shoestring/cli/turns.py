@@ -1,7 +1,7 @@
-"""Several commands at once, of which only one runs at a time, in turns.
+"""Run several commands in turns, so that only one of them runs at a time.
 
-A machine's speed drifts within minutes. Runs that take turns every few seconds meet the same drift, so that their
-median step times can be compared; each is a process of its own, so that its peak memory is its own.
+The speed of a machine drifts within minutes. Runs that alternate every few seconds see the same drift, so
+their median step times can be compared. Each run is a separate process, so its peak memory is its own.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pathlib import Path
 
 from shoestring.core.errors import InputError
 
-TURN = (
-    12.0  # seconds: several steps long, so that the one step that a pause falls into does not move the median
-)
+# Seconds per turn. A turn is several steps long, so the one step interrupted by a pause does not move the
+# median.
+TURN = 12.0
 
 
 def run_in_turns(commands: dict[str, list[str]], logs: Path) -> None:
-    """Run `shoestring ARGUMENTS` for each name to its end, showing its lines; raises InputError if one fails."""
+    """Run `shoestring ARGUMENTS` for each name and print its output; raise InputError if a run fails."""
     width = max(map(len, commands))
-    # Waiting threads sleep: where others use the machine too, threads that spin take the time of those that work.
+    # Waiting OpenMP threads sleep. On a shared machine, spinning threads take CPU time from working threads.
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     running: dict[str, subprocess.Popen[str]] = {}
     readers = []
@@ -43,7 +43,7 @@ def run_in_turns(commands: dict[str, list[str]], logs: Path) -> None:
                 _turn(name, running, logs)
     finally:
         for process in running.values():
-            process.kill()  # also ends a stopped process
+            process.kill()  # SIGKILL also ends a stopped process
             process.wait()
     for reader in readers:
         reader.join()

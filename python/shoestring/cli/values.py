@@ -1,4 +1,4 @@
-"""Checks of single options, made while the command line is parsed: before PyTorch is imported and before any work."""
+"""Check single options while the command line is parsed, before PyTorch is imported and before any work."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import typer
 
 from shoestring.core.errors import InputError
 
-COUNT = 10**9  # the most steps; a counter of anything that a run does once a step
+COUNT = 10**9  # largest number of steps, and of anything that happens at most once per step
 
 
 def within(
     least: float, most: float, expected: str | None = None, *, without: float | None = None
 ) -> Callable[..., Any]:
-    """Make the callback of a number that has to lie between ``least`` and ``most``.
+    """Return the callback of a numeric option that must be between ``least`` and ``most``.
 
     Args:
-        expected: the lower end in words, or the range if ``without`` is the upper end.
-        without: an end that is not in the range itself.
+        expected: describes the lower end, or the whole range if ``without`` is the upper end.
+        without: an end that is itself excluded.
     """
 
     def check(param: typer.CallbackParam, value: Any) -> Any:
-        # A value that is not a number fails every comparison.
+        # NaN fails every comparison.
         if value is not None and not (least <= value <= most and value != without):
             beyond = value > most and without != most
             _refuse(param, f"at most {most}" if beyond else expected or f"at least {least}", value)
@@ -33,7 +33,7 @@ def within(
 
 
 def one_of(*choices: str) -> Callable[..., Any]:
-    """Make the callback of an option that has one of a few values."""
+    """Return the callback of an option that must be one of ``choices``."""
 
     def check(param: typer.CallbackParam, value: Any) -> Any:
         if value is not None and value not in choices:
@@ -50,7 +50,7 @@ def _refuse(param: typer.CallbackParam, expected: str, value: Any) -> None:
 
 
 def target_names(text: str) -> str | list[str]:
-    """Return "all-linear", or the names that commas separate, without the spaces around them."""
+    """Return "all-linear", or the list of the names separated by commas, without surrounding spaces."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise InputError("--target-modules: expected all-linear, or names separated by commas; got none")

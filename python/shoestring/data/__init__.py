@@ -1,1 +1,1 @@
-"""Text in, batches out: readers, tokenizers, the flat token file and the order in which batches are drawn."""
+"""Data for training: text readers, tokenizers, the flat token file, and the order of batches."""

@@ -1,4 +1,4 @@
-"""Data sets of rows and the order in which rows are drawn: a pure function of the seed and the step."""
+"""Data sets of rows, and the order in which rows are drawn as a pure function of the seed and the step."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torch import Tensor
 
 from shoestring.core.errors import InputError
 
-IGNORE = -100  # label of a position that carries no loss
+IGNORE = -100  # label of a position that has no loss
 
 
 class Rows(Protocol):
-    """A data set: ``rows(indices)`` gives inputs and labels, both int64 (rows, tokens), already shifted by one.
+    """A data set of token rows.
 
-    ``count(indices)`` is the number of their tokens, padding left out.
+    ``rows(indices)`` returns inputs and labels, both int64 (rows, tokens); labels are already shifted by one.
+    ``count(indices)`` returns the number of tokens in these rows, without padding.
     """
 
     def __len__(self) -> int: ...
@@ -29,12 +30,17 @@ class Rows(Protocol):
 
 
 def packed_arguments(lengths: Sequence[int]) -> dict[str, Any]:
-    """What a Hugging Face model with :func:`shoestring.register_attention`'s attention takes for sequences in one row.
+    """Return the model arguments that separate the sequences packed into one row.
+
+    They are for a Hugging Face model with the attention of :func:`shoestring.register_attention`.
+
+    Args:
+        lengths: number of tokens of each sequence.
 
     Returns:
         ``position_ids`` (1, tokens) int64; ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (sequences + 1) int32;
-        ``max_length_q`` and ``max_length_k``, which other libraries want; and an ``attention_mask`` of one element, with
-        which transformers makes none of (tokens, tokens).
+        ``max_length_q`` and ``max_length_k``, which other attention libraries need; and an ``attention_mask``
+        with one element, which stops transformers from building a (tokens, tokens) mask.
     """
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     return {
@@ -70,15 +76,15 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Examples:
-    """One example a row, padded on the right to the longest of its batch; labels outside the completion are IGNORE.
+    """Examples, one per row, padded on the right to the longest of the batch.
 
-    Padding needs no attention mask: under causal attention no real token sees a later one. ``packed`` has none: the same
-    examples one after the other in one row.
+    Labels outside the completion are IGNORE. Padding needs no attention mask: under causal attention no real
+    token sees a later one. ``packed`` needs no padding: it concatenates the same examples into one row.
     """
 
-    tokens: np.ndarray  # (count,), uint32, all examples one after the other
-    trained: np.ndarray  # (count,), bool: the token is part of a completion
-    starts: np.ndarray  # (examples + 1,), int64
+    tokens: np.ndarray  # (count,), uint32, the tokens of all examples, concatenated
+    trained: np.ndarray  # (count,), bool, whether a token belongs to a completion
+    starts: np.ndarray  # (examples + 1,), int64, offset of each example in `tokens`
     pad: int
 
     def __len__(self) -> int:
@@ -100,7 +106,7 @@ class Examples:
         return inputs, labels
 
     def packed(self, indices: list[int]) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Inputs and labels (1, tokens), and what the model has to be told so that each example sees itself alone."""
+        """Return inputs and labels (1, tokens), and the model arguments that keep the examples apart."""
         spans = [slice(int(self.starts[i]), int(self.starts[i + 1]) - 1) for i in indices]
         inputs = np.concatenate([self.tokens[s] for s in spans]).astype(np.int64)
         following = np.concatenate([self.tokens[s.start + 1 : s.stop + 1] for s in spans]).astype(np.int64)
@@ -110,7 +116,7 @@ class Examples:
         return torch.from_numpy(inputs)[None], torch.from_numpy(labels)[None], packed_arguments(lengths)
 
     def subset(self, indices: list[int]) -> Examples:
-        """Return the named examples as a data set of their own."""
+        """Return the examples with these indices as a new data set."""
         spans = [slice(int(self.starts[i]), int(self.starts[i + 1])) for i in indices]
         starts = np.cumsum([0, *(s.stop - s.start for s in spans)])
         return Examples(
@@ -124,7 +130,7 @@ class Examples:
 def split_blocks(tokens: np.ndarray, seq_len: int, val_fraction: float) -> tuple[Blocks, Blocks]:
     """Split a flat token array into training blocks (the head) and validation blocks (the tail).
 
-    The files were shuffled by the seed before they were written one after the other, so the tail is a fair sample.
+    The files were shuffled by the seed before their tokens were concatenated, so the tail is a fair sample.
     """
     held_out = int(len(tokens) * val_fraction)
     if val_fraction > 0:
@@ -142,7 +148,7 @@ def split_blocks(tokens: np.ndarray, seq_len: int, val_fraction: float) -> tuple
 
 
 def split_examples(examples: Examples, seed: int, val_fraction: float) -> tuple[Examples, Examples]:
-    """Split examples by a permutation drawn from the seed; with ``val_fraction`` above 0 at least one is held out."""
+    """Split examples by a permutation drawn from the seed; hold out at least one if ``val_fraction`` > 0."""
     held_out = max(1, int(len(examples) * val_fraction)) if val_fraction > 0 else 0
     if len(examples) <= held_out:
         raise InputError(
@@ -160,18 +166,18 @@ def split_examples(examples: Examples, seed: int, val_fraction: float) -> tuple[
 
 @dataclass
 class BatchOrder:
-    """The rows of every step: each pass over the data is a new permutation, drawn from (seed, pass)."""
+    """The rows of every step; each pass over the data uses a new permutation drawn from (seed, pass)."""
 
-    rows: int  # in the data set
-    batch_size: int  # rows in a micro-batch
-    accumulate: int  # micro-batches in a step
+    rows: int  # number of rows in the data set
+    batch_size: int  # rows per micro-batch
+    accumulate: int  # micro-batches per step
     seed: int
 
     def __post_init__(self) -> None:
         self._pass, self._permutation = -1, torch.empty(0, dtype=torch.int64)
 
     def step(self, step: int) -> list[list[int]]:
-        """Return the rows of each micro-batch of a step, counted from 0."""
+        """Return the rows of each micro-batch of step ``step``, which counts from 0."""
         first = step * self.accumulate * self.batch_size
         drawn = [self._draw(first + i) for i in range(self.accumulate * self.batch_size)]
         return [drawn[i : i + self.batch_size] for i in range(0, len(drawn), self.batch_size)]

@@ -1,4 +1,4 @@
-"""Fine-tuning examples: prompt/completion and chat records as tokens, with the completion marked."""
+"""Read prompt/completion and chat records, and tokenise them into examples with the completion marked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from shoestring.data.progress import working
 from shoestring.data.text import is_jsonl, kind_of_value, read_jsonl, size_of
 from shoestring.data.tokenizer import encode_all
 
-# For tokenizers without a chat template: the role on a line of its own, the text, and the end-of-text token.
+# Used for tokenizers without a chat template: the role on a line of its own, then the text. An answer ends
+# with the end-of-text token.
 DEFAULT_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ':\\n' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
@@ -25,15 +26,21 @@ TEXT, COMPLETION, CHAT = "text", "prompt/completion", "chat"
 
 @dataclass(frozen=True)
 class Encoded:
-    """The examples of some files, and what happened to those that did not fit."""
+    """The encoded examples of some files, and the number of examples that did not fit."""
 
     examples: Examples
-    shortened: int  # cut at the end to seq_len
-    dropped: int  # nothing of the completion was left within seq_len
+    shortened: int  # number of examples whose end was cut off at seq_len
+    dropped: int  # number of examples dropped, since no completion token fits within seq_len
 
 
 def kind_of(files: list[Path]) -> str:
-    """Tell what the files hold by the first record of each: text, prompt/completion or chat; never a mixture."""
+    """Return the kind of records in the files: text, prompt/completion or chat.
+
+    The first record of each file decides.
+
+    Raises:
+        InputError: the files hold records of different kinds, or none that is known.
+    """
     kinds = {path: _kind(path) if is_jsonl(path) else TEXT for path in files}
     first = next(iter(kinds.values()))
     for path, kind in kinds.items():
@@ -60,7 +67,7 @@ def _kind(path: Path) -> str:
 
 
 def read_segments(files: list[Path], kind: str, tokenizer: Any) -> list[list[tuple[str, bool]]]:
-    """Return each example as pieces of text, each marked whether it is trained on; checks every record."""
+    """Return each example as a list of (text, whether to train on it); check every record."""
     segments = []
     with working("reading examples", size_of(files)):
         for path in files:
@@ -125,7 +132,7 @@ def _render(messages: list[dict[str, str]], where: str, tokenizer: Any, ask: boo
             messages, chat_template=template, tokenize=False, add_generation_prompt=ask
         )
         return result
-    except Exception as error:  # templates raise what their author chose
+    except Exception as error:  # a chat template may raise any exception
         raise InputError(
             f"{where}: the chat template refuses these messages ({type(error).__name__}: {error})"
         ) from None
@@ -134,10 +141,10 @@ def _render(messages: list[dict[str, str]], where: str, tokenizer: Any, ask: boo
 def encode_examples(
     segments: list[list[tuple[str, bool]]], tokenizer: Any, seq_len: int, chat: bool
 ) -> Encoded:
-    """Tokenise examples; each is cut to ``seq_len`` + 1 tokens, and left out where no trained token remains.
+    """Tokenise examples, cut each to ``seq_len`` + 1 tokens, and drop examples without a trained token.
 
-    A tokenizer that begins every text with a token (Llama's does) begins each example with it; chat templates write it
-    themselves.
+    If the tokenizer begins every text with a special token, as Llama's does, each example begins with it.
+    Chat templates write that token themselves.
     """
     begin = [] if chat else beginning(tokenizer)
     pieces = [piece for example in segments for piece in example]
@@ -169,6 +176,6 @@ def encode_examples(
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """The token with which this tokenizer begins a text, if it does."""
+    """Return a list with the token that the tokenizer puts before every text, or an empty list."""
     ids = tokenizer("")["input_ids"]
     return [ids[0]] if ids and ids[0] == tokenizer.bos_token_id else []

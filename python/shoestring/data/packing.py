@@ -1,4 +1,4 @@
-"""Packed batches: sequences one after the other in a row without padding, and which of them share a row."""
+"""Packed batches: a sampler that groups sequences, and a collator that joins them without padding."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ from torch.utils.data import Sampler
 
 from shoestring.data.batches import IGNORE, packed_arguments
 
-_GROUP = (
-    8192  # sequences that are packed at a time: enough to fill bins, few enough that an epoch stays shuffled
-)
+# Number of sequences packed at a time: enough to fill the bins, few enough to keep an epoch shuffled.
+_GROUP = 8192
 
 
 class MultipackBatchSampler(Sampler[list[int]]):
-    """Batches of indices whose sequences have at most ``capacity`` tokens together: a ``DataLoader``'s ``batch_sampler``.
+    """Yield batches of indices whose sequences have at most ``capacity`` tokens in total.
 
-    An epoch's order is drawn from ``seed`` and the epoch (``set_epoch``); stretches of it are packed, the longest
-    sequences first, each into the first batch with room (first-fit decreasing, ``torch.ops.shoestring.pack_sequences``),
-    and the batches shuffled. Every process of a group has as many batches: what is left over is dropped.
+    Use it as the ``batch_sampler`` of a ``DataLoader``. The order of an epoch depends on ``seed`` and the
+    epoch number (see ``set_epoch``). The sampler shuffles all sequences and packs one group of them after
+    another. It takes the longest sequence first and puts each into the first batch with room (first-fit
+    decreasing, ``torch.ops.shoestring.pack_sequences``). Then it shuffles the batches. Every process gets the
+    same number of batches; the remaining batches are dropped.
 
     Args:
-        lengths: tokens of each sequence, 1 to ``capacity``.
-        capacity: tokens of a batch.
-        seed: of the order.
-        num_replicas, rank: the processes that share an epoch, and this one's number.
+        lengths: number of tokens of each sequence, 1 to ``capacity``.
+        capacity: largest number of tokens in a batch.
+        seed: seed of the order.
+        num_replicas: number of processes that share an epoch.
+        rank: index of this process.
 
     Raises:
-        RuntimeError: a sequence that no batch has room for.
-        ValueError: a rank that is none of the processes'.
+        RuntimeError: a sequence is longer than ``capacity``. Raised when the batches of an epoch are first
+            needed.
+        ValueError: ``rank`` is not between 0 and ``num_replicas`` - 1.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class MultipackBatchSampler(Sampler[list[int]]):
         self._packed: tuple[int, list[list[int]]] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Another order."""
+        """Set the epoch number, which selects the order of the batches."""
         self.epoch = epoch
 
     def _batches(self) -> list[list[int]]:
@@ -73,7 +76,7 @@ class MultipackBatchSampler(Sampler[list[int]]):
         return self._packed[1]
 
     def efficiency(self) -> float:
-        """The share of ``capacity`` that an epoch's batches fill: 1 is no waste."""
+        """Return the share of ``capacity`` that the batches of an epoch fill; 1 means no waste."""
         return int(self.lengths.sum()) / max(1, len(self._batches()) * self.capacity)
 
     def __len__(self) -> int:
@@ -84,16 +87,21 @@ class MultipackBatchSampler(Sampler[list[int]]):
 
 
 class PackingCollator:
-    """Sequences to one row of a Hugging Face causal language model, each attending to itself alone.
+    """Concatenate sequences into one row for a causal language model; each sequence attends only to itself.
 
-    For models with :func:`shoestring.register_attention`'s attention. A sequence is a mapping with ``input_ids`` and, if it has
-    them, ``labels`` of the same length, lists or tensors; without labels, the tokens are their own.
+    The model must use the attention of :func:`shoestring.register_attention`. A sequence is a mapping with
+    ``input_ids`` and optionally ``labels`` of the same length, as lists or tensors. Without ``labels``, the
+    tokens serve as labels.
 
     Returns:
-        A dictionary: ``input_ids``, ``labels`` and ``position_ids`` (1, tokens) int64, a sequence's first label being -100, as
-        the token before it is another's; ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (sequences + 1) int32; ``max_length_q`` and
-        ``max_length_k``, which other libraries want; and an ``attention_mask`` of one element, with which transformers
-        makes none of (tokens, tokens).
+        A dictionary with ``input_ids``, ``labels`` and ``position_ids`` (1, tokens) int64; ``cu_seq_lens_q``
+        and ``cu_seq_lens_k`` (sequences + 1) int32; ``max_length_q`` and ``max_length_k``, which other
+        attention libraries need; and an ``attention_mask`` with one element, which stops transformers from
+        building a (tokens, tokens) mask. The first label of each sequence is -100, because the token before
+        it belongs to another sequence.
+
+    Raises:
+        ValueError: ``labels`` and ``input_ids`` of a sequence differ in shape, are not 1-D, or are empty.
     """
 
     def __call__(self, sequences: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

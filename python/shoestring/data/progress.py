@@ -1,4 +1,4 @@
-"""Lines about work that takes more than two seconds, printed by a thread while the work goes on."""
+"""Print progress lines, from a thread, about work that takes more than two seconds."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-FIRST, LONGEST_PAUSE = 2.0, 30.0  # seconds before the first line, and at most between two lines
+# seconds before the first progress line, and the longest pause between two lines
+FIRST, LONGEST_PAUSE = 2.0, 30.0
 
 
 @dataclass(eq=False)
 class Work:
-    """Work under way; ``done`` counts towards ``total``."""
+    """Work in progress; ``done`` counts up to ``total``."""
 
     what: str
     total: int
@@ -21,7 +22,7 @@ class Work:
     done: int = 0
 
     def line(self) -> str:
-        """Describe how far the work is: a share while it is known, and the time since it began."""
+        """Describe the progress: the share in percent, if known, and the time since the work began."""
         seconds = int(time.monotonic() - self.began)
         share = f"{100 * self.done // self.total} %, " if self.done < self.total else ""
         return f"{self.what}: {share}{seconds // 60}:{seconds % 60:02d}"
@@ -31,14 +32,14 @@ _under_way: list[Work] = []
 
 
 def advance(count: int) -> None:
-    """Count towards the innermost work under way, if there is any."""
+    """Add ``count`` to the innermost work in progress, if there is any."""
     if _under_way:
         _under_way[-1].done += count
 
 
 @contextmanager
 def working(what: str, total: int = 0) -> Iterator[None]:
-    """Print a line about the block after two seconds and then less and less often; ``advance`` counts to ``total``."""
+    """Print progress lines about the block after two seconds; ``advance`` counts up to ``total``."""
     work = Work(what, total, time.monotonic())
     finished = threading.Event()
 
@@ -47,7 +48,7 @@ def working(what: str, total: int = 0) -> Iterator[None]:
         while not finished.wait(pause):
             try:
                 print(work.line(), flush=True)
-            except (OSError, ValueError):  # nobody reads any more, or the stream is closed
+            except (OSError, ValueError):  # the reader is gone, or the stream is closed
                 return
             pause = min(1.5 * pause, LONGEST_PAUSE)
 

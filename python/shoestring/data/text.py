@@ -1,4 +1,4 @@
-"""Documents from text files and JSONL, checked while they are read."""
+"""Read documents from text files and JSONL files, and check them while they are read."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from shoestring.core.errors import InputError, is_utf8
 from shoestring.data.progress import advance, working
 from shoestring.files.read_file import check_regular
 
-CHUNK = 1 << 20  # bytes read at once, so that a file of any size needs little memory
-LONGEST = 4 << 20  # characters of a line or record that are tokenised at once
+CHUNK = 1 << 20  # bytes per read, so that files of any size need little memory
+LONGEST = 4 << 20  # largest number of characters tokenised at once; longer lines and records are cut
 ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def find_files(paths: list[Path], pattern: str = "*") -> list[Path]:
-    """Return the files named by ``paths``; a directory stands for its files that match ``pattern``, recursively.
+    """Return the files named by ``paths``.
 
-    Hidden files and empty files of a directory are left out; the order is sorted, so that it is the same everywhere.
-    Raises InputError for a path that does not exist, a directory without a match, or a file without a byte.
+    A directory stands for all files below it that match ``pattern``. Hidden files and empty files in a
+    directory are left out. The files of a directory are sorted, so that the order is the same on every
+    machine.
+
+    Raises:
+        InputError: a path does not exist, a directory has no match, or a file is empty.
     """
     files: list[Path] = []
     for path in paths:
@@ -56,12 +60,12 @@ def _hidden(path: Path) -> bool:
 
 
 def is_jsonl(path: Path) -> bool:
-    """JSON lines are told by the name: .jsonl or .ndjson."""
+    """Return whether the file name ends in .jsonl or .ndjson."""
     return path.suffix.lower() in (".jsonl", ".ndjson")
 
 
 def read_text(path: Path, whole_lines: bool = False) -> Iterator[str]:
-    """Yield the text of a UTF-8 file in pieces of about a mebibyte that end at a line end where there is one.
+    """Yield the text of a UTF-8 file in pieces of about 1 MiB, each cut after a line end if it has one.
 
     A byte-order mark is left out. A line of more than ``LONGEST`` characters is cut unless ``whole_lines``.
     """
@@ -71,9 +75,8 @@ def read_text(path: Path, whole_lines: bool = False) -> Iterator[str]:
     with _open(path) as file:
         while True:
             block = file.read(CHUNK)
-            held = len(
-                decoder.getstate()[0]
-            )  # bytes of an unfinished character, counted from the block before
+            # Bytes of an unfinished character at the end of the previous block.
+            held = len(decoder.getstate()[0])
             try:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
@@ -101,7 +104,10 @@ def read_text(path: Path, whole_lines: bool = False) -> Iterator[str]:
 
 
 def cut_long(text: str) -> Iterator[str]:
-    """Yield a text in pieces of at most ``LONGEST`` characters; cut after a line end, before a space, or anywhere."""
+    """Yield a text in pieces of at most ``LONGEST`` characters.
+
+    Each cut is after a line end if possible, else before a space, else anywhere.
+    """
     start = 0
     while len(text) - start > LONGEST:
         end = text.rfind("\n", start, start + LONGEST) + 1 or text.rfind(" ", start + 1, start + LONGEST)
@@ -120,7 +126,7 @@ def _open(path: Path) -> Any:
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, record) of a JSONL file; blank lines are skipped."""
+    """Yield (line number, record) for each line of a JSONL file; skip blank lines."""
     number = 0
     for piece in read_text(path, whole_lines=True):
         for line in piece.split("\n") if not piece.endswith("\n") else piece[:-1].split("\n"):
@@ -138,7 +144,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 ) from None
             except (json.JSONDecodeError, RecursionError) as error:
                 raise InputError(f"{path}: line {number} is not valid JSON ({error})") from None
-            except ValueError:  # Python converts numbers of some thousand digits only
+            except ValueError:  # Python refuses to parse integers of more than a few thousand digits
                 raise InputError(
                     f"{path}: line {number} holds an integer of too many digits; remove it"
                 ) from None
@@ -148,7 +154,10 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def documents(path: Path) -> Iterator[Iterator[str]]:
-    """Yield the documents of one file, each as pieces of text: a text file is one, a JSONL file has one a line."""
+    """Yield the documents of one file, each as pieces of text.
+
+    A text file is one document. A JSONL file has one document per line.
+    """
     if not is_jsonl(path):
         yield read_text(path)
         return
@@ -163,7 +172,7 @@ def documents(path: Path) -> Iterator[Iterator[str]]:
 
 
 def kind_of_value(value: object) -> str:
-    """Say in JSON's words of which kind a value is."""
+    """Return the kind of a value in the terms of JSON, such as "a list"."""
     if isinstance(value, bool):
         return "true or false"
     kinds = {str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
@@ -171,12 +180,15 @@ def kind_of_value(value: object) -> str:
 
 
 def size_of(files: list[Path]) -> int:
-    """Sum the bytes of the files."""
+    """Return the total size of the files in bytes."""
     return sum(path.stat().st_size for path in files)
 
 
 def check_text(files: list[Path]) -> int:
-    """Read everything once, so that bad input is found before anything is written; return the number of characters."""
+    """Read all files once and return the number of characters.
+
+    Calling this first reveals bad input before anything is written.
+    """
     with working("reading", size_of(files)):
         characters = sum(len(piece) for path in files for document in documents(path) for piece in document)
     if characters == 0:

@@ -1,7 +1,7 @@
-"""The flat token file: 64 bytes of header, then the tokens, little-endian; read through a memory map.
+"""Write and memory-map the flat token file: a 64-byte header, then the tokens, little-endian.
 
-Header: magic ``shoetok\\x01`` (8 bytes), uint32 vocabulary size, uint32 bytes per token (2 or 4), uint64 token count,
-40 zero bytes. Tokens are uint16 where the vocabulary allows it, uint32 otherwise.
+Header: magic ``shoetok\\x01`` (8 bytes), uint32 vocabulary size, uint32 bytes per token (2 or 4), uint64
+number of tokens, 40 zero bytes. Tokens are uint16 if the vocabulary allows it, uint32 otherwise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ HEADER = struct.Struct("<8sIIQ40x")
 
 
 def write_token_file(path: Path, files: list[Path], tokenizer: Any) -> int:
-    """Tokenise ``files`` in the given order into ``path``, end-of-text after each document; return the token count."""
+    """Tokenise ``files`` in the given order and write the tokens to ``path``; return the token count.
+
+    Each document ends with the end-of-text token.
+    """
     vocab_size = len(tokenizer)
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     count = 0
@@ -40,7 +43,7 @@ def write_token_file(path: Path, files: list[Path], tokenizer: Any) -> int:
 
 
 def _pieces(files: list[Path]) -> Iterator[tuple[str, bool]]:
-    """Yield (text, whether a document ends with it)."""
+    """Yield (text, whether this text ends a document)."""
     for path in files:
         for document in documents(path):
             previous: str | None = None
@@ -74,7 +77,8 @@ def _token_lists(files: list[Path], tokenizer: Any) -> Iterator[list[int]]:
 def read_token_file(path: Path) -> tuple[np.ndarray, int]:
     """Memory-map ``path``; return its tokens (1-D, uint16 or uint32) and the vocabulary size.
 
-    Raises InputError where the header is not ours or does not fit the size of the file.
+    Raises:
+        InputError: the header is not that of a token file, or it does not fit the size of the file.
     """
     try:
         size = check_regular(path, str(path))

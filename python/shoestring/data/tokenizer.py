@@ -1,4 +1,4 @@
-"""Byte-level BPE tokenizers: trained on the data, saved and loaded as Hugging Face tokenizer directories."""
+"""Train, save and load byte-level BPE tokenizers as Hugging Face tokenizer directories."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # 256 bytes and the end-of-text token
-LONGEST_WORD = 1024  # bytes; the trainer's time grows with the square of a word's length
-BATCH_CHARACTERS = (
-    1 << 20
-)  # tokenised at once: work for every core; the encodings take about 100 bytes a token
+LONGEST_WORD = 1024  # bytes; the training time grows with the square of the word length
+# Number of characters tokenised at once: enough work for every core. Encodings take about 100 bytes per
+# token.
+BATCH_CHARACTERS = 1 << 20
 
 
 def train_bpe(files: list[Path], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer (Sennrich et al. 2016; byte level as in GPT-2) on the text of ``files``.
+    """Train a byte-level BPE tokenizer on the text of ``files``.
 
-    The vocabulary holds at most ``vocab_size`` tokens, fewer where the text does not give as many merges. A word (a run
-    of letters, digits, spaces or signs) of more than ``LONGEST_WORD`` bytes counts as several; the trained tokenizer does
-    not cut words.
+    The method is from Sennrich et al. 2016, the byte level from GPT-2. The vocabulary holds at most
+    ``vocab_size`` tokens, or fewer if the text yields fewer merges. A word is a run of letters, digits,
+    spaces or signs. Training splits words of more than ``LONGEST_WORD`` bytes; the trained tokenizer does
+    not.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise InputError(
@@ -58,7 +59,7 @@ def _pieces(files: list[Path]) -> Iterator[str]:
 
 
 def wrap(tokenizer: Any) -> PreTrainedTokenizerFast:
-    """Give a bare tokenizer the interface and the files of the Hugging Face ecosystem."""
+    """Wrap a bare tokenizer in the tokenizer class of Hugging Face transformers."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
@@ -71,7 +72,7 @@ def wrap(tokenizer: Any) -> PreTrainedTokenizerFast:
 
 
 def quiet_transformers() -> None:
-    """Keep the library's progress bars and notes off the terminal: the command has its own."""
+    """Silence the progress bars and messages of transformers, since the command prints its own."""
     import warnings
 
     from transformers.utils import logging
@@ -82,10 +83,10 @@ def quiet_transformers() -> None:
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a local directory; its own code runs with ``trust_remote_code`` alone.
+    """Load the tokenizer of a local directory; code in the directory runs only with ``trust_remote_code``.
 
     Raises:
-        InputError: there is none, it is damaged, or it needs code that is not trusted.
+        InputError: the directory has no tokenizer, it is damaged, or it needs code that is not trusted.
     """
     known = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "vocab.txt")
     if not any((folder / name).is_file() for name in known):
@@ -97,7 +98,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # the tokenizer classes raise whatever their parser raises
+    except Exception as error:  # tokenizer classes raise whatever exception their parser raises
         raise InputError(f"{folder}: the tokenizer cannot be loaded ({why_not_loaded(error)})") from None
     if tokenizer.eos_token_id is None:
         raise InputError(
@@ -107,7 +108,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
 
 
 def encode_batch(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Token ids of each text, without a beginning or an end token."""
+    """Return the token ids of each text, without a begin or end token."""
     if not texts:
         return []
     result: list[list[int]] = tokenizer(
@@ -117,7 +118,7 @@ def encode_batch(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 
 
 def encode_all(tokenizer: Any, texts: list[str]) -> Iterator[list[int]]:
-    """Yield the token ids of each text; tokenise about ``BATCH_CHARACTERS`` at a time."""
+    """Yield the token ids of each text; tokenise about ``BATCH_CHARACTERS`` characters at a time."""
     with working("tokenizing", sum(map(len, texts))):
         first = characters = 0
         for end, text in enumerate(texts, 1):

@@ -1,1 +1,1 @@
-"""Other libraries, made to use shoestring."""
+"""Integrations of shoestring into other libraries."""

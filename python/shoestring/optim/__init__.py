@@ -1,4 +1,4 @@
-"""Optimizers with low-memory state; drop-in for torch.optim."""
+"""Optimizers with low-memory state, as drop-in replacements for ``torch.optim``."""
 
 from shoestring.optim.adafactor import Adafactor
 from shoestring.optim.adamw import AdamW

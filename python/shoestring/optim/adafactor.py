@@ -1,4 +1,4 @@
-"""Adafactor, with an optional mean of updates in few bits."""
+"""Adafactor with an optional, quantised mean of updates."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -32,35 +32,41 @@ def adafactor_(
     weight_decay: float = 0.0,
     **arguments: Unpack[StepArguments],
 ) -> None:
-    """One step of Adafactor, in place, on every parameter that has a gradient, one after another.
+    """Take one Adafactor step in place on every parameter that has a gradient, one after another.
 
-    What ``torch.optim.Adafactor`` does: the second moment is the product of its means over rows and over columns (of
-    the last two dimensions), with ``1 - t^beta2_decay`` for beta2; the update ``u = g / sqrt(second moment)`` is
-    clipped to a root mean square of d; ``p = p (1 - lr weight_decay) - max(eps2, rms(p)) min(lr, 1 / sqrt(t)) u``
-    ("Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", arXiv 1804.04235). With beta1 above 0 a running
-    mean of the clipped updates takes u's place. Temporary memory: 4 bytes an element of one parameter at a time, and 4
-    more for a gradient that is not fp32 or is scaled, or with a remainder. A NaN or infinite gradient spoils its whole
-    parameter.
+    The rule is that of ``torch.optim.Adafactor``:
+
+    - The second moment is the product of its means over rows and over columns (of the last two dimensions).
+      Its beta2 is ``1 - t^beta2_decay``.
+    - The update ``u = g / sqrt(second moment)`` is clipped to a root mean square of d.
+    - ``p = p (1 - lr weight_decay) - max(eps2, rms(p)) min(lr, 1 / sqrt(t)) u``.
+
+    See "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (arXiv 1804.04235). With beta1 above 0
+    the running mean of the clipped updates replaces u. Temporary memory: 4 bytes per element of one parameter
+    at a time, and 4 more if the gradient is not fp32 or is scaled, or with a weight remainder. A NaN or
+    infinite gradient spoils its whole parameter.
 
     Args:
-        params: fp32, bf16 or fp16, any shapes and sizes; arithmetic is fp32.
-        grads: one for each parameter, its shape, fp32, bf16 or fp16; or None: the parameter and its step stay as they
-            are.
-        step: (parameters), fp32: steps taken; incremented.
-        exp_avg: (elements of the arena): fp32 or bf16, or codes (uint8, 8 or 4 bits each); None where beta1 is 0.
-        exp_avg_scale: of codes, fp32: (elements of the arena / 256), or as ``quantize_state_4bit`` has it.
-        row_var, col_var: fp32, for parameters of shape (..., rows, columns): (..., rows, 1) and (..., 1, columns); for
-            those of less than two dimensions (0).
-        variance: fp32, for those their shape, and (0) for the others.
+        params: fp32, bf16 or fp16 tensors of any shape, updated in place. The arithmetic is fp32.
+        grads: one gradient for each parameter, of its shape, in fp32, bf16 or fp16. None leaves the parameter
+            and its step count unchanged.
+        step: (number of parameters), fp32: the steps that each parameter has taken; incremented in place.
+        exp_avg: the mean of the updates; None if beta1 is 0. fp32 or bf16 values, (elements of the arena); or
+            uint8 codes, one 8-bit or two 4-bit codes per byte.
+        exp_avg_scale: fp32 scales of the codes, or None without codes. The shape is (elements of the arena /
+            256) for 8-bit codes, and that of ``quantize_state_4bit`` for 4-bit codes.
+        row_var, col_var: fp32. For parameters of shape (..., rows, columns) they are (..., rows, 1) and (...,
+            1, columns); for parameters with fewer than two dimensions (0).
+        variance: fp32: of the parameter's shape if it has fewer than two dimensions, else (0).
         lr: the largest relative step.
-        beta1: the share of the mean in the new mean, [0, 1); 0: there is no mean.
+        beta1: the weight of the old mean in the new mean, in [0, 1). 0 means that there is no mean.
         beta2_decay, eps2, d, weight_decay: as in ``torch.optim.Adafactor``.
-        eps1: the same; None: the distance from 1 to the next larger number of the parameter's dtype (fp32, with a
-            remainder).
+        eps1: as in ``torch.optim.Adafactor``. None means the machine epsilon of the parameter's dtype (of
+            fp32, with a weight remainder).
         **arguments: see ``StepArguments``.
 
     Raises:
-        RuntimeError: a shape, dtype, device or option that does not fit; nothing has changed then.
+        RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
     """
     torch.ops.shoestring.adafactor_(
         params,
@@ -85,7 +91,10 @@ def adafactor_(
 def advance_factored(
     g2: Tensor, row: Tensor, col: Tensor, full: Tensor, weight: float, least: float
 ) -> Tensor:
-    """Advances running means of g2 by ``weight``, and returns what they say of each element."""
+    """Update the running means of g2 in place and return their estimate of g2.
+
+    ``weight`` is the weight of g2 in the new means. ``least`` is the lower bound of the mean that divides.
+    """
     if g2.dim() < 2:
         return full.lerp_(g2, weight)
     row.lerp_(g2.mean(-1, keepdim=True), weight)
@@ -112,7 +121,7 @@ def adafactor_reference(
     weight_decay: float = 0.0,
     **arguments: Unpack[ReferenceArguments],
 ) -> None:
-    """``adafactor_`` in plain PyTorch, a tensor at a time."""
+    """Compute ``adafactor_`` in plain PyTorch, one parameter at a time."""
     exact = arguments.get("weight_remainder") is not None
     eps = {
         p.dtype: torch.finfo(torch.float32 if exact else p.dtype).eps if eps1 is None else eps1
@@ -144,33 +153,36 @@ MEAN = (Moment("exp_avg", signed=True),)
 
 
 class Adafactor(WholeTensorOptimizer):
-    """Adafactor (arXiv 1804.04235): of matrices it keeps the second moment's means over rows and columns alone.
+    """Adafactor (arXiv 1804.04235): keeps only row and column means of the second moment of a matrix.
 
-    What ``torch.optim.Adafactor`` does; with ``beta1`` above 0, a running mean of the clipped updates takes their
-    place, and is kept in 8 bits.
+    The rule is that of ``torch.optim.Adafactor``. With ``beta1`` above 0, a running mean of the clipped
+    updates replaces the updates. This mean is kept in 8 bits.
 
-    Memory: 4 bytes for each row, column and parameter (``4 (rows + columns + 1)`` for a matrix, for each of a batch of
-    them in more dimensions; ``4 (n + 1)`` for vectors); with beta1, what ``Lion`` has in addition, 1.02 bytes an
-    element. During a step, 4 bytes an element of one parameter at a time, and 4 more for a gradient that is not fp32 or
-    is scaled, or with ``weights="remainder"``.
+    Memory: 4 bytes per row, per column and per parameter, which is ``4 (rows + columns + 1)`` for a matrix
+    and ``4 (n + 1)`` for a vector of n elements. A parameter with more than two dimensions is a batch of
+    matrices. A mean of updates adds the state of ``Lion``, which is 1.02 bytes per element. During a step, 4
+    bytes per element of one parameter at a time, and 4 more if the gradient is not fp32 or is scaled, or with
+    ``weights="remainder"``.
 
     Args:
-        params: parameters, named parameters or groups; fp32, bf16 or fp16.
-        lr: the largest relative step; a number, or a tensor of one element, as for ``AdamW``.
+        params: parameters, named parameters or parameter groups; fp32, bf16 or fp16.
+        lr: the largest relative step: a number, or a tensor of one element as for ``AdamW``.
         beta2_decay: beta2 is ``1 - step ** beta2_decay``; at most 0.
-        eps: the least root of the second moment (None: the distance from 1 to the next larger number of the dtype), and
-            the least root mean square of the weights, which relative steps are relative to.
+        eps: two numbers. The first is the lower bound of the root of the second moment (None: the machine
+            epsilon of the dtype). The second is the lower bound of the root mean square of the weights, which
+            scales the step.
         d: the largest root mean square of an update, at least 1.
-        weight_decay: decoupled, applied before the update.
-        beta1: the share of the mean of updates in the new mean, [0, 1); above 0 in all groups or in none.
-        **options: see ``LowMemoryOptions``.
+        weight_decay: decoupled weight decay, applied before the update.
+        beta1: the weight of the old mean of updates in the new mean, in [0, 1); above 0 in all groups or in
+            none.
+        **options: options of every optimizer here, see ``LowMemoryOptions``.
 
     Raises:
-        ValueError: an option, parameter or loaded state that does not fit; nothing has changed then.
+        ValueError: an option, a parameter or a loaded state does not fit. Nothing has changed then.
 
-    What ``AdamW`` says of groups, state dicts, GradScaler and ``grad_norm`` holds here as well; ``state[p]`` holds
-    ``step, row_var, col_var, variance`` in fp32, those that the parameter does not need being empty, and with beta1
-    ``exp_avg`` and its scale.
+    Parameter groups, state dicts, GradScaler and ``grad_norm`` work as documented for ``AdamW``. ``state[p]``
+    holds ``step, row_var, col_var, variance`` in fp32; tensors that the parameter does not need are empty.
+    With beta1 it also holds ``exp_avg`` and its scale.
     """
 
     _operator = staticmethod(adafactor_)

@@ -1,4 +1,4 @@
-"""AdamW with state in few bits."""
+"""AdamW with quantised state."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -29,27 +29,32 @@ def adamw_(
     weight_decay: float,
     **arguments: Unpack[StepArguments],
 ) -> None:
-    """One step of AdamW, in place, on every parameter that has a gradient, in one pass over all of them.
+    """Take one AdamW step in place, in one pass over all parameters that have a gradient.
 
-    The state of all parameters lies in flat arenas, in the order of ``params``, each beginning at a multiple of 256
-    elements. ``shoestring.optim.AdamW`` manages them. The update uses the new moments before they are quantised. A NaN
-    or infinite gradient spoils its weight as in PyTorch, and with 8-bit state its block of 256, but no other.
+    The state of all parameters lies in flat arenas, in the order of ``params``. The state of each parameter
+    starts at a multiple of 256 elements. ``shoestring.optim.AdamW`` manages the arenas. The update uses the
+    new moments before they are quantised. A NaN or infinite gradient spoils its own weight, as in PyTorch.
+    With 8-bit state it also spoils its block of 256 elements, but no other block.
 
     Args:
-        params: fp32, bf16 or fp16, any shapes and sizes; arithmetic is fp32.
-        grads: one for each parameter, its shape, fp32, bf16 or fp16; or None: the parameter and its step stay as they
-            are.
-        step: (parameters), fp32: steps taken; incremented.
-        exp_avg, exp_avg_sq: (elements of the arena): fp32 or bf16, or codes (uint8, 8 or 4 bits each).
-        exp_avg_scale, exp_avg_sq_scale: of codes, fp32: (elements of the arena / 256), or as ``quantize_state_4bit`` has it.
-        lr, beta1, beta2, eps, weight_decay: as in ``torch.optim.AdamW``; decay comes before the update.
+        params: fp32, bf16 or fp16 tensors of any shape, updated in place. The arithmetic is fp32.
+        grads: one gradient for each parameter, of its shape, in fp32, bf16 or fp16. None leaves the parameter
+            and its step count unchanged.
+        step: (number of parameters), fp32: the steps that each parameter has taken; incremented in place.
+        exp_avg, exp_avg_sq: fp32 or bf16 values, (elements of the arena); or uint8 codes, one 8-bit or two
+            4-bit codes per byte.
+        exp_avg_scale, exp_avg_sq_scale: fp32 scales of the codes, or None without codes. The shape is
+            (elements of the arena / 256) for 8-bit codes, and that of ``quantize_state_4bit`` for 4-bit
+            codes.
+        lr, beta1, beta2, eps, weight_decay: as in ``torch.optim.AdamW``. The decay is applied before the
+            update.
         **arguments: see ``StepArguments``.
 
     Raises:
-        RuntimeError: a shape, dtype, device or option that does not fit; nothing has changed then.
+        RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
 
-    With other than fp32 state on a GPU an update takes its root and its reciprocal from hardware instructions, which are
-    wrong by a unit or two in the last place, and eps is at least 1.1e-19.
+    On a GPU, unless the state is fp32, the square root and the reciprocal of the update use hardware
+    approximations. Their error is one or two units in the last place, and eps is at least 1.1e-19.
     """
     torch.ops.shoestring.adamw_(
         params,
@@ -84,7 +89,7 @@ def adamw_reference(
     weight_decay: float,
     **arguments: Unpack[ReferenceArguments],
 ) -> None:
-    """``adamw_`` in plain PyTorch, a tensor at a time."""
+    """Compute ``adamw_`` in plain PyTorch, one parameter at a time."""
 
     def rule(lr: float, step: int, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         m = m + (g - m) * (1 - beta1)
@@ -101,43 +106,50 @@ def adamw_reference(
 
 
 class AdamW(LowMemoryOptimizer):
-    """AdamW (arXiv 1711.05101) whose moments are kept in 8 bits: 2.03 bytes a parameter instead of 8.
+    """AdamW (arXiv 1711.05101) with 8-bit moments: 2.03 bytes per parameter instead of 8.
 
-    A drop-in for ``torch.optim.AdamW``: parameter groups, schedulers, hooks, closures and state dicts work as there.
-    State of any size is quantised, in blocks of 256 elements with an fp32 scale each (arXiv 2110.02861); the
-    bytes are those of bitsandbytes, but that a second moment is zero only where it is exactly zero. A step computes in
-    fp32 with the moments as they are before quantisation, all tensors of a group in one pass; results do not depend on
-    the number of threads.
+    A drop-in replacement for ``torch.optim.AdamW``: parameter groups, schedulers, hooks, closures and state
+    dicts work in the same way. State of any size is quantised in blocks of 256 elements, each with an fp32
+    scale (arXiv 2110.02861). The codes are those of bitsandbytes, except that a second moment is coded as
+    zero only if it is exactly zero. A step computes in fp32 with the moments before they are quantised, in
+    one pass over all tensors of a group. Results do not depend on the number of threads.
 
-    Memory: ``sum(ceil(n / 256) * 520 + 4)`` bytes over the parameters that have had a gradient, n being their sizes; in
-    place of 520, 296 for 4-bit state, 1024 for bf16 and 2048 for fp32, and 512 more with ``weights="remainder"``. State
-    is made when a parameter first has a gradient.
+    Memory: ``sum(ceil(n / 256) * 520 + 4)`` bytes, summed over the parameters that have had a gradient; n is
+    the number of elements of a parameter. In place of 520, 4-bit state takes 296 bytes, bf16 1024 and fp32
+    2048. ``weights="remainder"`` adds 512 to that number. The state of a parameter is allocated when it first
+    has a gradient.
 
     Args:
-        params: parameters, named parameters or groups; fp32, bf16 or fp16.
-        lr: learning rate; a number, or a tensor of one element. One on the parameters' device is read there by each
-            step: a schedule may change it in place (``fill_``) between the replays of a CUDA graph.
+        params: parameters, named parameters or parameter groups; fp32, bf16 or fp16.
+        lr: learning rate: a number, or a tensor of one element. If the tensor is on the parameters' device,
+            each step reads it there. A schedule may then change it in place (``fill_``) between the replays
+            of a CUDA graph.
         betas: decay of the running means of the gradient and of its square, each in [0, 1).
         eps: added to the root of the second moment.
-        weight_decay: decoupled, applied before the update.
-        **options: see ``LowMemoryOptions``: ``state``, ``weights``, ``max_grad_norm``, ``step_in_backward`` and others.
+        weight_decay: decoupled weight decay, applied before the update.
+        **options: options of every optimizer here, see ``LowMemoryOptions``. Among them are ``state``,
+            ``weights``, ``max_grad_norm`` and ``step_in_backward``.
 
     Attributes:
-        grad_norm: with ``max_grad_norm``, the last step's norm before clipping (without the scale of a GradScaler): an
-            fp32 scalar on the gradients' device, not waited for. ``max_grad_norm=torch.inf`` measures, and never clips.
+        grad_norm: with ``max_grad_norm``, the gradient norm of the last step before clipping, without the
+            scale of a GradScaler. An fp32 scalar on the gradients' device, computed
+            without a host synchronisation. ``max_grad_norm=torch.inf`` measures the norm and never clips.
 
     Raises:
-        ValueError: an option, dtype or loaded state that does not fit; nothing has changed then.
-        TypeError: an option of ``torch.optim.AdamW`` that is not supported (amsgrad, foreach, fused, capturable, ...).
+        ValueError: an option, a dtype or a loaded state does not fit. Nothing has changed then.
+        TypeError: an option of ``torch.optim.AdamW`` is not supported (amsgrad, foreach, fused, capturable,
+            ...).
 
-    Under ``torch.amp.GradScaler`` the step itself divides the gradients by the scale, and skips without the host having
-    to wait where they were not finite. On a GPU a step waits for nothing, and can be captured in a CUDA graph; the
-    state has to exist before (one step, outside).
+    Under ``torch.amp.GradScaler`` the step itself divides the gradients by the scale, and skips if they are
+    not finite. The host does not wait for that decision. On a GPU a step does not synchronise and can be
+    captured in a CUDA graph. The state has to exist before the capture, so take one step outside the graph
+    first.
 
-    ``state[p]`` holds ``step, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale`` (without the scales for fp32):
-    views into memory that the group shares. Change their values in place, or replace them through ``load_state_dict``
-    (which also reads the state dicts of ``torch.optim.AdamW``, bitsandbytes' ``AdamW8bit`` and their like); an entry
-    that is assigned is not seen.
+    ``state[p]`` holds ``step, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale`` (no scales with fp32 or
+    bf16 state). The entries are views into memory that the group shares. Change their values in place, or
+    replace them through ``load_state_dict``; assigning a new tensor to an entry has no effect.
+    ``load_state_dict`` also reads the state dicts of ``torch.optim.AdamW``, of bitsandbytes' ``AdamW8bit``
+    and of its variants.
     """
 
     _moments = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
@@ -167,8 +179,9 @@ class AdamW(LowMemoryOptimizer):
             self._expect(group[name] >= 0, name, "a number of at least 0", group[name])
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """A copy of the state for ``torch.optim.AdamW.load_state_dict``: fp32 moments, in the parameters' shapes.
+        """Return a copy of the state for ``torch.optim.AdamW.load_state_dict``.
 
-        PyTorch casts them to the parameters' dtype when it loads them.
+        The moments are fp32 and in the parameters' shapes. PyTorch casts them to the parameters' dtype when
+        it loads them.
         """
         return exported(self, self._moments)

@@ -1,4 +1,4 @@
-"""AdEMAMix with state in few bits."""
+"""AdEMAMix with quantised state."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -34,34 +34,38 @@ def ademamix_(
     t_beta3: int | None = None,
     **arguments: Unpack[StepArguments],
 ) -> None:
-    """One step of AdEMAMix, in place, on every parameter that has a gradient, in one pass over all of them.
+    """Take one AdEMAMix step in place, in one pass over all parameters that have a gradient.
 
-    AdamW with a second, slow mean of gradients: ``p = p (1 - lr weight_decay) - lr (m / (1 - beta1^t) + alpha s) /
-    (sqrt(v / (1 - beta2^t)) + eps)``, where m, s and v are the means of gradients, of gradients, and of their squares,
-    with beta1, beta3 and beta2 ("The AdEMAMix Optimizer", arXiv 2409.03137). The state of all parameters lies in flat
-    arenas as for ``adamw_``. A NaN or infinite gradient spoils its weight, and with codes its block of 256, but no
-    other.
+    AdEMAMix is AdamW with a second, slow mean of gradients: ``p = p (1 - lr weight_decay) - lr (m / (1 -
+    beta1^t) + alpha s) / (sqrt(v / (1 - beta2^t)) + eps)``. Here m is the mean of gradients with beta1, s the
+    slow mean of gradients with beta3, and v the mean of squared gradients with beta2 ("The AdEMAMix
+    Optimizer", arXiv 2409.03137). The state of all parameters lies in flat arenas as for ``adamw_``. A NaN or
+    infinite gradient spoils its own weight. With quantised state it also spoils its block of 256 elements,
+    but no other block.
 
     Args:
-        params: fp32, bf16 or fp16, any shapes and sizes; arithmetic is fp32.
-        grads: one for each parameter, its shape, fp32, bf16 or fp16; or None: the parameter and its step stay as they
-            are.
-        step: (parameters), fp32: steps taken; incremented.
-        exp_avg, exp_avg_sq: (elements of the arena): fp32 or bf16, or codes (uint8, 8 or 4 bits each).
-        exp_avg_scale, exp_avg_sq_scale: of codes, fp32: (elements of the arena / 256), or as ``quantize_state_4bit``
-            has it.
-        exp_avg_slow: (elements of the arena): fp32 where the others are, else bf16, rounded stochastically: codes are
-            further apart than it moves in a step.
+        params: fp32, bf16 or fp16 tensors of any shape, updated in place. The arithmetic is fp32.
+        grads: one gradient for each parameter, of its shape, in fp32, bf16 or fp16. None leaves the parameter
+            and its step count unchanged.
+        step: (number of parameters), fp32: the steps that each parameter has taken; incremented in place.
+        exp_avg, exp_avg_sq: fp32 or bf16 values, (elements of the arena); or uint8 codes, one 8-bit or two
+            4-bit codes per byte.
+        exp_avg_scale, exp_avg_sq_scale: fp32 scales of the codes, or None without codes. The shape is
+            (elements of the arena / 256) for 8-bit codes, and that of ``quantize_state_4bit`` for 4-bit
+            codes.
+        exp_avg_slow: (elements of the arena): fp32 if the other moments are fp32, else bf16 with stochastic
+            rounding. The slow mean moves less per step than one quantisation level, so its codes would never
+            change.
         lr, beta1, beta2, eps, weight_decay: as for ``adamw_``.
-        beta3: the share of the slow mean in the new slow mean, [0, 1).
-        alpha: of the slow mean in the update, at least 0.
-        t_alpha: steps in which alpha rises from 0, evenly; None: it is there at once.
-        t_beta3: steps in which the slow mean's share rises from beta1 to beta3, so that the time after which half is
-            forgotten grows evenly; None: it is beta3 at once.
+        beta3: the weight of the old slow mean in the new slow mean, in [0, 1).
+        alpha: factor of the slow mean in the update, at least 0.
+        t_alpha: the number of steps in which alpha rises linearly from 0. None means that alpha is constant.
+        t_beta3: the number of steps in which the decay of the slow mean rises from beta1 to beta3, so that
+            its half-life grows linearly. None means that the decay is beta3 from the start.
         **arguments: see ``StepArguments``.
 
     Raises:
-        RuntimeError: a shape, dtype, device or option that does not fit; nothing has changed then.
+        RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
     """
     torch.ops.shoestring.ademamix_(
         params,
@@ -106,7 +110,7 @@ def ademamix_reference(
     t_beta3: int | None = None,
     **arguments: Unpack[ReferenceArguments],
 ) -> None:
-    """``ademamix_`` in plain PyTorch, a tensor at a time."""
+    """Compute ``ademamix_`` in plain PyTorch, one parameter at a time."""
 
     def slow_beta(t: float) -> float:
         if t_beta3 is None or t >= t_beta3:
@@ -134,33 +138,36 @@ def ademamix_reference(
 
 
 class AdEMAMix(LowMemoryOptimizer):
-    """AdEMAMix (arXiv 2409.03137) with moments in 8 bits, the slow one in 16: 4.03 bytes a parameter instead of 12.
+    """AdEMAMix (arXiv 2409.03137) with low-memory state: 4.03 bytes per parameter instead of 12.
 
-    AdamW with a second, slow mean of gradients, ``alpha`` times which is added to the first in the update.
+    AdEMAMix is AdamW with a second, slow mean of gradients. The slow mean takes 16 bits per parameter, each
+    other moment 8. The update adds ``alpha`` times the slow mean to the first mean.
 
-    Memory: ``sum(ceil(n / 256) * 1032 + 4)`` bytes over the parameters that have had a gradient, n being their sizes;
-    in place of 1032, 808 for 4-bit state, 1536 for bf16 and 3072 for fp32, and 512 more with ``weights="remainder"``. The
-    slow mean moves by less in a step than codes are apart; where other moments are codes, it is bf16 and rounded
-    stochastically, which is right in the mean.
+    Memory: ``sum(ceil(n / 256) * 1032 + 4)`` bytes, summed over the parameters that have had a gradient; n is
+    the number of elements of a parameter. In place of 1032, 4-bit state takes 808 bytes, bf16 1536 and fp32
+    3072. ``weights="remainder"`` adds 512 to that number. The slow mean moves less per step than one
+    quantisation level. If the other moments are codes, the slow mean is therefore bf16 with stochastic
+    rounding, which is exact on average.
 
     Args:
-        params: parameters, named parameters or groups; fp32, bf16 or fp16.
-        lr: learning rate; a number, or a tensor of one element, as for ``AdamW``.
-        betas: decay of the running means of the gradient, of its square, and of the gradient again, slowly; each in
-            [0, 1).
-        alpha: of the slow mean in the update.
-        t_alpha: steps in which alpha rises from 0, evenly; None: it is there at once.
-        t_beta3: steps in which the slow mean's decay rises from the first to the third beta, so that the time after
-            which half is forgotten grows evenly; None: it is there at once.
+        params: parameters, named parameters or parameter groups; fp32, bf16 or fp16.
+        lr: learning rate: a number, or a tensor of one element as for ``AdamW``.
+        betas: decay of the running mean of the gradient, of its square, and of the slow mean of the gradient;
+            each in [0, 1).
+        alpha: factor of the slow mean in the update.
+        t_alpha: the number of steps in which alpha rises linearly from 0. None means that alpha is constant.
+        t_beta3: the number of steps in which the decay of the slow mean rises from the first to the third
+            beta, so that its half-life grows linearly. None means that the decay is the third beta from the
+            start.
         eps: added to the root of the second moment.
-        weight_decay: decoupled, applied before the update.
-        **options: see ``LowMemoryOptions``.
+        weight_decay: decoupled weight decay, applied before the update.
+        **options: options of every optimizer here, see ``LowMemoryOptions``.
 
     Raises:
-        ValueError: an option, dtype or loaded state that does not fit; nothing has changed then.
+        ValueError: an option, a dtype or a loaded state does not fit. Nothing has changed then.
 
-    What ``AdamW`` says of groups, state dicts, GradScaler, CUDA graphs and ``grad_norm`` holds here as well;
-    ``state[p]`` holds ``exp_avg_slow``, which never has a scale, beside the entries of ``AdamW``.
+    Parameter groups, state dicts, GradScaler, CUDA graphs and ``grad_norm`` work as documented for ``AdamW``.
+    ``state[p]`` holds the entries of ``AdamW`` and ``exp_avg_slow``, which never has a scale.
     """
 
     _moments = (

@@ -1,4 +1,4 @@
-"""APOLLO: learning rates of whole channels, from the state of a random projection."""
+"""APOLLO: per-channel learning rates from optimizer state of a random projection."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,41 +11,43 @@ from shoestring.optim.adamw import AdamW
 from shoestring.optim.low_rank import LowRankOptimizer, Shapes
 from shoestring.optim.projections import fp32_rows, is_left, mix, normal, project
 
-NORM_GROWTH = (
-    1.01  # the most that the norm of an update grows by from step to step; the paper's (Fira's) limit
-)
+# Largest growth of an update's norm from one step to the next, as in the paper (which takes it from Fira).
+NORM_GROWTH = 1.01
 
 
 class APOLLO(LowRankOptimizer):
-    """APOLLO (arXiv 2412.05270) around an optimizer like Adam: step sizes by channel, with state of a low rank.
+    """APOLLO (arXiv 2412.05270) around an Adam-like optimizer: step sizes per channel, with low-rank state.
 
-    The gradient G (m, n) of a matrix, m <= n, becomes R = P G, (r, n), with random P. The base optimizer steps a
-    virtual parameter with R, at a learning rate of 1; its update U (r, n) tells how much G is scaled, in every column
-    j: ``W -= lr * scale * G * norm(U[:, j]) / norm(R[:, j])``, the norm of which grows by 1 % a step at most. Where n <
-    m, rows are the channels. P is made from a seed whenever it is needed, and from a new one every ``update_proj_gap``
-    steps.
+    The gradient G (m, n) of a matrix, m <= n, becomes R = P G, (r, n), with a random P. The base optimizer
+    steps a virtual parameter with R, at a learning rate of 1. Its update U (r, n) determines the factor of G
+    in every column j: ``W -= lr * scale * G * norm(U[:, j]) / norm(R[:, j])``. The norm of this update grows
+    by at most 1 % per step. If n < m, the rows are the channels. P is generated from a seed whenever it is
+    needed, and from a new seed every ``update_proj_gap`` steps.
 
-    Memory, for a matrix (m, n), l being max(m, n): 4 bytes and the base's state of ``l * r`` parameters, which for
-    8-bit AdamW is ``ceil(l * r / 256) * 520 + 4`` bytes. A step takes 8 l r bytes for a time, for all matrices
-    together, and P.
+    Memory, for a matrix (m, n) with l = max(m, n): 4 bytes, and the base optimizer's state of ``l * r``
+    elements, which for 8-bit AdamW is ``ceil(l * r / 256) * 520 + 4`` bytes. During a step, all matrices
+    together take 8 l r bytes, and P is temporary.
 
     Args:
-        params: as for ``GaLore``; the parameters that step as by the base alone are the same.
-        base_optimizer: the class: AdamW, or one whose update has a size of its own in the same way.
-        rank: r; a group may have its own, as of the four that follow, and None for no projection.
-        update_proj_gap: steps between random projections.
-        scale: what the update of a projected parameter is multiplied by. (The authors' code takes the square of it.)
-        scale_type: "channel", or "tensor": one factor, from the norms of all of U and R.
-        seed: of the projections, on which results depend (and on the kind of device), and the base's.
+        params: as for ``GaLore``. The same parameters are stepped by the base optimizer alone.
+        base_optimizer: the class of the base optimizer: AdamW, or one whose update size does not depend on
+            the gradient's scale either.
+        rank: r, or None for no projection. A group may override this and the next four options.
+        update_proj_gap: the number of steps between random projections.
+        scale: factor of the update of a projected parameter. (The authors' code takes the square of it.)
+        scale_type: "channel", or "tensor" for one factor, from the norms of all of U and R.
+        seed: seed of the projections and of the base optimizer. Results depend on it and on the kind of
+            device.
         max_grad_norm, options: as for ``GaLore``.
 
     Raises:
-        ValueError: an option, dtype or loaded state that does not fit; nothing has changed then.
-        TypeError: an option that the base optimizer does not have.
+        ValueError: an option, a dtype or a loaded state does not fit. Nothing has changed then.
+        TypeError: the base optimizer lacks an option.
 
-    What ``GaLore`` says of 16-bit weights, schedulers, state dicts and GradScaler holds here as well. ``state[p]``
-    holds ``norm`` (fp32, of the last update before lr and scale), ``projection_age`` (steps) and ``seed`` beside the
-    base's entries, of the virtual parameter's shape. Updates are bias-corrected as the base's are.
+    16-bit weights, schedulers, state dicts and GradScaler work as documented for ``GaLore``. ``state[p]``
+    holds ``norm`` (fp32, of the last update before lr and scale), ``projection_age`` (in steps) and ``seed``,
+    and the base optimizer's entries in the virtual parameter's shape. Updates have the bias correction of the
+    base optimizer.
     """
 
     _virtual_options = {"weight_decay": 0.0, "lr": 1.0}
@@ -93,7 +95,8 @@ class APOLLO(LowRankOptimizer):
         assert param.grad is not None
         grad, entry = param.grad.flatten(1), self.state[param]
         height, width = grad.shape
-        along = 0 if is_left(height, width, group) else 1  # what a channel's norm sums over
+        # The dimension that the norm of a channel sums over.
+        along = 0 if is_left(height, width, group) else 1
         dim = along if group["scale_type"] == "channel" else None
         norms = [
             torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=torch.float32)
@@ -111,10 +114,10 @@ class APOLLO(LowRankOptimizer):
 
 
 class APOLLOMini(APOLLO):
-    """APOLLO-Mini (arXiv 2412.05270): ``APOLLO`` with rank 1, and one factor for each tensor; next to no state.
+    """APOLLO-Mini (arXiv 2412.05270): ``APOLLO`` with rank 1 and one factor per tensor, with almost no state.
 
-    Memory, for a matrix with l rows or columns, whichever are more: ``ceil(l / 256) * 520 + 8`` bytes for 8-bit AdamW.
-    Its ``scale`` is the root of 128. Arguments, errors and the rest are those of ``APOLLO``.
+    Memory, for a matrix whose longer side is l: ``ceil(l / 256) * 520 + 8`` bytes with 8-bit AdamW. ``scale``
+    defaults to the square root of 128. Arguments, errors and behaviour are otherwise those of ``APOLLO``.
     """
 
     def __init__(

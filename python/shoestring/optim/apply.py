@@ -1,4 +1,4 @@
-"""An update in place, with every rounding of weights."""
+"""An in-place weight update that supports every rounding mode of the optimizers."""
 
 from collections.abc import Sequence
 
@@ -18,22 +18,24 @@ def apply_(
     weight_decay: float,
     **arguments: Unpack[StepArguments],
 ) -> None:
-    """``p = p (1 - lr weight_decay) - lr update``, in place, for every parameter that has an update, in one pass.
+    """Apply updates in place: ``p = p (1 - lr weight_decay) - lr update``.
 
-    What an optimizer that makes its updates in some other way ends with: it gives it stochastic rounding, the exact
-    remainder, and numbers that the device reads. There are no moments.
+    One pass covers all parameters that have an update. Use this as the last part of an optimizer that
+    computes its updates elsewhere. It adds stochastic rounding, the exact weight remainder, and scalars that
+    the device reads. It has no moments.
 
     Args:
-        params: fp32, bf16 or fp16, any shapes and sizes; arithmetic is fp32.
-        grads: the updates, one for each parameter, its shape, fp32, bf16 or fp16; or None: the parameter and its step
-            stay as they are.
-        step: (parameters), fp32: steps taken; incremented. Random bits follow from it.
-        lr: what an update is multiplied by.
-        weight_decay: times lr, the share of a weight that is taken away before the update.
-        **arguments: see ``StepArguments``; what it says of gradients holds for updates.
+        params: fp32, bf16 or fp16 tensors of any shape, updated in place. The arithmetic is fp32.
+        grads: the updates, one for each parameter, of its shape, in fp32, bf16 or fp16. None leaves the
+            parameter and its step count unchanged.
+        step: (number of parameters), fp32: the steps that each parameter has taken; incremented in place. The
+            random bits depend on it.
+        lr: factor of the update.
+        weight_decay: decoupled weight decay, applied before the update.
+        **arguments: see ``StepArguments``. Its statements about gradients apply to the updates.
 
     Raises:
-        RuntimeError: a shape, dtype, device or option that does not fit; nothing has changed then.
+        RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
     """
     torch.ops.shoestring.apply_(params, grads, step, lr=lr, weight_decay=weight_decay, **arguments)
 
@@ -47,7 +49,7 @@ def apply_reference(
     weight_decay: float,
     **arguments: Unpack[ReferenceArguments],
 ) -> None:
-    """``apply_`` in plain PyTorch, a tensor at a time."""
+    """Compute ``apply_`` in plain PyTorch, one parameter at a time."""
 
     def rule(lr: float, step: int, p: Tensor, update: Tensor) -> tuple[Tensor]:
         return (p * (1 - lr * weight_decay) - lr * update,)

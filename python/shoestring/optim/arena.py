@@ -1,4 +1,4 @@
-"""Where the state of optimizers lies: flat arenas that an operator steps in one call, and a parameter's views of them."""
+"""Flat arenas of optimizer state, each stepped by one operator call, and the parameters' views of them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -18,9 +18,10 @@ WEIGHTS = ("plain", "stochastic", "remainder")
 
 @dataclass(frozen=True)
 class Moment:
-    """One of a rule's running means: its name in a state dict, and whether it may be negative.
+    """One running mean of a rule: its name in a state dict, and whether it may be negative.
 
-    long: it changes by less in a step than codes are apart, and where others are codes it is bf16.
+    long: the moment moves less per step than one quantisation level. Where other moments are codes, it is
+    bf16.
     """
 
     name: str
@@ -28,46 +29,46 @@ class Moment:
     long: bool = False
 
     def kept_as(self, state: str) -> str:
-        """How it is kept where the optimizer's state is this."""
+        """Return how the moment is stored when the optimizer's state is ``state``."""
         return "bf16" if self.long and state in ("8bit", "4bit") else state
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What the parameters of an arena have in common."""
+    """The properties that all parameters of an arena share."""
 
     state: str
     remainder: bool
-    device: torch.device  # where they are stepped
+    device: torch.device  # the device that steps the parameters
     shards: Shards | None
-    source: torch.device  # where they lie
+    source: torch.device  # the device that holds the parameters
 
 
 def blocks(size: int) -> int:
-    """The number of blocks that the state of so many elements takes."""
+    """Return the number of 256-element blocks that the state of ``size`` elements takes."""
     return -(-size // STATE_BLOCK)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A kind of entry: its dtype, and what it takes of an arena for each block of 256 elements."""
+    """A named state entry: its dtype, and its elements in an arena per block of 256 parameter elements."""
 
     name: str
     dtype: torch.dtype
     per_block: int
-    shaped: bool  # as the parameter; else flat, whole blocks
+    shaped: bool  # whether the view has the parameter's shape; else it is flat and covers whole blocks
 
     def size(self, param: Tensor) -> int:
-        """Elements of a parameter's view."""
+        """Return the number of elements of a parameter's view."""
         return param.numel() if self.shaped else blocks(param.numel()) * self.per_block
 
     def shape(self, param: Tensor) -> tuple[int, ...]:
-        """The shape of a parameter's view."""
+        """Return the shape of a parameter's view."""
         return tuple(param.shape) if self.shaped else (self.size(param),)
 
 
 def parts(moments: Iterable[Moment], state: str, remainder: bool) -> list[Part]:
-    """The entries of a parameter, but for its step, in the order of the operators' arguments."""
+    """Return the state entries of a parameter, except its step, in the order of the operators' arguments."""
     found = []
     for m in moments:
         own = m.kept_as(state)
@@ -87,28 +88,28 @@ def parts(moments: Iterable[Moment], state: str, remainder: bool) -> list[Part]:
 
 @dataclass
 class Arena:
-    """The state of a group's parameters of one kind, each beginning at a multiple of a block."""
+    """The state of those parameters of a group that share a kind. Each parameter starts at a whole block."""
 
     kind: Kind
     params: list[Tensor]
     step: Tensor
-    values: dict[str, Tensor]  # by the names of the operator's arguments
-    numbers: list[int]  # of the parameters among all of the optimizer, for random bits
-    begins: list[int] = field(init=False)  # in blocks, of each parameter
-    is_sharded: bool = field(init=False)  # whether any is a DTensor: to ask each takes as long as to step it
-    accumulated: Tensor | None = None
-    offloaded: OffloadedState | None = None  # the state, where it is not in values
-    start: int = 0  # of the parameters among those of offloaded
-    stepped: Tensor | None = None  # step, while a step of what is offloaded is under way
+    values: dict[str, Tensor]  # state tensors by the names of the operator's arguments
+    numbers: list[int]  # the parameters' numbers in the whole optimizer, for random bits
+    begins: list[int] = field(init=False)  # index of each parameter's first block in the arena
+    # Whether any parameter is a DTensor. Cached, since checking a parameter takes as long as stepping it.
+    is_sharded: bool = field(init=False)
+    accumulated: Tensor | None = None  # flat gradient sums, one element per element of the arena
+    offloaded: OffloadedState | None = None  # state that streams to the device in chunks
+    start: int = 0  # index of this arena's first parameter among the parameters of ``offloaded``
+    stepped: Tensor | None = None  # the new step counts, while a step of offloaded state is under way
     parts: list[Part] = field(default_factory=list)
-    part: tuple[int, int] | None = (
-        None  # of a piece: the first parameter's first block, and the number of blocks
-    )
-    # Where the CPU steps what lies on a device:
+    # For a piece that holds part of a parameter: the first parameter's first block, and the number of blocks.
+    part: tuple[int, int] | None = None
+    # The next four are used with offload="cpu", where the CPU steps parameters of a device.
     host: Any = None  # HostParams (csrc/offload/host_params.h): parameters and gradients in host memory
-    weights: list[Tensor] | None = None  # there
-    has_fetched: bool = False  # gradients of the step that is under way
-    next_param: int = 0  # of a step that failed: the first that has not been stepped
+    weights: list[Tensor] | None = None  # the parameters in host memory
+    has_fetched: bool = False  # whether the gradients of the current step are in host memory
+    next_param: int = 0  # after a failed step: the first parameter that has not been stepped
 
     def __post_init__(self) -> None:
         self.is_sharded = any(map(is_dtensor, self.params))
@@ -121,15 +122,15 @@ class Arena:
             block += blocks(local(p).numel())
 
     def device_params(self) -> list[Tensor]:
-        """The parameters, of DTensors what this process has."""
+        """Return the parameters; for a DTensor, the local part of this process."""
         return [local(p) for p in self.params] if self.is_sharded else self.params
 
     def local_params(self) -> list[Tensor]:
-        """What an operator steps."""
+        """Return the tensors that an operator steps."""
         return self.device_params() if self.weights is None else self.weights
 
     def accumulated_views(self, dtype: torch.dtype) -> list[Tensor]:
-        """A gradient's sum for each parameter, in its shape; zeros, until something is added."""
+        """Return a gradient sum for each parameter, in its shape. The sums start as zeros."""
         if self.accumulated is None:
             count = self.total
             self.accumulated = torch.zeros(count * STATE_BLOCK, dtype=dtype, device=self.kind.device)
@@ -140,19 +141,25 @@ class Arena:
 
     @property
     def total(self) -> int:
-        """Its blocks."""
+        """The number of blocks of the arena."""
         if self.offloaded is not None:
             result: int = self.offloaded.total()
             return result
         return sum(blocks(local(p).numel()) for p in self.params)
 
     def blocks_of(self, arena: Tensor, index: int, first_block: int, count: int) -> Tensor:
-        """Elements of a flat tensor with 256 for each block, from a block of a parameter on."""
+        """Return a slice of a flat tensor that has 256 elements per block.
+
+        The slice starts at block ``first_block`` of parameter ``index`` and covers ``count`` blocks.
+        """
         begin = self.begins[index] + first_block
         return arena[begin * STATE_BLOCK : (begin + count) * STATE_BLOCK]
 
     def piece(self, own: slice, first_block: int, offset: int, count: int, values: list[Tensor]) -> "Arena":
-        """Some of the parameters, whose state lies at block ``offset`` of ``values``; of the steps a copy."""
+        """Return an arena of the parameters in ``own``, with ``values`` in place of this arena's.
+
+        The state of these parameters starts at block ``offset`` of ``values``. The step counts are copied.
+        """
         found = {
             part.name: value[offset * part.per_block : (offset + count) * part.per_block]
             for part, value in zip(self.parts, values, strict=True)
@@ -163,7 +170,7 @@ class Arena:
         return piece
 
     def run(self, first: int, last: int, moments: tuple[Moment, ...]) -> "Arena":
-        """The part of some parameters, side by side, as an arena of its own."""
+        """Return the arena of parameters ``first`` to ``last - 1``, as views of this arena."""
         begin = self.begins[first]
         count = self.begins[last - 1] + blocks(local(self.params[last - 1]).numel()) - begin
         slices = {
@@ -184,7 +191,7 @@ class Arena:
 def offloaded_bytes(
     params: list[Tensor], kind: Kind, moments: tuple[Moment, ...], offload: Any, splits: bool
 ) -> int:
-    """Return the bytes that the state of parameters takes in the place it is offloaded to."""
+    """Return the bytes that the state of these parameters takes in the offload target."""
     result: int = offload.state_bytes(*_state_shape(params, kind, moments, splits))
     return result
 
@@ -207,9 +214,19 @@ def make_arena(
     splits: bool = True,
     on_host: bool = False,
 ) -> tuple[Arena, dict[Tensor, dict[str, Any]]]:
-    """Make an arena of parameters, by number, and their state: views of the arena that hold what ``state`` has of them.
+    """Make an arena for parameters, given by number, and the state entries of each parameter.
 
-    splits: whether the operator steps parts of parameters. on_host: whether the CPU steps them, in host memory.
+    The entries are views of the arena. Values that ``state`` already holds for a parameter are copied into
+    them.
+
+    Args:
+        members: the parameters by their number in the optimizer.
+        kind: the properties that the parameters share.
+        moments: the rule's moments.
+        state: the old state entries of the parameters, if any.
+        offload: the optimizer's Offload object for the parameters' device; None without offload.
+        splits: whether the operator can step a part of a parameter.
+        on_host: whether the CPU steps the parameters, in host memory.
     """
     params = list(members.values())
     every = parts(moments, kind.state, kind.remainder)
@@ -237,7 +254,7 @@ def make_arena(
         for name, old in state.get(p, {}).items():
             if name in views:
                 views[name].copy_(old)
-            else:  # maybe the caller's, and on another device
+            else:  # the tensor may belong to the caller and lie on another device, so copy it
                 views[name] = old.to(kind.device, copy=True) if isinstance(old, Tensor) else old
         states[p] = views
     return arena, states
@@ -251,6 +268,6 @@ class Layout:
     absent: list[Tensor]
 
     def holds(self, params: list[Tensor], has_gradient: Callable[[Tensor], bool]) -> bool:
-        """Whether it still is the layout of this group."""
+        """Return whether this layout still matches the group's parameters."""
         count = len(self.absent) + sum(len(arena.params) for arena in self.arenas)
         return count == len(params) and not any(has_gradient(p) for p in self.absent)

@@ -1,4 +1,4 @@
-"""What the optimizers share: moments in flat arenas, in few bits, and one operator call for all of an arena."""
+"""The base class of the optimizers: moments in flat, quantised arenas, and one operator call per arena."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -33,40 +33,55 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class LowMemoryOptions(TypedDict, total=False):
-    """Keyword arguments that every optimizer has; a group may have its own of the first five.
+    """Keyword arguments of every optimizer.
 
-    state: how moments are kept: "8bit" or "4bit", codes in blocks with fp32 scales; "bf16", rounded stochastically; or
-        "fp32". One that moves by less in a step than codes are apart is bf16 in place of codes, as its class says.
+    A parameter group may override the first five.
+
+    state: how moments are stored. "8bit" and "4bit" are codes in blocks with fp32 scales, "bf16" is rounded
+        stochastically, "fp32" is exact. A moment that moves less per step than one quantisation level is bf16
+        instead of codes; the optimizer's class says which.
     min_quantize_size: parameters with fewer elements have fp32 state.
-    weights: how bf16 weights take an update: "plain", rounded to nearest, which loses updates below half a unit in
-        the last place; "stochastic", rounded up or down so that the mean is right; or "remainder", with 16 more bits a
-        weight: exactly as fp32 weights would.
-    seed: of what is rounded stochastically. Random bits follow from it, the number of the step, that of the parameter in
-        the optimizer, and the place of the element in it: the same on every device, however the work is divided.
-    maximize: ascend instead.
-    max_grad_norm: gradients are clipped to this norm, over all parameters of the optimizer that have one, as by
-        ``torch.nn.utils.clip_grad_norm_`` but within the step, so that ``.grad`` stays as it is. An infinite norm makes
-        finite gradients zero and others NaN, a NaN norm makes all NaN, as there; a GradScaler skips such steps. The
-        attribute may be changed between steps.
-    step_in_backward: each parameter is stepped as soon as its gradient is complete, which is then freed: gradients are
-        never all alive. ``step()`` still has to be called, after each backward; it only counts. Clipping then is by the
-        norm of the step before (the first is not clipped), which is not the same. Not for a GradScaler.
-    accumulate_dtype: torch.float32 or torch.bfloat16: what ``accumulate()`` adds gradients in.
-    offload: where the state lies: None, on the parameters' device; "cpu" (below); "stream", in host memory, page-locked for
-        a GPU; or "nvme:DIR", in a file without a name in the folder DIR, whose space is reserved first and free again when the
-        process ends. A step takes it to the device in chunks, some of which are read and written meanwhile, and does the
-        same, bit for bit. State takes 4 chunks of memory there, 8 MiB each (one that a step cannot divide, of a single
-        parameter, may be larger). ``state`` and ``state_dict()`` have CPU tensors then (the file's: mapped). Where
-        something cannot be read or written, ``step()`` raises RuntimeError with the file and the place; parameters
-        before it are stepped and the others are not, nothing is lost, and calling ``step()`` again, with the gradients as
-        they are, finishes that step. With ``step_in_backward`` gradients are gone by then: load a checkpoint.
-        "cpu": in host memory, and the CPU steps it. Gradients go there and weights come back, page-locked for a GPU, each
-        2 bytes a bf16 parameter, in buckets of some 8 MiB: while one is copied, another is stepped. ``.grad`` stays until
-        ``step()``, so that GradScaler, clipping by hand and logging work as ever. With ``step_in_backward`` gradients
-        leave as soon as they are complete and are stepped while backward runs on. With ``max_grad_norm`` as well they are
-        collected, their norms taken in backward, and ``step()`` applies them: this clipping is exact. Each backward then
-        needs its ``step()``. Sums of ``accumulate()`` are in host memory, too. Changes of parameters between steps are
-        seen by their version counters; those through ``.data`` that keep the memory are not.
+    weights: how bf16 weights are updated. "plain" rounds to nearest, which loses updates below half a unit in
+        the last place. "stochastic" rounds up or down at random so that the expected value is exact.
+        "remainder" stores 16 more bits per weight, which gives exactly the updates of fp32 weights.
+    seed: seed of stochastic rounding. Random bits depend on the seed, the step, the number of the parameter
+        in the optimizer and the index of the element in the parameter. They are the same on every device,
+        however the work is divided.
+    maximize: ascend the gradient instead of descending it.
+    max_grad_norm: clip gradients to this norm, taken over all parameters of the optimizer that have a
+        gradient. The result is that of ``torch.nn.utils.clip_grad_norm_``, but the step clips internally and
+        ``.grad`` does not change. As in PyTorch, an infinite norm makes finite gradients zero and others NaN,
+        and a NaN norm makes all of them NaN; a GradScaler skips such steps. The attribute may be changed
+        between steps.
+    step_in_backward: step each parameter as soon as its gradient is complete, then free the gradient. All
+        gradients are thus never alive at once. ``step()`` must still be called after each backward; it only
+        counts. Clipping then uses the norm of the previous step, which is an approximation, and the first
+        step is not clipped. Not supported with a GradScaler.
+    accumulate_dtype: torch.float32 or torch.bfloat16, the dtype of the gradient sums of ``accumulate()``.
+    offload: where the state lies: None, "cpu", "stream" or "nvme:DIR".
+
+    - None: on the parameters' device.
+    - "stream": in host memory, pinned for a GPU.
+    - "nvme:DIR": in an unnamed file in the folder DIR. The space is reserved at construction and freed when
+      the process ends.
+    - "cpu": in host memory, and the CPU takes the steps.
+
+    With "stream" and "nvme", a step copies the state to the device in chunks, and overlaps the copies with
+    the computation of other chunks. Results are bit for bit those without offload. The device holds 4 chunks
+    of 8 MiB each; a chunk may be larger if the operator cannot divide a parameter. ``state`` and
+    ``state_dict()`` then hold CPU tensors, memory-mapped for "nvme". If a read or a write fails, ``step()``
+    raises RuntimeError with the file and the position. Some parameters have been stepped then and the rest
+    have not. Nothing is lost: calling ``step()`` again with the same gradients finishes the step. With
+    ``step_in_backward`` the gradients are already gone, so load a checkpoint instead.
+
+    With "cpu", gradients are copied to the host and weights back, in buckets of about 8 MiB. While one bucket
+    is copied, another is stepped. The host buffers, pinned for a GPU, take 2 bytes per bf16 parameter for
+    gradients and 2 for weights. ``.grad`` stays until ``step()``, so GradScaler, manual clipping and logging
+    work as usual. With ``step_in_backward``, a gradient is copied to the host as soon as it is complete, and
+    is stepped while backward continues. With ``max_grad_norm`` as well, the host collects the gradients and
+    their norms during backward and ``step()`` applies them; this clipping is exact. Each backward then needs
+    its own ``step()``. Sums of ``accumulate()`` are in host memory, too. The optimizer detects changes of
+    parameters between steps by their version counters. It does not detect in-place changes through ``.data``.
     """
 
     state: str
@@ -81,16 +96,17 @@ class LowMemoryOptions(TypedDict, total=False):
 
 
 class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gradients, Optimizer):
-    """Everything but the rule. A subclass names its moments and its operator, and hands over its options.
+    """The base class of the optimizers, which does everything but the update rule.
 
-    The operator is called as ``operator(params, grads, step, moment, scales, ..., lr=, **rule, **arguments)``, as
-    ``shoestring.ops.adamw_``, with the arguments of ``shoestring.optim.optimizer.StepArguments``. Where a rule has more
-    tensors for a parameter than moments, it has them in lists, one for each parameter.
+    A subclass names its moments and its operator, and passes its options to the operator. The operator is
+    called as ``operator(params, grads, step, moment, scales, ..., lr=, **rule, **arguments)``, like
+    ``shoestring.ops.adamw_``, with the arguments of ``shoestring.optim.optimizer.StepArguments``. A rule may
+    keep tensors besides its moments (see ``_extra``); each is passed as a list with one tensor per parameter.
     """
 
     _moments: tuple[Moment, ...]
     _operator: ClassVar[Callable[..., None]]
-    _splits: ClassVar[bool] = True  # the operator steps parts of parameters
+    _splits: ClassVar[bool] = True  # whether the operator can step a part of a parameter
     _step_supports_amp_scaling = True  # GradScaler.step then sets grad_scale and found_inf on the optimizer
 
     def __init__(
@@ -119,7 +135,7 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         is_known = accumulate_dtype in (torch.float32, torch.bfloat16)
         self._expect(is_known, "accumulate_dtype", "torch.float32 or torch.bfloat16", accumulate_dtype)
         self._expect(is_place(offload), "offload", 'None, "cpu", "stream" or "nvme:DIR"', offload)
-        self._layouts: dict[int, Layout] = {}  # by the group's position
+        self._layouts: dict[int, Layout] = {}  # by the index of the group
         self._init_gradients(max_grad_norm, step_in_backward, accumulate_dtype)
         self._init_offload(offload)
         own = dict(
@@ -131,15 +147,18 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         self._is_made = True
 
     def _rule(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The operator's own arguments, from a group's options."""
+        """Return the operator's own arguments, from a group's options."""
         raise NotImplementedError
 
     def _check_rule(self, group: dict[str, Any]) -> None:
-        """Raises ValueError (by ``_expect``) where one of the rule's own options does not fit."""
+        """Raise ValueError (by ``_expect``) if one of the rule's own options does not fit."""
         raise NotImplementedError
 
     def _extra(self, param: Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of a parameter's fp32 tensors beside its moments, if the rule has any."""
+        """Return the names and shapes of the fp32 tensors that the rule keeps for a parameter.
+
+        Moments are not among them.
+        """
         return {}
 
     def _expect(self, good: bool, name: str, expected: str, received: object) -> None:
@@ -161,7 +180,7 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         self._expect(isinstance(group["seed"], int), "seed", "a whole number", group["seed"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as in ``torch.optim.Optimizer``; its options are checked first."""
+        """Add a group, as in ``torch.optim.Optimizer``; its options are checked first."""
         group = {**self.defaults, **param_group}
         self._check_options(group)
         params = param_group["params"]
@@ -178,9 +197,8 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
                     f'{self._name}: params[{i}]: weights="{group["weights"]}" expects bf16 (or fp32, which it leaves '
                     f"as they are), received {param.dtype}"
                 )
-            if getattr(
-                param, "_fsdp_flattened", False
-            ):  # its pieces say neither where they begin nor what they are of
+            # A flattened FSDP1 parameter does not tell which part of which tensor it holds.
+            if getattr(param, "_fsdp_flattened", False):
                 raise ValueError(
                     f"{self._name}: params[{i}]: expected plain or DTensor parameters, received one of "
                     "FullyShardedDataParallel; use torch.distributed.fsdp.fully_shard"
@@ -194,7 +212,7 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         self._watch(param_group["params"])
         for p in param_group["params"]:
             self._offload_of(local(p).device)
-        if not self._is_made:  # the constructor makes room for all groups at once
+        if not self._is_made:  # the constructor reserves space for all groups at once
             return
         try:
             self._reserve(self.param_groups[-1:])
@@ -203,10 +221,10 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
             raise
 
     def _reserve(self, groups: list[dict[str, Any]]) -> None:
-        """Makes room on the disk for the state of all trainable parameters of these groups.
+        """Reserve disk space for the state of all trainable parameters of these groups.
 
         Raises:
-            RuntimeError: the disk has no room.
+            RuntimeError: the disk has no space left.
         """
         if not self._streams:
             return
@@ -227,7 +245,7 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
     @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps every parameter that has a gradient; returns what the closure, if any, returns."""
+        """Step every parameter that has a gradient; return what the closure, if any, returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -243,8 +261,9 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         return loss
 
     def _work(self) -> list[Work]:
-        """For each arena that has gradients, what ``_step_arena`` takes."""
-        if self.step_in_backward:  # so that a step that fails can drop its chunks
+        """Return the arguments of ``_step_arena`` for each arena that has gradients."""
+        if self.step_in_backward:
+            # Write stepped state back first, so that a step that fails can drop its chunks.
             self._bring_back()
         calls = []
         for index, group in enumerate(self.param_groups):
@@ -258,7 +277,7 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
             ]
             found_inf, coefficient = self._clip(shares, found_inf)
         except BaseException:
-            if self._used:  # some have a gradient in them
+            if self._used:  # some gradients have already been added to sums, so these cannot be used again
                 self._broken = "sums"
             raise
         return [(*call, *own, coefficient, found_inf) for call, own in zip(calls, gradients, strict=True)]
@@ -325,7 +344,11 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         return Kind(state, remainder, device, shards(param), own.device)
 
     def _layout(self, index: int, group: dict[str, Any]) -> Layout:
-        """The group's arenas: of parameters that have state or a gradient (or will have, in backward)."""
+        """Return the group's arenas.
+
+        They hold the parameters that have state or a gradient, or that will get a gradient from a hook in
+        backward.
+        """
         layout = self._layouts.get(index)
         if layout is not None and layout.holds(group["params"], self._has_gradient):
             return layout
@@ -333,18 +356,17 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         absent = []
         first = sum(len(g["params"]) for g in self.param_groups[:index])
         for number, p in enumerate(group["params"], first):
-            # A parameter with hooks may get a gradient or a sum, which must not wait for its state to be made.
+            # A hook may bring this parameter a gradient or a sum in backward, so its state must exist before.
             if self.state.get(p) or self._has_gradient(p) or (self._steps_from_hooks and p.requires_grad):
                 members.setdefault(self._kind(p, group), {})[number] = p
             else:
                 absent.append(p)
         for arena in () if layout is None else layout.arenas:
-            if arena.offloaded is not None:  # what has been stepped in backward
+            if arena.offloaded is not None:  # wait for state that was stepped in backward
                 arena.offloaded.finish()
         arenas: list[Arena] = []
-        states: dict[
-            Tensor, dict[str, Any]
-        ] = {}  # nothing has changed where there is no room for one of them
+        # self.state is replaced only after all arenas exist, so that an out-of-memory error changes nothing.
+        states: dict[Tensor, dict[str, Any]] = {}
         for kind, params in members.items():
             offload = self._offload_of(kind.source)
             on_host = self.offload == "cpu"
@@ -356,7 +378,7 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
             states |= own
         for p, entry in states.items():
             self.state[p] = entry
-        self._alone.clear()  # views of other arenas
+        self._alone.clear()  # _alone holds views of the old arenas
         self._buckets.clear()
         layout = self._layouts[index] = Layout(arenas, absent)
         return layout

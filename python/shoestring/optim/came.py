@@ -1,4 +1,4 @@
-"""CAME, with its mean of updates in few bits."""
+"""CAME with a quantised mean of updates."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -38,35 +38,40 @@ def came_(
     weight_decay: float = 0.0,
     **arguments: Unpack[StepArguments],
 ) -> None:
-    """One step of CAME, in place, on every parameter that has a gradient, one after another.
+    """Take one CAME step in place on every parameter that has a gradient, one after another.
 
-    The mean v of ``g^2 + eps1`` is the product of its means over rows and over columns (of the last two dimensions),
-    divided by the mean of the former; ``u = g / sqrt(v)``, divided by ``max(1, rms(u) / clip_threshold)``; m is the
-    mean of u; the mean s of ``(u - m)^2 + eps2``, the instability, is kept as v is;
-    ``p = p (1 - lr weight_decay) - lr m / sqrt(s)``. Of parameters with less than two dimensions v is kept in full,
-    and m itself is the update. No mean is corrected for its start at zero ("CAME: Confidence-guided Adaptive Memory
-    Efficient Optimization", arXiv 2307.02047, and its authors' implementation). Temporary memory: 8 bytes an element of
-    one parameter at a time. A NaN or infinite gradient spoils its whole parameter.
+    - v, the mean of ``g^2 + eps1``, is factored: the product of its means over rows and over columns (of the
+      last two dimensions), divided by the mean of the row means.
+    - ``u = g / sqrt(v)``, divided by ``max(1, rms(u) / clip_threshold)``. m is the running mean of u.
+    - s, the instability, is the mean of ``(u - m)^2 + eps2`` and is factored as v is.
+    - ``p = p (1 - lr weight_decay) - lr m / sqrt(s)``.
+
+    For parameters with fewer than two dimensions, v is kept in full and m itself is the update. No mean is
+    corrected for its start at zero. See "CAME: Confidence-guided Adaptive Memory Efficient Optimization"
+    (arXiv 2307.02047) and its authors' implementation. Temporary memory: 8 bytes per element of one parameter
+    at a time. A NaN or infinite gradient spoils its whole parameter.
 
     Args:
-        params: fp32, bf16 or fp16, any shapes and sizes; arithmetic is fp32.
-        grads: one for each parameter, its shape, fp32, bf16 or fp16; or None: the parameter and its step stay as they
-            are.
-        step: (parameters), fp32: steps taken; incremented.
-        exp_avg: m, (elements of the arena): fp32 or bf16, or codes (uint8, 8 or 4 bits each).
-        exp_avg_scale: of codes, fp32: (elements of the arena / 256), or as ``quantize_state_4bit`` has it.
-        exp_avg_sq_row, exp_avg_sq_col: v's, fp32, for parameters of shape (..., rows, columns): (..., rows, 1) and
-            (..., 1, columns); for those of less than two dimensions (0).
-        exp_avg_sq: v, fp32, for those their shape, and (0) for the others.
-        exp_avg_res_row, exp_avg_res_col: s's, as v's.
+        params: fp32, bf16 or fp16 tensors of any shape, updated in place. The arithmetic is fp32.
+        grads: one gradient for each parameter, of its shape, in fp32, bf16 or fp16. None leaves the parameter
+            and its step count unchanged.
+        step: (number of parameters), fp32: the steps that each parameter has taken; incremented in place.
+        exp_avg: m. fp32 or bf16 values, (elements of the arena); or uint8 codes, one 8-bit or two 4-bit codes
+            per byte.
+        exp_avg_scale: fp32 scales of the codes, or None without codes. The shape is (elements of the arena /
+            256) for 8-bit codes, and that of ``quantize_state_4bit`` for 4-bit codes.
+        exp_avg_sq_row, exp_avg_sq_col: the factors of v, fp32. For parameters of shape (..., rows, columns)
+            they are (..., rows, 1) and (..., 1, columns); for parameters with fewer than two dimensions (0).
+        exp_avg_sq: v in full, fp32: of the parameter's shape if it has fewer than two dimensions, else (0).
+        exp_avg_res_row, exp_avg_res_col: the factors of s, with the shapes of the factors of v.
         lr: learning rate.
-        beta1, beta2, beta3: decay of m, above 0, and of v and s; below 1.
+        beta1, beta2, beta3: decay of m, v and s, below 1. beta1 is above 0.
         eps1, eps2, clip_threshold: above 0.
-        weight_decay: decoupled, applied before the update.
+        weight_decay: decoupled weight decay, applied before the update.
         **arguments: see ``StepArguments``.
 
     Raises:
-        RuntimeError: a shape, dtype, device or option that does not fit; nothing has changed then.
+        RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
     """
     torch.ops.shoestring.came_(
         params,
@@ -113,7 +118,7 @@ def came_reference(
     weight_decay: float = 0.0,
     **arguments: Unpack[ReferenceArguments],
 ) -> None:
-    """``came_`` in plain PyTorch, a tensor at a time."""
+    """Compute ``came_`` in plain PyTorch, one parameter at a time."""
 
     def rule(lr: float, t: int, p: Tensor, g: Tensor, m: Tensor, *state: Tensor) -> list[Tensor]:
         row, col, full, res_row, res_col = state
@@ -134,31 +139,37 @@ def came_reference(
 
 
 class CAME(WholeTensorOptimizer):
-    """CAME (arXiv 2307.02047): Adafactor whose mean of updates moves weights less where updates differ from it.
+    """CAME (arXiv 2307.02047): Adafactor with smaller steps where updates differ from their mean.
 
-    What the authors' implementation does: without corrections for the means' start at zero, and without the division
-    by the instability for parameters of less than two dimensions.
+    The rule is that of the authors' implementation. It does not correct the means for their start at zero. It
+    does not divide by the instability for parameters with fewer than two dimensions.
 
-    Memory: 8 bytes for each row and column of a matrix (of each of a batch of them in more dimensions), 4 for each
-    element of other parameters, and 4 for each parameter; and what ``Lion`` has, 1.02 bytes an element in 8 bits.
-    During a step, 8 bytes an element of one parameter at a time.
+    Memory:
+
+    - 8 bytes per row and per column of a matrix. More than two dimensions make a batch of matrices.
+    - 4 bytes per element of parameters with fewer than two dimensions, and 4 bytes per parameter.
+    - The mean of updates takes what ``Lion`` does, which is 1.02 bytes per element in 8 bits.
+    - During a step, 8 bytes per element of one parameter at a time.
 
     Args:
-        params: parameters, named parameters or groups; fp32, bf16 or fp16.
-        lr: learning rate: a number, or a tensor of one element, as for ``AdamW``. The first updates are some ten times
-            longer than AdamW's, until the instability has been measured over several steps: warm up.
-        eps: added to squared gradients, and to the squared distances of updates from their mean; above 0.
-        clip_threshold: the largest root mean square of an update before the mean, above 0.
-        betas: decay of the mean of updates, above 0, of squared gradients, and of squared distances; below 1.
-        weight_decay: decoupled, applied before the update.
-        **options: see ``LowMemoryOptions``.
+        params: parameters, named parameters or parameter groups; fp32, bf16 or fp16.
+        lr: learning rate: a number, or a tensor of one element as for ``AdamW``. The first updates are some
+            ten times longer than AdamW's, until the instability has been measured over several steps: use a
+            warm-up.
+        eps: two numbers above 0: added to the squared gradients, and to the squared differences between
+            updates and their mean.
+        clip_threshold: the largest root mean square of an update before it enters the mean, above 0.
+        betas: decay of the mean of updates (above 0), of the squared gradients, and of the squared
+            differences; below 1.
+        weight_decay: decoupled weight decay, applied before the update.
+        **options: options of every optimizer here, see ``LowMemoryOptions``.
 
     Raises:
-        ValueError: an option, parameter or loaded state that does not fit; nothing has changed then.
+        ValueError: an option, a parameter or a loaded state does not fit. Nothing has changed then.
 
-    What ``AdamW`` says of groups, state dicts, GradScaler and ``grad_norm`` holds here as well; ``state[p]`` holds
-    ``step, exp_avg``, its scale, and in fp32 ``exp_avg_sq_row, exp_avg_sq_col, exp_avg_sq, exp_avg_res_row,
-    exp_avg_res_col``, those that the parameter does not need being empty.
+    Parameter groups, state dicts, GradScaler and ``grad_norm`` work as documented for ``AdamW``. ``state[p]``
+    holds ``step, exp_avg``, its scale, and in fp32 ``exp_avg_sq_row, exp_avg_sq_col, exp_avg_sq,
+    exp_avg_res_row, exp_avg_res_col``. Tensors that the parameter does not need are empty.
     """
 
     _moments = (Moment("exp_avg", signed=True),)

@@ -1,4 +1,4 @@
-"""State dicts of torch.optim and bitsandbytes, into the entries of ours and back."""
+"""Conversion of state dicts from torch.optim and bitsandbytes to our entries, and to torch.optim."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +12,11 @@ from shoestring.optim.sharded import as_dtensor, is_dtensor, local
 from shoestring.quantization.quantize_8bit import STATE_BLOCK, dequantize_8bit, quantize_8bit
 from shoestring.quantization.quantize_state_4bit import dequantize_state_4bit, quantize_state_4bit
 
-NESTED = "__bnb_optimizer_quant_state__"  # under which bitsandbytes hides its tensors from FSDP
-# Options that the others need not have; beta1 is Adafactor's.
+NESTED = "__bnb_optimizer_quant_state__"  # the key under which bitsandbytes hides its tensors from FSDP
+# Options that the state dicts of other optimizers may lack. beta1 is an option of Adafactor.
 OURS = ("state", "min_quantize_size", "weights", "seed", "maximize", "beta1")
-# Options of the others that say how, not what, they compute, or mean nothing (amsgrad and L2 decay are refused).
+# Options of other optimizers that are ignored if the rule lacks them: they select an implementation, or have
+# no meaning for the rule. imported() raises for amsgrad and L2 decay.
 THEIRS: tuple[str, ...] = (
     "foreach",
     "fused",
@@ -25,9 +26,9 @@ THEIRS: tuple[str, ...] = (
     "decoupled_weight_decay",
 )
 THEIRS += ("alpha", "t_alpha", "t_beta3", "eps")
-MAP_TOLERANCE = (
-    1e-6  # maps were computed in fp32 by either side: neighbours are 5e-7 of their scale apart at the least
-)
+# Tolerance when two quantisation maps are compared: both packages compute them in fp32.
+# Neighbouring values of a map are at least 5e-7 of the scale apart.
+MAP_TOLERANCE = 1e-6
 
 
 def imported(
@@ -37,12 +38,13 @@ def imported(
     state_of: Callable[[Tensor, dict[str, Any]], str],
     extra_of: Callable[[Tensor, dict[str, Any]], dict[str, tuple[int, ...]]],
 ) -> dict[str, Any]:
-    """A state dict without ``format_version`` as one of ours; what it cannot read is left to the checks of a load.
+    """Convert a state dict without ``format_version`` to the entries of this package.
 
-    Ours comes without it as well: ``torch.distributed.checkpoint`` keeps the state and the groups alone.
+    Entries that cannot be read are left to the checks of the load. This package's own state dicts lack
+    ``format_version`` after ``torch.distributed.checkpoint``, which keeps only the state and the groups.
 
     Raises:
-        ValueError: it is another rule's, or a tensor does not fit.
+        ValueError: the state dict is of another rule, or a tensor does not fit.
     """
     where = f"{type(optimizer).__name__}: load_state_dict"
     groups, entries = [], dict(state_dict["state"])
@@ -71,7 +73,7 @@ def imported(
                 entries[key] = _entry(where, moments, entries[key], param, state_of(param, group), beside)
                 if group["weights"] == "remainder" and param.dtype == torch.bfloat16:
                     entries[key].setdefault("weight_remainder", torch.zeros_like(param, dtype=torch.int16))
-    groups += state_dict["param_groups"][len(groups) :]  # too many, which the load itself refuses
+    groups += state_dict["param_groups"][len(groups) :]  # surplus groups, for which the load itself raises
     return {**state_dict, "state": entries, "param_groups": groups}
 
 
@@ -89,12 +91,13 @@ def _entry(
     elif not any(f"{moment.name}_scale" in entry for moment in moments):
         names = [moment.name for moment in moments]
     else:
-        return entry  # ours
+        return entry  # the entry already has this package's format
     if names == ["momentum_buffer"]:
+        # torch.optim.SGD counts no steps. A buffer exists after the first step.
         entry = {
             "step": 1,
             **entry,
-        }  # torch's SGD counts no steps; where there is a buffer, the first was taken
+        }
     known = {"step", "weight_remainder", NESTED, *beside, *names}
     known |= {f"{kind}{i + 1}" for kind in ("qmap", "absmax") for i in range(len(moments))}
     if "step" not in entry or not known >= entry.keys() >= set(names):
@@ -105,7 +108,7 @@ def _entry(
     for name, shape in beside.items():
         if name in entry:
             result[name] = entry[name].float()
-        elif 0 in shape:  # the others have no tensor where nothing is kept
+        elif 0 in shape:  # other optimizers save no empty tensors
             result[name] = torch.zeros(shape, device=local(param).device)
     result |= {"step": torch.as_tensor(entry["step"], dtype=torch.float32).reshape(())}
     codes: dict[str, tuple[Tensor, Tensor]] = {}
@@ -117,7 +120,7 @@ def _entry(
                 tuple(value.shape) if isinstance(value, Tensor) else repr(value),
             )
             raise ValueError(f"{where}: {name}: expected the parameter's shape, {shape}, received {received}")
-        if is_dtensor(value):  # quantised where the local part is known
+        if is_dtensor(value):  # owned_entries takes the local part and quantises it
             result[moment.name] = value
             continue
         if value.is_floating_point():
@@ -134,7 +137,8 @@ def _entry(
         )
     if "state1" in entry and codes.keys() == {"exp_avg", "exp_avg_sq"}:
         (m, _), (v, v_scale) = codes.values()
-        # bitsandbytes rounds small second moments to zero. Beside a first moment that is not, the step would explode.
+        # bitsandbytes rounds small second moments to zero. If the first moment is not zero, the update would
+        # explode, so such second moments get the smallest code above zero.
         zero = 127  # the code of zero in the signed map
         codes["exp_avg_sq"] = (torch.where((v == 0) & (m != zero), 1, v).to(torch.uint8), v_scale)
     for moment in moments:
@@ -148,7 +152,7 @@ def _entry(
 
 
 def kept(moment: Moment, value: Tensor, state: str) -> dict[str, Tensor]:
-    """The entries of a moment, given in fp32 and its parameter's shape."""
+    """Return the state entries of a moment that is given in fp32 and in the parameter's shape."""
     state = moment.kept_as(state)
     if state in ("fp32", "bf16"):
         return {moment.name: value.to(torch.float32 if state == "fp32" else torch.bfloat16)}
@@ -157,7 +161,7 @@ def kept(moment: Moment, value: Tensor, state: str) -> dict[str, Tensor]:
 
 
 def _plain(moment: Moment, entry: dict[str, Tensor], param: Tensor) -> Tensor:
-    """A moment of one of our entries, in fp32."""
+    """Return a moment of one of our entries in fp32."""
     value, scale = entry[moment.name], entry.get(f"{moment.name}_scale")
     if scale is None:
         return value.to(torch.float32, copy=True)
@@ -167,7 +171,10 @@ def _plain(moment: Moment, entry: dict[str, Tensor], param: Tensor) -> Tensor:
 
 
 def _standard(codes: Tensor, values: Tensor, scale: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes of the standard map: as they are, or those of their values where the map is another."""
+    """Convert codes to the standard quantisation map.
+
+    Codes of the standard map are returned unchanged. Others are quantised again.
+    """
     every = torch.arange(256, dtype=torch.uint8, device=values.device)
     standard = dequantize_8bit(every, torch.ones(1, device=values.device), signed=signed)
     if (values - standard).abs().max() <= MAP_TOLERANCE:
@@ -177,7 +184,10 @@ def _standard(codes: Tensor, values: Tensor, scale: Tensor, signed: bool) -> tup
 
 
 def exported(optimizer: Optimizer, moments: tuple[Moment, ...]) -> dict[str, Any]:
-    """A state dict for torch's optimizer of the same rule: fp32 moments, without the options that it lacks."""
+    """Return a state dict for torch's optimizer of the same rule.
+
+    The moments are fp32. Options that torch's optimizer lacks are left out.
+    """
     state_dict = optimizer.state_dict()
     params = [p for group in optimizer.param_groups for p in group["params"]]
     state = {}

@@ -1,4 +1,4 @@
-"""Running means of gradients over flat arenas of state."""
+"""Running means of gradients in flat, optionally quantised arenas."""
 
 from collections.abc import Sequence
 
@@ -21,26 +21,28 @@ def ema_(
     lr: float = 1.0,
     **arguments: Unpack[StepArguments],
 ) -> None:
-    """Overwrites params with lr times the running mean of gradients, in one pass over all of them.
+    """Overwrite params with lr times the running mean of their gradients, in one pass over all parameters.
 
-    ``m = beta m + (1 - beta) g``; then ``p = lr m``, or with Nesterov's momentum ``p = lr (beta m + (1 - beta) g)``.
-    What an optimizer can begin with that makes its update from the mean: it keeps the mean in few bits, and finds it in
-    fp32.
+    ``m = beta m + (1 - beta) g``; then ``p = lr m``, or with Nesterov's momentum ``p = lr (beta m + (1 -
+    beta) g)``. Use this as the first part of an optimizer that derives its update from the mean: the mean is
+    stored quantised and returned in ``params`` before it is quantised.
 
     Args:
-        params: fp32, bf16 or fp16, any shapes and sizes; only written.
-        grads: one for each parameter, its shape, fp32, bf16 or fp16; or None: the parameter and its step stay as they
-            are.
-        step: (parameters), fp32: steps taken; incremented.
-        exp_avg: (elements of the arena): fp32 or bf16, or codes (uint8, 8 or 4 bits each).
-        exp_avg_scale: of codes, fp32: (elements of the arena / 256), or as ``quantize_state_4bit`` has it.
-        beta: the share of the mean in the new mean, [0, 1).
-        nesterov: look ahead, to where the same gradient again would move the mean.
-        lr: what the result is multiplied by.
+        params: fp32, bf16 or fp16 tensors of any shape. They are only written.
+        grads: one gradient for each parameter, of its shape, in fp32, bf16 or fp16. None leaves the parameter
+            and its step count unchanged.
+        step: (number of parameters), fp32: the steps that each parameter has taken; incremented in place.
+        exp_avg: fp32 or bf16 values, (elements of the arena); or uint8 codes, one 8-bit or two 4-bit codes
+            per byte.
+        exp_avg_scale: fp32 scales of the codes, or None without codes. The shape is (elements of the arena /
+            256) for 8-bit codes, and that of ``quantize_state_4bit`` for 4-bit codes.
+        beta: the weight of the old mean in the new mean, in [0, 1).
+        nesterov: return the mean that one more step with the same gradient would give.
+        lr: factor of the result.
         **arguments: see ``StepArguments``.
 
     Raises:
-        RuntimeError: a shape, dtype, device or option that does not fit; nothing has changed then.
+        RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
     """
     torch.ops.shoestring.ema_(
         params, grads, step, exp_avg, exp_avg_scale, beta=beta, nesterov=nesterov, lr=lr, **arguments
@@ -59,7 +61,7 @@ def ema_reference(
     lr: float = 1.0,
     **arguments: Unpack[ReferenceArguments],
 ) -> None:
-    """``ema_`` in plain PyTorch, a tensor at a time."""
+    """Compute ``ema_`` in plain PyTorch, one parameter at a time."""
 
     def rule(lr: float, step: int, p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, ...]:
         m = m * beta + g * (1 - beta)

@@ -1,4 +1,4 @@
-"""An optimizer's state in a safetensors file, which C++ reads and writes as well."""
+"""Optimizer state in a safetensors file, which C++ reads and writes as well."""
 
 import json
 import os
@@ -15,21 +15,27 @@ from shoestring.files.safetensors_file import write_safetensors
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.state_dicts import FORMAT_VERSION
 
-# Entries are called "<group>.<index in the group>.<name>"; the metadata has this, format_version, optimizer (the class)
-# and groups: JSON, a list of {"size": parameters, "options": {...}, "extra": what schedulers keep there}.
+# The value of "format" in the file's metadata. Tensors are named "<group>.<index in the group>.<name>". The
+# other metadata keys are format_version, optimizer (the class) and groups. The last is a JSON list of
+# {"size": number of parameters, "options": {...}, "extra": values that schedulers keep in the group}.
 FORMAT = "shoestring.optimizer"
 
 
 def save_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) -> None:
-    """Writes state and options of all groups to the safetensors file ``path``.
+    """Write the state and the options of all groups to the safetensors file ``path``.
 
-    A file that is there is replaced once the new one is complete and on disk. A learning rate in a tensor is written as
-    a number. State is written from where it lies, also from a disk (``offload``): it takes no memory besides.
+    An existing file is replaced once the new one is complete and on disk. A learning rate in a tensor is
+    written as a number. State is written from where it is stored, including a file of ``offload``, so saving
+    takes no extra memory.
+
+    Args:
+        optimizer: an optimizer of ``shoestring.optim``.
+        path: the file to write.
 
     Raises:
-        ValueError: what safetensors cannot hold: an option of a group that is neither number, text nor a list of them,
-            or a part of a parameter (DTensor), for which there is ``torch.distributed.checkpoint``.
-        OSError: the file cannot be written; what was there is as before.
+        ValueError: safetensors cannot hold the state. An option of a group may be neither a number, text nor
+            a list of these; or a parameter is a DTensor, for which use ``torch.distributed.checkpoint``.
+        OSError: the file cannot be written. An existing file is unchanged then.
     """
     groups = []
     tensors: dict[str, Tensor] = {}
@@ -57,23 +63,28 @@ def save_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
 
 
 def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) -> None:
-    """Restores what ``save_optimizer``, here or in C++, has written.
+    """Restore a file that ``save_optimizer`` has written, in Python or in C++.
 
-    An optimizer of the same class over the same parameters, in the same groups and order, goes on bit for bit.
+    An optimizer of the same class, over the same parameters in the same groups and order, continues bit for
+    bit.
+
+    Args:
+        optimizer: the optimizer to load into.
+        path: the file to read.
 
     Raises:
-        ValueError: the file is damaged, or does not fit; nothing has changed then.
+        ValueError: the file is damaged or does not fit. Nothing has changed then.
         OSError: the file cannot be read.
     """
     where = f"{type(optimizer).__name__}: load_optimizer: {os.fspath(path)}"
     check_regular(path, where)
-    with open(path, "rb"):  # an OSError of the system's, where there is none to read
+    with open(path, "rb"):  # raises the system's OSError if the file cannot be read
         pass
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except Exception as error:  # SafetensorError, or what PyTorch raises for a dtype that it lacks
+    except Exception as error:  # SafetensorError, or PyTorch's error for an unknown dtype
         raise ValueError(
             f"{where}: expected a safetensors file, received a damaged one: {shown(str(error))}"
         ) from None
@@ -84,7 +95,7 @@ def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
 
     norm = tensors.pop("grad_norm", None)
     saved, groups, first = _groups(metadata, optimizer, where), [], 0
-    numbers: dict[tuple[str, str], int] = {}  # of parameters, over all groups, by how the file calls them
+    numbers: dict[tuple[str, str], int] = {}  # parameter number by (group, index in the group)
     for g, (ours, theirs) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
         size = len(ours["params"])
         if theirs["size"] != size:
@@ -94,7 +105,7 @@ def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
         loaded = {name: _like(ours.get(name), value, f"{where}: {name}") for name, value in values.items()}
         try:
             optimizer._check_options(kept | loaded)
-        except TypeError as error:  # None, where a number is compared
+        except TypeError as error:  # an option is None where a number is expected
             raise ValueError(
                 f"{where}: group {g}: expected options of this optimizer's types, received others: {error}"
             ) from None
@@ -116,7 +127,7 @@ def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
 
 
 def _rule_name(optimizer: LowMemoryOptimizer) -> str:
-    """The class's name, also of a subclass: that which has the operator."""
+    """Return the name of the class that defines the operator, also for an optimizer of a subclass."""
     return next(cls.__name__ for cls in type(optimizer).__mro__ if "_operator" in vars(cls))
 
 
@@ -145,7 +156,10 @@ def _plain(value: object) -> object:
 
 
 def _like(ours: object, value: Any, where: str) -> object:
-    """JSON's value as a group has it: tuples are tuples, and a learning rate stays a tensor."""
+    """Convert a JSON value to the type of the group's value.
+
+    Tuples become tuples, and a learning rate stays a tensor.
+    """
     several = isinstance(ours, (tuple, list))
     if isinstance(value, list) != several and ours is not None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The norms that gradients are clipped by."""
+"""L2 norms of many tensors in one call, for gradient clipping."""
 
 from collections.abc import Sequence
 
@@ -7,27 +7,29 @@ from torch import Tensor
 
 
 def foreach_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The L2 norm of each of n tensors, as ``torch._foreach_norm(tensors, dtype=torch.float32)``; nothing waits for it.
+    """Return the L2 norm of each tensor, as ``torch._foreach_norm(tensors, dtype=torch.float32)``.
 
-    On the CPU every tensor is read once, in its own type (PyTorch takes a bf16 element at a time where the result is
-    fp32); a norm's bits depend neither on the number of threads nor on the other tensors. Squares are added in fp32 within
-    8192 elements and in fp64 beyond.
+    The host does not wait for the result. On the CPU every tensor is read once, in its own dtype; PyTorch
+    processes one bf16 element at a time if the result is fp32. The bits of a norm depend neither on the
+    number of threads nor on the other tensors. Squares are summed in fp32 within 8192 elements and in fp64
+    beyond.
 
     Args:
-        tensors: at least one, on one device, of any shapes; fp32, bf16 or fp16 in any mixture.
+        tensors: a list of n tensors, at least one, on one device, of any shapes; fp32, bf16 or fp16 in any
+            mixture.
 
     Returns:
-        fp32, (n,). It has no gradient.
+        The norms, (n,), fp32. They have no gradient.
 
     Raises:
-        RuntimeError: no tensor, or one of another dtype, layout or device.
+        RuntimeError: there is no tensor, or one has another dtype, layout or device.
     """
-    if not tensors:  # which PyTorch could not dispatch
+    if not tensors:  # PyTorch cannot dispatch an operator call without a tensor
         raise RuntimeError("foreach_norm: tensors: expected at least one tensor, received none")
     result: Tensor = torch.ops.shoestring.foreach_norm(tensors)
     return result
 
 
 def foreach_norm_reference(tensors: Sequence[Tensor]) -> Tensor:
-    """``foreach_norm`` in plain PyTorch, in fp64 but for the result."""
+    """Compute ``foreach_norm`` in plain PyTorch, in fp64 except for the result."""
     return torch.stack([t.double().square().sum() for t in tensors]).sqrt().float()

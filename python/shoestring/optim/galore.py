@@ -1,4 +1,4 @@
-"""GaLore: the state of any optimizer, in the subspace of the gradient's leading singular vectors."""
+"""GaLore: optimizer state in the subspace of the gradient's leading singular vectors."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,52 +13,57 @@ from shoestring.optim.projections import fp32_rows, is_left, leading_vectors, mi
 
 
 class GaLore(LowRankOptimizer):
-    """GaLore (arXiv 2403.03507) around another optimizer: full-parameter training with the state of a low rank.
+    """GaLore (arXiv 2403.03507) around another optimizer: full-parameter training with low-rank state.
 
-    The gradient G (m, n) of a matrix becomes R = P^T G, the columns of P (m, r) being G's leading left singular vectors
-    of some step before; the base optimizer steps a virtual parameter (r, n) with R, and ``scale * P`` times its update
-    moves the matrix. Where n < m, P (n, r) is on the right: R = G P, (m, r). Every ``update_proj_gap`` steps P is made
-    again, by a randomised subspace iteration that captures what an SVD would at a fraction of its time; the base's
-    state goes on in the new basis, whose signs follow the old one's. ::
+    The gradient G (m, n) of a matrix becomes R = P^T G. The columns of P (m, r) are the leading left singular
+    vectors of G at some earlier step. The base optimizer steps a virtual parameter (r, n) with R, and ``scale
+    * P`` times its update moves the matrix. If n < m, P (n, r) multiplies from the right: R = G P, (m, r).
+    Every ``update_proj_gap`` steps P is computed again by a randomised subspace iteration, which captures
+    what an SVD would in a fraction of its time. The base optimizer's state continues in the new basis, whose
+    signs are aligned with the old basis::
 
         optimizer = GaLore([{"params": matrices}, {"params": others, "rank": None}], AdamW, rank=128, lr=1e-3)
 
-    The arguments are in the order of every other optimizer, so that a framework that is given a class and options makes
-    it as it makes those.
+    The constructor takes the parameters and then options, like every other optimizer. A framework that builds
+    an optimizer from a class and options can therefore use it unchanged.
 
-    Memory, for a matrix (m, n), s being min(m, n) and l max(m, n): ``s * r`` elements of the parameter's dtype, and the
-    base's state of ``l * r`` parameters: ``ceil(l * r / 256) * 520 + 4`` bytes for 8-bit AdamW. A step takes 8 l r
-    bytes for a time, for all matrices together, and for one matrix at a time what a product needs (16-bit ones: 64
-    MiB).
+    Memory, for a matrix (m, n) with s = min(m, n) and l = max(m, n): ``s * r`` elements of the parameter's
+    dtype, and the base optimizer's state of ``l * r`` elements, which for 8-bit AdamW is ``ceil(l * r / 256)
+    * 520 + 4`` bytes. During a step, all matrices together take 8 l r bytes. One matrix at a time also takes
+    the temporaries of a product (64 MiB for 16-bit matrices).
 
     Args:
-        params: parameters, named parameters or groups; projected ones are fp32, bf16 or fp16. A weight of more than two
-            dimensions, such as a convolution's, is the matrix (first, all others). Vectors, and matrices with
-            fewer than ``rank`` rows (columns, for a projection on the right), step as by the base alone.
-        base_optimizer: the class; its update must not depend on the weights but for decoupled weight decay (no L2
-            penalty, trust ratio, parameter scale or averaging of weights).
-        rank: r; a group may have its own, as of the four that follow, and None for no projection. Embeddings and
-            heads are usually left out.
-        update_proj_gap: steps between projections.
-        scale: what the update of a projected parameter is multiplied by.
+        params: parameters, named parameters or parameter groups; projected parameters are fp32, bf16 or fp16.
+            A weight with more than two dimensions, such as a convolution's, is treated as the matrix (first
+            dimension, all others). The base optimizer alone steps vectors, and matrices with fewer than
+            ``rank`` rows (for a projection on the right, columns).
+        base_optimizer: the class of the base optimizer. Its update must not depend on the weights, except for
+            decoupled weight decay: no L2 penalty, trust ratio, parameter scaling or averaging of weights.
+        rank: r, or None for no projection. A group may override this and the next four options. Embeddings
+            and heads are usually left out.
+        update_proj_gap: the number of steps between projections.
+        scale: factor of the update of a projected parameter.
         projection: "auto" (the smaller side), "left" (rows) or "right" (columns).
-        seed: of the random start of the iteration, on which results depend (and on the kind of device), and the base's.
-        max_grad_norm: gradients are clipped to this norm, over the full gradients of all parameters, within the step:
-            ``.grad`` stays as it is. The attribute may be changed between steps; ``grad_norm`` is the last norm.
-        options: of the base optimizer: lr, betas, weight_decay, state, ... ``weight_decay`` decays the whole weight.
+        seed: seed of the random start of the iteration and of the base optimizer. Results depend on it and on
+            the kind of device.
+        max_grad_norm: clip gradients to this norm, taken over the full gradients of all parameters. The step
+            clips internally and ``.grad`` does not change. The attribute may be changed between steps;
+            ``grad_norm`` is the norm of the last step.
+        options: options of the base optimizer: lr, betas, weight_decay, state, ... ``weight_decay`` applies
+            to the whole weight.
 
     Raises:
-        ValueError: an option, dtype or loaded state that does not fit; nothing has changed then.
-        TypeError: an option that the base optimizer does not have.
+        ValueError: an option, a dtype or a loaded state does not fit. Nothing has changed then.
+        TypeError: the base optimizer lacks an option.
 
-    16-bit weights: decay and update are added in fp32, and rounded once, to nearest (``weights="plain"``). A gradient
-    that is zero or not finite gives no projection: the last one, or a random one, stays until the next step. Parameter
-    groups, schedulers, hooks, closures and state dicts work as in ``torch.optim``; a GradScaler unscales, and skips, by
-    itself. A new projection waits for the device; a step can not be captured in a CUDA graph. DTensor parameters are
-    refused: a projection is of a whole matrix.
+    For 16-bit weights, decay and update are added in fp32 and rounded once, to nearest (``weights="plain"``).
+    A gradient that is zero or not finite gives no new projection; the last one, or a random one, stays until
+    the next step. Parameter groups, schedulers, hooks, closures and state dicts work as in ``torch.optim``. A
+    GradScaler unscales and skips by itself. Computing a projection waits for the device, so a step cannot be
+    captured in a CUDA graph. DTensor parameters raise an error, since a projection needs the whole matrix.
 
-    ``state[p]`` holds ``projection`` (s, r), ``projection_age`` (steps) and ``seed`` (of the next one) beside the
-    base's entries, of the virtual parameter's shape.
+    ``state[p]`` holds ``projection`` (s, r), ``projection_age`` (in steps) and ``seed`` (of the next
+    projection), and the base optimizer's entries in the virtual parameter's shape.
     """
 
     def __init__(
@@ -98,13 +103,16 @@ class GaLore(LowRankOptimizer):
         return project(grad, entry["projection"].float(), left)
 
     def _renew(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        """A projection for the columns of a gradient; one that says nothing is waited out."""
+        """Compute a projection for the columns of a gradient.
+
+        If the gradient is zero or not finite, keep the old projection, or use a random one for one step.
+        """
         entry, old = self.state[param], self.state[param].get("projection")
         seed = entry.get("seed", mix(group["seed"], self._position(param)))
         largest = float(torch.linalg.vector_norm(grad, torch.inf))
         if 0 < largest < torch.inf:
             basis = leading_vectors(grad.float(), group["rank"], seed)
-            if old is not None:  # first moments do not flip with the arbitrary sign of a singular vector
+            if old is not None:  # the sign of a singular vector is arbitrary: keep it, or first moments flip
                 basis *= torch.where((basis * old).sum(0) < 0, -1.0, 1.0)
             age = 0
         elif old is None:

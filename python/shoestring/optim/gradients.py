@@ -1,4 +1,4 @@
-"""What happens to gradients before a step: sums over micro-batches, clipping, and steps within backward."""
+"""Gradient handling before a step: sums over micro-batches, clipping, and steps within backward."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -29,12 +29,12 @@ def number_on(device: torch.device, number: Tensor) -> Tensor: ...
 @overload
 def number_on(device: torch.device, number: Tensor | None) -> Tensor | None: ...
 def number_on(device: torch.device, number: Tensor | None) -> Tensor | None:
-    """A number as the operators take it."""
+    """Convert a one-element tensor to the device and dtype that the operators expect."""
     return None if number is None else number.to(device, torch.float32, non_blocking=device.type != "cpu")
 
 
 def total_norm(grads: list[Tensor], norms_of: Callable[[list[Tensor]], Tensor] = foreach_norm) -> Tensor:
-    """The norm of all gradients together, fp32 on the first one's device; nothing waits for it."""
+    """Return the norm over all gradients, fp32 on the first one's device, without a host synchronisation."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for g in grads:
         by_device.setdefault(g.device, []).append(g)
@@ -48,7 +48,7 @@ def norm_over(
     shares: list[tuple[Shards | None, list[Tensor]]],
     norms_of: Callable[[list[Tensor]], Tensor] = foreach_norm,
 ) -> Tensor:
-    """The norm of all gradients together, those that other processes have the rest of among them; the same on each."""
+    """Return the norm over all gradients, including shards on other processes; equal on each process."""
     by_shards: dict[Shards | None, list[Tensor]] = {}
     for piece, grads in shares:
         by_shards.setdefault(piece, []).extend(grads)
@@ -61,18 +61,18 @@ def norm_over(
 
 
 def clip_coef(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients are multiplied by, as in ``torch.nn.utils.clip_grad_norm_``."""
+    """Return the factor that clips gradients, as in ``torch.nn.utils.clip_grad_norm_``."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 class Gradients:
-    """The part of an optimizer that knows about gradients, and not about rules."""
+    """The part of an optimizer that handles gradients, independent of the rule."""
 
     max_grad_norm: float | None
     grad_norm: Tensor | None
     step_in_backward: bool
     accumulate_dtype: torch.dtype
-    # Of the optimizer:
+    # Attributes of the optimizer that this mixin uses:
     param_groups: list[dict[str, Any]]
     _moments: tuple[Moment, ...]
     offload: str | None
@@ -104,16 +104,16 @@ class Gradients:
             dtype,
         )
         self.grad_norm = None
-        self._sums: dict[Tensor, Tensor] = {}  # of gradients, views of arenas once there are any
-        self._pending: set[Tensor] = set()  # parameters whose sum is not empty
-        self._used: list[Tensor] = []  # sums that stand for gradients, and have to become zero
+        self._sums: dict[Tensor, Tensor] = {}  # gradient sums; views of the arenas once these exist
+        self._pending: set[Tensor] = set()  # parameters whose gradient sum is not empty
+        self._used: list[Tensor] = []  # sums that this step uses as gradients; zeroed at its end
         self._accumulating = False
         self._watched: set[Tensor] = set()
-        self._is_replicated: bool | None = None  # by DistributedDataParallel; not known before the first hook
-        self._alone: dict[
-            Tensor, tuple[dict[str, Any], Arena]
-        ] = {}  # in backward: each parameter's group and state
-        self._norms: list[tuple[Shards | None, Tensor]] = []  # of gradients that have been freed
+        # Whether DistributedDataParallel replicates the parameters; unknown (None) before the first hook.
+        self._is_replicated: bool | None = None
+        # For steps in backward: each parameter's group, and an arena of this parameter alone.
+        self._alone: dict[Tensor, tuple[dict[str, Any], Arena]] = {}
+        self._norms: list[tuple[Shards | None, Tensor]] = []  # norms of gradients that backward has freed
         self._init_unfinished()
 
     def _gradient_options(self) -> dict[str, Any]:
@@ -126,18 +126,20 @@ class Gradients:
     def _has_gradient(self, param: Tensor) -> bool:
         return param.grad is not None or param in self._pending or param in self._collected
 
-    # ---- sums over micro-batches ---------------------------------------------------------------------------------
+    # ---- sums over micro-batches ----------------------------------------------------------------------------
 
     @_disable_dynamo
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Around forward and backward of every micro-batch but the last of a step: its gradients are added up.
+        """Add up gradients over micro-batches.
 
-        Sums are in ``accumulate_dtype`` (fp32: exact but for its rounding, whatever the gradients' dtype), 4 or 2 bytes
-        a parameter, and ``.grad`` is freed as soon as it is added. The last micro-batch runs outside; ``step()``, or
-        the step within backward, adds its gradient on the way. The loss has to be divided by the number of
-        micro-batches, as ever. Zero_grad does not drop the sums, but for those of a micro-batch that raised an error; a
-        step, also one that is skipped, does.
+        Use this context manager around forward and backward of every micro-batch of a step except the last.
+        Each gradient is added to a sum in ``accumulate_dtype``, which takes 4 or 2 bytes per parameter.
+        ``.grad`` is freed as soon as it is added. With fp32 sums the only error is fp32 rounding, whatever
+        the gradients' dtype. Run the last micro-batch of a step outside the context: ``step()``, or the step
+        within backward, adds its gradient to the sum. Divide the loss by the number of micro-batches as
+        usual. ``zero_grad()`` does not drop the sums, unless a micro-batch raised an error. A step drops
+        them, also if it is skipped.
 
         Raises:
             RuntimeError: the last step or backward failed half-way; the message says how to go on.
@@ -157,7 +159,7 @@ class Gradients:
                 self._accumulating = before
 
     def _watch(self, params: Iterable[Tensor], always: bool = False) -> None:
-        """Hooks on parameters, where gradients are not simply left in ``.grad``."""
+        """Register hooks on parameters, unless gradients are simply left in ``.grad``."""
         if not (always or self.step_in_backward):
             return
         optimizer = weakref.ref(self)
@@ -189,7 +191,8 @@ class Gradients:
             self._add(param)
         elif self.step_in_backward:
             self._step_alone(param)
-        elif self._is_replicated and param in self._pending:  # so that the sum is all-reduced
+        elif self._is_replicated and param in self._pending:
+            # DistributedDataParallel all-reduces .grad after this hook, so .grad must include the sum.
             self._drain()
             assert param.grad is not None
             param.grad.add_(self._sums[param].to(param.grad.device))
@@ -207,7 +210,7 @@ class Gradients:
         param.grad = None
 
     def _into_arena(self, arena: Arena) -> list[Tensor]:
-        """The sums of an arena's parameters, as views of its own."""
+        """Move the sums of an arena's parameters into the arena, and return views of them."""
         views = arena.accumulated_views(self.accumulate_dtype)
         for p, view in zip(arena.params, views, strict=True):
             if p in self._pending and self._sums[p].data_ptr() != view.data_ptr():
@@ -216,9 +219,10 @@ class Gradients:
         return views
 
     def _gathered(self, arenas: list[Arena], scaled: bool) -> list[tuple[list[Tensor | None], Tensor | None]]:
-        """For each arena, the gradients and what the step itself adds to them.
+        """Return the gradients of each arena, and the sums that the step itself adds to them.
 
-        Where the norm of the whole gradient is needed first, sums are completed here and stand for the gradients.
+        If the norm of the whole gradient is needed first, the gradients are added to the sums here, and the
+        sums are returned as the gradients.
         """
         if scaled and self._pending and getattr(self, "grad_scale", None) is None:
             raise RuntimeError(
@@ -261,12 +265,12 @@ class Gradients:
         self._pending.clear()
         self._drop_collected()
 
-    # ---- clipping ------------------------------------------------------------------------------------------------
+    # ---- clipping -------------------------------------------------------------------------------------------
 
     def _clip(
         self, shares: list[tuple[Shards | None, list[Tensor | None]]], found_inf: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Whether to skip, sums looked at too, and the factor of all gradients."""
+        """Return ``found_inf``, updated by the sums, and the factor that clips all gradients."""
         if self.step_in_backward and self.offload != "cpu":
             return found_inf, None
         self.grad_norm = None
@@ -275,7 +279,7 @@ class Gradients:
         if not any(grads for _, grads in present) or (self.max_grad_norm is None and not looks):
             return found_inf, None
         norm = norm_over(present, self._norms_of)
-        if looks and found_inf is not None:  # a GradScaler has seen the last micro-batch alone
+        if looks and found_inf is not None:  # the GradScaler has checked the last micro-batch only
             found_inf = torch.maximum(number_on(norm.device, found_inf), (~norm.isfinite()).float())
         if self.max_grad_norm is None:
             return found_inf, None
@@ -283,10 +287,10 @@ class Gradients:
         self.grad_norm = norm if scale is None else norm / scale.squeeze()
         return found_inf, clip_coef(self.grad_norm, self.max_grad_norm)
 
-    # ---- steps within backward -----------------------------------------------------------------------------------
+    # ---- steps within backward ------------------------------------------------------------------------------
 
     def _step_alone(self, param: Tensor) -> None:
-        """One parameter, whose gradient is complete."""
+        """Step one parameter, whose gradient is complete."""
         if param in self._pending and (param not in self._alone or self._alone[param][1].accumulated is None):
             self._alone.clear()
         if param not in self._alone:
@@ -326,7 +330,8 @@ class Gradients:
                     self._alone[p] = (group, arena.run(i, i + 1, self._moments))
 
     def _finish_backward(self) -> None:
-        self._watch(p for group in self.param_groups for p in group["params"])  # some may have been replaced
+        # Parameters may have been replaced since, so register missing hooks.
+        self._watch(p for group in self.param_groups for p in group["params"])
         if getattr(self, "found_inf", None) is not None:
             raise RuntimeError(
                 f"{type(self).__name__}: step: expected no GradScaler with step_in_backward=True, received one: weights are "
@@ -337,7 +342,7 @@ class Gradients:
             self._norms.clear()
 
     def _restore_norm(self, norm: Tensor | None) -> None:
-        """After a load: what clips the next backward."""
+        """Reset the gradient state after a load, and restore the norm that clips the next backward."""
         self._norms.clear()
         self._used.clear()
         self._init_unfinished()

@@ -1,4 +1,7 @@
-"""Steps by the CPU of what lies on a device: gradients come to host memory and weights go back, beside what it does."""
+"""Steps on the CPU for parameters on a device.
+
+Gradients are copied to host memory and weights are copied back while the CPU steps other parameters.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,41 +16,40 @@ from shoestring.optim.foreach_norm import foreach_norm
 from shoestring.optim.gradients import number_on
 from shoestring.optim.sharded import gradient_in_hook, local
 
-BUCKET_BYTES = (
-    8 << 20
-)  # of parameters: long enough for a link to be fast, short enough for copies and steps to overlap
+# Parameter bytes per bucket: large enough for full link bandwidth, small enough to overlap copies with steps.
+BUCKET_BYTES = 8 << 20
 
 
 @dataclass
 class Bucket:
-    """Parameters of an arena, side by side, that are stepped together."""
+    """Consecutive parameters of an arena that are stepped together."""
 
     group: dict[str, Any]
     arena: Arena
     first: int
     last: int
-    arrived: set[int] = field(default_factory=set)  # of the arena's parameters, whose gradient is on its way
-    given: set[int] = field(default_factory=set)  # whose gradient of this step has come
-    steps: bool = False  # the job
+    arrived: set[int] = field(default_factory=set)  # arena indices whose gradient is being copied to the host
+    given: set[int] = field(default_factory=set)  # arena indices whose gradient of this step a job has taken
+    steps: bool = False  # whether the job steps parameters, rather than collecting gradients
     job: "Future[None] | None" = None
 
     @property
     def params(self) -> list[Tensor]:
-        """Its parameters."""
+        """The parameters of this bucket."""
         return self.arena.params[self.first : self.last]
 
     def is_complete(self) -> bool:
-        """Whether every gradient that will come has come."""
+        """Return whether the gradients of all trainable parameters have arrived."""
         return all(self.first + i in self.arrived for i, p in enumerate(self.params) if p.requires_grad)
 
     def wait(self) -> None:
-        """Until it may be used again; raises what went wrong."""
+        """Wait until the bucket may be reused; raise the error of its job, if any."""
         if self.job is not None:
             self.job.result()
 
 
 def buckets(group: dict[str, Any], arena: Arena) -> list[Bucket]:
-    """The arena's parameters in buckets of some 8 MiB, and larger ones alone."""
+    """Split the arena's parameters into buckets of about 8 MiB. A larger parameter has its own bucket."""
     found: list[Bucket] = []
     size = 0
     for i, p in enumerate(arena.local_params()):
@@ -60,9 +62,9 @@ def buckets(group: dict[str, Any], arena: Arena) -> list[Bucket]:
 
 
 class HostSteps:
-    """The part of an optimizer that steps on the CPU what lies on a device (``offload="cpu"``)."""
+    """The part of an optimizer that steps a device's parameters on the CPU (``offload="cpu"``)."""
 
-    # Of the optimizer:
+    # Attributes of the optimizer that this mixin uses:
     offload: str | None
     max_grad_norm: float | None
     step_in_backward: bool
@@ -83,18 +85,19 @@ class HostSteps:
     _step_values: Callable[..., None]
 
     def _init_host_steps(self) -> None:
-        self._buckets: dict[Tensor, tuple[Bucket, int]] = {}  # and which of the arena's parameters it is
-        self._jobs: list[Bucket] = []  # with gradients on their way, or a job
+        self._buckets: dict[Tensor, tuple[Bucket, int]] = {}  # a parameter's bucket and index in the arena
+        self._jobs: list[Bucket] = []  # buckets with gradients being copied, or with a running job
         self._worker: ThreadPoolExecutor | None = None
-        self._collected: dict[Tensor, Tensor] = {}  # gradients in host memory, which wait for the norm of all
-        self._known_norms: dict[int, Tensor] = {}  # of those, by address
+        # Gradients in host memory that wait for the norm over all parameters.
+        self._collected: dict[Tensor, Tensor] = {}
+        self._known_norms: dict[int, Tensor] = {}  # norms of the collected gradients, by data pointer
 
     @property
     def _steps_from_hooks(self) -> bool:
         return self.step_in_backward or (self.offload == "cpu" and bool(self._watched))
 
     def _norms_of(self, grads: list[Tensor]) -> Tensor:
-        """Of gradients of one device, each; some have been taken in backward."""
+        """Return the norm of each gradient; norms that backward has already computed are reused."""
         if not self._known_norms:
             return foreach_norm(grads)
         known = [self._known_norms.get(g.data_ptr()) if g.numel() else None for g in grads]
@@ -102,10 +105,10 @@ class HostSteps:
             [foreach_norm([g]) if norm is None else norm for g, norm in zip(grads, known, strict=True)]
         )
 
-    # ---- a step of all -------------------------------------------------------------------------------------------
+    # ---- step of all parameters -----------------------------------------------------------------------------
 
     def _on_host(self, arena: Arena, grads: list[Tensor | None]) -> list[Tensor | None]:
-        """Gradients in host memory, now."""
+        """Copy the gradients of an arena to host memory and wait for them."""
         for i, (p, own, grad) in enumerate(zip(arena.params, arena.device_params(), grads, strict=True)):
             if grad is not None or p in self._pending or p in self._collected:
                 arena.host.fetch(i, own, grad)
@@ -113,7 +116,7 @@ class HostSteps:
         arena.has_fetched = True
         found = []
         for p, here, grad in zip(arena.params, fetched, grads, strict=True):
-            # The host may have a gradient of a step that failed.
+            # The host buffer may hold a gradient of a failed step: use it only if there is a gradient now.
             found.append(self._collected.get(p, None if grad is None else here))
         return found
 
@@ -125,7 +128,11 @@ class HostSteps:
         accumulated: Tensor | None,
         *factors: Any,
     ) -> None:
-        """All gradients are on their way before the first is there; weights go back while others are stepped."""
+        """Step an arena on the CPU.
+
+        Starts the copies of all gradients before it waits for the first. Weights are copied back while later
+        buckets are stepped.
+        """
         if not arena.has_fetched:
             for i, (p, grad) in enumerate(zip(arena.device_params(), grads, strict=True)):
                 if grad is not None and i >= arena.next_param:
@@ -143,22 +150,24 @@ class HostSteps:
         arena.has_fetched, arena.next_param = False, 0
         arena.host.receive()
 
-    # ---- within backward -----------------------------------------------------------------------------------------
+    # ---- within backward ------------------------------------------------------------------------------------
 
     def _arrive(self, param: Tensor) -> None:
-        """A gradient that is complete, or one to be added up: it leaves, and is freed once it has left."""
+        """Start copying a gradient to the host, to be stepped or accumulated, and free it after the copy."""
         if param not in self._buckets or (
             self._buckets[param][0].arena.accumulated is None and self._accumulating
         ):
             self._find_buckets()
         bucket, index = self._buckets[param]
         if index in bucket.given or (index in bucket.arrived and not self._accumulating):
-            self._backwards.clear()  # what the backward before has brought stays for step()
+            # Forget this backward, so that its failure does not drop the gradients of the previous backward.
+            # Those gradients stay valid for step().
+            self._backwards.clear()
             raise RuntimeError(
                 f"{type(self).__name__}: step_in_backward: expected step() after each backward, received a second gradient "
                 "of a parameter; use accumulate() around all backwards but the last of a step"
             )
-        if index in bucket.arrived:  # in another backward of the same micro-batch
+        if index in bucket.arrived:  # another backward of the same micro-batch has brought a gradient
             self._send_job(bucket)
         bucket.wait()
         bucket.arena.host.fetch(index, local(param), gradient_in_hook(param))
@@ -184,7 +193,10 @@ class HostSteps:
                         self._buckets[p] = (bucket, i)
 
     def _send_job(self, bucket: Bucket) -> None:
-        """What the gradients of a bucket that have come are for, by the worker; in the order of calls."""
+        """Let the worker add up, collect or step the gradients that have arrived in a bucket.
+
+        One worker runs the jobs in the order of the calls.
+        """
         if self._accumulating:
             job = self._add_up
         elif self.max_grad_norm is not None:
@@ -226,7 +238,10 @@ class HostSteps:
         self, bucket: Bucket, grads: list[Tensor | None], summed: bool | set[Tensor], coefficient: Any = None,
         found_inf: Any = None,
     ) -> None:  # fmt: skip
-        """With gradients in host memory; summed: whether some have sums to be added."""
+        """Step the parameters of a bucket with gradients in host memory.
+
+        ``summed`` says whether some of the parameters have gradient sums to add.
+        """
         piece = bucket.arena.run(bucket.first, bucket.last, self._moments)
         self._step_values(
             bucket.group, piece, grads, piece.accumulated if summed else None, coefficient, found_inf
@@ -236,13 +251,13 @@ class HostSteps:
         bucket.arena.host.send([bucket.first + i for i in stepped], [params[i] for i in stepped])
 
     def _flush(self) -> None:
-        """Jobs also for buckets that some gradients have not come for."""
+        """Send the jobs of all buckets with gradients, including incomplete buckets."""
         for bucket in self._jobs:
             if bucket.arrived:
                 self._send_job(bucket)
 
     def _drain(self) -> None:
-        """Until all that has come has been seen to; what the device does next sees the weights."""
+        """Wait until all jobs are done. Later work on the device sees the new weights."""
         self._flush()
         jobs, self._jobs = self._jobs, []
         if jobs:

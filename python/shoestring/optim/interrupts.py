@@ -1,6 +1,6 @@
-"""Signals that wait until a step is whole."""
+"""Deferral of SIGINT and SIGTERM until an optimizer step is complete."""
 
-import _signal  # type: ignore[import-not-found]  # signal's own wrappers take five times as long
+import _signal  # type: ignore[import-not-found]  # the wrappers in signal take five times as long
 import _thread
 import signal
 import threading
@@ -8,16 +8,17 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-# typeshed wants a signal.Signals; any number of a signal will do.
+# typeshed declares a signal.Signals argument, but any signal number works.
 _interrupt_main: Callable[[int], None] = _thread.interrupt_main  # type: ignore[assignment]
 SIGNALS = (int(signal.SIGINT), int(signal.SIGTERM))
 
 
 class Uninterrupted:
-    """Defers the Python handlers of SIGINT and SIGTERM, which may raise, until ``stop()`` or the end of ``with``.
+    """Defer the Python handlers of SIGINT and SIGTERM until ``stop()`` or the end of ``with``.
 
-    Only the main thread runs such handlers: in another one nothing happens. A second signal of the same kind does not
-    wait: both reach their handler at once. May be nested.
+    Such handlers may raise and leave a step half done. Only the main thread runs them, so in another thread
+    this does nothing. A second signal of the same kind ends the deferral: both reach their handler at once.
+    Instances may be nested.
     """
 
     __slots__ = ("_defers", "_handlers", "_pending")
@@ -28,7 +29,7 @@ class Uninterrupted:
         self._defers = False
 
     def start(self) -> None:
-        """Begins to defer."""
+        """Begin to defer signals."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._defers = True
@@ -38,31 +39,34 @@ class Uninterrupted:
                 if callable(handler):
                     self._handlers[number] = handler
                     _signal.signal(number, self._defer)
-        except BaseException:  # another signal's handler
+        except BaseException:  # the handler of another signal may raise here
             self.stop()
             raise
 
     def stop(self, deliver: Callable[[int], None] = _interrupt_main) -> None:
-        """Restores the handlers and delivers what has come meanwhile."""
+        """Restore the handlers and deliver the signals that arrived meanwhile."""
         if not self._defers:
             return
         self._restore()
         pending, self._pending = self._pending, []
-        list(map(deliver, pending))  # no handler runs, and raises, between them
+        # A handler that raises could interrupt a Python loop. map and the default deliver run in C, so that every
+        # pending signal is delivered.
+        list(map(deliver, pending))
 
     def _restore(self) -> None:
         self._defers = False
         if threading.current_thread() is not threading.main_thread():
-            return  # where backward ends in another thread: the next signal passes, and restores its handler
+            # Backward may end in another thread. The next signal passes through and restores its handler.
+            return
         for number, handler in self._handlers.items():
-            if _signal.getsignal(number) == self._defer:  # nobody has set another one meanwhile
+            if _signal.getsignal(number) == self._defer:  # nobody has set another handler meanwhile
                 _signal.signal(number, handler)
 
     def _defer(self, number: int, frame: FrameType | None) -> None:
         if self._defers and number not in self._pending:
             self._pending.append(number)
             return
-        was_first = not self._defers  # set again by somebody who had kept this handler
+        was_first = not self._defers  # true if other code saved this handler and installed it again later
         self._restore()
         self._handlers[number](number, frame)
         if not was_first:
@@ -80,5 +84,8 @@ class Uninterrupted:
 
 
 def deliver_later(number: int) -> None:
-    """Runs the handler of a signal soon after the current frame has ended: a destructor cannot raise."""
+    """Run the handler of a signal soon after the current frame has ended.
+
+    Destructors need this, since an exception cannot leave them.
+    """
     _thread.start_new_thread(_interrupt_main, (number,))

@@ -1,4 +1,4 @@
-"""LAMB with state in few bits."""
+"""LAMB with quantised state."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -29,27 +29,31 @@ def lamb_(
     weight_decay: float,
     **arguments: Unpack[StepArguments],
 ) -> None:
-    """One step of LAMB, in place, on every parameter that has a gradient, one after another.
+    """Take one LAMB step in place on every parameter that has a gradient, one after another.
 
-    AdamW's update u, and with it the decay, made as long as the weights: ``r = u + weight_decay p``; ``p = p - lr |p| /
-    |r| r``, where either norm is 0 with 1 for their ratio (algorithm 2 of "Large Batch Optimization for Deep Learning:
-    Training BERT in 76 minutes", arXiv 1904.00962, phi being the identity). Temporary memory: at most 12 bytes an
-    element of one parameter at a time (4 without weight decay). A NaN or infinite gradient spoils its whole parameter.
+    LAMB rescales AdamW's update u, with the decay, to the norm of the weights: ``r = u + weight_decay p``;
+    ``p = p - lr |p| / |r| r``. If either norm is 0, 1 replaces the ratio of the norms. This is algorithm 2 of
+    "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (arXiv 1904.00962), with the
+    identity for phi. Temporary memory: at most 12 bytes per element of one parameter at a time (4 without
+    weight decay). A NaN or infinite gradient spoils its whole parameter.
 
     Args:
-        params: fp32, bf16 or fp16, any shapes and sizes; arithmetic is fp32.
-        grads: one for each parameter, its shape, fp32, bf16 or fp16; or None: the parameter and its step stay as they
-            are.
-        step: (parameters), fp32: steps taken; incremented.
-        exp_avg, exp_avg_sq: (elements of the arena): fp32 or bf16, or codes (uint8, 8 or 4 bits each).
-        exp_avg_scale, exp_avg_sq_scale: of codes, fp32: (elements of the arena / 256), or as ``quantize_state_4bit``
-            has it.
-        lr: what a parameter moves by, as a share of its norm.
-        beta1, beta2, eps, weight_decay: as for ``adamw_``; the decay is a part of what the norm is taken of.
+        params: fp32, bf16 or fp16 tensors of any shape, updated in place. The arithmetic is fp32.
+        grads: one gradient for each parameter, of its shape, in fp32, bf16 or fp16. None leaves the parameter
+            and its step count unchanged.
+        step: (number of parameters), fp32: the steps that each parameter has taken; incremented in place.
+        exp_avg, exp_avg_sq: fp32 or bf16 values, (elements of the arena); or uint8 codes, one 8-bit or two
+            4-bit codes per byte.
+        exp_avg_scale, exp_avg_sq_scale: fp32 scales of the codes, or None without codes. The shape is
+            (elements of the arena / 256) for 8-bit codes, and that of ``quantize_state_4bit`` for 4-bit
+            codes.
+        lr: learning rate, the length of an update relative to the norm of its parameter.
+        beta1, beta2, eps, weight_decay: as for ``adamw_``, except that the norm of the update includes the
+            decay.
         **arguments: see ``StepArguments``.
 
     Raises:
-        RuntimeError: a shape, dtype, device or option that does not fit; nothing has changed then.
+        RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
     """
     torch.ops.shoestring.lamb_(
         params,
@@ -84,7 +88,7 @@ def lamb_reference(
     weight_decay: float,
     **arguments: Unpack[ReferenceArguments],
 ) -> None:
-    """``lamb_`` in plain PyTorch, a tensor at a time."""
+    """Compute ``lamb_`` in plain PyTorch, one parameter at a time."""
 
     def rule(lr: float, t: int, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         m = m * beta1 + g * (1 - beta1)
@@ -102,27 +106,28 @@ def lamb_reference(
 
 
 class LAMB(WholeTensorOptimizer):
-    """LAMB (arXiv 1904.00962), for large batches, with moments in 8 bits: 2.03 bytes a parameter instead of 8.
+    """LAMB (arXiv 1904.00962), for large batches, with 8-bit moments: 2.03 bytes per parameter instead of 8.
 
-    AdamW's update, and with it the decay, is made as long as the weights, parameter by parameter: lr is a share of
-    their norm.
+    For each parameter, AdamW's update with the decay is rescaled to the norm of the weights. The learning
+    rate is thus relative to that norm.
 
-    Memory: ``sum(ceil(n / 256) * 520 + 4)`` bytes over the parameters that have had a gradient, n being their sizes; in
-    place of 520, 296 for 4-bit state, 1024 for bf16 and 2048 for fp32, and 512 more with ``weights="remainder"``.
-    During a step, at most 12 bytes an element of one parameter at a time.
+    Memory: ``sum(ceil(n / 256) * 520 + 4)`` bytes, summed over the parameters that have had a gradient; n is
+    the number of elements of a parameter. In place of 520, 4-bit state takes 296 bytes, bf16 1024 and fp32
+    2048. ``weights="remainder"`` adds 512 to that number. During a step, at most 12 bytes per element of one
+    parameter at a time.
 
     Args:
-        params: parameters, named parameters or groups; fp32, bf16 or fp16.
-        lr: learning rate; a number, or a tensor of one element, as for ``AdamW``.
+        params: parameters, named parameters or parameter groups; fp32, bf16 or fp16.
+        lr: learning rate: a number, or a tensor of one element as for ``AdamW``.
         betas: decay of the running means of the gradient and of its square, each in [0, 1).
         eps: added to the root of the second moment.
-        weight_decay: the weights' share in what is made as long as they are.
-        **options: see ``LowMemoryOptions``.
+        weight_decay: the update includes ``weight_decay`` times the weights before it is rescaled.
+        **options: options of every optimizer here, see ``LowMemoryOptions``.
 
     Raises:
-        ValueError: an option, parameter or loaded state that does not fit; nothing has changed then.
+        ValueError: an option, a parameter or a loaded state does not fit. Nothing has changed then.
 
-    What ``AdamW`` says of groups, state dicts, GradScaler and ``grad_norm`` holds here as well.
+    Parameter groups, state dicts, GradScaler and ``grad_norm`` work as documented for ``AdamW``.
     """
 
     _moments = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))

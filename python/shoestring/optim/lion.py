@@ -1,4 +1,4 @@
-"""Lion with state in few bits."""
+"""Lion with quantised state."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -25,27 +25,30 @@ def lion_(
     weight_decay: float,
     **arguments: Unpack[StepArguments],
 ) -> None:
-    """One step of Lion, in place, on every parameter that has a gradient, in one pass over all of them.
+    """Take one Lion step in place, in one pass over all parameters that have a gradient.
 
-    A weight moves by lr, up or down: ``p = p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g)``, and then
-    ``m = beta2 m + (1 - beta2) g`` ("Symbolic Discovery of Optimization Algorithms", arXiv 2302.06675). The state of
-    all parameters lies in flat arenas as for ``adamw_``. A NaN gradient spoils its weight. An infinite one moves it by
-    lr, but spoils its moment; with 8-bit state both spoil the moments of a block of 256, but of no other.
+    Each weight moves up or down by lr: ``p = p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g)``.
+    Then ``m = beta2 m + (1 - beta2) g`` ("Symbolic Discovery of Optimization Algorithms", arXiv 2302.06675).
+    The state of all parameters lies in flat arenas as for ``adamw_``. A NaN gradient spoils its weight. An
+    infinite gradient moves its weight by lr, but spoils its moment. With 8-bit state both also spoil the
+    moments of their block of 256 elements, but of no other block.
 
     Args:
-        params: fp32, bf16 or fp16, any shapes and sizes; arithmetic is fp32.
-        grads: one for each parameter, its shape, fp32, bf16 or fp16; or None: the parameter and its step stay as they
-            are.
-        step: (parameters), fp32: steps taken; incremented.
-        exp_avg: (elements of the arena): fp32 or bf16, or codes (uint8, 8 or 4 bits each).
-        exp_avg_scale: of codes, fp32: (elements of the arena / 256), or as ``quantize_state_4bit`` has it.
-        lr: what a weight moves by.
-        beta1, beta2: the share of the moment in the update and in the new moment, [0, 1).
-        weight_decay: times lr, the share of a weight that is taken away before the update.
+        params: fp32, bf16 or fp16 tensors of any shape, updated in place. The arithmetic is fp32.
+        grads: one gradient for each parameter, of its shape, in fp32, bf16 or fp16. None leaves the parameter
+            and its step count unchanged.
+        step: (number of parameters), fp32: the steps that each parameter has taken; incremented in place.
+        exp_avg: fp32 or bf16 values, (elements of the arena); or uint8 codes, one 8-bit or two 4-bit codes
+            per byte.
+        exp_avg_scale: fp32 scales of the codes, or None without codes. The shape is (elements of the arena /
+            256) for 8-bit codes, and that of ``quantize_state_4bit`` for 4-bit codes.
+        lr: learning rate, the distance that each weight moves.
+        beta1, beta2: the weight of the old moment in the update and in the new moment, each in [0, 1).
+        weight_decay: decoupled weight decay, applied before the update.
         **arguments: see ``StepArguments``.
 
     Raises:
-        RuntimeError: a shape, dtype, device or option that does not fit; nothing has changed then.
+        RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
     """
     torch.ops.shoestring.lion_(
         params,
@@ -74,7 +77,7 @@ def lion_reference(
     weight_decay: float,
     **arguments: Unpack[ReferenceArguments],
 ) -> None:
-    """``lion_`` in plain PyTorch, a tensor at a time."""
+    """Compute ``lion_`` in plain PyTorch, one parameter at a time."""
 
     def rule(lr: float, step: int, p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, ...]:
         p = p * (1 - lr * weight_decay) - lr * (m * beta1 + g * (1 - beta1)).sign()
@@ -86,26 +89,29 @@ def lion_reference(
 
 
 class Lion(LowMemoryOptimizer):
-    """Lion (arXiv 2302.06675) whose moment is kept in 8 bits: 1.02 bytes a parameter instead of 4.
+    """Lion (arXiv 2302.06675) with an 8-bit moment: 1.02 bytes per parameter instead of 4.
 
-    A weight moves by lr, up or down: ``p = p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g)``; then
-    ``m = beta2 m + (1 - beta2) g``. Learning rates are 3 to 10 times below AdamW's, weight decay as much above.
+    Each weight moves up or down by lr: ``p = p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g)``.
+    Then ``m = beta2 m + (1 - beta2) g``. Use a learning rate 3 to 10 times smaller than AdamW's, and a weight
+    decay larger by the same factor.
 
-    Memory: ``sum(ceil(n / 256) * 260 + 4)`` bytes over the parameters that have had a gradient, n being their sizes; in
-    place of 260, 160 for 4-bit state, 512 for bf16 and 1024 for fp32, and 512 more with ``weights="remainder"``.
+    Memory: ``sum(ceil(n / 256) * 260 + 4)`` bytes, summed over the parameters that have had a gradient; n is
+    the number of elements of a parameter. In place of 260, 4-bit state takes 160 bytes, bf16 512 and fp32
+    1024. ``weights="remainder"`` adds 512 to that number.
 
     Args:
-        params: parameters, named parameters or groups; fp32, bf16 or fp16.
-        lr: learning rate; a number, or a tensor of one element, as for ``AdamW``.
-        betas: the share of the moment in the update, and in the new moment, each in [0, 1).
-        weight_decay: decoupled, applied before the update.
-        **options: as for ``AdamW``.
+        params: parameters, named parameters or parameter groups; fp32, bf16 or fp16.
+        lr: learning rate: a number, or a tensor of one element as for ``AdamW``.
+        betas: the weight of the old moment in the update and in the new moment, each in [0, 1).
+        weight_decay: decoupled weight decay, applied before the update.
+        **options: options of every optimizer here, see ``LowMemoryOptions``.
 
     Raises:
-        ValueError: an option, dtype or loaded state that does not fit; nothing has changed then.
+        ValueError: an option, a dtype or a loaded state does not fit. Nothing has changed then.
 
-    What ``AdamW`` says of groups, state dicts, GradScaler, CUDA graphs and ``grad_norm`` holds here as well;
-    ``state[p]`` holds ``step, exp_avg, exp_avg_scale``, and ``load_state_dict`` reads bitsandbytes' ``Lion8bit``.
+    Parameter groups, state dicts, GradScaler, CUDA graphs and ``grad_norm`` work as documented for ``AdamW``.
+    ``state[p]`` holds ``step, exp_avg, exp_avg_scale``. ``load_state_dict`` also reads bitsandbytes'
+    ``Lion8bit``.
     """
 
     _moments = (Moment("exp_avg", signed=True),)

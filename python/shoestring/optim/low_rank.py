@@ -1,4 +1,4 @@
-"""What GaLore and APOLLO share: steps of a base optimizer at low rank."""
+"""The base class of GaLore and APOLLO: low-rank steps of a base optimizer."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -17,14 +17,17 @@ from shoestring.optim.state_dicts import FORMAT_VERSION, AsSaved
 from shoestring.optim.virtual import DTYPES, VirtualParameters
 from shoestring.optim.whole import expect_whole
 
-Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]] | None]  # of entries, by name; None: a whole number
+# Dtype and shape of state entries, by name. None stands for an int.
+Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]] | None]
 
 
 class LowRankOptimizer(Optimizer):
-    """Everything but the projection. A subclass says how a gradient gets down to low rank, and an update back up.
+    """The base class of low-rank optimizers, which does everything but the projection.
 
-    Groups have the options of the base optimizer beside ``rank`` (None: no projection), ``update_proj_gap``, ``scale``
-    and the subclass's own; ``state[p]`` has the base's entries, of the virtual parameter, beside the subclass's.
+    A subclass projects a gradient to low rank, and an update back to full size. Groups hold the options of
+    the base optimizer, ``rank`` (None: no projection), ``update_proj_gap``, ``scale`` and the subclass's own
+    options. ``state[p]`` holds the base optimizer's entries for the virtual parameter and the subclass's own
+    entries.
     """
 
     _virtual_options: ClassVar[dict[str, Any]] = {"weight_decay": 0.0}
@@ -60,23 +63,32 @@ class LowRankOptimizer(Optimizer):
         super().__init__(params, base | defaults)
 
     def _down(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        """The low-rank gradient, fp32, of ``grad`` (m, n); makes or renews the projection in ``self.state[param]``."""
+        """Return the low-rank gradient, fp32, of ``grad`` (m, n).
+
+        This creates or renews the projection in ``self.state[param]``.
+        """
         raise NotImplementedError
 
     def _up(
         self, param: Tensor, low: Tensor, low_grad: Tensor, grad_factor: Tensor | float, group: dict[str, Any]
     ) -> None:
-        """Decays the parameter, and moves it by what the base made of the virtual one; both are (r, n) or (m, r).
+        """Decay the parameter, and apply the base optimizer's update of the virtual parameter to it.
 
-        ``low_grad`` is what the base was given, the projected gradient times ``grad_factor``.
+        Args:
+            param: the parameter, a matrix (m, n).
+            low: the low-rank update, (r, n) or (m, r).
+            low_grad: the gradient that the base optimizer received, of the shape of ``low``: the projected
+                gradient times ``grad_factor``.
+            grad_factor: the clip factor.
+            group: the group of the parameter.
         """
         raise NotImplementedError
 
     def _check_own(self, group: dict[str, Any]) -> None:
-        """Raises ValueError (by ``_expect``) where one of the subclass's own options does not fit."""
+        """Raise ValueError (by ``_expect``) if one of the subclass's own options does not fit."""
 
     def _own_shapes(self, param: Tensor, group: dict[str, Any]) -> Shapes:
-        """The subclass's own entries of a state, with dtype and shape; None for whole numbers."""
+        """Return dtype and shape of the subclass's own state entries; None for integers."""
         raise NotImplementedError
 
     @property
@@ -105,7 +117,10 @@ class LowRankOptimizer(Optimizer):
         self._check_own(group)
 
     def _shape(self, param: Tensor, group: dict[str, Any]) -> tuple[int, int] | None:
-        """The virtual parameter's: (r, n) or (m, r), the matrix being (m, n); None where it steps as it is."""
+        """Return the shape of the virtual parameter, (r, n) or (m, r), for a matrix (m, n).
+
+        None means that the parameter is stepped without a projection.
+        """
         rank = group["rank"]
         if rank is None or param.dim() < 2 or param.numel() == 0:
             return None
@@ -115,7 +130,7 @@ class LowRankOptimizer(Optimizer):
         return (rank, columns) if is_left(rows, columns, group) else (rows, rank)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as in ``torch.optim.Optimizer``; its options are checked first."""
+        """Add a group, as in ``torch.optim.Optimizer``; its options are checked first."""
         self._check_options({**self.defaults, **param_group})
         params = param_group["params"]
         param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
@@ -136,9 +151,10 @@ class LowRankOptimizer(Optimizer):
             raise
 
     def _shapes(self, group: dict[str, Any]) -> list[tuple[int, int] | None]:
-        """The virtual parameters' of a group, whose own are checked."""
+        """Check the parameters of a group, and return the shapes of their virtual parameters."""
         for i, p in enumerate(group["params"]):
-            expect_whole(self._name, i, p)  # also of those that are not projected: norms are of all gradients
+            # Parameters without projection are checked too, since the norm covers all gradients.
+            expect_whole(self._name, i, p)
             if self._shape(p, group) is not None:
                 self._expect(p.dtype in DTYPES, f"params[{i}]", "fp32, bf16 or fp16", p.dtype)
         return [self._shape(p, group) for p in group["params"]]
@@ -146,7 +162,7 @@ class LowRankOptimizer(Optimizer):
     @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps every parameter that has a gradient; returns what the closure, if any, returns."""
+        """Step every parameter that has a gradient; return what the closure, if any, returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -157,9 +173,9 @@ class LowRankOptimizer(Optimizer):
 
     def _step_all(self) -> None:
         factor = self._clip_coef()
-        virtual, given = self._virtual, []  # gradients to be put back
+        virtual, given = self._virtual, []  # given: gradients that clipping replaces, to be restored
         virtual.update_options(self.param_groups)
-        for group in self.param_groups:  # before any projection is renewed
+        for group in self.param_groups:  # check all gradients before any projection is renewed
             for p in group["params"]:
                 if p.grad is not None and p in virtual.of:
                     self._check_grad(p, group)
@@ -212,21 +228,23 @@ class LowRankOptimizer(Optimizer):
         return float(lr) if isinstance(lr, Tensor) and lr.device != param.device else lr
 
     def _position(self, param: Tensor) -> int:
-        """The parameter's place among all of the optimizer, which tells its random numbers from the others'."""
+        """Return the parameter's number in the optimizer, which makes its random numbers distinct."""
         every = (p for group in self.param_groups for p in group["params"])
         return next(i for i, p in enumerate(every) if p is param)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as in ``torch.optim.Optimizer``, with a ``format_version`` and whose the base's entries are."""
+        """Return the state as in ``torch.optim.Optimizer``, with ``format_version`` and the base's name."""
         base = {"name": self.base_optimizer.__name__, **self._virtual.beside()}
         return {**super().state_dict(), "format_version": FORMAT_VERSION, "base_optimizer": base}
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of the same class over the same base optimizer, bit for bit; everything is copied.
+        """Load a state dict of the same class over the same base optimizer, bit for bit.
+
+        All tensors are copied.
 
         Raises:
-            ValueError: what is loaded does not fit; nothing has changed then.
+            ValueError: the state dict does not fit. Nothing has changed then.
         """
         base: Any = state_dict.get("base_optimizer")
         expected = self.base_optimizer.__name__
@@ -249,7 +267,7 @@ class LowRankOptimizer(Optimizer):
             return {**loaded, "state": entries}
 
         self._loaded_base = {k: v for k, v in base.items() if k != "name"}
-        last = self.register_load_state_dict_pre_hook(keep)  # after those that the user registered
+        last = self.register_load_state_dict_pre_hook(keep)  # runs after the hooks that the user registered
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -265,7 +283,7 @@ class LowRankOptimizer(Optimizer):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes the state of a load, a copy or an unpickling: checks it, and hands it to a new base optimizer."""
+        """Take the state of a load, a copy or an unpickling: check it, and load it into a new base."""
         if "state" not in state:
             super().__setstate__(state)
             return
@@ -301,7 +319,7 @@ class LowRankOptimizer(Optimizer):
         self._virtual.load(entries, beside)
 
     def _own_entries(self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-        """Our part of a projected parameter's entries, after checking it."""
+        """Check and return the subclass's own state entries of a projected parameter."""
         own = {}
         for name, kind in self._own_shapes(param, group).items():
             value: Any = entry.get(name)
@@ -324,7 +342,7 @@ class LowRankOptimizer(Optimizer):
 
 
 def _decay_is_a_penalty(base: type[Optimizer], group: dict[str, Any]) -> bool:
-    """Whether the base adds the decay to the gradient: it would have to be projected with it."""
+    """Return whether the base optimizer adds the decay to the gradient, which projection cannot handle."""
     decoupled = (torch.optim.Adafactor, torch.optim.Muon)
     of_torch = base.__module__.startswith("torch.optim") and not issubclass(base, decoupled)
     return issubclass(base, SGD) or (of_torch and not group.get("decoupled_weight_decay", False))

@@ -1,4 +1,4 @@
-"""Muon with momentum in few bits."""
+"""Muon with quantised momentum."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -33,32 +33,35 @@ def muon_(
     adjust_lr_fn: str = "original",
     **arguments: Unpack[StepArguments],
 ) -> None:
-    """One step of Muon, in place, on every matrix that has a gradient, one after another.
+    """Take one Muon step in place on every matrix that has a gradient, one after another.
 
-    What ``torch.optim.Muon`` does: ``m = momentum m + (1 - momentum) g``; Newton-Schulz steps bring the singular values
-    of m, or with Nesterov's momentum of ``momentum m + (1 - momentum) g``, near 1; the matrix O that they make moves
-    the weight: ``p = p (1 - lr weight_decay) - lr scale O`` (Jordan, "Muon: an optimizer for hidden layers in neural
-    networks", 2024). The products are bf16, added in fp32, on CUDA and on CPUs that have units for it, and elsewhere
-    fp32. Temporary memory: at most 16 bytes an element (8 where products are bf16) of one parameter at a time. A NaN or
-    infinite gradient spoils its whole matrix.
+    The rule is that of ``torch.optim.Muon``. First ``m = momentum m + (1 - momentum) g``. Newton-Schulz steps
+    bring the singular values of m near 1; with Nesterov's momentum they start from ``momentum m + (1 -
+    momentum) g``. The resulting matrix O moves the weight: ``p = p (1 - lr weight_decay) - lr scale O``
+    (Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024). On CUDA, and on CPUs with hardware
+    bf16 products, the products are bf16 with fp32 accumulation; elsewhere they are fp32. Temporary memory: at
+    most 16 bytes per element of one parameter at a time (8 with bf16 products). A NaN or infinite gradient
+    spoils its whole matrix.
 
     Args:
-        params: matrices: fp32, bf16 or fp16, of any sizes.
-        grads: one for each parameter, its shape, fp32, bf16 or fp16; or None: the parameter and its step stay as they
-            are.
-        step: (parameters), fp32: steps taken; incremented.
-        momentum_buffer: (elements of the arena): fp32 or bf16, or codes (uint8, 8 or 4 bits each).
-        momentum_buffer_scale: of codes, fp32: (elements of the arena / 256), or as ``quantize_state_4bit`` has it.
+        params: fp32, bf16 or fp16 matrices of any size, updated in place.
+        grads: one gradient for each parameter, of its shape, in fp32, bf16 or fp16. None leaves the parameter
+            and its step count unchanged.
+        step: (number of parameters), fp32: the steps that each parameter has taken; incremented in place.
+        momentum_buffer: fp32 or bf16 values, (elements of the arena); or uint8 codes, one 8-bit or two 4-bit
+            codes per byte.
+        momentum_buffer_scale: fp32 scales of the codes, or None without codes. The shape is (elements of the
+            arena / 256) for 8-bit codes, and that of ``quantize_state_4bit`` for 4-bit codes.
         lr, momentum, weight_decay, nesterov: as in ``torch.optim.Muon``; momentum in [0, 1).
-        ns_coefficients: a, b, c of ``a X + b (X X^T) X + c (X X^T)^2 X``.
-        eps: the least norm that m is divided by.
-        ns_steps: Newton-Schulz steps, 1 to 99.
-        adjust_lr_fn: scale: "original", sqrt(max(1, rows / columns)), or "match_rms_adamw", 0.2 sqrt(max(rows,
-            columns)), with which lr and weight_decay of AdamW fit.
+        ns_coefficients: a, b and c of ``a X + b (X X^T) X + c (X X^T)^2 X``.
+        eps: lower bound of the norm that divides m.
+        ns_steps: the number of Newton-Schulz steps, 1 to 99.
+        adjust_lr_fn: sets ``scale``. "original" is sqrt(max(1, rows / columns)). "match_rms_adamw" is 0.2
+            sqrt(max(rows, columns)), for which the lr and weight_decay of AdamW are suitable.
         **arguments: see ``StepArguments``.
 
     Raises:
-        RuntimeError: a shape, dtype, device or option that does not fit; nothing has changed then.
+        RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
     """
     torch.ops.shoestring.muon_(
         params,
@@ -79,7 +82,7 @@ def muon_(
 
 
 def orthogonalize(x: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """Newton-Schulz steps towards U V^T of a matrix x = U S V^T, in fp64."""
+    """Run Newton-Schulz steps in fp64, which bring a matrix x = U S V^T towards U V^T."""
     a, b, c = coefficients
     x = x.double()
     x = x / x.norm().clamp(min=eps)
@@ -106,7 +109,7 @@ def muon_reference(
     adjust_lr_fn: str = "original",
     **arguments: Unpack[ReferenceArguments],
 ) -> None:
-    """``muon_`` in plain PyTorch, a tensor at a time; the products are fp64."""
+    """Compute ``muon_`` in plain PyTorch, one parameter at a time, with fp64 products."""
 
     def rule(lr: float, step: int, p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, ...]:
         m = m * momentum + g * (1 - momentum)
@@ -125,35 +128,39 @@ def muon_reference(
 
 
 class Muon(WholeTensorOptimizer):
-    """Muon (Jordan, 2024) whose momentum is kept in 8 bits: 1.02 bytes a parameter instead of 4.
+    """Muon (Jordan, 2024) with 8-bit momentum: 1.02 bytes per parameter instead of 4.
 
-    What ``torch.optim.Muon`` does: ``m = momentum m + (1 - momentum) g``; Newton-Schulz steps bring the singular values
-    of m, or with Nesterov's momentum of ``momentum m + (1 - momentum) g``, near 1, and what they make moves the weight.
-    For the matrices of hidden layers; embeddings, heads, biases and norms want ``shoestring.optim.AdamW``. Products are
-    bf16 on CUDA and on CPUs with units for it, else fp32.
+    The rule is that of ``torch.optim.Muon``. First ``m = momentum m + (1 - momentum) g``. Newton-Schulz steps
+    bring the singular values of m near 1; with Nesterov's momentum they start from ``momentum m + (1 -
+    momentum) g``. The result moves the weight. Use Muon for the matrices of hidden layers, and
+    ``shoestring.optim.AdamW`` for embeddings, heads, biases and norms. Products are bf16 on CUDA and on CPUs
+    with hardware bf16 products, else fp32.
 
-    Memory: ``sum(ceil(n / 256) * 260 + 4)`` bytes over the parameters that have had a gradient, n being their sizes; in
-    place of 260, 160 for 4-bit state, 512 for bf16 and 1024 for fp32, and 512 more with ``weights="remainder"``. During
-    a step, at most 16 bytes an element of one parameter at a time (8 where products are bf16).
+    Memory: ``sum(ceil(n / 256) * 260 + 4)`` bytes, summed over the parameters that have had a gradient; n is
+    the number of elements of a parameter. In place of 260, 4-bit state takes 160 bytes, bf16 512 and fp32
+    1024. ``weights="remainder"`` adds 512 to that number. During a step, at most 16 bytes per element of one
+    parameter at a time (8 with bf16 products).
 
     Args:
-        params: matrices, as parameters, named parameters or groups; fp32, bf16 or fp16.
-        lr: learning rate; a number, or a tensor of one element, as for ``AdamW``.
-        weight_decay: decoupled, applied before the update.
-        momentum: the share of the mean of gradients in the new mean, [0, 1).
-        nesterov: Nesterov's momentum.
-        ns_coefficients: of the Newton-Schulz polynomial.
-        eps: the least norm that m is divided by.
-        ns_steps: Newton-Schulz steps, 1 to 99.
-        adjust_lr_fn: what lr is multiplied by: "original" or None, sqrt(max(1, rows / columns)), or "match_rms_adamw",
-            0.2 sqrt(max(rows, columns)), with which lr and weight_decay of AdamW fit.
-        **options: see ``LowMemoryOptions``.
+        params: matrices, as parameters, named parameters or parameter groups; fp32, bf16 or fp16.
+        lr: learning rate: a number, or a tensor of one element as for ``AdamW``.
+        weight_decay: decoupled weight decay, applied before the update.
+        momentum: the weight of the old mean of gradients in the new mean, in [0, 1).
+        nesterov: use Nesterov's momentum.
+        ns_coefficients: the three coefficients of the Newton-Schulz polynomial.
+        eps: lower bound of the norm that divides m.
+        ns_steps: the number of Newton-Schulz steps, 1 to 99.
+        adjust_lr_fn: sets the factor of lr. "original" or None is sqrt(max(1, rows / columns)).
+            "match_rms_adamw" is 0.2 sqrt(max(rows, columns)), for which the lr and weight_decay of AdamW are
+            suitable.
+        **options: options of every optimizer here, see ``LowMemoryOptions``.
 
     Raises:
-        ValueError: an option, parameter or loaded state that does not fit; nothing has changed then.
+        ValueError: an option, a parameter or a loaded state does not fit. Nothing has changed then.
 
-    What ``AdamW`` says of groups, state dicts, GradScaler and ``grad_norm`` holds here as well; ``state[p]`` holds
-    ``step, momentum_buffer, momentum_buffer_scale``, and ``load_state_dict`` reads those of ``torch.optim.Muon``.
+    Parameter groups, state dicts, GradScaler and ``grad_norm`` work as documented for ``AdamW``. ``state[p]``
+    holds ``step, momentum_buffer, momentum_buffer_scale``. ``load_state_dict`` also reads the state dicts of
+    ``torch.optim.Muon``.
     """
 
     _moments = (Moment("momentum_buffer", signed=True),)
@@ -202,5 +209,8 @@ class Muon(WholeTensorOptimizer):
             )
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """A copy of the state for ``torch.optim.Muon.load_state_dict``: fp32 momentum, in the parameters' shapes."""
+        """Return a copy of the state for ``torch.optim.Muon.load_state_dict``.
+
+        The momentum is fp32 and in the parameters' shapes.
+        """
         return exported(self, self._moments)

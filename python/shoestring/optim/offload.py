@@ -1,4 +1,4 @@
-"""Optimizer state where the device has no room for it: how a step takes it there, chunk by chunk."""
+"""Optimizer state that is kept off the device, and the loop that streams it to the device chunk by chunk."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -10,35 +10,35 @@ from torch import Tensor
 if TYPE_CHECKING:
     from shoestring.optim.arena import Arena
 
-# The machinery is C++ (csrc/offload): an Offload for each device has the memory, the file and the copies; an
-# OffloadedState has the state of an arena.
+# The C++ side is in csrc/offload. An Offload, one per device, owns the memory, the file and the copies. An
+# OffloadedState holds the state of one arena.
 OffloadedState = Any
 
 
-PLACES = "none | cpu | stream | nvme:DIR"  # as a command says it
+PLACES = "none | cpu | stream | nvme:DIR"  # offload targets, for the help text of commands
 
 
 def is_place(offload: object) -> bool:
-    """Whether it is one of the places that state may be offloaded to."""
+    """Return whether ``offload`` is a valid offload target."""
     return offload in (None, "cpu", "stream") or (
         isinstance(offload, str) and offload[:5] == "nvme:" < offload
     )
 
 
 def make_offload(caller: str, offload: str, device: torch.device) -> Any:
-    """What the arenas of an optimizer on one device share.
+    """Make the Offload object that all arenas of an optimizer on one device share.
 
     Raises:
-        RuntimeError: the file cannot be made.
+        RuntimeError: the file cannot be created.
     """
     return torch.classes.shoestring.Offload(f"{caller}: offload", offload, device)
 
 
 class Offloading:
-    """The part of an optimizer that knows where the state lies."""
+    """The part of an optimizer that manages where its state is stored."""
 
     offload: str | None
-    # Of the optimizer:
+    # Attributes of the optimizer that this mixin uses:
     param_groups: list[dict[str, Any]]
     _layouts: dict[int, Any]
     step_in_backward: bool
@@ -52,7 +52,7 @@ class Offloading:
 
     @property
     def _streams(self) -> bool:
-        """Whether state comes to the device chunk by chunk."""
+        """Whether state is copied to the device chunk by chunk."""
         return self.offload is not None and self.offload != "cpu"
 
     def _offload_of(self, device: torch.device) -> Any:
@@ -64,11 +64,14 @@ class Offloading:
 
     @property
     def host_bytes(self) -> int:
-        """What offloading takes of host memory, page-locked for a GPU (with "cpu", state is ordinary memory beside it)."""
+        """The bytes of host memory that offloading takes, pinned for a GPU.
+
+        With ``offload="cpu"`` the state itself is pageable memory and is not included.
+        """
         return sum(offload.host_bytes() for offload in self._offloads.values())
 
     def _check_process(self) -> None:
-        """Raises RuntimeError in a forked child, which has neither the threads nor a file of its own."""
+        """Raise RuntimeError in a forked child, which has neither the worker threads nor its own file."""
         if self._process != os.getpid():
             for offload in self._offloads.values():
                 offload.check()
@@ -77,9 +80,10 @@ class Offloading:
 def pieces(
     arena: "Arena", grads: list[Tensor | None], accumulated: Tensor | None
 ) -> Iterator[tuple["Arena", list[Tensor | None], Tensor | None]]:
-    """The arena in pieces that are on the device, with their gradients and sums; to be stepped one after the other.
+    """Yield pieces of the arena that are on the device, with their gradients and gradient sums.
 
-    What had been stepped when the same step failed before is left out.
+    The caller steps the pieces one after another. If the same step failed before, pieces that it stepped are
+    left out.
     """
     state, start = arena.offloaded, arena.start
     assert state is not None
@@ -103,7 +107,7 @@ def pieces(
         sums = None if accumulated is None else arena.blocks_of(accumulated, own.start, first_block, blocks)
         try:
             yield piece, grads[own], sums
-        except GeneratorExit:  # an error; it may have come between the operator and the next line
+        except GeneratorExit:  # the caller raised, possibly after the operator had already stepped this piece
             if not torch.equal(piece.step, arena.step[own]):
                 arena.stepped[own] = piece.step
                 state.put(chunk)
@@ -113,7 +117,7 @@ def pieces(
 
 
 def commit(arenas: list["Arena"]) -> None:
-    """Ends a step of which all pieces have been stepped and are back."""
+    """End a step: all pieces have been stepped and written back, so the new step counts become valid."""
     for arena in arenas:
         if arena.stepped is not None:
             arena.step.copy_(arena.stepped)

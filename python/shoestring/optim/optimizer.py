@@ -1,4 +1,4 @@
-"""What the optimizers' operators share: their arguments beside a rule's numbers, and what makes a rule a reference."""
+"""Arguments that all optimizer operators share, and the loop behind their references in plain PyTorch."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from shoestring.quantization.quantize_state_4bit import (
 
 
 class ReferenceArguments(TypedDict, total=False):
-    """Keyword arguments of every reference: those of ``StepArguments`` that apply to whole parameters."""
+    """Keyword arguments of every ``*_reference``: the part of ``StepArguments`` for whole parameters."""
 
     maximize: bool
     lr_tensor: Tensor | None
@@ -35,25 +35,32 @@ class ReferenceArguments(TypedDict, total=False):
 
 
 class StepArguments(ReferenceArguments, total=False):
-    """Of every optimizer's operator. Tensors are on the parameters' device, and None where they are absent.
+    """Keyword arguments of every optimizer operator.
 
-    maximize: ascend instead.
-    lr_tensor: in place of lr; its sign is not checked. This and the next three are one fp32 element each: a GPU reads
-        them itself, so the host does not wait, and a CUDA graph replays the step.
-    grad_scale: gradients are divided by it.
-    clip_coef: gradients are multiplied by it.
-    found_inf: where it is not zero, nothing changes (but that ``accumulated`` becomes zero).
-    weight_remainder: (elements of the arena), int16: with each bf16 weight it makes an fp32, which the step changes
-        exactly as it would change an fp32 weight. The weight is its upper half, rounded to nearest (halves away from
-        zero): ``bits(fp32) = (bits(weight) << 16) + remainder``.
-    accumulated: (elements of the arena), fp32 or bf16: added to the gradients, and then zero, of parameters with one.
-    stochastic_rounding: bf16 weights are rounded up or down so that the mean is right, in place of to nearest.
-    seed: of all random bits, which are a function of it, the step, the parameter's number and the element's place in the
-        parameter.
-    numbers: of the parameters, below 2^20; none: their indices.
-    first_block, blocks: the arenas hold just so many blocks of 256 elements, from first_block of the first parameter on,
-        and only these are stepped (on the CPU; references step whole parameters, as do operators that are more than a
-        rule). None: those of whole parameters.
+    Tensors are on the parameters' device. None turns an optional tensor off.
+
+    maximize: ascend the gradient instead of descending it.
+    lr_tensor: replaces lr; its sign is not checked. ``lr_tensor``, ``grad_scale``, ``clip_coef`` and
+        ``found_inf`` each hold one fp32 element. The GPU reads them itself, so the host does not wait, and a
+        CUDA graph can replay the step.
+    grad_scale: divides the gradients.
+    clip_coef: multiplies the gradients.
+    found_inf: if it is not zero, the step changes nothing, except that it still zeroes ``accumulated``.
+    weight_remainder: (elements of the arena), int16. A bf16 weight and its remainder together hold one fp32
+        weight, which the step changes exactly as it would change an fp32 parameter. The weight is the upper
+        half of that fp32 value, rounded to nearest (halves away from zero): ``bits(fp32) = (bits(weight) <<
+        16) + remainder``.
+    accumulated: (elements of the arena), fp32 or bf16. The step adds it to the gradients and then zeroes it,
+        for each parameter that has a gradient.
+    stochastic_rounding: rounds bf16 weights up or down at random so that the expected value is exact, instead
+        of to nearest.
+    seed: seeds all random bits. They are a function of the seed, the step, the number of the parameter and
+        the index of the element in the parameter.
+    numbers: the numbers of the parameters for random bits, each below 2^20. Empty means their indices in
+        ``params``.
+    first_block, blocks: step only ``blocks`` blocks of 256 elements, starting at block ``first_block`` of the
+        first parameter; the arenas hold just these blocks. ``blocks=None`` steps whole parameters. Only CPU
+        operators that apply an elementwise rule support this; references do not.
     """
 
     first_block: int
@@ -61,9 +68,10 @@ class StepArguments(ReferenceArguments, total=False):
 
 
 class ReferenceArena(NamedTuple):
-    """A moment of all parameters: fp32 or bf16 without scales, or codes.
+    """One moment of all parameters: fp32 or bf16 values without scales, or codes with scales.
 
-    signed: whether it may be negative. keeps: how much of it stays in a step.
+    signed: whether the moment may be negative. keeps: the share of the moment that survives a step (its
+    beta).
     """
 
     values: Tensor
@@ -73,11 +81,14 @@ class ReferenceArena(NamedTuple):
 
     @property
     def is_4bit(self) -> bool:
-        """Whether codes have 4 bits: then there are more scales for each byte."""
+        """Whether the codes have 4 bits, which shows in the ratio of scales to bytes."""
         return self.scale is not None and self.scale.numel() * STATE_BLOCK != self.values.numel()
 
     def read(self, where: slice) -> Tensor:
-        """A parameter's part as fp32: elements ``where``, from a multiple of 256 on."""
+        """Return one parameter's moment in fp32.
+
+        ``where`` is the parameter's slice of the arena, which starts at a multiple of 256.
+        """
         if self.scale is None:
             return self.values[where].float()
         if self.is_4bit:
@@ -88,7 +99,10 @@ class ReferenceArena(NamedTuple):
         return dequantize_8bit_reference(self.values[where], self.scale[_blocks(where)], signed=self.signed)
 
     def write(self, where: slice, moment: Tensor, step: int, random: Callable[[], Tensor]) -> None:
-        """The same back: rounded to codes where the arena has scales, and at random where it is bf16."""
+        """Store one parameter's moment at ``where``.
+
+        Quantises the moment if the arena has scales, and rounds it stochastically if the arena is bf16.
+        """
         if self.scale is None:
             is_bf16 = self.values.dtype == torch.bfloat16
             self.values[where] = round_stochastically(moment, random()) if is_bf16 else moment
@@ -116,7 +130,7 @@ def _blocks(where: slice) -> slice:
 
 
 def places(params: Sequence[Tensor]) -> list[slice]:
-    """Where in an arena the state of each parameter lies."""
+    """Return the slice of the arena that holds each parameter's state."""
     found, begin = [], 0
     for param in params:
         found.append(slice(begin, begin + param.numel()))
@@ -125,21 +139,28 @@ def places(params: Sequence[Tensor]) -> list[slice]:
 
 
 def philox(counter: Sequence[Tensor], key: tuple[int, int], rounds: int = 7) -> list[Tensor]:
-    """Philox 4x32 (Salmon et al., SC 2011) of counters in four int64 tensors of 32 bits each."""
+    """Return the Philox 4x32 random words (Salmon et al., SC 2011) of four counters.
+
+    Args:
+        counter: four int64 tensors, each element a 32-bit word.
+        key: two 32-bit words.
+        rounds: the number of Philox rounds.
+    """
     c0, c1, c2, c3 = counter
     mask = 0xFFFFFFFF
     for i in range(rounds):
         key0, key1 = (key[0] + i * 0x9E3779B9) & mask, (key[1] + i * 0xBB67AE85) & mask
-        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # modulo 2^64
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # int64 products wrap modulo 2^64
         c0, c1, c2, c3 = (b >> 32) & mask ^ c1 ^ key0, b & mask, (a >> 32) & mask ^ c3 ^ key1, a & mask
     return [c0, c1, c2, c3]
 
 
 def random_bits(seed: int, step: int, number: int, stream: int, count: int) -> Tensor:
-    """16 random bits (int64) for each of the ``count`` elements of a parameter, for its weight (stream 0) or a moment.
+    """Return 16 random bits (int64) for each of the ``count`` elements of a parameter.
 
-    Counter ``i`` (with step, number and stream in its other words) has those of elements 8 i to 8 i + 7: the lower and
-    then the upper half of each of its four words.
+    ``stream`` is 0 for the weight and 1 + k for moment k. Counter ``i``, whose other words hold the step, the
+    number and the stream, serves elements 8 i to 8 i + 7. Each of its four output words gives its lower half
+    to one element and its upper half to the next.
     """
     index = torch.arange((count + 7) // 8)
     counter = [index, index >> 32, torch.full_like(index, step), torch.full_like(index, number << 3 | stream)]
@@ -148,18 +169,18 @@ def random_bits(seed: int, step: int, number: int, stream: int, count: int) -> T
 
 
 def round_stochastically(x: Tensor, random: Tensor) -> Tensor:
-    """fp32 as bf16: up, in magnitude, with the probability of what is cut off."""
+    """Round fp32 to bf16. The magnitude is rounded up with a probability equal to the discarded fraction."""
     up = (x.view(torch.int32).long() + random) >> 16
     return torch.where(x.isnan(), x.bfloat16(), up.to(torch.int16).view(torch.bfloat16))
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 that a bf16 weight and its int16 remainder make."""
+    """Return the fp32 value that a bf16 weight and its int16 remainder make."""
     return ((weight.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """An fp32 as bf16 weight and int16 remainder; NaN is one NaN."""
+    """Split fp32 into a bf16 weight and an int16 remainder. Every NaN becomes the same NaN."""
     bits = torch.where(x.isnan(), 0x7FC00000, x.view(torch.int32).long())
     remainder = bits.to(torch.int16)
     return ((bits - remainder.long()) >> 16).to(torch.int16).view(torch.bfloat16), remainder
@@ -185,10 +206,11 @@ def reference_step(
     extra: Sequence[Sequence[Tensor]] = (),
     numbers: Sequence[int] = (),
 ) -> None:
-    """An operator in plain PyTorch, a tensor at a time.
+    """Run one optimizer step in plain PyTorch, one parameter at a time.
 
-    ``rule(lr, step, p, g, moment, ...)`` returns the new p and moments; all are fp32 and of the parameter's shape. After
-    the moments it is given what ``extra`` has for the parameter, which it changes in place.
+    ``rule(lr, step, p, g, moment, ...)`` returns the new p and the new moments, all fp32 and in the
+    parameter's shape. After the moments, the rule receives the parameter's tensors from ``extra``, which it
+    changes in place.
     """
     lr = lr if lr_tensor is None else lr_tensor.item()
     factor = (1.0 if clip_coef is None else clip_coef.item()) / (

@@ -1,4 +1,4 @@
-"""Matrices at low rank: bases, products with them, and random numbers that a seed brings back."""
+"""Low-rank projections of matrices: bases, products with them, and seeded random numbers."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 2**24  # elements of a 16-bit matrix that are in fp32 at a time: 64 MiB
+CHUNK = 2**24  # elements of a 16-bit matrix that are converted to fp32 at a time: 64 MiB
 
 
 def is_left(rows: int, columns: int, group: dict[str, Any]) -> bool:
-    """Whether a matrix is projected from the left: its rows become fewer."""
+    """Return whether a matrix is projected from the left, which reduces its rows."""
     side = group.get("projection", "auto")
     return side == "left" or (side == "auto" and rows <= columns)
 
 
 def project(grad: Tensor, basis: Tensor, left: bool) -> Tensor:
-    """A gradient (m, n) at low rank, in fp32: basis^T G, (r, n), or G basis, (m, r)."""
+    """Project a gradient (m, n) to low rank, in fp32: basis^T G, (r, n), or G basis, (m, r)."""
     rank = basis.shape[1]
     low = torch.zeros((rank, grad.shape[1]) if left else (len(grad), rank), device=grad.device)
     for rows in chunks(grad):
@@ -30,12 +30,13 @@ def project(grad: Tensor, basis: Tensor, left: bool) -> Tensor:
 def leading_vectors(
     matrix: Tensor, count: int, seed: int, iterations: int = 4, oversampling: int = 16
 ) -> Tensor:
-    """The leading left singular vectors of an fp32 matrix, largest first, by randomised subspace iteration.
+    """Return the leading left singular vectors of an fp32 matrix, largest first.
 
-    Algorithms 4.4 and 5.1 of arXiv 0909.4061: a Gaussian sketch, taken through the matrix and back, orthonormalised in
-    between; then the singular vectors within its range. Four iterations and 16 more columns than are wanted leave 1 to
-    3 % of the squared norm that an SVD captures where the matrix is noise, and 0.1 % where singular values fall as 1 /
-    sqrt(i).
+    Uses randomised subspace iteration, algorithms 4.4 and 5.1 of arXiv 0909.4061. A Gaussian sketch is
+    multiplied by the matrix and its transpose, and orthonormalised in between; then the singular vectors
+    within its range are computed. With four iterations and 16 extra columns, the result misses 1 to 3 % of
+    the squared norm that an SVD captures if the matrix is noise. It misses 0.1 % if the singular values fall
+    as 1 / sqrt(i).
 
     Returns:
         (rows, count), with orthonormal columns.
@@ -47,19 +48,22 @@ def leading_vectors(
         sketch = matrix @ _scaled(matrix.mT @ torch.linalg.qr(sketch).Q)
     basis = torch.linalg.qr(sketch).Q
     within = _scaled(basis.mT @ matrix)
-    vectors = torch.linalg.eigh(within @ within.mT).eigenvectors  # ascending
+    vectors = torch.linalg.eigh(within @ within.mT).eigenvectors  # in ascending order of eigenvalues
     result: Tensor = (basis @ vectors.flip(1)[:, :count]).contiguous()
     return result
 
 
 def _scaled(x: Tensor) -> Tensor:
-    """A multiple of x whose products, and x's with it, are within fp32's range."""
+    """Scale x so that its products with itself and with similar matrices stay within the range of fp32."""
     return x / x.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def fp32_rows(param: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """The rows of a parameter's matrix in fp32, to be changed in place; 16-bit ones are rounded once, in chunks."""
-    matrix = param.flatten(1)  # of a tensor that is not one in memory, a copy
+    """Yield the rows of a parameter's matrix in fp32, to be changed in place.
+
+    A 16-bit parameter is converted in chunks, and each chunk is rounded once when it is written back.
+    """
+    matrix = param.flatten(1)  # a copy if the parameter is not contiguous
     for rows in chunks(matrix):
         part = matrix[rows].float()
         yield rows, part
@@ -70,15 +74,15 @@ def fp32_rows(param: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def chunks(matrix: Tensor) -> list[slice]:
-    """Rows of a matrix, all at once if it is fp32."""
+    """Return slices of a matrix's rows for conversion to fp32; one slice if the matrix already is fp32."""
     count = len(matrix) if matrix.dtype == torch.float32 else max(1, CHUNK // matrix.shape[1])
     return [slice(i, i + count) for i in range(0, len(matrix), count)]
 
 
 def mix(*numbers: int) -> int:
-    """A seed of 32 bits (which is what PyTorch's generator of the CPU takes) for each tuple of whole numbers."""
+    """Hash a tuple of integers to a 32-bit seed, which is what PyTorch's CPU generator takes."""
     mask, x = 2**64 - 1, 0
-    for number in numbers:  # a step of splitmix64 for each
+    for number in numbers:  # one step of splitmix64 per number
         x = (x + number + 0x9E3779B97F4A7C15) & mask
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
@@ -87,5 +91,5 @@ def mix(*numbers: int) -> int:
 
 
 def normal(size: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
-    """Normal fp32 numbers that depend on the seed, and the kind of device, alone."""
+    """Return normal fp32 numbers that depend only on the seed and the kind of device."""
     return torch.randn(size, generator=torch.Generator(device).manual_seed(seed), device=device)

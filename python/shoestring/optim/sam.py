@@ -1,4 +1,4 @@
-"""SAM: the gradient of the worst point nearby, for any optimizer."""
+"""Sharpness-aware minimisation (SAM) around any optimizer."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,9 +14,9 @@ from shoestring.optim.interrupts import Uninterrupted
 class SAM(Optimizer):
     """Sharpness-aware minimisation (arXiv 2010.01412) around another optimizer.
 
-    The first half of a step goes up, from the weights w to ``w + rho * g / norm(g)``, g being the gradient of all of
-    them; the second goes back to w, to the bit, and takes the base optimizer's step there with the gradient from
-    above::
+    The first half of a step moves up, from the weights w to ``w + rho * g / norm(g)``, where g is the
+    gradient of all parameters. The second half restores w bit for bit. There it takes the base optimizer's
+    step with the gradient that was computed at the moved weights::
 
         optimizer = SAM(model.parameters(), AdamW, rho=0.05, lr=1e-3)
         for batch in data:
@@ -25,43 +25,50 @@ class SAM(Optimizer):
             loss(model, batch).backward()
             optimizer.second_step(zero_grad=True)
 
-    Each ``backward`` may be several, over micro-batches. ``optimizer.step(closure)`` does all of it, calling the
-    closure twice. Under ``torch.amp.GradScaler``, which must not ``unscale_`` before the first half, it is ::
+    Each ``backward`` may be several, over micro-batches. ``optimizer.step(closure)`` does both halves and
+    calls the closure twice. Under ``torch.amp.GradScaler``, do not call ``unscale_`` before the first half::
 
             scaler.scale(loss(model, batch)).backward()
-            optimizer.first_step(zero_grad=True)  # a direction: the scale does not matter
+            optimizer.first_step(zero_grad=True)  # only the direction counts: the scale does not matter
             scaler.scale(loss(model, batch)).backward()
             scaler.step(optimizer)
             scaler.update()
 
-    A first gradient that is not finite leaves the weights where they are, and ``scaler.step`` then skips the step, as
-    it does for the second one. (The scale falls by the second, which is of the same weights and will not be finite
-    either.)
+    If the first gradient is not finite, the weights do not move, and ``scaler.step`` skips the step. It also
+    skips if the second gradient is not finite. GradScaler lowers the scale because of the second gradient
+    only. After a first gradient that is not finite, the second is computed at the same weights and will not
+    be finite either.
 
-    Memory: the base's, and between the halves a copy of the weights that have a gradient.
+    Memory: that of the base optimizer and, between the halves, a copy of the weights that have a gradient.
 
     Args:
-        params: parameters, named parameters or groups.
-        base_optimizer: the class of the optimizer that takes the steps: shoestring.optim's, torch.optim's or another.
-        rho: how far the first half goes; at least 0. A group may have its own; the norm is that of all groups.
-        adaptive: ASAM (arXiv 2102.11600): up along ``w^2 * g``, by ``rho / norm(w * g)``; rho is then about ten times
-            larger. A group may have its own.
-        options: of the base optimizer: lr, weight_decay, max_grad_norm, ...; the second half alone is clipped.
+        params: parameters, named parameters or parameter groups.
+        base_optimizer: the class of the optimizer that takes the steps, from shoestring.optim, torch.optim or
+            elsewhere.
+        rho: the distance of the first half, at least 0. A group may override it; the norm is taken over all
+            groups.
+        adaptive: use ASAM (arXiv 2102.11600), which moves along ``w^2 * g`` by ``rho / norm(w * g)``. rho is
+            then about ten times larger. A group may override it.
+        options: options of the base optimizer: lr, weight_decay, max_grad_norm, ... Clipping applies to the
+            second half only.
 
     Attributes:
-        base_optimizer: the optimizer that takes the steps. Groups and state are one and the same here and there.
+        base_optimizer: the optimizer that takes the steps. It shares its groups and its state with this
+            object.
 
     Raises:
-        ValueError: an option that does not fit.
-        RuntimeError: a half of a step that is not due, or a state dict wanted between the halves.
+        ValueError: an option does not fit.
+        RuntimeError: a half of a step is called out of order, or a state dict is requested between the
+            halves.
 
-    Layers that keep running statistics, such as BatchNorm, see every batch twice, the second time with weights that are
-    never used: set their ``momentum`` to 0 for the second pass, or accept it. Random layers draw anew in the second
-    pass. Micro-batches add up in ``.grad``, not in the base's ``accumulate()``. The move up is added in fp32 and
-    rounded once; in 16-bit weights, what is below half a unit in the last place is lost.
+    Layers with running statistics, such as BatchNorm, see every batch twice, the second time with weights
+    that are never used. Set their ``momentum`` to 0 for the second pass, or accept it. Layers with random
+    numbers draw new ones in the second pass. Micro-batches add up in ``.grad``, not in the base optimizer's
+    ``accumulate()``. The move up is computed in fp32 and rounded once. In 16-bit weights, a move below half a
+    unit in the last place is lost.
     """
 
-    _step_supports_amp_scaling = True  # GradScaler.step then always calls step, so that weights come back
+    _step_supports_amp_scaling = True  # GradScaler.step then always calls step, which restores the weights
 
     def __init__(
         self,
@@ -75,8 +82,8 @@ class SAM(Optimizer):
             expected = "a class of optimizers, such as shoestring.optim.AdamW"
             raise ValueError(f"SAM: base_optimizer: expected {expected}, received {base_optimizer!r}")
         self.base_optimizer: Optimizer | None = None
-        self._weights: dict[Tensor, Tensor] | None = None  # between the halves: those before the first
-        self._finite: Tensor | None = None  # whether the first half's norm was
+        self._weights: dict[Tensor, Tensor] | None = None  # between the halves: the original weights
+        self._finite: Tensor | None = None  # whether the gradient norm of the first half was finite
         super().__init__(params, dict(rho=rho, adaptive=adaptive))
         if options.get("step_in_backward"):
             raise ValueError(
@@ -91,11 +98,11 @@ class SAM(Optimizer):
         self.param_groups, self.state = self.base_optimizer.param_groups, self.base_optimizer.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as in ``torch.optim.Optimizer``."""
+        """Add a group, as in ``torch.optim.Optimizer``."""
         group = {**self.defaults, **param_group}
         if not group["rho"] >= 0:
             raise ValueError(f"SAM: rho: expected a number of at least 0, received {group['rho']!r}")
-        if self.base_optimizer is None:  # in the constructor, where the base takes all groups afterwards
+        if self.base_optimizer is None:  # in the constructor, which hands all groups to the base later
             super().add_param_group(param_group)
         else:
             for name in ("rho", "adaptive"):
@@ -105,7 +112,7 @@ class SAM(Optimizer):
     @_disable_dynamo
     @torch.no_grad()
     def first_step(self, zero_grad: bool = False) -> None:
-        """Moves every parameter that has a gradient up; ``zero_grad`` as in the other optimizers, afterwards."""
+        """Move every parameter that has a gradient up. ``zero_grad`` then drops the gradients."""
         if self._weights is not None:
             raise RuntimeError(
                 "SAM: first_step: expected second_step() after the last first_step(), received another. Call zero_grad() "
@@ -132,31 +139,32 @@ class SAM(Optimizer):
                 up = _weighted(p, group) * (group["rho"] / (norm + 1e-12)).to(p.device, _wide(p))
                 if group["adaptive"]:
                     up = up * p
-                # Where the norm is not finite, neither may be the gradient: no multiple of it is added.
+                # If the norm is not finite, the gradient may not be finite either: do not move the weights.
                 p.copy_(p + torch.where(self._finite.to(p.device), up, 0.0))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients, as the base optimizer does."""
+        """Drop the gradients, as the base optimizer does."""
         assert self.base_optimizer is not None
         self.base_optimizer.zero_grad(set_to_none)
 
     @torch.no_grad()
     def second_step(self, zero_grad: bool = False) -> None:
-        """Takes the weights back, and the base optimizer's step; ``zero_grad`` as in other optimizers, afterwards."""
-        self.step()  # whose hooks, and learning rate schedules, then see it
+        """Restore the weights and take the base optimizer's step. ``zero_grad`` then drops the gradients."""
+        self.step()  # calling step() runs its hooks, which learning rate schedules rely on
         if zero_grad:
             self.zero_grad()
 
     @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Both halves with a closure, which clears the gradients, computes the loss and its gradients, and returns it.
+        """Take both halves of a step with a closure.
 
-        The closure is called twice; what is returned is the loss of the first time, of the weights themselves. Without
-        a closure, ``step`` is ``second_step``.
+        The closure clears the gradients, runs forward and backward, and returns the loss. It is called twice,
+        and the loss of the first call, at the original weights, is returned. Without a closure, ``step`` is
+        ``second_step``.
         """
         if closure is None:
-            # A second half that failed in the base optimizer's step may be repeated.
+            # If the base optimizer's step failed in the second half, the second half may be repeated.
             if self._weights is None and getattr(self.base_optimizer, "_unfinished", None) is None:
                 raise RuntimeError("SAM: step: expected first_step() before, or a closure, received neither")
             self._descend()
@@ -185,7 +193,10 @@ class SAM(Optimizer):
             self._step_at_old_weights()
 
     def _step_at_old_weights(self) -> None:
-        """The second half; under a GradScaler, which hands over its scale and what it found, maybe no step."""
+        """Restore the weights and step the base optimizer.
+
+        Under a GradScaler, this uses its scale and found_inf, and may skip the step.
+        """
         base = self.base_optimizer
         assert base is not None
         self._go_back()
@@ -219,15 +230,19 @@ class SAM(Optimizer):
         base.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The base optimizer's, whose groups have ``rho`` and ``adaptive``, too; not between the halves of a step."""
+        """Return the base optimizer's state dict, whose groups also hold ``rho`` and ``adaptive``.
+
+        Raises:
+            RuntimeError: called between the halves of a step.
+        """
         self._expect_whole("state_dict")
         assert self.base_optimizer is not None
-        own = super().state_dict()  # runs the hooks
+        own = super().state_dict()  # Optimizer.state_dict runs the user's hooks
         return {**self.base_optimizer.state_dict(), **own}
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict, as the base optimizer does."""
+        """Load a state dict, as the base optimizer does."""
         self._expect_whole("load_state_dict")
         assert self.base_optimizer is not None
         state_dict = dict(state_dict)
@@ -259,7 +274,7 @@ def _wide(param: Tensor) -> torch.dtype:
 
 
 def _weighted(param: Tensor, group: dict[str, Any]) -> Tensor:
-    """What the norm is of, in fp32: the gradient, or for ASAM the gradient times the weight."""
+    """Return the tensor whose norm is taken, in fp32: the gradient, or gradient times weight for ASAM."""
     assert param.grad is not None
     grad = param.grad.to(_wide(param))
     return grad * param if group["adaptive"] else grad

@@ -1,4 +1,4 @@
-"""Schedule-Free AdamW with state in few bits."""
+"""Schedule-Free AdamW with quantised state."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -32,40 +32,43 @@ def schedule_free_adamw_(
     warmup_steps: int = 0,
     **arguments: Unpack[StepArguments],
 ) -> None:
-    """One step of Schedule-Free AdamW, in place, on every parameter that has a gradient, in one pass over all of them.
+    """Take one Schedule-Free AdamW step in place, in one pass over all parameters that have a gradient.
 
-    "The Road Less Scheduled" (arXiv 2405.15682) has three sequences of weights: z takes the steps, x is its average,
-    and gradients are taken at y, between them. Here y is the parameter, and ``offset`` is z - y. With
-    ``u = g / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay y``, where v is the mean of squared gradients, and c the
-    step's share of the average,
+    "The Road Less Scheduled" (arXiv 2405.15682) has three sequences of weights: z takes the steps, x is the
+    average of z, and gradients are computed at y, between x and z. Here y is the parameter, and ``offset`` is
+    z - y. Let ``u = g / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay y``, where v is the mean of squared
+    gradients, and let c be the weight of this step in the average. Then
 
         y <- y + c offset + lr (beta1 (1 - c) - 1) u,    offset <- (1 - c) (offset - lr beta1 u),
 
-    which is ``z <- z - lr u``, ``x <- (1 - c) x + c z``, ``y = beta1 x + (1 - beta1) z``. The weights for evaluation
-    are ``x = y - offset (1 - beta1) / beta1``. In step t up to ``warmup_steps`` = W, the learning rate is t / W times
-    lr, and c is proportional to the square of it: ``c = 6 t / ((t + 1) (2 t + 1))``; from there on each step counts as
-    much as the last of the warm-up, whatever lr is. Without a warm-up c is 1 / t.
+    which is ``z <- z - lr u``, ``x <- (1 - c) x + c z``, ``y = beta1 x + (1 - beta1) z``. The weights for
+    evaluation are ``x = y - offset (1 - beta1) / beta1``. In step t up to ``warmup_steps`` = W, the learning
+    rate is t / W times lr, and c is proportional to its square: ``c = 6 t / ((t + 1) (2 t + 1))``. After the
+    warm-up every step has the same weight as the last step of the warm-up, whatever lr is. Without a warm-up
+    c is 1 / t.
 
-    The state of all parameters lies in flat arenas as for ``adamw_``. A NaN or infinite gradient spoils its weight, and
-    with codes its block of 256, but no other.
+    The state of all parameters lies in flat arenas as for ``adamw_``. A NaN or infinite gradient spoils its
+    own weight. With quantised state it also spoils its block of 256 elements, but no other block.
 
     Args:
-        params: y; fp32, bf16 or fp16, any shapes and sizes; arithmetic is fp32.
-        grads: one for each parameter, its shape, fp32, bf16 or fp16; or None: the parameter and its step stay as they
-            are.
-        step: (parameters), fp32: steps taken; incremented.
-        offset: (elements of the arena): fp32 where ``exp_avg_sq`` is, else bf16, rounded stochastically: codes are
-            further apart than it moves in a step.
-        exp_avg_sq: (elements of the arena): fp32 or bf16, or codes (uint8, 8 or 4 bits each).
-        exp_avg_sq_scale: of codes, fp32: (elements of the arena / 256), or as ``quantize_state_4bit`` has it.
+        params: y: fp32, bf16 or fp16 tensors of any shape, updated in place. The arithmetic is fp32.
+        grads: one gradient for each parameter, of its shape, in fp32, bf16 or fp16. None leaves the parameter
+            and its step count unchanged.
+        step: (number of parameters), fp32: the steps that each parameter has taken; incremented in place.
+        offset: (elements of the arena): fp32 if ``exp_avg_sq`` is fp32, else bf16 with stochastic rounding.
+            The offset moves less per step than one quantisation level, so its codes would never change.
+        exp_avg_sq: fp32 or bf16 values, (elements of the arena); or uint8 codes, one 8-bit or two 4-bit codes
+            per byte.
+        exp_avg_sq_scale: fp32 scales of the codes, or None without codes. The shape is (elements of the arena
+            / 256) for 8-bit codes, and that of ``quantize_state_4bit`` for 4-bit codes.
         lr, beta2, eps: as for ``adamw_``.
-        beta1: of x in y; above 0 and below 1.
-        weight_decay: of y, a part of the update; at least 0.
-        warmup_steps: at least 0.
+        beta1: the weight of x in y, above 0 and below 1.
+        weight_decay: factor of y in u, at least 0.
+        warmup_steps: the number of warm-up steps, at least 0.
         **arguments: see ``StepArguments``.
 
     Raises:
-        RuntimeError: a shape, dtype, device or option that does not fit; nothing has changed then.
+        RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
     """
     torch.ops.shoestring.schedule_free_adamw_(
         params,
@@ -100,7 +103,7 @@ def schedule_free_adamw_reference(
     warmup_steps: int = 0,
     **arguments: Unpack[ReferenceArguments],
 ) -> None:
-    """``schedule_free_adamw_`` in plain PyTorch, a tensor at a time."""
+    """Compute ``schedule_free_adamw_`` in plain PyTorch, one parameter at a time."""
 
     def share(t: int) -> float:
         weights = [min(i / max(warmup_steps, 1), 1) ** 2 for i in range(1, t + 1)]
@@ -120,46 +123,52 @@ def schedule_free_adamw_reference(
 
 
 class ScheduleFreeAdamW(LowMemoryOptimizer):
-    """Schedule-Free AdamW (arXiv 2405.15682) whose state takes 3.02 bytes a parameter instead of 8.
+    """Schedule-Free AdamW (arXiv 2405.15682) whose state takes 3.02 bytes per parameter instead of 8.
 
-    Needs no learning rate schedule: gradients are taken at one point (y), and the weights for evaluation (x) are an
-    average over all steps so far, without an end having to be known. Parameters hold y while they are trained;
-    ``eval()`` makes them x and ``train()`` y again, so both are to be called where the model's are:
+    It needs no learning rate schedule. Gradients are computed at one point, y. The weights for evaluation, x,
+    are an average over all steps so far, so the number of steps need not be known. The parameters hold y
+    during training. ``eval()`` turns them into x and ``train()`` back into y, so call both where you call the
+    model's::
 
-        optimizer.train(); model.train()    # the mode that an optimizer begins in
+        optimizer.train(); model.train()    # the initial mode of the optimizer
         ...
         optimizer.eval(); model.eval()      # before evaluation, and before saving weights for use
 
-    Calls beyond the first change nothing; there and back is within a unit in the last place of the larger of x and y.
-    Model and optimizer are to be saved in the same mode, whichever: a loaded state dict's mode is that of the weights
-    saved beside it. Batch norm's running statistics are those of y; before evaluation, a few batches through the model
-    in training make them those of x.
+    Repeated calls change nothing. Switching to the other mode and back reproduces the weights to within a
+    unit in the last place of the larger of x and y. Save the model and the optimizer in the same mode,
+    whichever it is: the mode in a loaded state dict must match the loaded weights. Batch norm's running
+    statistics are those of y. To get those of x, run a few batches through the model in training mode before
+    evaluation.
 
-    The paper's z is kept as its distance to y, as bf16 where other moments are codes: it moves by less in a step than
-    codes are apart. Rounding is stochastic, and right in the mean.
+    The paper's z is stored as its distance to y. This distance moves less per step than one quantisation
+    level. If the second moment is quantised, the distance is therefore bf16 with stochastic rounding, which
+    is exact on average.
 
-    Memory: ``sum(ceil(n / 256) * 772 + 4)`` bytes over the parameters that have had a gradient, n being their sizes; in
-    place of 772, 648 for 4-bit state, 1024 for bf16 and 2048 for fp32, and 512 more with ``weights="remainder"``.
+    Memory: ``sum(ceil(n / 256) * 772 + 4)`` bytes, summed over the parameters that have had a gradient; n is
+    the number of elements of a parameter. In place of 772, 4-bit state takes 648 bytes, bf16 1024 and fp32
+    2048. ``weights="remainder"`` adds 512 to that number.
 
     Args:
-        params: parameters, named parameters or groups; fp32, bf16 or fp16.
-        lr: learning rate; a number, or a tensor of one element, as for ``AdamW``. Usually 1 to 10 times AdamW's. It may
-            be changed, but does not enter the weights of the average: these are the squares of the warm-up's rates, and
-            the same from there on, so that they follow from the number of a parameter's steps alone.
-        betas: the share of x in y, above 0 and below 1, and decay of the running mean of the gradient's square, in
-            [0, 1). The first is not to be changed between ``eval()`` and ``train()``.
+        params: parameters, named parameters or parameter groups; fp32, bf16 or fp16.
+        lr: learning rate: a number, or a tensor of one element as for ``AdamW``. Usually 1 to 10 times
+            AdamW's. You may change it during training, but the average ignores that: a step's weight in the
+            average is the square of its warm-up factor, which depends only on the number of the parameter's
+            steps.
+        betas: two numbers: the weight of x in y, above 0 and below 1, and the decay of the running mean of
+            the squared gradient, in [0, 1). Do not change the first between ``eval()`` and ``train()``.
         eps: added to the root of the second moment.
-        weight_decay: times y, a part of the update: decoupled.
-        warmup_steps: steps in which the learning rate rises to ``lr``, evenly; 0: it is there at once.
-        **options: see ``LowMemoryOptions``.
+        weight_decay: decoupled weight decay: this multiple of y is added to the update.
+        warmup_steps: the number of steps in which the learning rate rises linearly to ``lr``. 0 means no
+            warm-up.
+        **options: options of every optimizer here, see ``LowMemoryOptions``.
 
     Raises:
-        ValueError: an option, dtype or loaded state that does not fit; nothing has changed then.
-        RuntimeError: a step in eval mode.
+        ValueError: an option, a dtype or a loaded state does not fit. Nothing has changed then.
+        RuntimeError: a step is taken in eval mode.
 
-    What ``AdamW`` says of groups, state dicts, GradScaler, CUDA graphs and ``grad_norm`` holds here as well;
-    ``state[p]`` holds ``step, offset, exp_avg_sq, exp_avg_sq_scale`` (without the scale for fp32), and groups the mode,
-    ``train_mode``.
+    Parameter groups, state dicts, GradScaler, CUDA graphs and ``grad_norm`` work as documented for ``AdamW``.
+    ``state[p]`` holds ``step, offset, exp_avg_sq, exp_avg_sq_scale`` (no scale with fp32 or bf16 state). Each
+    group holds the mode as ``train_mode``.
     """
 
     _moments = (Moment("offset", signed=True, long=True), Moment("exp_avg_sq", signed=False))
@@ -181,11 +190,11 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
         super().__init__(params, own, **options)
 
     def train(self) -> None:
-        """Makes parameters those that gradients are taken at."""
+        """Set the parameters to y, the weights at which gradients are computed."""
         self._switch(train_mode=True)
 
     def eval(self) -> None:
-        """Makes parameters the average, to be evaluated."""
+        """Set the parameters to x, the average for evaluation."""
         self._switch(train_mode=False)
 
     @_disable_dynamo
@@ -203,7 +212,8 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
                 if arena.offloaded is None and arena.host is None:
                     self._apply(arena, arena.params, beta1, train_mode, arena.values.get("weight_remainder"))
                     continue
-                for i, p in enumerate(arena.params):  # one at a time: the device has room for no more
+                # Convert one parameter at a time, since the device may lack memory for the state of all.
+                for i, p in enumerate(arena.params):
                     kept = arena.run(i, i + 1, self._moments).values.get("weight_remainder")
                     remainder = None if kept is None else kept.to(local(p).device)
                     self._apply(arena, [p], beta1, train_mode, remainder)
@@ -226,7 +236,7 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
 
     @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps every parameter that has a gradient; returns what the closure, if any, returns."""
+        """Step every parameter that has a gradient; return what the closure, if any, returns."""
         self._expect_train()
         return super().step(closure)
 

@@ -1,4 +1,4 @@
-"""SGD with momentum, its buffer in few bits."""
+"""SGD with a quantised momentum buffer."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -27,26 +27,29 @@ def sgd_(
     nesterov: bool = False,
     **arguments: Unpack[StepArguments],
 ) -> None:
-    """One step of SGD with momentum, in place, on every parameter that has a gradient, in one pass over all of them.
+    """Take one step of SGD with momentum in place, in one pass over all parameters that have a gradient.
 
-    What ``torch.optim.SGD`` does: ``g = g + weight_decay p``; the buffer becomes g in a parameter's first step (from
-    ``step`` 0), and ``momentum buffer + (1 - dampening) g`` in later ones; then ``p = p - lr buffer``, or with
-    Nesterov's momentum ``p = p - lr (g + momentum buffer)``. The state of all parameters lies in flat arenas as
-    for ``adamw_``. A NaN or infinite gradient spoils its weight, and with 8-bit state its block of 256, but no other.
+    The rule is that of ``torch.optim.SGD``. First ``g = g + weight_decay p``. In a parameter's first step
+    (``step`` is 0) the buffer becomes g; later it becomes ``momentum buffer + (1 - dampening) g``. Then ``p =
+    p - lr buffer``, or with Nesterov's momentum ``p = p - lr (g + momentum buffer)``. The state of all
+    parameters lies in flat arenas as for ``adamw_``. A NaN or infinite gradient spoils its own weight. With
+    8-bit state it also spoils its block of 256 elements, but no other block.
 
     Args:
-        params: fp32, bf16 or fp16, any shapes and sizes; arithmetic is fp32.
-        grads: one for each parameter, its shape, fp32, bf16 or fp16; or None: the parameter and its step stay as they
-            are.
-        step: (parameters), fp32: steps taken; incremented.
-        momentum_buffer: (elements of the arena): fp32 or bf16, or codes (uint8, 8 or 4 bits each).
-        momentum_buffer_scale: of codes, fp32: (elements of the arena / 256), or as ``quantize_state_4bit`` has it.
-        lr, momentum, dampening, weight_decay, nesterov: as in ``torch.optim.SGD``. momentum is above 0: without it
-            there is no state to keep. nesterov needs dampening 0.
+        params: fp32, bf16 or fp16 tensors of any shape, updated in place. The arithmetic is fp32.
+        grads: one gradient for each parameter, of its shape, in fp32, bf16 or fp16. None leaves the parameter
+            and its step count unchanged.
+        step: (number of parameters), fp32: the steps that each parameter has taken; incremented in place.
+        momentum_buffer: fp32 or bf16 values, (elements of the arena); or uint8 codes, one 8-bit or two 4-bit
+            codes per byte.
+        momentum_buffer_scale: fp32 scales of the codes, or None without codes. The shape is (elements of the
+            arena / 256) for 8-bit codes, and that of ``quantize_state_4bit`` for 4-bit codes.
+        lr, momentum, dampening, weight_decay, nesterov: as in ``torch.optim.SGD``. momentum must be above 0,
+            since SGD without momentum has no state. nesterov requires dampening 0.
         **arguments: see ``StepArguments``.
 
     Raises:
-        RuntimeError: a shape, dtype, device or option that does not fit; nothing has changed then.
+        RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
     """
     torch.ops.shoestring.sgd_(
         params,
@@ -77,7 +80,7 @@ def sgd_reference(
     nesterov: bool = False,
     **arguments: Unpack[ReferenceArguments],
 ) -> None:
-    """``sgd_`` in plain PyTorch, a tensor at a time."""
+    """Compute ``sgd_`` in plain PyTorch, one parameter at a time."""
 
     def rule(lr: float, step: int, p: Tensor, g: Tensor, buffer: Tensor) -> tuple[Tensor, ...]:
         g = g + weight_decay * p
@@ -89,28 +92,31 @@ def sgd_reference(
 
 
 class SGD(LowMemoryOptimizer):
-    """SGD with momentum, whose buffer is kept in 8 bits: 1.02 bytes a parameter instead of 4.
+    """SGD with an 8-bit momentum buffer: 1.02 bytes per parameter instead of 4.
 
-    What ``torch.optim.SGD`` computes. There is none without momentum, which has no state to keep: that is torch's.
+    The rule is that of ``torch.optim.SGD``. SGD without momentum has no state; use ``torch.optim.SGD`` for
+    it.
 
-    Memory: ``sum(ceil(n / 256) * 260 + 4)`` bytes over the parameters that have had a gradient, n being their sizes; in
-    place of 260, 160 for 4-bit state, 512 for bf16 and 1024 for fp32, and 512 more with ``weights="remainder"``.
+    Memory: ``sum(ceil(n / 256) * 260 + 4)`` bytes, summed over the parameters that have had a gradient; n is
+    the number of elements of a parameter. In place of 260, 4-bit state takes 160 bytes, bf16 512 and fp32
+    1024. ``weights="remainder"`` adds 512 to that number.
 
     Args:
-        params: parameters, named parameters or groups; fp32, bf16 or fp16.
-        lr: learning rate; a number, or a tensor of one element, as for ``AdamW``.
-        momentum: the share of the buffer that stays, above 0.
-        dampening: the share of the gradient that does not enter the buffer, but for the first.
-        weight_decay: an L2 penalty, added to the gradient (after clipping).
-        nesterov: step along the gradient and the momentum ahead; wants ``dampening=0``.
-        **options: as for ``AdamW``.
+        params: parameters, named parameters or parameter groups; fp32, bf16 or fp16.
+        lr: learning rate: a number, or a tensor of one element as for ``AdamW``.
+        momentum: the weight of the old buffer in the new buffer, above 0.
+        dampening: the new buffer takes ``1 - dampening`` of the gradient, except in the first step, which
+            takes all of it.
+        weight_decay: an L2 penalty, added to the gradient after clipping.
+        nesterov: use Nesterov's momentum; requires ``dampening=0``.
+        **options: options of every optimizer here, see ``LowMemoryOptions``.
 
     Raises:
-        ValueError: an option, dtype or loaded state that does not fit; nothing has changed then.
+        ValueError: an option, a dtype or a loaded state does not fit. Nothing has changed then.
 
-    What ``AdamW`` says of groups, state dicts, GradScaler, CUDA graphs and ``grad_norm`` holds here as well;
-    ``state[p]`` holds ``step, momentum_buffer, momentum_buffer_scale``, and ``load_state_dict`` reads
-    ``torch.optim.SGD``'s.
+    Parameter groups, state dicts, GradScaler, CUDA graphs and ``grad_norm`` work as documented for ``AdamW``.
+    ``state[p]`` holds ``step, momentum_buffer, momentum_buffer_scale``. ``load_state_dict`` also reads the
+    state dicts of ``torch.optim.SGD``.
     """
 
     _moments = (Moment("momentum_buffer", signed=True),)
@@ -144,8 +150,9 @@ class SGD(LowMemoryOptimizer):
         self._expect(fits, "dampening", "0 with nesterov", group["dampening"])
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """A copy of the state for ``torch.optim.SGD.load_state_dict``: fp32 buffers, in the parameters' shapes.
+        """Return a copy of the state for ``torch.optim.SGD.load_state_dict``.
 
-        PyTorch casts them to the parameters' dtype when it loads them.
+        The buffers are fp32 and in the parameters' shapes. PyTorch casts them to the parameters' dtype when
+        it loads them.
         """
         return exported(self, self._moments)

@@ -1,7 +1,7 @@
-"""DTensor parameters (FSDP2, HSDP, tensor parallelism): which piece this process has, and norms over all pieces.
+"""DTensor parameters (FSDP2, HSDP, tensor parallelism): local shards, and norms over all shards.
 
-An optimizer steps local pieces. What they have in common, the norm that clips, is reduced over just those dimensions of
-a mesh that split the parameter. Random bits follow the piece, so that replicas of one stay equal.
+An optimizer steps local shards. The norm that clips gradients is reduced over those mesh dimensions that
+split the parameter. Random bits depend on the shard, so that replicas of a shard stay equal.
 """
 
 import gc
@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shards:
-    """How the parameters of an arena are split: replicas of a piece have the same one, bit for bit."""
+    """How the parameters of an arena are split.
+
+    Replicas of a shard have equal ``Shards``, so they stay equal bit for bit.
+    """
 
     mesh: Any  # DeviceMesh
     placements: tuple[Any, ...]
-    piece: int  # among those that the parameter is split into
+    piece: int  # index of the local shard among the shards of the parameter
 
     @property
     def dims(self) -> list[int]:
@@ -32,42 +35,44 @@ class Shards:
 
 
 def is_dtensor(tensor: object) -> "TypeIs[DTensor]":
-    """Whether it is one; where torch has no distributed package, nothing is."""
+    """Return whether the object is a DTensor; always False if torch has no distributed package."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "to_local")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that this process has; any other tensor itself."""
+    """Return the local part of a DTensor, or any other tensor itself."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def local_gradient(param: Tensor) -> Tensor | None:
-    """The part of a parameter's gradient that belongs to the local part of the parameter."""
+    """Return the part of a parameter's gradient that belongs to the local part of the parameter."""
     grad = param.grad
     if grad is None or not is_dtensor(param):
         return grad
     pieces: Any = grad
-    if pieces.placements != param.placements:  # a collective, as in any operation on the two
+    if pieces.placements != param.placements:  # redistribute is a collective
         pieces = pieces.redistribute(placements=param.placements)
     result: Tensor = pieces.to_local()
     return result
 
 
 def gradient_in_hook(param: Tensor) -> Tensor:
-    """The same within a hook: FSDP2 calls those on a stream of its own, and may still be copying to the CPU."""
+    """Return the local gradient within a hook, safe to read on the current stream.
+
+    FSDP2 calls hooks on its own stream, and may still be copying the gradient to the CPU.
+    """
     grad = local_gradient(param)
     assert grad is not None
     if is_dtensor(param) and grad.device.type != param.device_mesh.device_type:
         torch.accelerator.current_stream().synchronize()
-    elif (
-        is_dtensor(param) and grad.is_cuda
-    ):  # its memory is another stream's, which may reuse it once it is freed
+    elif is_dtensor(param) and grad.is_cuda:
+        # The gradient was allocated on another stream, which may reuse the memory once it is freed.
         grad.record_stream(torch.cuda.current_stream(grad.device))
     return grad
 
 
 def shards(param: Tensor) -> Shards | None:
-    """How a DTensor is split; None for any other tensor."""
+    """Return how a DTensor is split; None for any other tensor."""
     if not is_dtensor(param):
         return None
     found = Shards(param.device_mesh, tuple(param.placements), 0)
@@ -79,13 +84,16 @@ def shards(param: Tensor) -> Shards | None:
 
 
 def seed_of(seed: int, piece: Shards | None) -> int:
-    """A seed for each piece: an operator knows the place of an element in its piece alone."""
+    """Return a seed for each shard, since an operator only knows the index of an element within its shard."""
     mixed = seed + (0 if piece is None else piece.piece) * 0x9E3779B97F4A7C15
-    return (mixed + (1 << 63)) % (1 << 64) - (1 << 63)  # an int64
+    return (mixed + (1 << 63)) % (1 << 64) - (1 << 63)  # wrapped to the range of int64
 
 
 def whole_norm(norm: Tensor, piece: Shards | None) -> Tensor:
-    """The norm over all pieces, from that over this one; a collective where there are others."""
+    """Return the norm over all shards from the norm over this one.
+
+    This is a collective if the parameter is split.
+    """
     if piece is None or not piece.dims:
         return norm
     square = norm.to(piece.mesh.device_type).square()
@@ -95,9 +103,10 @@ def whole_norm(norm: Tensor, piece: Shards | None) -> Tensor:
 
 
 def reduced_after_hooks(params: Iterable[Tensor]) -> bool:
-    """Whether DistributedDataParallel has these parameters: it all-reduces gradients after their hooks have seen them.
+    """Return whether DistributedDataParallel wraps these parameters.
 
-    Nothing on a parameter tells, so every object alive is looked at: for once, and in distributed programs alone.
+    It all-reduces gradients after their hooks have seen them. A parameter does not show this, so every live
+    object is inspected: once, and in distributed programs only.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
@@ -111,7 +120,7 @@ def reduced_after_hooks(params: Iterable[Tensor]) -> bool:
 
 
 def as_dtensor(value: Tensor, param: "DTensor", shape: tuple[int, ...]) -> "DTensor":
-    """The local part of a DTensor of this shape that is split as the parameter is."""
+    """Wrap a local part as a DTensor of this shape that is split like the parameter."""
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(shape, device="meta").stride()
@@ -122,7 +131,7 @@ def as_dtensor(value: Tensor, param: "DTensor", shape: tuple[int, ...]) -> "DTen
 
 
 def piece_of(value: Tensor, param: "DTensor") -> Tensor:
-    """The local part of a tensor, whole or in pieces, when split as the parameter is."""
+    """Split a tensor, whole or DTensor, like the parameter, and return the local part."""
     from torch.distributed.tensor import distribute_tensor
 
     if is_dtensor(value):

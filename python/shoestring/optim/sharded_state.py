@@ -1,10 +1,11 @@
-"""The state of DTensor parameters in state dicts: DTensors, so that checkpoints may be loaded by any number of processes.
+"""State dicts of DTensor parameters: entries are DTensors, so any number of processes can load a checkpoint.
 
-Blocks that share a scale follow each other in the local piece, so other pieces have other blocks. In state dicts a scale
-is therefore repeated, until each row of dimension 0 has its own: once for ``gcd(row, block)`` elements, and not at all
-where a row is a multiple of the block. (Where another dimension is split as well, each element has its own, and 4-bit
-codes of odd rows have a byte each.) Loaded into the same blocks, state is the same bit for bit; elements of blocks that
-had different scales are quantised again. Nothing is dequantised to be saved.
+A block of 256 elements that shares a scale is a run of the local shard, so other shards have other blocks. A
+state dict therefore repeats scales until each row of dimension 0 has its own. One scale then covers
+``gcd(row, block)`` elements; nothing is repeated if a row is a multiple of the block. If another dimension is
+split as well, each element has its own scale, and 4-bit codes of odd rows take a byte each. Loaded into the
+same blocks, the state is the same bit for bit. If elements of one block had different scales, they are
+quantised again. Saving dequantises nothing.
 """
 
 from math import gcd, prod
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def save_dtensors(optimizer: "StateDicts", state_dict: dict[str, Any]) -> None:
-    """Makes DTensors of the entries of DTensor parameters: views, where nothing has to be repeated."""
+    """Replace the state entries of DTensor parameters by DTensors: views, unless scales are repeated."""
     for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for param, key in zip(group["params"], packed["params"], strict=True):
             if is_dtensor(param) and state_dict["state"].get(key):
@@ -37,16 +38,16 @@ def save_dtensors(optimizer: "StateDicts", state_dict: dict[str, Any]) -> None:
 def owned_entries(
     optimizer: "StateDicts", moments: tuple[Moment, ...], state_dict: dict[str, Any]
 ) -> dict[Any, dict[str, Any]]:
-    """The entries of a state dict that is loaded, those of DTensors, whole or in pieces, as this process has them.
+    """Return the entries of a loaded state dict, with those of DTensor parameters reduced to the local part.
 
     Raises:
-        ValueError: a shape that does not fit.
+        ValueError: a shape does not fit.
     """
     where = f"{type(optimizer).__name__}: load_state_dict"
     entries = dict(state_dict["state"])
     for ours, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         group = {**ours, **theirs}
-        if group["state"] not in STATES:  # which the check of options refuses
+        if group["state"] not in STATES:  # _check_options raises for it later
             continue
         for param, key in zip(ours["params"], theirs["params"], strict=False):
             parts = optimizer._parts(param, group)
@@ -61,14 +62,14 @@ def _saved(entry: dict[str, Any], param: "DTensor", parts: list[Part]) -> dict[s
     for part in parts:
         rows = _rows(entry[part.name], part, tuple(own.shape), _row(param))
         result[part.name] = as_dtensor(rows, param, _shape(part, param))
-    for name, value in entry.items():  # what a rule has beside its moments
+    for name, value in entry.items():  # tensors of the rule besides its moments
         if not any(part.name == name for part in parts) and value.shape == own.shape and value.ndim > 0:
             result[name] = as_dtensor(value, param, tuple(param.shape))
     return result
 
 
 def _needs_owning(entry: dict[str, Any], param: Tensor, parts: list[Part]) -> bool:
-    """Whether entries are not simply those of a plain parameter."""
+    """Return whether entries have to be converted, because the parameter or an entry is or was a DTensor."""
     if is_dtensor(param) or any(is_dtensor(value) for value in entry.values()):
         return True
     rows = [p for p in parts if not p.shaped and _shape(p, param) != (p.size(param),)]
@@ -88,7 +89,7 @@ def _owned(
     for name, value in entry.items():
         part = next((part for part in parts if part.name == name), None)
         if part is not None and isinstance(value, Tensor):
-            # Moments in floating point, as torch has them, are quantised below.
+            # Floating-point moments, as torch.optim saves them, are quantised below.
             whole = value.is_floating_point() and f"{name}_scale" not in entry and value.shape == param.shape
             result[name] = _owned_part(where, value, param, part, whole)
         elif is_dtensor(value) or (
@@ -108,7 +109,7 @@ def _owned(
 
 
 def _row(param: Tensor) -> int:
-    """Elements that always are in one piece, and at its beginning or after others of that number."""
+    """Return the number of elements that are never split: each shard holds a whole number of such rows."""
     placements = param.placements if is_dtensor(param) else ()
     if param.ndim == 0 or any(getattr(placement, "dim", 0) != 0 for placement in placements):
         return 1
@@ -116,18 +117,18 @@ def _row(param: Tensor) -> int:
 
 
 def _each(part: Part) -> int:
-    """Elements that one item stands for."""
+    """Return the number of parameter elements that one item of an entry covers."""
     return 1 if part.shaped else STATE_BLOCK // part.per_block
 
 
 def _shape(part: Part, param: Tensor) -> tuple[int, ...]:
-    """The shape of an entry, all pieces together."""
+    """Return the global shape of an entry, over all shards."""
     row = _row(param)
     return tuple(param.shape) if part.shaped or row == 1 else (param.shape[0], row // gcd(row, _each(part)))
 
 
 def _rows(flat: Tensor, part: Part, shape: tuple[int, ...], row: int) -> Tensor:
-    """A flat entry of a parameter or piece of this shape, by rows."""
+    """Arrange a flat entry of a parameter, or of a shard of this shape, by rows."""
     if part.shaped:
         return flat
     each = _each(part)
@@ -139,7 +140,7 @@ def _rows(flat: Tensor, part: Part, shape: tuple[int, ...], row: int) -> Tensor:
 
 
 def _unpacked(codes: Tensor) -> Tensor:
-    """One 4-bit code a byte, of two."""
+    """Unpack two 4-bit codes per byte to one code per byte."""
     return torch.stack([codes & 15, codes >> 4], -1).flatten()
 
 
@@ -153,7 +154,7 @@ def _owned_part(where: str, value: Tensor, param: Tensor, part: Part, whole: boo
     shape, flat = _shape(part, param), (part.size(param),)
     if whole or value.shape == shape:
         return _local(value, param)
-    if value.shape == flat:  # saved without DTensors
+    if value.shape == flat:  # the entry was saved without DTensors
         value = value.full_tensor() if is_dtensor(value) else value
         return (
             piece_of(_rows(value, part, tuple(param.shape), _row(param)), param)
@@ -164,7 +165,10 @@ def _owned_part(where: str, value: Tensor, param: Tensor, part: Part, whole: boo
 
 
 def _blocks(moment: Moment, state: str, codes: Tensor, scale: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales as they lie in an arena, from scales that each stand for as many elements, or fewer."""
+    """Return codes and scales as an arena stores them.
+
+    The given scales may each cover a whole block or fewer elements.
+    """
     group = STATE_BLOCK if state == "8bit" else GROUP_4BIT[moment.signed]
     count = -(-size // STATE_BLOCK)
     scales, code_bytes = count * STATE_BLOCK // group, size if state == "8bit" else count * STATE_BLOCK // 2
@@ -186,13 +190,13 @@ def _blocks(moment: Moment, state: str, codes: Tensor, scale: Tensor, size: int)
         found = torch.where(same, found, scale[:groups])
     if state == "8bit":
         return single.view(codes.shape), found
-    zero = 0 if moment.signed else 15  # what lies past the end is coded as zeros are
+    zero = 0 if moment.signed else 15  # the code of zero; it pads the last block
     single = torch.nn.functional.pad(single, (0, count * STATE_BLOCK - size), value=zero)
     return single[::2] | single[1::2] << 4, torch.nn.functional.pad(found, (0, scales - groups))
 
 
 def _value_of(codes: Tensor, moment: Moment, state: str) -> Tensor:
-    """The fp32 values of codes, one a byte, for scales of one."""
+    """Return the fp32 values of codes, one code per byte, at a scale of one."""
     if state == "8bit":
         ones = torch.ones(-(-codes.numel() // STATE_BLOCK), device=codes.device)
         return dequantize_8bit(codes, ones, signed=moment.signed)
@@ -200,7 +204,7 @@ def _value_of(codes: Tensor, moment: Moment, state: str) -> Tensor:
 
 
 def _quantised(values: Tensor, moment: Moment, state: str) -> tuple[Tensor, Tensor]:
-    """Codes, one a byte, and scales."""
+    """Quantise values; return codes, one per byte, and scales."""
     if state == "8bit":
         return quantize_8bit(values, signed=moment.signed)
     codes, scale = quantize_state_4bit(values, signed=moment.signed)

@@ -1,4 +1,4 @@
-"""State dicts of the optimizers, loads of them, copies and pickles."""
+"""State dicts of the optimizers: saving, loading, copying and pickling."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,16 +21,16 @@ FORMAT_VERSION = 1
 
 
 class AsSaved:
-    """Carries a tensor through Optimizer.load_state_dict, which would cast it to the parameter's dtype."""
+    """Wrap a tensor so that Optimizer.load_state_dict does not cast it to the parameter's dtype."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 class StateDicts(Optimizer):
-    """The part of an optimizer that saves and loads."""
+    """The part of an optimizer that saves and loads its state."""
 
-    # Of the optimizer:
+    # Attributes of the optimizer that this mixin uses:
     offload: str | None
     step_in_backward: bool
     grad_norm: Tensor | None
@@ -58,14 +58,13 @@ class StateDicts(Optimizer):
         return type(self).__name__
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as in ``torch.optim.Optimizer``, with the ``format_version`` of the entries."""
+        """Return the state as in ``torch.optim.Optimizer``, with the ``format_version`` of the entries."""
         self._settle()
         extra: dict[str, Any] = {"format_version": FORMAT_VERSION}
         if self.step_in_backward and self.grad_norm is not None:
             extra["grad_norm"] = self.grad_norm
-        first = self.register_state_dict_post_hook(
-            lambda _, saved: save_dtensors(self, saved), prepend=True
-        )  # before those that the user registered
+        # This hook runs before the hooks that the user registered.
+        first = self.register_state_dict_post_hook(lambda _, saved: save_dtensors(self, saved), prepend=True)
         try:
             return {**super().state_dict(), **extra}
         finally:
@@ -73,18 +72,19 @@ class StateDicts(Optimizer):
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict, bit for bit whatever the parameters' dtype; everything is copied.
+        """Load a state dict, bit for bit whatever the parameters' dtype. All tensors are copied.
 
-        One without ``format_version`` may also be that of the optimizer of the same rule in ``torch.optim`` (moments of
-        any floating dtype) or in bitsandbytes (8-bit in blocks of 256, or 32-bit). Moments are then taken into this
-        optimizer's ``state``: 8-bit codes as they are where the map is the standard one, else quantised again. A second
-        moment that bitsandbytes has rounded to zero, though the first is not zero, becomes the smallest code instead.
-        Options that the other optimizer does not have keep this one's values.
+        A state dict without ``format_version`` may also come from the same rule in ``torch.optim`` (moments
+        of any floating dtype) or in bitsandbytes (8-bit in blocks of 256, or 32-bit). The moments are then
+        converted to this optimizer's ``state``. 8-bit codes are kept if they use the standard map; others are
+        quantised again. bitsandbytes may have rounded a second moment to zero whose first moment is not zero;
+        this second moment gets the smallest code above zero. Options that the other optimizer lacks keep
+        their values in this one.
 
         Raises:
-            ValueError: what is loaded does not fit; nothing has changed then.
+            ValueError: the state dict does not fit. Nothing has changed then.
         """
-        with suppress(Exception):  # of jobs whose results are dropped
+        with suppress(Exception):  # the load drops the results of these jobs anyway
             self._end_backward()
             self._drain()
         where = f"{self._name}: load_state_dict"
@@ -111,7 +111,7 @@ class StateDicts(Optimizer):
             }
             return {**loaded, "state": entries}
 
-        last = self.register_load_state_dict_pre_hook(keep)  # after those that the user registered
+        last = self.register_load_state_dict_pre_hook(keep)  # runs after the hooks that the user registered
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -122,8 +122,8 @@ class StateDicts(Optimizer):
         return {**super().__getstate__(), **self._gradient_options(), "offload": self.offload}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes the state of a load, a copy or an unpickling, after checking it, and moves it into new arenas."""
-        if "offload" in state:  # a copy
+        """Take the state of a load, a copy or an unpickling: check it, then move it into new arenas."""
+        if "offload" in state:  # the state comes from a copy or a pickle, not from load_state_dict
             self.offload = state["offload"]
         if "state" in state:
             for group in state["param_groups"]:
@@ -138,7 +138,7 @@ class StateDicts(Optimizer):
                     self._check_entry(param, entry, group)
         super().__setstate__(state)
         self._layouts = {}
-        if "max_grad_norm" in state:  # a copy, which has no hooks yet
+        if "max_grad_norm" in state:  # a copied or unpickled optimizer has no hooks yet
             self._init_gradients(*(state[name] for name in self._gradient_options()))
             self._init_offload(state.get("offload"))
             self._reserve(self.param_groups)

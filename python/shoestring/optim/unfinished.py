@@ -1,4 +1,4 @@
-"""Finish or drop the work that a failed step, or a failed backward with steps in it, has left undone."""
+"""Recovery from a failed step, or from a failed backward that steps parameters."""
 
 import weakref
 from collections.abc import Callable
@@ -18,23 +18,25 @@ if TYPE_CHECKING:
     from shoestring.optim.arena import Arena
     from shoestring.optim.host import Bucket
 
-# A group, an arena of its parameters, gradients, what is added to them, their factor, and whether to skip.
+# The step of one arena: group, arena, gradients, the sums to add to them, clip factor, found_inf.
 Work = tuple[dict[str, Any], "Arena", list[Tensor | None], Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass
 class Unfinished:
-    """A step that is under way, or failed."""
+    """A step that is under way, or has failed."""
 
     work: list[Work]
-    done: int = 0  # of work
-    gradients: list[tuple[Tensor | None, int]] = field(
-        default_factory=list
-    )  # of all parameters, with their versions
+    done: int = 0  # the number of finished items of work
+    # The gradients of all parameters with their version counters, when the step failed.
+    gradients: list[tuple[Tensor | None, int]] = field(default_factory=list)
 
     @property
     def is_whole(self) -> bool:
-        """Whether all parameters have been stepped; their state may still be on its way."""
+        """Whether all parameters have been stepped.
+
+        Their state may still be on its way to host memory or the file.
+        """
         return self.done == len(self.work)
 
     @property
@@ -47,9 +49,10 @@ class Unfinished:
 
 
 class Backward:
-    """A backward that has brought gradients to hooks: called at its end, and only destroyed where it fails.
+    """A callback for the end of a backward whose gradients reach hooks.
 
-    Signals wait until then, since a parameter that has been stepped cannot be taken back.
+    Autograd calls it at the end of the backward. If the backward fails, autograd only destroys it. Signals
+    are deferred until then, since a parameter that has been stepped cannot be restored.
     """
 
     def __init__(self, optimizer: "UnfinishedSteps", task: int) -> None:
@@ -67,19 +70,20 @@ class Backward:
     def __call__(self) -> None:
         self._close(failed=False)
 
-    def __del__(self) -> None:  # an interrupt that is raised in here would be lost: they wait until its end
+    # Python drops exceptions raised in a destructor, so signals are deferred to its end and delivered later.
+    def __del__(self) -> None:
         self._close(failed=True)
         optimizer = self._optimizer()
-        if optimizer is not None:  # weights may be loaded next: nothing may still step them
+        if optimizer is not None:  # the user may load weights next, so no job may still step them
             with torch.no_grad():
                 optimizer._end_backward()
         self._signals.stop(deliver_later)
 
 
 class UnfinishedSteps(Optimizer):
-    """The part of an optimizer that knows how a step goes on, or ends, after an error."""
+    """The part of an optimizer that continues or drops a step after an error."""
 
-    # Of the optimizer:
+    # Attributes of the optimizer that this mixin uses:
     step_in_backward: bool
     _layouts: dict[int, Any]
     _jobs: "list[Bucket]"
@@ -98,16 +102,16 @@ class UnfinishedSteps(Optimizer):
 
     def _init_unfinished(self) -> None:
         self._unfinished: Unfinished | None = None  # a step that failed
-        self._broken: str | None = None  # what an error has left half-done beside: "sums" or "weights"
-        self._backwards: set[int] = set()  # that are under way, by the number of their graph task
+        self._broken: str | None = None  # what an error has left inconsistent: "sums" or "weights"
+        self._backwards: set[int] = set()  # graph task ids of the backwards under way
         self._backward_failed = False
-        self._stepped_in_backward = False  # any parameter, by the last backward
+        self._stepped_in_backward = False  # whether the last backward has stepped any parameter
 
     def _gradients(self) -> list[tuple[Tensor | None, int]]:
         grads = [p.grad for group in self.param_groups for p in group["params"]]
         return [(g, 0 if g is None else g._version) for g in grads]
 
-    # ---- steps ---------------------------------------------------------------------------------------------------
+    # ---- steps ----------------------------------------------------------------------------------------------
 
     def _step_all(self) -> None:
         """Take a step, or the rest of a step that failed."""
@@ -126,7 +130,8 @@ class UnfinishedSteps(Optimizer):
             self._bring_back()
         except BaseException as error:
             if item is not None and item[1].offloaded is None and not isinstance(error, Exception):
-                self._broken = "weights"  # an interrupt may have come between a step and its count
+                # An interrupt may have come after the operator changed weights, before ``done`` counted it.
+                self._broken = "weights"
             step.gradients = self._gradients()
             self._unfinished = step
             raise
@@ -134,7 +139,7 @@ class UnfinishedSteps(Optimizer):
         self._drop_sums()
 
     def _resumed(self) -> Unfinished | None:
-        """The step that failed, where the gradients are still its own."""
+        """Return the failed step if the gradients are unchanged since; else abandon it and return None."""
         if self._unfinished is None:
             return None
         now, before = self._gradients(), self._unfinished.gradients
@@ -146,7 +151,7 @@ class UnfinishedSteps(Optimizer):
         return None
 
     def _abandon(self) -> None:
-        """End a step that failed, before another begins. It counts as whole where all parameters had been stepped."""
+        """End a failed step before another begins. It counts as complete if it stepped all parameters."""
         step = self._unfinished
         if step is None:
             return
@@ -180,7 +185,7 @@ class UnfinishedSteps(Optimizer):
         self._drop_sums()
 
     def _settle(self) -> None:
-        """Bring everything that has been stepped back, before state is read or saved."""
+        """Write all stepped state back before the state is read or saved."""
         self._end_backward()
         self._drain()
         step = self._unfinished
@@ -196,10 +201,10 @@ class UnfinishedSteps(Optimizer):
     @_disable_dynamo
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients, as in ``torch.optim.Optimizer``.
+        """Drop the gradients, as in ``torch.optim.Optimizer``.
 
-        It also drops what is left of a step or a backward that raised an error, sums of ``accumulate()`` included,
-        where no parameter had been stepped.
+        If a step or a backward raised an error before it stepped any parameter, its remaining work is
+        dropped, too. That includes the sums of ``accumulate()``.
         """
         super().zero_grad(set_to_none)
         self._end_backward()
@@ -211,18 +216,18 @@ class UnfinishedSteps(Optimizer):
             self._broken = None
         if not self.step_in_backward or self._accumulating:
             return
-        # A backward that is over: what it has stepped is a step, what it has collected is dropped.
+        # The last backward is over: steps that it took count, and gradients that it collected are dropped.
         self._drain()
         if self._collected:
             self._drop_all_sums()
         self._bring_back()
         self._finish_backward()
 
-    # ---- backward ------------------------------------------------------------------------------------------------
+    # ---- backward -------------------------------------------------------------------------------------------
 
     @_disable_dynamo
     def _begin_backward(self) -> None:
-        """Note the backward of a gradient. A checkpoint that recomputes may run one backward within another."""
+        """Register the current backward. A checkpoint that recomputes may run one backward within another."""
         task = torch._C._current_graph_task_id()
         if task in self._backwards:
             return
@@ -238,14 +243,14 @@ class UnfinishedSteps(Optimizer):
         torch.autograd.Variable._execution_engine.queue_callback(Backward(self, task))
 
     def _end_backward(self) -> None:
-        """End a backward that failed after some of its gradients had come."""
+        """Clean up after a backward that failed when some of its gradients had already arrived."""
         if not self._backward_failed:
             return
         self._backward_failed = False
         partial = [bucket for bucket in self._jobs if bucket.arrived]
         for bucket in partial:
             bucket.arrived = set()
-        with suppress(Exception):  # of the backward that has failed anyway
+        with suppress(Exception):  # the backward has failed anyway, so ignore errors of its jobs
             self._drain()
         for bucket in partial:
             bucket.arena.host.collect(bucket.first, bucket.last)

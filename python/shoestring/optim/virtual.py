@@ -1,4 +1,4 @@
-"""A base optimizer that steps small virtual parameters in the place of large matrices."""
+"""A base optimizer that steps small virtual parameters instead of large matrices."""
 
 from typing import Any
 
@@ -11,18 +11,20 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class VirtualParameters:
-    """The base optimizer, and by parameter the virtual one that it has instead, fp32.
+    """The base optimizer and its virtual parameters, which are fp32 and stand for projected parameters.
 
-    A virtual parameter is zero before a step, and its gradient is the projected one; what the base leaves in it is the
-    low-rank update. So any rule works, with its state of any kind. Between steps virtual parameters have no memory.
-    Each group of the optimizer around is two here: the parameters that step as they are, and the virtual ones.
+    A virtual parameter is zero before a step, and its gradient is the projected gradient. The value that the
+    base optimizer leaves in it is the low-rank update. So any rule works, with state of any kind. Between
+    steps virtual parameters have no memory. Each group of the outer optimizer is two groups here: the
+    parameters without projection, and the virtual ones.
     """
 
     def __init__(self, base: type[Optimizer], options: dict[str, Any], fixed: dict[str, Any]) -> None:
-        self.defaults = base([Parameter(torch.zeros(1))], **options).defaults  # checks the options, too
-        self.fixed = {
-            name: value for name, value in fixed.items() if name in self.defaults
-        }  # of virtual parameters
+        self.defaults = base(
+            [Parameter(torch.zeros(1))], **options
+        ).defaults  # the constructor checks the options, too
+        # Fixed options of virtual parameters, which override those of the group.
+        self.fixed = {name: value for name, value in fixed.items() if name in self.defaults}
         self.of: dict[Tensor, Parameter] = {}
         self._class, self._options = base, options
         self._base: Optimizer | None = None
@@ -37,7 +39,7 @@ class VirtualParameters:
         return options, options | self.fixed
 
     def add(self, group: dict[str, Any], shapes: list[tuple[int, int] | None]) -> None:
-        """A group of parameters; None is the shape of one that has no virtual parameter."""
+        """Add a group of parameters. A shape of None means that the parameter has no virtual parameter."""
         plain = [p for p, shape in zip(group["params"], shapes, strict=True) if shape is None]
         virtual = {}
         for p, shape in zip(group["params"], shapes, strict=True):
@@ -56,7 +58,7 @@ class VirtualParameters:
         self.of |= virtual
 
     def update_options(self, groups: list[dict[str, Any]]) -> None:
-        """What schedules and people have changed in the groups of the optimizer around."""
+        """Copy the options of the outer optimizer's groups, which schedulers or users may have changed."""
         for i, group in enumerate(groups):
             for ours, options in zip(
                 self.base.param_groups[2 * i : 2 * i + 2], self._both(group), strict=True
@@ -64,20 +66,20 @@ class VirtualParameters:
                 ours.update(options)
 
     def provide(self, param: Tensor, grad: Tensor) -> None:
-        """Memory, with zeros in it, for a virtual parameter, and its gradient."""
+        """Allocate a virtual parameter, zero it, and set its gradient."""
         virtual = self.of[param]
         virtual.untyped_storage().resize_(virtual.numel() * virtual.element_size())
         virtual.zero_()
         virtual.grad = grad
 
     def release(self) -> None:
-        """Takes memory and gradients of all virtual parameters back."""
+        """Free the memory and the gradients of all virtual parameters."""
         for virtual in self.of.values():
             virtual.grad = None
             virtual.untyped_storage().resize_(0)
 
     def show(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """The base's state into that of the optimizer around: it may have moved to other memory."""
+        """Make the outer optimizer's state refer to the base optimizer's tensors, which may have moved."""
         for group in groups:
             for p in group["params"]:
                 entry = self.base.state.get(self.of.get(p, p))
@@ -85,11 +87,14 @@ class VirtualParameters:
                     state[p].update(entry)
 
     def beside(self) -> dict[str, Any]:
-        """What the base has in a state dict beside state and groups."""
+        """Return the entries of the base optimizer's state dict other than state and groups."""
         return {k: v for k, v in self.base.state_dict().items() if k not in ("state", "param_groups")}
 
     def load(self, entries: dict[Tensor, dict[str, Any]], beside: dict[str, Any]) -> None:
-        """The base's state, by the parameters of the optimizer around, and what ``beside`` gave."""
+        """Load the base optimizer's state.
+
+        ``entries`` holds it by the outer optimizer's parameters. ``beside`` is the result of ``beside()``.
+        """
         saved = self.base.state_dict()
         owners = {virtual: p for p, virtual in self.of.items()}
         by_index = {}

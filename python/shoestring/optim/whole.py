@@ -1,4 +1,4 @@
-"""What optimizers share whose update of an element depends on its whole parameter."""
+"""The base class of optimizers whose update of an element depends on the whole parameter."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from shoestring.optim.sharded import is_dtensor
 
 
 def expect_whole(name: str, index: int, param: Tensor) -> None:
-    """Raises ValueError where a process may have a part of a parameter alone."""
+    """Raise ValueError if the parameter is a DTensor, of which a process may hold only a part."""
     if is_dtensor(param):
         raise ValueError(
             f"{name}: params[{index}]: expected a tensor that each process has in full, received a DTensor; "
@@ -18,14 +18,14 @@ def expect_whole(name: str, index: int, param: Tensor) -> None:
 
 
 class WholeTensorOptimizer(LowMemoryOptimizer):
-    """Refuses parameters of which a process has a part: its norms and products would be those of the part."""
+    """An optimizer that refuses DTensor parameters: norms and products need the whole parameter."""
 
     def _check_param(self, index: int, param: Tensor) -> None:
-        """Raises ValueError where a parameter does not fit."""
+        """Raise ValueError if a parameter does not fit."""
         expect_whole(self._name, index, param)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as in ``torch.optim.Optimizer``; its options and parameters are checked first."""
+        """Add a group, as in ``torch.optim.Optimizer``; its options and parameters are checked first."""
         params = param_group["params"]
         param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
         for i, item in enumerate(param_group["params"]):
@@ -36,7 +36,11 @@ class WholeTensorOptimizer(LowMemoryOptimizer):
 
 
 def factored(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Shapes of a second moment kept as that of rows and columns, and of one in full; what is not needed is empty."""
+    """Return the shapes of the row means, the column means and the full second moment of a parameter.
+
+    Matrices use the first two, and parameters with fewer than two dimensions the last. Unused shapes are
+    (0,).
+    """
     if len(shape) < 2:
         return (0,), (0,), shape
     return (*shape[:-1], 1), (*shape[:-2], 1, shape[-1]), (0,)

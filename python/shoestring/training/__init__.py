@@ -1,1 +1,1 @@
-"""Training: configuration, models, the loop, checkpoints and reports, used by the command line."""
+"""Training behind the command line: configuration, models, training loop, checkpoints and reports."""

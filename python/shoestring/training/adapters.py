@@ -1,4 +1,4 @@
-"""LoRA in both ways: ours, and plain (PEFT, over bitsandbytes for 4 bits), starting from the same numbers."""
+"""Add LoRA adapters with shoestring or, for `--plain`, with PEFT and bitsandbytes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from shoestring.training.config import FinetuneConfig
 
 
 def apply_lora(model: nn.Module, config: FinetuneConfig) -> Any:
-    """Freeze ``model`` and add adapters to it. Ours draw the numbers that PEFT draws, so one seed starts both alike."""
+    """Freeze ``model`` and add LoRA adapters to it.
+
+    shoestring and PEFT draw the same random numbers, so one seed gives both the same initial adapters.
+    """
     model.requires_grad_(False)
     torch.manual_seed(config.seed)
     try:
         return _plain(model, config) if config.plain else _ours(model, config)
-    except ValueError as error:  # no module of that name, a rank that does not fit
+    except ValueError as error:  # a module name that matches nothing, or a rank that does not fit
         raise InputError(f"--target-modules {config.target_modules}, --rank {config.rank}: {error}") from None
 
 
@@ -37,14 +40,14 @@ def _ours(model: nn.Module, config: FinetuneConfig) -> nn.Module:
 
 
 def _plain(model: nn.Module, config: FinetuneConfig) -> nn.Module:
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it asks for an optional inference package
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # hides advice to install an optional package
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise InputError(
             "--plain: fine-tuning with plain PyTorch needs PEFT; install it with `pip install peft`"
         ) from None
-    if isinstance(config.target_modules, list):  # PEFT passes over names that match nothing
+    if isinstance(config.target_modules, list):  # PEFT ignores names that match no module
         refuse_unmatched_targets(model, config.target_modules, is_linear)
     if config.quantize == "nf4":
         quantize_with_bitsandbytes(model)
@@ -59,7 +62,10 @@ def _plain(model: nn.Module, config: FinetuneConfig) -> nn.Module:
 
 
 def quantize_with_bitsandbytes(model: Any) -> None:
-    """Replace each linear layer but the output layer by ``bitsandbytes.nn.Linear4bit``, one by one to save memory."""
+    """Replace each linear layer except the output layer by ``bitsandbytes.nn.Linear4bit``.
+
+    Layers are replaced one by one, so that only one layer at a time exists in both forms.
+    """
     try:
         from bitsandbytes.nn.modules import Linear4bit, Params4bit
     except ImportError:
@@ -79,21 +85,22 @@ def quantize_with_bitsandbytes(model: Any) -> None:
         )  # fmt: skip
         packed.weight = Params4bit(  # type: ignore[misc]  # the overloads of `to` expect another class
             layer.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=False, module=packed
-        ).to("cpu")  # this is what quantises
+        ).to("cpu")  # `.to` quantises the weight
         packed.bias = layer.bias
-        # Its evaluation path repacks the weight for good on some CPUs; here training goes on after a validation.
+        # In eval mode, Linear4bit repacks its weight permanently on CPUs with AVX512-BF16. Training continues
+        # after a validation, so the repacking is switched off.
         packed.support_avx512bf16_for_cpu = False
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, packed)
-        layer.weight = None  # type: ignore[assignment]  # this frees the dense weight
-    model.is_loaded_in_4bit = True  # PEFT asks the model before it takes its 4-bit layer
+        layer.weight = None  # frees the dense weight
+    model.is_loaded_in_4bit = True  # PEFT checks this attribute before it uses its 4-bit LoRA layer
 
 
 def save_adapter(model: Any, folder: Path, plain: bool) -> None:
-    """Write the adapter in PEFT's format."""
+    """Write the adapter to ``folder`` in PEFT's format."""
     if plain:
         model.save_pretrained(str(folder))
-        (folder / "README.md").unlink(missing_ok=True)  # a model card to fill in
+        (folder / "README.md").unlink(missing_ok=True)  # PEFT writes an empty model card
         return
     from shoestring import lora
 
@@ -101,7 +108,7 @@ def save_adapter(model: Any, folder: Path, plain: bool) -> None:
 
 
 def merge_adapter(base: nn.Module, adapter: Path, plain: bool) -> Any:
-    """Add a saved adapter to a full-precision model; return the model."""
+    """Merge a saved adapter into a full-precision model; return the model."""
     if plain:
         from peft import PeftModel
 

@@ -1,4 +1,7 @@
-"""Checkpoints that are whole or absent, and from which a run continues bit for bit."""
+"""Save and load checkpoints of a training run.
+
+A checkpoint is complete or absent. A run that resumes from a checkpoint continues bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from torch import Tensor, nn
 from shoestring.core.errors import InputError
 from shoestring.files.atomic import PARTIAL, atomic_directory
 
-KEEP = 2  # the newest, and the one before it
-CHECKSUMS = (
-    "checksums.json"  # CRC-32 of each other file, in hexadecimal; checkpoints of older versions have none
-)
+KEEP = 2  # checkpoints kept: the newest and the one before it
+# This file maps every other file of a checkpoint to its CRC-32 in hexadecimal. Checkpoints of older versions
+# have no such file.
+CHECKSUMS = "checksums.json"
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that training changes; tied weights appear once."""
+    """Return the parameters that training changes, by name; tied weights appear once."""
     return {
         name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad
     }
@@ -31,9 +34,11 @@ def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
 def save_checkpoint(
     run: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> Path:
-    """Write ``run/checkpoints/step-N``: weights, optimizer, random state, and ``state`` as JSON; keep the newest two.
+    """Write the checkpoint folder ``run/checkpoints/step-N`` and keep the newest two checkpoints.
 
-    The folder is filled under a temporary name, synced to the disk and renamed, so that a kill leaves the old one.
+    The checkpoint holds the trained weights, the optimizer state, the random state, and ``state`` as JSON.
+    The files are written to a temporary folder, synced to disk, and the folder is renamed. A kill therefore
+    leaves the previous checkpoint intact.
     """
     from safetensors.torch import save_file
 
@@ -43,22 +48,21 @@ def save_checkpoint(
             {name: tensor.contiguous() for name, tensor in trained_tensors(model).items()},
             partial / "weights.safetensors",
         )
-        with open(
-            partial / "optimizer.pt", "wb"
-        ) as file:  # given a path, torch.save hides what the disk said
+        # Pass an open file: given a path, torch.save hides the error message of the file system.
+        with open(partial / "optimizer.pt", "wb") as file:
             torch.save({"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}, file)
         (partial / "state.json").write_text(json.dumps({"step": step, **state}))
         sums = {path.name: _checksum(path) for path in sorted(partial.iterdir())}
         (partial / CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n")
-    for old in checkpoints(run)[
-        :-KEEP
-    ]:  # renamed first: a kill while removing leaves nothing that looks complete
+    # Rename an old checkpoint before removing it. A kill during the removal then leaves no folder that looks
+    # complete.
+    for old in checkpoints(run)[:-KEEP]:
         shutil.rmtree(old.rename(old.with_name(old.name + PARTIAL)), ignore_errors=True)
     return folder
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
+    """Return the complete checkpoints of a run, oldest first."""
     folder = run / "checkpoints"
     found = (
         [p for p in folder.glob("step-*") if re.fullmatch("step-[0-9]{8,18}", p.name)]
@@ -69,12 +73,12 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The number of steps after which a checkpoint was saved."""
+    """Return the number of steps after which the checkpoint was saved."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Put weights, optimizer and random state back in place; return the saved ``state`` with its step.
+    """Restore weights, optimizer and random state in place; return the saved ``state`` with its step.
 
     Raises:
         InputError: a file is damaged or missing, or the checkpoint belongs to another model.
@@ -103,7 +107,7 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
         torch.set_rng_state(rng)
     except InputError:
         raise
-    except Exception as error:  # damaged from outside: none of this is left behind by a kill
+    except Exception as error:  # the files were damaged from outside; a killed save never leaves such files
         raise _damaged(folder, f"({type(error).__name__}: {error})") from None
     try:
         optimizer.load_state_dict(optimizer_state)
@@ -121,7 +125,7 @@ def _checksum(path: Path) -> str:
 
 
 def _verify(folder: Path) -> None:
-    """Compare every file with its checksum; raises InputError that names the first one that differs."""
+    """Compare every file with its checksum; raise InputError that names the first file that differs."""
     record = folder / CHECKSUMS
     if not record.exists():
         return

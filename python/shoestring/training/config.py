@@ -1,4 +1,4 @@
-"""What a run is asked to do, and the presets of model sizes."""
+"""Configuration of training runs: the options of `train` and `finetune`, and the presets of model sizes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from shoestring.core.errors import InputError
 
 @dataclass(frozen=True)
 class Preset:
-    """Shape of a Llama-architecture model."""
+    """Shape of a model with the Llama architecture."""
 
     hidden: int
     layers: int
     heads: int
     kv_heads: int
     mlp: int
-    tied: bool = True  # input and output embedding are one matrix: sensible while they dominate the size
+    # the output layer shares the input embedding; useful while embeddings dominate the size
+    tied: bool = True
 
 
 PRESETS = {
@@ -31,10 +32,10 @@ PRESETS = {
     "1b": Preset(2048, 22, 32, 4, 5632, tied=False),  # the shape of TinyLlama
 }
 
-# The choices of the command line, here without PyTorch.
+# Allowed values of command-line options, defined here so that reading them does not import PyTorch.
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 DTYPES = ("fp32", "bf16")
-MOST_THREADS = max(256, os.cpu_count() or 1)  # tens of thousands end the process
+MOST_THREADS = max(256, os.cpu_count() or 1)  # a request for tens of thousands of threads kills the process
 ESTIMATE_DTYPES = ("fp32", "bf16", "fp16")
 DEVICES = ("cuda", "cpu")
 QUANTIZE = ("nf4", "int4", "int8", "none")
@@ -45,7 +46,10 @@ WEIGHTS = ("plain", "stochastic", "remainder")
 
 @dataclass
 class LoopConfig:
-    """What the loop of both commands takes. Two runs with equal values (and data) give equal bits."""
+    """Options of the training loop of `train` and `finetune`.
+
+    Two runs with equal options and equal data give bitwise equal results.
+    """
 
     seq_len: int = 512
     batch_size: int = 8
@@ -71,7 +75,7 @@ class LoopConfig:
 
 @dataclass
 class TrainConfig(LoopConfig):
-    """`shoestring train`: a model from scratch."""
+    """Options of `shoestring train`, which trains a model from scratch."""
 
     preset: str = "small"
     vocab_size: int = 16384
@@ -80,7 +84,7 @@ class TrainConfig(LoopConfig):
 
 @dataclass
 class FinetuneConfig(LoopConfig):
-    """`shoestring finetune`: LoRA, QLoRA or all weights of an existing model."""
+    """Options of `shoestring finetune`: LoRA, QLoRA or full fine-tuning of an existing model."""
 
     model: str = ""
     full: bool = False
@@ -88,34 +92,35 @@ class FinetuneConfig(LoopConfig):
     rank: int = 16
     alpha: float = 32.0
     target_modules: str | list[str] = "all-linear"
-    pack: bool = True  # examples one after the other, where the model's attention is ours
+    pack: bool = True  # pack examples without padding if the model uses shoestring's attention
     lr: float = 2e-4
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
 
     def check(self) -> None:
-        """Raise InputError for options that do not go together; the command line checks each by itself."""
-        # bitsandbytes' int8 layer rounds its input to 8 bits, too: another model, and no twin of ours. It has no int4.
+        """Raise InputError for options that contradict each other; the parser has checked each option alone."""
+        # The int8 layer of bitsandbytes also rounds its input to 8 bits, so it computes a different model
+        # than shoestring's int8. bitsandbytes has no int4 layer.
         if self.plain and self.quantize not in (None, "nf4"):
             raise InputError(f"--quantize: expected nf4 | none with --plain, got {self.quantize}")
 
 
 @dataclass
 class Fingerprint:
-    """What must be the same for a run to be continued bit for bit."""
+    """The settings that must be equal for a run to be resumed bit for bit."""
 
     values: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: LoopConfig, **more: Any) -> Fingerprint:
-        """Collect the fields of ``config`` and whatever else decides the run, as JSON values."""
+        """Collect the fields of ``config`` and the further settings ``more`` as JSON values."""
         values = {
             key: list(value) if isinstance(value, tuple) else value for key, value in asdict(config).items()
         }
         return cls({**values, **more})
 
     def require_equal(self, recorded: dict[str, Any], run: str) -> None:
-        """Raise InputError that names the first field in which ``recorded`` differs."""
+        """Raise InputError that names the first setting in which ``recorded`` differs."""
         for key in dict.fromkeys([*self.values, *recorded]):
             now, before = self.values.get(key), recorded.get(key)
             if now != before:

@@ -1,4 +1,4 @@
-"""What a training step is going to hold on the device, on the host and on a disk, and what moves between them."""
+"""Estimate the memory of a training step on device, host and disk, and the bytes moved between them."""
 
 from __future__ import annotations
 
@@ -24,20 +24,25 @@ OPTIMIZERS: dict[str, type[LowMemoryOptimizer]] = {
     "lamb": LAMB,
     "adafactor": Adafactor,
     "came": CAME,
-    "muon": Muon,  # of matrices of hidden layers; AdamW of the others
+    "muon": Muon,  # Muon for matrices of hidden layers, AdamW for the other parameters
 }
 
-# How csrc/offload divides state: chunks of so many bytes at least, which begin at multiples of so many blocks; and how
-# many of them are on the device.
+# csrc/offload splits optimizer state into chunks of about CHUNK_BYTES bytes; a larger parameter may form one
+# chunk. Chunks begin at multiples of CHUNK_EDGE blocks of 256 elements. At most SLOTS chunks are on the
+# device at once.
 CHUNK_BYTES, CHUNK_EDGE, SLOTS = 8 << 20, 1024, 4
-HOST_ALIGNMENT = 64  # bytes, of each parameter's copy in host memory
+HOST_ALIGNMENT = 64  # bytes; alignment of each parameter's copy in host memory
 
 
 @dataclass(frozen=True)
 class Options:
-    """What decides it beside the model, whose parameters that require gradients are trained.
+    """Training options that decide the memory, apart from the model.
 
-    device: "cuda", or "cpu", where "device" is ordinary memory, too, and chunks may end within a parameter.
+    All parameters that require gradients are trained.
+
+    Args:
+        device: "cuda" or "cpu". On "cpu", the device memory is host memory, and a chunk of optimizer state
+            may end inside a parameter.
     """
 
     optimizer: str = "adamw"
@@ -47,17 +52,17 @@ class Options:
     device: str = "cuda"
     batch_size: int = 1
     seq_len: int = 2048
-    activation_bytes: int = 2  # of an element
+    activation_bytes: int = 2  # bytes per element of an activation
     accumulate: int = 1
     step_in_backward: bool = False
     gradient_checkpointing: bool = False
-    memory_budget: int | None = None  # bytes of activations
+    memory_budget: int | None = None  # limit for saved activations, in bytes
     workspace_mb: int = 64
 
 
 @dataclass(frozen=True)
 class Item:
-    """Something that takes memory; bytes is None where there is no formula."""
+    """One entry of the estimate; ``bytes`` is None if there is no formula."""
 
     name: str
     bytes: int | None
@@ -66,7 +71,14 @@ class Item:
 
 @dataclass
 class Estimate:
-    """memory: items by "device", "host" and "disk". traffic: bytes of a step, by what moves where."""
+    """The estimated memory and traffic of one training step.
+
+    Args:
+        parameters: number of elements of all parameters.
+        trained: number of elements of the trained parameters.
+        memory: items by location: "device", "host" and "disk".
+        traffic: bytes per step by direction, such as "host to device".
+    """
 
     parameters: int
     trained: int
@@ -74,17 +86,17 @@ class Estimate:
     traffic: dict[str, int] = field(default_factory=dict)
 
     def add(self, place: str, name: str, size: int | None, note: str) -> None:
-        """Adds an item, if it takes anything."""
+        """Add an item unless its size is zero."""
         if size != 0:
             self.memory[place].append(Item(name, size, note))
 
     def totals(self) -> dict[str, int]:
-        """Bytes by place, of what has a formula."""
+        """Return the sum of all known sizes for each location, in bytes."""
         return {place: sum(item.bytes or 0 for item in items) for place, items in self.memory.items()}
 
 
 def make_optimizers(model: nn.Module, options: Options) -> list[LowMemoryOptimizer]:
-    """Those that step the model's trained parameters; nothing is allocated but on the parameters' device."""
+    """Build the optimizers of the model's trained parameters. Allocates on the parameters' device only."""
     own: dict[str, Any] = {"state": options.state, "weights": options.weights}
     trained = formulas.trained(model)
     if options.optimizer != "muon":
@@ -104,9 +116,15 @@ def _embeddings(model: Any) -> list[Any]:
 
 
 def chunk_edges(blocks: list[int], per_block: int, splits: bool) -> list[int]:
-    """Where the chunks of offloaded state begin and end, in blocks of 256 elements (csrc/offload/state.cpp).
+    """Return the boundaries of the chunks of offloaded state, as csrc/offload/state.cpp computes them.
 
-    blocks: of each parameter. per_block: bytes. splits: whether a chunk may end within a parameter.
+    Args:
+        blocks: number of blocks (256 elements each) of every parameter.
+        per_block: bytes of state per block.
+        splits: whether a chunk may end inside a parameter.
+
+    Returns:
+        The boundaries in blocks, from 0 to the total.
     """
 
     def up(n: int) -> int:
@@ -126,10 +144,10 @@ def chunk_edges(blocks: list[int], per_block: int, splits: bool) -> list[int]:
 
 
 def estimate(model: nn.Module, options: Options) -> Estimate:
-    """Of a model, which may lie on the meta device.
+    """Estimate the memory and traffic of one training step of ``model``, which may be on the meta device.
 
     Raises:
-        InputError: a memory budget that no plan can keep.
+        InputError: no checkpointing plan fits the memory budget.
     """
     trained = formulas.trained(model)
     found = Estimate(_elements(model), sum(p.numel() for p in trained))
@@ -184,7 +202,7 @@ def _gradients(found: Estimate, arenas: list[StateArena], options: Options) -> N
 
 
 def _offloaded(found: Estimate, states: list[State], arenas: list[StateArena], options: Options) -> None:
-    """State that is streamed: where it lies, and the chunks of it that are on their way."""
+    """Add the items of streamed optimizer state: its storage and the chunks in flight."""
     disk, cuda = options.offload != "stream", options.device == "cuda"
     place = "disk" if disk else "host"
     note = "a file without a name" if disk else "page-locked"

@@ -1,4 +1,4 @@
-"""Memory that training is going to take, by formula: of models that need not exist (the meta device is enough)."""
+"""Formulas for the memory of training; the model may be on the meta device."""
 
 from __future__ import annotations
 
@@ -15,20 +15,31 @@ from shoestring.optim.base import LowMemoryOptimizer
 
 @dataclass(frozen=True)
 class Activations:
-    """What autograd keeps from the forward pass to the backward pass, and its formula in words."""
+    """The memory that autograd saves between forward and backward pass, and its formula in words."""
 
     bytes: int
     formula: str
-    block: int  # bytes of one decoder block, computed as without gradient checkpointing
+    block: int  # bytes of one decoder block without gradient checkpointing
 
 
 def activations(
     model: Any, tokens: int, *, plain: bool, gradient_checkpointing: bool, size: int = 4
 ) -> Activations | None:
-    """Estimate of what autograd keeps of so many tokens, of `size` bytes an element; None for an unknown architecture.
+    """Estimate the memory that autograd saves for the backward pass.
 
-    A Llama block keeps about 12 hidden and 4 MLP vectors; patched, the inputs and outputs of both norms, query,
-    attention's output, key, value, gate, up and, where ``down_proj`` itself is trained, their product.
+    Per token, a plain Llama block saves about 12 vectors of the hidden size and 4 of the MLP size. A patched
+    block saves the inputs and outputs of both norms, query, key, value, attention output, gate and up. It
+    also saves the product of gate and up if ``down_proj`` itself is trained.
+
+    Args:
+        model: a Hugging Face causal language model.
+        tokens: number of tokens of a micro-batch.
+        plain: whether the model runs without shoestring's operators.
+        gradient_checkpointing: whether only the inputs of the blocks are saved.
+        size: bytes per element.
+
+    Returns:
+        The estimate, or None for an unknown architecture.
     """
     shape = getattr(model, "config", None)
     layers, hidden = getattr(shape, "num_hidden_layers", None), getattr(shape, "hidden_size", None)
@@ -54,7 +65,7 @@ def activations(
     vocab = head.shape[0]
     if plain:
         estimate, formula = estimate + 4 * tokens * vocab, formula + f" + {tokens} x {vocab} x 4 B"
-    else:  # the last norm's input, and the loss's gradients
+    else:  # rows: input of the last norm, gradient of the hidden states, gradient of a trained head
         rows = 2 * tokens + (vocab if head.requires_grad else 0)
         estimate, formula = estimate + size * rows * hidden, formula + f" + {rows} x {hidden} x {size} B"
     return Activations(estimate, formula, block)
@@ -62,38 +73,38 @@ def activations(
 
 @dataclass(frozen=True)
 class StateArena:
-    """The state of an optimizer's parameters of one kind, which lie and are stepped together."""
+    """Optimizer state of all parameters of one kind, stored in one arena and stepped together."""
 
     parts: list[Part]
-    blocks: list[int]  # of 256 elements, of each parameter
-    weights: list[int]  # bytes of each parameter
-    splits: bool  # the operator steps parts of parameters
+    blocks: list[int]  # number of blocks of 256 elements, for each parameter
+    weights: list[int]  # bytes of the weights of each parameter
+    splits: bool  # whether the operator can step a part of a parameter
 
     @property
     def per_block(self) -> int:
-        """Bytes."""
+        """Bytes of state per block of 256 elements."""
         return sum(part.per_block * part.dtype.itemsize for part in self.parts)
 
     def bytes(self, total: int | None = None) -> dict[str, int]:
-        """Of each part, where `total` blocks are kept (just those of the parameters, if not given)."""
+        """Return the bytes of each part of the state for `total` blocks (default: the parameters' blocks)."""
         count = sum(self.blocks) if total is None else total
         return {part.name: count * part.per_block * part.dtype.itemsize for part in self.parts}
 
 
 @dataclass(frozen=True)
 class State:
-    """What an optimizer keeps between steps, once every trained parameter has had a gradient."""
+    """State that an optimizer keeps between steps, once every trained parameter has had a gradient."""
 
     arenas: list[StateArena]
-    rest: dict[str, int]  # bytes beside arenas: each tensor's step, and fp32 tensors of the rule's own
+    rest: dict[str, int]  # bytes outside the arenas: step counts, and fp32 tensors of the update rule
 
     def bytes(self) -> dict[str, int]:
-        """By part."""
+        """Return the bytes of each part of the state, by name."""
         return total(*(arena.bytes() for arena in self.arenas), self.rest)
 
 
 def optimizer_state(optimizer: LowMemoryOptimizer) -> State:
-    """The state of a low-memory optimizer, made or not."""
+    """Return the state that a low-memory optimizer will hold; the state need not be allocated yet."""
     arenas: list[StateArena] = []
     rest: list[dict[str, int]] = []
     for group in optimizer.param_groups:
@@ -111,7 +122,7 @@ def optimizer_state(optimizer: LowMemoryOptimizer) -> State:
 
 
 def total(*several: dict[str, int]) -> dict[str, int]:
-    """Sums by name, without those that are zero."""
+    """Add up dictionaries of sizes by name; leave out sizes of zero."""
     found: dict[str, int] = {}
     for each in several:
         for name, size in each.items():
@@ -120,10 +131,10 @@ def total(*several: dict[str, int]) -> dict[str, int]:
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of their elements."""
+    """Return the total bytes of the elements of ``tensors``."""
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that have gradients."""
+    """Return the parameters that require gradients."""
     return [p for p in model.parameters() if p.requires_grad]

@@ -1,4 +1,4 @@
-"""The training loop of both commands, the same with our operators and with plain PyTorch."""
+"""The training loop of `train` and `finetune`, with shoestring's operators or with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shoestring.training.schedule import learning_rate
 
 
 class Progress(Protocol):
-    """Shows a step; see cli.console."""
+    """Interface that shows the finished steps and notes of a run; cli.console implements it."""
 
     def step(self, metrics: dict[str, Any], val_loss: float | None) -> None: ...
 
@@ -32,10 +32,10 @@ class Progress(Protocol):
 
 @dataclass
 class Trainer:
-    """Everything a loop needs; the command puts it together."""
+    """The training loop of one run, with its model, data, optimizer and progress display."""
 
     config: LoopConfig
-    model: Any  # transformers or PEFT define its class
+    model: Any  # its class comes from transformers or PEFT
     loss: Loss
     optimizer: torch.optim.Optimizer
     train: Rows
@@ -44,20 +44,20 @@ class Trainer:
     checkpoint_every: int
     progress: Progress
     fingerprint: dict[str, Any]
-    packed: bool = False  # rows of examples one after the other, in place of padded ones
-    saved_activations: int = 0  # bytes that autograd kept in the first micro-batch of this process
-    planned_activations: int | None = None  # bytes that they are to take, under a budget
-    val_loss: float | None = None  # the last one
+    packed: bool = False  # a micro-batch is one row of concatenated examples, without padding
+    saved_activations: int = 0  # bytes that autograd saved in the first micro-batch of this process
+    planned_activations: int | None = None  # saved bytes that the plan for --memory-budget predicts
+    val_loss: float | None = None  # the last validation loss
     best_val_loss: float | None = None
-    saved: int | None = None  # the step of this process's last checkpoint
-    told: set[str] = field(default_factory=set)  # the long waits that have been said
+    saved: int | None = None  # step of the last checkpoint that this process saved
+    told: set[str] = field(default_factory=set)  # the long waits that a note has already announced
 
     def fit(self, start: int = 0) -> None:
         """Train from step ``start`` (counted from 0) to the end.
 
         Raises:
-            InputError: the loss is not finite.
-            Interrupted: a signal came; the step in which it came is complete and in a checkpoint.
+            InputError: the loss or the gradient norm is not finite.
+            Interrupted: a signal arrived; the step during which it arrived is complete and in a checkpoint.
         """
         config = self.config
         order = BatchOrder(len(self.train), config.batch_size, config.accumulate, config.seed)
@@ -92,7 +92,10 @@ class Trainer:
                     break
 
     def _accumulate(self, step: int, order: BatchOrder, first: bool) -> tuple[float, int]:
-        """Forward and backward of one step; the mean is over all labelled positions of all its micro-batches."""
+        """Run forward and backward passes of one step; return its loss and its number of tokens.
+
+        The loss is the mean over the labelled positions of all micro-batches.
+        """
         drawn = order.step(step)
         batches = [self._batch(self.train, rows) for rows in drawn]
         labelled = sum(int((labels != IGNORE).sum()) for _, labels, _ in batches)
@@ -111,13 +114,13 @@ class Trainer:
         return total, sum(self.train.count(rows) for rows in drawn)
 
     def _batch(self, data: Rows, rows: list[int]) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Inputs, labels, and what else the loss is told."""
+        """Return inputs, labels and further keyword arguments of the loss."""
         if self.packed and isinstance(data, Examples):
             return data.packed(rows)
         return (*data.rows(rows), {})
 
     def largest_batch(self) -> Tensor:
-        """Loss of a micro-batch of the rows with the most tokens: none needs more memory."""
+        """Return the loss of a micro-batch of the longest rows; no other batch needs more memory."""
         rows = sorted(range(len(self.train)), key=lambda row: -self.train.count([row]))[
             : self.config.batch_size
         ]
@@ -126,7 +129,7 @@ class Trainer:
             return self.loss(inputs, labels, **more) / max(1, int((labels != IGNORE).sum()))
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """bf16 matrix products over fp32 weights, or nothing."""
+        """Return an autocast context for bf16 matrix products on fp32 weights, or a null context for fp32."""
         return torch.autocast("cpu", torch.bfloat16) if self.config.dtype == "bf16" else nullcontext()
 
     def _require_finite(self, step: int, loss: float, norm: float) -> None:
@@ -141,7 +144,7 @@ class Trainer:
         return f"; the last checkpoint in {self.run} is kept" if checkpoints(self.run) else ""
 
     def _tell_wait(self, what: str, seconds: float) -> None:
-        """Say once how long a signal waits, where that is long."""
+        """Announce once that a signal has to wait for ``what``, if ``what`` takes long."""
         if seconds > signals.LONG_WAIT and what not in self.told:
             self.told.add(what)
             self.progress.note(
@@ -163,7 +166,7 @@ class Trainer:
             self._save(step, log)
 
     def _save(self, step: int, log: MetricsLog) -> None:
-        """Save a checkpoint, unless this step has one."""
+        """Save a checkpoint unless this step already has one."""
         if self.saved == step:
             return
         log.sync()
@@ -176,7 +179,7 @@ class Trainer:
         self.saved = step
 
     def evaluate(self) -> float:
-        """Mean loss over the first ``eval_batches`` batches of the validation rows."""
+        """Return the mean loss over the first ``eval_batches`` batches of the validation rows."""
         size = self.config.batch_size
         self.model.eval()
         total, labelled = 0.0, 0
@@ -195,7 +198,7 @@ class Trainer:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Weight decay for matrices, none for norms and biases."""
+    """Group the trained parameters: weight decay for matrices, none for norms and biases."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
@@ -205,7 +208,11 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def make_optimizer(model: nn.Module, config: LoopConfig, offload: str | None = None) -> torch.optim.Optimizer:
-    """AdamW: PyTorch's fused one for plain runs, ours otherwise, with its state in ``offload``."""
+    """Build the AdamW optimizer of a run.
+
+    It is PyTorch's fused AdamW for plain runs. Otherwise it is shoestring's AdamW, whose state is stored in
+    ``offload``.
+    """
     groups = parameter_groups(model, config.weight_decay)
     if config.plain:
         return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

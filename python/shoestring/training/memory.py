@@ -1,4 +1,4 @@
-"""Memory of this process, and where it went."""
+"""Measure the memory of this process and of the parts of a training run."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def _status(key: str) -> int | None:
 
 
 def peak_bytes() -> int:
-    """High-water mark of the resident set of the whole process, in bytes."""
+    """Return the high-water mark of the resident set of this process, in bytes."""
     peak = _status("VmHWM:")
-    if peak is None:  # macOS counts bytes, other systems kibibytes
+    if peak is None:  # ru_maxrss is in bytes on macOS and in KiB elsewhere
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return peak
 
 
 def resident_bytes() -> int:
-    """Resident set of the process now, in bytes (the peak, where the system does not tell the present value)."""
+    """Return the resident set size in bytes, or its peak if the system does not report the current value."""
     return _status("VmRSS:") or peak_bytes()
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind ``tensors``: tied weights and views count once."""
+    """Return the bytes of the distinct storages of ``tensors``; tied weights and views count once."""
     return sum(storages(tensors).values())
 
 
@@ -55,19 +55,19 @@ def _state_tensors(value: Any) -> Iterable[Tensor]:
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes that the optimizer keeps between steps."""
+    """Return the bytes that the optimizer keeps between steps."""
     return storage_bytes(_state_tensors(optimizer.state_dict()["state"]))
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of parameters and buffers, and of the scales that bitsandbytes keeps outside of both."""
+    """Return the bytes of parameters, buffers, and the scales that bitsandbytes keeps outside of both."""
     states = [getattr(p, "quant_state", None) for p in model.parameters()]
     scales = [state.absmax for state in states if state is not None]
     return storage_bytes([*model.parameters(), *model.buffers(), *scales])
 
 
 class SavedActivations:
-    """Counts the bytes that autograd keeps for the backward pass of what runs inside the block (weights left out)."""
+    """Count the bytes that autograd saves for backward inside the ``with`` block; weights are excluded."""
 
     def __init__(self, model: nn.Module) -> None:
         self._weights = storages([*model.parameters(), *model.buffers()])
@@ -94,15 +94,15 @@ class SavedActivations:
 
 @dataclass
 class Part:
-    """One bar of the memory chart."""
+    """One bar of the memory chart: a part of the process's memory, by formula and measured."""
 
     name: str
     formula: str
-    expected: int | None  # bytes by the formula, where there is one
-    measured: int  # bytes
+    expected: int | None  # bytes by the formula, or None if there is no formula
+    measured: int  # measured bytes
 
 
 def import_models() -> None:
-    """Import what every causal model needs, so that the program's own memory is not counted as the model's."""
+    """Import what every causal model needs, so that this memory counts as the program's, not the model's."""
     from transformers import AutoModelForCausalLM  # noqa: F401
     from transformers.models.llama import modeling_llama  # noqa: F401

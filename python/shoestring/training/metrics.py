@@ -1,4 +1,7 @@
-"""metrics.jsonl: one line a step; after a kill it is cut back to the checkpoint that is resumed."""
+"""Write and read metrics.jsonl, which has one line per step.
+
+A run that resumes after a kill first removes the lines after its checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 from shoestring.files.atomic import atomic_file
 
+# Fields of every row; `rss` and `peak` are bytes.
 COLUMNS = (
     "step",
     "loss",
@@ -19,11 +23,11 @@ COLUMNS = (
     "tokens_per_second",
     "rss",
     "peak",
-)  # of every row
+)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics file; lines that are damaged, or cut off by a kill, are left out."""
+    """Return the rows of a metrics file; skip lines that are damaged or were cut off by a kill."""
     rows: list[dict[str, Any]] = []
     if not path.is_file():
         return rows
@@ -40,13 +44,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class MetricsLog:
-    """Appends steps to ``path``; lines after step ``keep_through`` are dropped first."""
+    """Append one row per step to ``path``; rows of steps after ``keep_through`` are removed first."""
 
     def __init__(self, path: Path, keep_through: int) -> None:
         kept = [row for row in read_metrics(path) if row["step"] <= keep_through]
-        self.lost = keep_through - len(
-            {row["step"] for row in kept}
-        )  # steps without a row: the file was damaged
+        # Number of steps that should have a row but have none, because the file was damaged.
+        self.lost = keep_through - len({row["step"] for row in kept})
         with atomic_file(path) as file:
             file.write("".join(json.dumps(row) + "\n" for row in kept).encode())
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (__exit__ closes it)
@@ -55,7 +58,7 @@ class MetricsLog:
         self._file.write((json.dumps(row) + "\n").encode())
 
     def sync(self) -> None:
-        """Make the lines durable: a checkpoint must not be newer than its log."""
+        """Sync the file to disk, so that no checkpoint is newer than its log."""
         os.fsync(self._file.fileno())
 
     def __enter__(self) -> MetricsLog:

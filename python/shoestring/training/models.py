@@ -1,4 +1,4 @@
-"""Models: built from a preset, or loaded from a checked Hugging Face directory; and their loss, ours or plain."""
+"""Build or load the model of a training run and its loss function, fused or plain."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from shoestring.integrations.transformers.reader import read_config, stored_tens
 from shoestring.integrations.transformers.remote_code import why_not_loaded
 from shoestring.training.config import Preset
 
-# (inputs, labels, and what else the model is told) -> sum of the losses of all labelled positions
+# (inputs, labels, **model_arguments) -> sum of the losses over all labelled positions
 Loss = Callable[..., Tensor]
 
-WEIGHT_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]  # fetched for a hub model
+WEIGHT_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]  # downloaded for a Hub model
 
 
 def build_llama(preset: Preset, vocab_size: int, seq_len: int, end_of_text: int) -> Any:
-    """Build a randomly initialised Llama (fp32); its numbers come from PyTorch's generator, so seed that first."""
+    """Build a randomly initialised fp32 Llama.
+
+    It draws from PyTorch's global generator, so seed that first.
+    """
     from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
@@ -63,7 +66,7 @@ def locate_model(name: str, trust_remote_code: bool = False) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=WEIGHT_FILES + ["*.py"] * trust_remote_code))
-    except Exception as error:  # offline, missing, gated, no space: one line for each
+    except Exception as error:  # offline, missing, gated or disk full: report each of them in one line
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise InputError(
             f"--model {name}: no such directory, and the Hugging Face Hub did not give it "
@@ -72,9 +75,10 @@ def locate_model(name: str, trust_remote_code: bool = False) -> Path:
 
 
 def check_model_directory(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Check config.json and every weight file before anything is allocated; return the shape of each stored tensor.
+    """Check config.json and every weight file; return the shape of each stored tensor.
 
-    The safetensors reader checks header size, offsets, overlaps and the file's length; its errors become one line.
+    This check allocates no weights. The safetensors reader checks header size, offsets, overlaps and file
+    length. Its errors become one-line InputErrors.
     """
     try:
         read_config(folder)
@@ -84,18 +88,18 @@ def check_model_directory(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def is_quantized(folder: Path) -> bool:
-    """True for a checkpoint whose weights are quantised already."""
+    """Return True if the weights of the checkpoint are already quantised."""
     return read_config(folder).get("quantization_config") is not None
 
 
 def load_model(
     folder: Path, dtype: torch.dtype, quantize: str | None = None, trust_remote_code: bool = False
 ) -> Any:
-    """Load a causal language model from a local directory; every weight must be there and fit the configuration.
+    """Load a causal language model from a local directory; every weight must be present and fit config.json.
 
-    With ``quantize``, and of a checkpoint that is quantised already, linear weights are codes from the moment they are
-    read; but where the files name them as transformers alone knows, the whole model is loaded first and left dense.
-    Code of the directory runs with ``trust_remote_code`` alone.
+    With ``quantize``, or for a checkpoint that is already quantised, each linear weight is quantised as soon
+    as it is read. If only transformers can map the tensor names in the files, the whole model is loaded first
+    and stays dense. Code in the directory runs only with ``trust_remote_code``.
     """
     stored = check_model_directory(folder)
     quiet_transformers()
@@ -157,7 +161,7 @@ def _load(
 
 
 def plain_loss(model: Any) -> Loss:
-    """Sum of cross-entropies over the model's full logits, as plain PyTorch does it (bf16 logits widened to fp32)."""
+    """Return a loss that sums cross-entropies over the full logits in fp32, like plain PyTorch."""
 
     def loss(inputs: Tensor, labels: Tensor, **more: Any) -> Tensor:
         logits = model(input_ids=inputs, use_cache=False, **more).logits
@@ -169,11 +173,14 @@ def plain_loss(model: Any) -> Loss:
 
 
 def fused_loss(model: Any, workspace_mb: int) -> Loss:
-    """The same sum without logits: the model, an adapter that it may get later included, is patched for good."""
+    """Patch the model permanently and return a loss that computes the same sum without storing logits.
+
+    The patch also covers an adapter that is added to the model later.
+    """
     from shoestring.integrations.transformers import patch
 
     def loss(inputs: Tensor, labels: Tensor, **more: Any) -> Tensor:
-        # Labels are those of the positions already; divided by one, the loss is the sum.
+        # The labels are already shifted. With num_items_in_batch=1, the loss is the sum of all losses.
         labels = labels.contiguous()
         options = {"shift_labels": labels, "num_items_in_batch": 1, "use_cache": False, **more}
         result: Tensor = model(input_ids=inputs, labels=labels, **options).loss
@@ -188,7 +195,10 @@ def fused_loss(model: Any, workspace_mb: int) -> Loss:
 
 
 def _check_same(fused: Loss, plain: Loss, model: Any) -> None:
-    """Refuse an architecture that leaves out an argument of its loss (a few tokens decide)."""
+    """Raise ValueError if fused and plain loss differ on a few tokens.
+
+    They differ if the model's architecture does not pass all arguments on to its loss.
+    """
     tokens = torch.arange(8)[None] % model.get_input_embeddings().weight.shape[0]
     training = model.training
     model.eval()
@@ -202,9 +212,11 @@ def _check_same(fused: Loss, plain: Loss, model: Any) -> None:
 
 
 def can_pack(model: Any) -> bool:
-    """Whether the model keeps examples of one row apart: its attention is ours, and gets what says where they begin.
+    """Return whether the model keeps the packed examples of one row apart.
 
-    Tried on two: their logits must be much nearer to those of each alone than they are where nothing tells them apart.
+    The model must use shoestring's attention and pass on the arguments that say where each example begins.
+    The test packs two examples. Their logits must be much closer to the logits of separate examples than
+    those of a row without these arguments.
     """
     if getattr(model.config, "_attn_implementation", None) != "shoestring":
         return False
@@ -218,7 +230,7 @@ def can_pack(model: Any) -> bool:
             expected = torch.cat([model(input_ids=part, use_cache=False).logits for part in alone], 1)
             packed = model(input_ids=tokens, use_cache=False, **together).logits
             mixed = model(input_ids=tokens, use_cache=False).logits
-    except (TypeError, ValueError, RuntimeError):  # a model that does not take these arguments
+    except (TypeError, ValueError, RuntimeError):  # the model does not accept these arguments
         return False
     finally:
         model.train(training)

@@ -1,4 +1,4 @@
-"""report.html and report.png of one run, compare.html and compare.png of several."""
+"""Write report.html and report.png of one run, or compare.html and compare.png of several runs."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ th { border-bottom: 2px solid #d5d9e2; } td { border-bottom: 1px solid #eceef3; 
 
 @dataclass(frozen=True)
 class Run:
-    """What a finished run folder tells."""
+    """The contents of a finished run folder."""
 
     name: str
     folder: Path
-    record: dict[str, Any]  # run.json
+    record: dict[str, Any]  # content of run.json
     summary: dict[str, Any]
     metrics: list[dict[str, Any]]
 
 
 def read_run(folder: Path) -> Run:
-    """Read a finished run; raises InputError where the folder does not hold one."""
+    """Read a finished run; raise InputError if the folder does not hold one."""
     try:
         record = read_json(folder / "run.json", "run.json")
         summary = read_json(folder / "summary.json", "summary.json")
@@ -51,7 +51,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _check(folder: Path, record: Any, summary: Any, metrics: list[Any]) -> None:
-    """Refuse a run whose files lack what reports show, or hold something else in its place."""
+    """Raise InputError if a file lacks a field that the reports show, or holds a value of the wrong type."""
 
     def has(value: Any, **kinds: Callable[[Any], bool]) -> list[str]:
         fields = value if isinstance(value, dict) else {}
@@ -80,7 +80,7 @@ def _check(folder: Path, record: Any, summary: Any, metrics: list[Any]) -> None:
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
-    """Read finished runs; folders of equal names are told apart by the folders that they are in."""
+    """Read finished runs; a run whose folder name is not unique also shows its parent folders."""
     runs = [read_run(folder) for folder in folders]
     ends = [list(run.folder.resolve().parts) for run in runs]
     names = []
@@ -89,18 +89,18 @@ def read_runs(folders: list[Path]) -> list[Run]:
         length = next(
             (n for n in range(1, len(own)) if all(other[-n:] != own[-n:] for other in others)), len(own)
         )
-        before = ends[:number].count(own)  # the same folder, given again
+        before = ends[:number].count(own)  # number of times that the same folder was given before
         names.append("/".join(own[-length:]) + (f" ({before + 1})" if before else ""))
     return [replace(run, name=name) for run, name in zip(runs, names)]
 
 
 def megabytes(count: float | None) -> str:
-    """Bytes as whole MB (10^6); a dash where there is no figure."""
+    """Format bytes as whole MB (10^6 bytes), or as a dash if there is no figure."""
     return "–" if count is None else f"{count / 1e6:,.0f}"
 
 
 def figures(run: Run) -> dict[str, str]:
-    """The figures that tables show, in words and units."""
+    """Return the figures shown in the tables: each label with its unit, and the formatted value."""
     summary = run.summary
     val = summary["val_loss"]
     return {
@@ -142,9 +142,9 @@ def write_report(folder: Path) -> None:
 
 
 def write_comparison(folders: list[Path], out: Path) -> list[list[str]]:
-    """Write compare.png and compare.html into ``out``; return the rows of the table, the first being its head.
+    """Write compare.png and compare.html into ``out``; return the rows of the table, headings first.
 
-    Each run also gets its ratios to the first.
+    Each row ends with the run's ratios to the first run.
     """
     runs = read_runs(folders)
     picture = draw_comparison(runs)
@@ -159,7 +159,7 @@ def write_comparison(folders: list[Path], out: Path) -> list[list[str]]:
 
 
 def write_sections(out: Path, title: str, groups: dict[str, list[Path]]) -> dict[str, list[list[str]]]:
-    """Write report.html into ``out`` with a comparison and a picture for each group of runs; return the tables."""
+    """Write report.html with a table and a picture for each group of runs into ``out``; return the tables."""
     body, tables = f"<h1>{html.escape(title)}</h1>", {}
     for name, folders in groups.items():
         runs = read_runs(folders)
@@ -189,7 +189,10 @@ def _joined(runs: list[Run]) -> list[list[str]]:
 
 
 def comparison(runs: list[Run]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of a table of runs, each divided by the first (by validation loss where there is one)."""
+    """Return the headings and the rows of a table of runs, with ratios to the first run.
+
+    The loss ratio uses the validation loss if every run has one, and the training loss otherwise.
+    """
     first = runs[0].summary
     loss = "val_loss" if all(run.summary["val_loss"] is not None for run in runs) else "train_loss"
     head = ["run", *figures(runs[0]), "loss ratio", "memory ratio", "speed ratio"]
@@ -219,7 +222,7 @@ def _image(picture: bytes, text: str) -> str:
 
 def _table(head: list[str], rows: list[list[str]], numbers: int = 0) -> str:
     def cells(tag: str, row: list[str]) -> str:
-        right = len(row) - numbers  # the last columns are numbers
+        right = len(row) - numbers  # index of the first numeric column, which is right-aligned
         return "".join(
             f"<{tag}{' class=n' if i >= right else ''}>{html.escape(str(cell))}</{tag}>"
             for i, cell in enumerate(row)

@@ -1,4 +1,4 @@
-"""A run and its folder: what both commands do before, around and after the loop."""
+"""Run one training command: prepare the run folder, train, and write the results."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from shoestring.training.summary import summarise
 
 @dataclass
 class RunOptions:
-    """What may differ between a run and its continuation."""
+    """Options that may change when a run is resumed."""
 
     out: Path
     resume: bool = False
     checkpoint_every: int = 50
     threads: int | None = None
-    memory_budget: str | None = None  # bytes of activations, such as "2GiB"
-    offload: str = "none"  # where the optimizer's state lies
-    trust_remote_code: bool = False  # run code that the model directory brings
+    memory_budget: str | None = None  # limit for saved activations, such as "2GiB"
+    offload: str = "none"  # where the optimizer state is stored
+    trust_remote_code: bool = False  # run Python code from the model directory
 
     def check(self, config: LoopConfig) -> None:
-        """Refuse options that do not go together, and another folder than a run's, before anything else happens."""
+        """Raise InputError if options contradict each other or if --out is unusable; writes nothing."""
         if self.memory_budget is not None:
             try:
                 parse_bytes(self.memory_budget)
@@ -60,15 +60,15 @@ class RunOptions:
         try:
             if self.out.exists() and not self.out.is_dir():
                 raise InputError(f"--out {self.out}: exists and is not a directory")
-            if not (
-                self.out / LOCK
-            ).exists():  # with one, another process may be at work: its lock is asked first
+            # A lock file means that another process may be using the folder. In that case run_folder() first
+            # takes the lock.
+            if not (self.out / LOCK).exists():
                 self.check_folder()
-        except OSError as error:  # no permission, a name too long
+        except OSError as error:  # no permission, or a name that is too long
             raise InputError(f"--out {self.out}: {error.strerror}") from None
 
     def check_folder(self) -> None:
-        """Refuse a folder whose content would be mixed with the run's."""
+        """Raise InputError if the folder holds files that do not belong to this run."""
         names = [path.name for path in self.out.iterdir() if path.name != LOCK] if self.out.is_dir() else []
         if names and not self.resume:
             raise InputError(
@@ -79,19 +79,21 @@ class RunOptions:
 
 
 def file_list(files: list[Path]) -> list[list[Any]]:
-    """Name and size of each data file: what a continued run must find again."""
+    """Return name and size (bytes) of each data file; a resumed run must find the same list."""
     return [[path.name, path.stat().st_size] for path in files]
 
 
 @contextmanager
 def run_folder(options: RunOptions, command: str, fingerprint: Fingerprint) -> Iterator[Path]:
-    """Lock and create (or check) the run folder with its run.json; one made here goes again if nothing was trained.
+    """Lock the run folder, create or check it, write run.json, and yield the folder's path.
 
-    Also sets the number of threads: a continued run takes the recorded one, because sums depend on it.
+    If the block fails before anything was trained, the files and folders made here are removed. This function
+    also sets the number of threads. A resumed run takes the recorded number by default, because the order of
+    summation depends on it.
 
     Raises:
-        InputError: another process uses the folder, or it holds another run or something else.
-        Interrupted: a signal came; the text says what the folder holds.
+        InputError: another process uses the folder, or the folder holds another run or other files.
+        Interrupted: a signal arrived; the text says what the folder holds.
     """
     out = options.out
     created = [parent for parent in [out, *out.parents] if not parent.exists()]
@@ -109,7 +111,7 @@ def run_folder(options: RunOptions, command: str, fingerprint: Fingerprint) -> I
                             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
                 raise
     except BaseException as error:
-        with suppress(OSError):  # a folder that holds anything stays
+        with suppress(OSError):  # rmdir fails for a folder that is not empty, and so keeps it
             for path in created:
                 path.rmdir()
         if isinstance(error, (Interrupted, KeyboardInterrupt)):
@@ -118,7 +120,7 @@ def run_folder(options: RunOptions, command: str, fingerprint: Fingerprint) -> I
 
 
 def _read_record(out: Path, command: str, fingerprint: Fingerprint) -> dict[str, Any]:
-    """Return run.json, or nothing where there is none; raises InputError where it records another run."""
+    """Return the content of run.json, or {} if there is none; raise InputError if it records another run."""
     path = out / "run.json"
     if not path.is_file():
         return {}
@@ -141,7 +143,7 @@ def _read_record(out: Path, command: str, fingerprint: Fingerprint) -> dict[str,
 
 
 def _begin(options: RunOptions, command: str, fingerprint: Fingerprint, recorded: dict[str, Any]) -> None:
-    """Set the threads, remove what a killed process left half-written, and write run.json."""
+    """Set the number of threads, remove partial files of a killed process, and write run.json."""
     threads = options.threads or recorded.get("threads") or torch.get_num_threads()
     torch.set_num_threads(threads)
     remove_partial(options.out)
@@ -154,7 +156,7 @@ def _begin(options: RunOptions, command: str, fingerprint: Fingerprint, recorded
 
 
 def _kept(out: Path) -> str:
-    """Describe what an interrupted run leaves, for the terminal."""
+    """Describe for the terminal what the folder of an interrupted run holds."""
     existing = checkpoints(out)
     if existing:
         return f"checkpoint at step {step_of(existing[-1])}, continue with --resume"
@@ -165,7 +167,7 @@ def _kept(out: Path) -> str:
 
 @contextmanager
 def _offload_errors(options: RunOptions) -> Iterator[None]:
-    """Turn the refusal of the place that --offload names into one line: no such folder, or no room in it."""
+    """Turn an error about the place given by --offload (no folder, no space) into a one-line InputError."""
     try:
         yield
     except RuntimeError as error:
@@ -175,7 +177,7 @@ def _offload_errors(options: RunOptions) -> Iterator[None]:
 
 
 def _fit_memory(trainer: Trainer, budget: str) -> CheckpointReport:
-    """Checkpoint as many blocks as the budget asks for."""
+    """Checkpoint as many blocks as the memory budget requires."""
     trainer.model.train()
     try:
         return checkpoint_model(trainer.model, budget=budget, example=trainer.largest_batch)
@@ -199,10 +201,12 @@ def execute(
     result: str,
     packed: bool = False,
 ) -> dict[str, Any]:
-    """Train, save the result folder, write the summary and the report; return the summary.
+    """Train, save the result folder and write summary.json; return the summary.
 
-    ``baseline`` is the resident memory before the model was made; ``save`` fills the folder ``run/result``; ``packed``:
-    examples one after the other, without padding.
+    Args:
+        baseline: resident memory in bytes before the model was made.
+        save: function that fills the folder ``run/result``.
+        packed: whether a micro-batch is one row of concatenated examples, without padding.
     """
     run = options.out
     with _offload_errors(options):

@@ -1,17 +1,18 @@
-"""Learning rate as a pure function of the step, so that a resumed run needs no scheduler state."""
+"""Learning-rate schedules as pure functions of the step, so that a resumed run needs no scheduler state."""
 
 from __future__ import annotations
 
 import math
 
-DECAY_SHARE = 0.2  # of all steps, at the end of warmup-stable-decay (Hu et al. 2024 use 10 to 20 %)
+DECAY_SHARE = 0.2  # share of the steps after warm-up in which wsd decays; Hu et al. 2024 use 10 to 20 %
 
 
 def learning_rate(step: int, *, lr: float, steps: int, warmup: int, schedule: str) -> float:
-    """Learning rate of ``step`` (from 0): a linear warm-up over ``warmup`` steps, then the schedule, down to 0.
+    """Return the learning rate of ``step``: a linear warm-up over ``warmup`` steps, then the schedule.
 
-    ``schedule``: constant, linear, cosine (Loshchilov & Hutter 2017), or wsd (constant, then linear in the
-    last fifth).
+    ``step`` counts from 0. ``schedule`` is constant, linear (down to 0), cosine (Loshchilov & Hutter 2017,
+    down to 0), or wsd. wsd stands for warmup-stable-decay: constant, then linear down to 0 in the last fifth
+    of the steps after warm-up.
     """
     if step < warmup:
         return lr * (step + 1) / warmup

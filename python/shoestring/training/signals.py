@@ -1,9 +1,12 @@
-"""SIGINT and SIGTERM: the first one ends a command in order, the second one at once.
+"""Handle SIGINT and SIGTERM: the first signal ends a command cleanly, the second one ends it at once.
 
-Python calls a handler between two bytecodes, and a whole backward pass is one bytecode. The second signal must not wait
-for it, so a thread reads the wakeup file descriptor, which Python's C handler writes at once. Code that defers a signal,
-as the optimizers do within a step, delivers it again and so writes twice: whatever is written before the handler has run
-is one signal, unless the handler does not run for a second.
+Python calls a signal handler between two bytecodes, and a whole backward pass is one bytecode. The second
+signal must not wait for it. A thread therefore reads the wakeup file descriptor, to which Python's C handler
+writes at once.
+
+Code that defers a signal (an optimizer during its step) delivers the signal again, so its number is written
+twice. All numbers written before the Python handler has run therefore count as one signal. The exception: the
+handler does not run for a second (``PATIENCE``).
 """
 
 from __future__ import annotations
@@ -17,35 +20,38 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
-LONG_WAIT = 20.0  # seconds that a person should be told of; batch systems kill about 30 s after SIGTERM
+LONG_WAIT = 20.0  # seconds; longer waits are announced, since batch systems kill about 30 s after SIGTERM
 
 
 class Interrupted(BaseException):
-    """A signal has ended the command. The text is the line for the terminal, the exit code is 128 + ``number``."""
+    """A signal has ended the command. The text is for the terminal; the exit code is 128 + ``number``."""
 
     def __init__(self, number: int, text: str = "interrupted") -> None:
         super().__init__(text)
         self.number = number
 
 
-PATIENCE = 1.0  # seconds in which a handler runs unless the main thread is inside a long call
+PATIENCE = 1.0  # seconds; a handler that has not run by then waits for a long call in the main thread
 
 _received: int | None = None
 _deferred = False
 _announced = False
-_handled = threading.Event()  # the handler has run
-_pipe = -1  # where the numbers of signals that no handler has answered are read
+_handled = threading.Event()  # set once the Python handler has run
+_pipe = -1  # read end of the wakeup pipe: numbers of signals that the handler has not taken yet
 _reading = threading.RLock()
 
 
 def received() -> int | None:
-    """Return the signal that is to end the command, if one has come."""
+    """Return the number of the signal that is to end the command, or None."""
     return _received
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Let the first signal wait for the end of the block, which asks ``received``; it raises Interrupted there."""
+    """Defer the first signal to the end of the block, and raise Interrupted there.
+
+    Code inside the block calls ``received`` to learn whether a signal has arrived.
+    """
     global _deferred
     _deferred = True
     try:
@@ -58,12 +64,13 @@ def deferred() -> Iterator[None]:
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """Handle SIGINT and SIGTERM inside the block: Interrupted at the first signal, the end of the process at the next.
+    """Handle SIGINT and SIGTERM inside the block: the first raises Interrupted, the second ends the process.
 
-    A signal that the process ignores, as a shell's background job does, stays ignored.
+    A signal that the process ignores stays ignored; a background job of a shell ignores SIGINT, for example.
     """
     global _received, _announced, _pipe
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may have handlers
+    # Python allows signal handlers in the main thread only
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     _received, _announced = None, False
@@ -97,7 +104,7 @@ def _raise_received() -> None:
 def _handle(number: int, _: FrameType | None) -> None:
     global _received
     with _reading:
-        _read()  # what has been written so far is this signal
+        _read()  # all numbers written so far belong to this signal
         _handled.set()
     _received = number
     _announce(number)
@@ -125,7 +132,10 @@ def _watch() -> None:
 
 
 def _announce(number: int) -> None:
-    """Say once, from the handler or before it can run, that the step goes on."""
+    """Say once that the current step will be finished.
+
+    The handler calls this, or the watching thread if the handler cannot run yet.
+    """
     global _announced
     with _reading:
         if _deferred and not _announced:
@@ -135,7 +145,7 @@ def _announce(number: int) -> None:
 
 
 def _read() -> bytes | None:
-    """The numbers that are in the pipe; None after its end."""
+    """Return the signal numbers in the pipe, b"" if there are none, or None if the pipe is closed."""
     try:
         return os.read(_pipe, 64) or None
     except BlockingIOError:
@@ -143,5 +153,5 @@ def _read() -> bytes | None:
 
 
 def _say(text: str) -> None:
-    with suppress(OSError):  # the terminal may be gone
+    with suppress(OSError):  # the terminal may be closed
         os.write(2, f"shoestring: {text}\n".encode())

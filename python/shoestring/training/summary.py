@@ -1,4 +1,4 @@
-"""The figures of a finished run: losses, speed, and memory part by part."""
+"""Compute the figures of a finished run: losses, speed, and memory by part."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shoestring.training.metrics import read_metrics
 if TYPE_CHECKING:
     from shoestring.training.loop import Trainer
 
-LAST = 10  # steps whose mean is the final training loss: one step alone is noisy
+LAST = 10  # the final training loss is the mean over this many steps, since one step is noisy
 
 
 def summarise(trainer: Trainer, baseline: int, peak: int, seconds: float) -> dict[str, Any]:
-    """Return what summary.json holds; memory in bytes, time in seconds.
+    """Return the content of summary.json, with memory in bytes and time in seconds.
 
-    ``tokens_per_second`` is the median over steps, so that evaluation, checkpoints and a pause do not count.
+    ``tokens_per_second`` is the median over steps, so evaluations, checkpoints and pauses do not affect it.
     """
     rows = read_metrics(trainer.run / "metrics.jsonl")
     if not rows:
@@ -51,18 +51,19 @@ def summarise(trainer: Trainer, baseline: int, peak: int, seconds: float) -> dic
 
 
 def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
-    """Split the peak of this process: what each part should take by its formula, and what it took."""
+    """Split the peak memory of this process into parts, each with its formula and its measured bytes."""
     config, model = trainer.config, trainer.model
-    own: Any = trainer.optimizer  # config.plain selects PyTorch's AdamW; otherwise it is a LowMemoryOptimizer
+    own: Any = trainer.optimizer  # PyTorch's AdamW if config.plain, else a LowMemoryOptimizer
     trained = formulas.trained(model)
     count = sum(p.numel() for p in trained)
     weights, expected_weights, weights_formula = _weights(model)
     if config.plain:
+        # Two fp32 moments per trained element, and a 4-byte step counter per tensor.
         optimizer_formula, expected_optimizer = (
             "8 B x trained",
             8 * count + 4 * len(trained),
-        )  # and each tensor's step
-    else:  # two 8-bit codes for each element, and two fp32 scales for each block
+        )
+    else:  # by default two 8-bit codes per element, and two fp32 scales per block of 256
         each = "8" if config.optimizer_state == "fp32" else "(2 + 8/256)"
         optimizer_formula = f"{each} B x trained, tensors in blocks of 256"
         expected_optimizer = sum(formulas.optimizer_state(own).bytes().values())
@@ -105,11 +106,14 @@ def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
 
 
 def _weights(model: nn.Module) -> tuple[int, int, str]:
-    """Measured bytes, bytes by formula, and the formula. A 4-bit weight takes 0.5 B and 1/64 of its scale's 4 B, an int8
-    one 1 B, and each of its rows 4 B."""
-    counts: dict[float, int] = {}  # elements by their bytes
+    """Return the measured bytes of the weights, the bytes by formula, and the formula.
+
+    A 4-bit element takes 0.5 bytes plus 1/64 of its fp32 scale. An int8 element takes 1 byte, and each int8
+    row has a 4-byte scale.
+    """
+    counts: dict[float, int] = {}  # number of elements by bytes per element
     for parameter in model.parameters():
-        state = getattr(parameter, "quant_state", None)  # bitsandbytes'
+        state = getattr(parameter, "quant_state", None)  # quantisation state of bitsandbytes
         packed = state is not None or hasattr(parameter, "__tensor_flatten__")
         size = 0.5 + 4 / 64 if packed else parameter.element_size()
         if getattr(parameter, "quant_type", None) == "int8":

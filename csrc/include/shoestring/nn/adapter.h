@@ -16,62 +16,65 @@
 
 namespace shoestring::nn {
 
-/// LoRA (arXiv 2106.09685) and what builds on it.
+/// Options of LoRA (arXiv 2106.09685) and of its variants.
 struct AdapterOptions {
   /// Rows of lora_A and columns of lora_B.
   TORCH_ARG(int64_t, rank) = 16;
-  /// The low-rank product is multiplied by alpha / rank, or by alpha / sqrt(rank) with rslora (arXiv
-  /// 2312.03732).
+  /// Numerator of the scaling. The low-rank product is multiplied by alpha / rank, or by alpha / sqrt(rank)
+  /// with rslora (arXiv 2312.03732).
   TORCH_ARG(double, alpha) = 32;
   TORCH_ARG(bool, rslora) = false;
-  /// Probability of dropping an element of what lora_A reads, in training. Not for embeddings.
+  /// Probability of dropping an element of lora_A's input in training. Embeddings ignore it.
   TORCH_ARG(double, dropout) = 0;
-  /// DoRA (arXiv 2402.09353): the rows of the adapted weight have trained norms. Dropout does not reach the
-  /// weight itself, which PEFT multiplies a second, dropped input with.
+  /// DoRA (arXiv 2402.09353): trains the norm of each row of the adapted weight. Dropout applies only to the
+  /// input of lora_A. PEFT instead multiplies the base weight with a second, dropped input.
   TORCH_ARG(bool, dora) = false;
-  /// A bias with the low-rank product, multiplied by the scaling as that is.
+  /// Adds a trained bias to the low-rank product. The scaling multiplies this bias, too.
   TORCH_ARG(bool, lora_bias) = false;
-  /// Of lora_A, lora_B being zero: "default" (kaiming uniform, a = sqrt 5) or "gaussian" (standard deviation
-  /// 1 / rank). Of both, the base keeping the rest: "pissa" (arXiv 2404.02948; "pissa_niter_4": by a
-  /// randomised SVD of 4 iterations), "olora" (arXiv 2406.01775), "loftq" (arXiv 2310.08659; of a quantised
-  /// weight).
+  /// How lora_A and lora_B start.
+  /// "default": lora_A is kaiming uniform with a = sqrt(5), and lora_B is zero.
+  /// "gaussian": lora_A has standard deviation 1 / rank, and lora_B is zero.
+  /// "pissa" (arXiv 2404.02948), "olora" (arXiv 2406.01775) and "loftq" (arXiv 2310.08659; quantised weights
+  /// only) compute both from the base weight, and the base keeps the rest. "pissa_niter_4" uses a randomised
+  /// SVD of 4 iterations.
   TORCH_ARG(std::string, init) = "default";
-  /// Of loftq: how often it quantises and decomposes in turn.
+  /// Number of times that "loftq" alternates between quantising the weight and decomposing the error.
   TORCH_ARG(int64_t, loftq_iterations) = 1;
 
  public:
-  /// What the low-rank product is multiplied by.
+  /// Returns the factor of the low-rank product.
   SHOESTRING_API double scaling() const;
-  /// The initialisation takes the adapter's part out of the base weight.
+  /// Returns whether the initialisation subtracts the adapter's initial product from the base weight.
   SHOESTRING_API bool changes_base() const;
 };
 
-/// IA3 (arXiv 2205.05638): a trained vector that a linear layer's output is multiplied by.
+/// Options of IA3 (arXiv 2205.05638): a trained vector multiplies the output of a linear layer.
 struct IA3Options {
-  /// Which of the layers have their input multiplied, not their output: names, or what names end with after a
-  /// dot. PEFT's choice is the second product of an MLP.
+  /// Layers whose input is multiplied instead of their output: full names, or name endings that start after a
+  /// dot. PEFT selects the second linear layer of an MLP.
   TORCH_ARG(std::vector<std::string>, feedforward_modules) = {};
-  /// Of one layer's own options: that it is one of these.
+  /// In the options of a single layer: whether the layer is one of feedforward_modules. lora::apply sets it.
   TORCH_ARG(bool, feedforward) = false;
 };
 
-/// VeRA (arXiv 2310.11454): trained vectors around two random matrices, which all linear layers share.
+/// Options of VeRA (arXiv 2310.11454): trained vectors scale two random matrices that all linear layers
+/// share.
 struct VeraOptions {
   /// Rows of the shared vera_A.
   TORCH_ARG(int64_t, rank) = 256;
-  /// Probability of dropping an element of what vera_A reads, in training.
+  /// Probability of dropping an element of vera_A's input in training.
   TORCH_ARG(double, dropout) = 0;
-  /// What vera_lambda_d starts with.
+  /// Initial value of every element of vera_lambda_d.
   TORCH_ARG(double, d_initial) = 0.1;
-  /// Of the shared matrices.
+  /// Seed of the shared random matrices.
   TORCH_ARG(int64_t, seed) = 0;
-  /// Write these into files, too.
+  /// Whether save_adapter writes the shared matrices into the file.
   TORCH_ARG(bool, save_projection) = true;
 };
 
 using AnyAdapterOptions = std::variant<AdapterOptions, IA3Options, VeraOptions>;
 
-/// An adapter of one layer: its options, and parameters by their names in Python (lora_A, lora_B, ...).
+/// One adapter of one layer: its options, and its parameters under their Python names (lora_A, lora_B, ...).
 class SHOESTRING_API AdapterImpl : public torch::nn::Cloneable<AdapterImpl> {
  public:
   using Tensors = torch::OrderedDict<std::string, at::Tensor>;
@@ -79,18 +82,19 @@ class SHOESTRING_API AdapterImpl : public torch::nn::Cloneable<AdapterImpl> {
   AdapterImpl(AnyAdapterOptions options, const Tensors& tensors);
   void reset() override;
 
-  /// A parameter, or one of `fixed`; raises c10::Error where there is none of that name.
+  /// Returns the parameter or buffer of that name. Raises c10::Error if there is none.
   at::Tensor& operator[](const std::string& name);
   const at::Tensor& operator[](const std::string& name) const;
   bool has(const std::string& name) const { return tensors.contains(name) || fixed.contains(name); }
-  /// A buffer, in place of one that there may be: vera_A and vera_B; or initial_A and initial_B, which an
-  /// initialisation took out of the base.
+  /// Stores a buffer and replaces a buffer of the same name. VeRA stores vera_A and vera_B. An initialisation
+  /// that changes the base stores initial_A and initial_B, the product that it subtracted from the base.
   void set_fixed(const std::string& name, const at::Tensor& value);
-  /// Options of LoRA's kind; null where they are another's.
+  /// Returns the options of a LoRA adapter, or null for IA3 and VeRA.
   const AdapterOptions* lora() const { return std::get_if<AdapterOptions>(&options); }
 
   AnyAdapterOptions options;
-  /// "all" or "lora_only": which biases of the base are trained with it.
+  /// "none", "all", "lora_only" or "vera_only": the biases of the base that are trained together with this
+  /// adapter.
   std::string bias = "none";
   Tensors tensors;  // parameters
   Tensors fixed;    // buffers
@@ -98,78 +102,84 @@ class SHOESTRING_API AdapterImpl : public torch::nn::Cloneable<AdapterImpl> {
 TORCH_MODULE(Adapter);
 
 struct MergeOptions {
-  /// Which adapters are added; empty: those in use.
+  /// Adapters to add. An empty list means the adapters in use.
   TORCH_ARG(std::vector<std::string>, adapter_names) = {};
-  /// Keep the former weights and all adapters, for unmerge.
+  /// Keep the former weights and all adapters in memory, so that unmerge can restore them.
   TORCH_ARG(bool, reversible) = true;
-  /// A quantised weight is quantised again, in its own form; else it becomes dense. What that rounds away is
-  /// often more than a small adapter changed.
+  /// Quantise a merged weight again, to its former type; otherwise it becomes dense. This rounding error is
+  /// often larger than the change by a small adapter.
   TORCH_ARG(bool, requantize) = false;
 };
 
-/// What layers that can take on adapters share. Not a module by itself. Users call the functions of
-/// shoestring/lora.h, which keep the layers of a model together.
+/// Base class of layers that accept adapters. It is not a module by itself. Users call the functions of
+/// shoestring/lora.h, which treat all layers of a model alike.
 class SHOESTRING_API AdaptedLayer {
  public:
   using Shapes = torch::OrderedDict<std::string, std::vector<int64_t>>;
 
-  /// A different adapter for each row of the batch.
+  /// Assigns adapters to the rows of a batch.
   struct Rows {
-    std::vector<std::string> names;  // the adapters of this layer that a row uses
-    at::Tensor uses;                 // (rows, names), 1 where the row uses the adapter
+    std::vector<std::string> names;  // names of this layer's adapters that rows use
+    at::Tensor uses;                 // (rows, names): 1 if the row uses the adapter, else 0
   };
 
   virtual ~AdaptedLayer() = default;
 
   bool has_adapter() const { return !adapters.is_empty(); }
   bool has_adapter(const std::string& name) const { return adapters.contains(name); }
-  /// The adapters of this layer that take part now.
+  /// Returns the names of this layer's adapters that take part in forward.
   std::vector<std::string> current() const;
 
-  /// The shape of each parameter that an adapter with these options has here; raises ValueError where the
-  /// layer, called `name`, cannot have such an adapter.
+  /// Returns the shape of each parameter that an adapter with these options has in this layer. Raises
+  /// ValueError if the layer cannot have such an adapter; `caller` and `name` (of the layer) appear in the
+  /// message.
   virtual Shapes shapes(const AnyAdapterOptions& options, const std::string& caller,
                         const std::string& name) const = 0;
-  /// Freezes the layer's own parameters and adds an adapter with the values that training begins with (the
-  /// number of random values, and their order, are PEFT's), fp32, fp64 over an fp64 weight; it is the one in
-  /// use. given: lora_A and lora_B which its initialisation took out of the base already; of VeRA the
-  /// matrices vera_A and vera_B.
+  /// Freezes the layer's own parameters, adds an adapter with initial values and makes it the only one in
+  /// use. Random values are drawn in PEFT's number and order. The values are fp32, or fp64 over an fp64
+  /// weight.
+  ///
+  /// given: lora_A and lora_B that the initialisation has already subtracted from the base, or VeRA's vera_A
+  /// and vera_B.
   void add_adapter(const AnyAdapterOptions& options = AdapterOptions(),
                    const std::string& adapter_name = "default",
                    AdapterImpl::Tensors given = AdapterImpl::Tensors());
-  /// The same with given values. An adapter of that name gets them in the tensors that it has, where the
-  /// shapes are the same.
+  /// Adds an adapter with given values, like add_adapter. If there is an adapter of that name with the same
+  /// shapes, the values are copied into its tensors. Otherwise that adapter is replaced.
   void put_adapter(const std::string& adapter_name, const AnyAdapterOptions& options,
                    const AdapterImpl::Tensors& values);
-  /// Takes an adapter off, and its part back into the base where its initialisation took that out.
+  /// Removes an adapter. If its initialisation subtracted a product from the base, that product is added
+  /// back.
   virtual void delete_adapter(const std::string& adapter_name);
-  /// Adds adapters to the weight and takes all of them off. Returns the squared norms of what rounding lost,
-  /// and of the change.
+  /// Adds adapters to the weight and removes all adapters from the layer. Returns two squared norms: of the
+  /// rounding error and of the change.
   virtual std::array<double, 2> merge(const MergeOptions& options = {}) = 0;
-  /// Undoes merge(): the former weight, bit for bit, and its adapters.
+  /// Undoes merge(): restores the weight bit for bit, and the adapters.
   virtual void unmerge() = 0;
   virtual bool can_unmerge() const = 0;
-  /// A tensor of the base, for its device.
+  /// Returns a tensor of the base. Callers read its device.
   virtual const at::Tensor& base_weight() const = 0;
-  /// Of adapters: fp32, or fp64, where the base is.
+  /// Returns dtype and device of adapter parameters: fp32, or fp64 over an fp64 base, on the base's device.
   virtual at::TensorOptions adapter_type() const = 0;
 
   torch::OrderedDict<std::string, Adapter> adapters;
-  std::vector<std::string> active;  // names of the adapters that are added, in this layer or another
-  bool enabled = true;              // false: the base alone
-  std::optional<Rows> rows;         // in place of active
+  std::vector<std::string> active;  // adapters in use in the model; this layer may not have all of them
+  bool enabled = true;              // false: forward computes the base without adapters
+  std::optional<Rows> rows;         // if set, each row of the batch uses its own adapters, not `active`
 
  protected:
-  // The values that a new adapter starts with.
+  // Returns the values that a new adapter starts with.
   virtual AdapterImpl::Tensors start(const AnyAdapterOptions& options) const = 0;
-  // Of an initialisation that changes the base its values, after taking them out of the base; of VeRA the
-  // matrices; or nothing.
+  // Prepares the base for a new adapter. An initialisation that changes the base is subtracted from it, and
+  // its lora_A and lora_B are returned. For VeRA, returns the shared matrices. Otherwise returns an empty
+  // dictionary.
   virtual AdapterImpl::Tensors prepare(const AnyAdapterOptions& options) = 0;
-  // Raises ValueError where adapters of another kind are there.
+  // Raises ValueError if the layer has adapters of another kind.
   void check_kind(const AnyAdapterOptions& options, const std::string& caller, const std::string& name) const;
-  // Before an adapter comes: what the layer has of its own is not trained, and there is no way back past it.
+  // Freezes the layer's own parameters before a new adapter is added. After that, unmerge is no longer
+  // possible.
   virtual void freeze() = 0;
-  // Which rows of x use the adapter, (rows, 1); undefined where all do.
+  // Returns a (rows, 1) mask of the rows of x that use the adapter, or an undefined tensor if all rows do.
   at::Tensor uses(const std::string& adapter_name, const at::Tensor& x) const;
   void register_adapters();
   void unregister_adapters();

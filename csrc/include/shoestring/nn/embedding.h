@@ -20,16 +20,16 @@ struct EmbeddingOptions {
       : num_embeddings_(num_embeddings), embedding_dim_(embedding_dim) {}
   TORCH_ARG(int64_t, num_embeddings);
   TORCH_ARG(int64_t, embedding_dim);
-  /// An index whose embedding is zero at the start and has no gradient.
+  /// Index whose embedding starts at zero and gets no gradient.
   TORCH_ARG(std::optional<int64_t>, padding_idx) = std::nullopt;
-  /// The weight takes no memory until load_model fills it: see shoestring::placeholder.
+  /// The weight allocates no memory until load_model fills it; see shoestring::placeholder.
   TORCH_ARG(bool, placeholder) = false;
 };
 
-/// torch::nn::Embedding (the same parameter under the same name) that can take on LoRA and DoRA adapters
-/// where it stands; their dropout does not apply. lora_embedding_A is (rank, num_embeddings), zero at the
-/// start, and lora_embedding_B (embedding_dim, rank); DoRA's magnitude is one for each of the embedding_dim
-/// outputs, over all tokens.
+/// torch::nn::Embedding, with the same parameter name, that also accepts LoRA and DoRA adapters. The dropout
+/// of an adapter is ignored. lora_embedding_A is (rank, num_embeddings) and starts at zero; lora_embedding_B
+/// is (embedding_dim, rank). DoRA's magnitude is (embedding_dim): one norm per output feature, over all
+/// tokens of the vocabulary.
 class SHOESTRING_API EmbeddingImpl : public torch::nn::Cloneable<EmbeddingImpl>, public AdaptedLayer {
  public:
   EmbeddingImpl(int64_t num_embeddings, int64_t embedding_dim)
@@ -38,7 +38,7 @@ class SHOESTRING_API EmbeddingImpl : public torch::nn::Cloneable<EmbeddingImpl>,
 
   void reset() override;
   void pretty_print(std::ostream& stream) const override;
-  /// (...) whole numbers to (..., embedding_dim).
+  /// Maps integer ids (...) to embeddings (..., embedding_dim).
   at::Tensor forward(const at::Tensor& ids);
 
   Shapes shapes(const AnyAdapterOptions& options, const std::string& caller,

@@ -15,20 +15,21 @@ namespace shoestring::nn {
 struct GatedMLPOptions {
   GatedMLPOptions(int64_t features, int64_t hidden_features)
       : features_(features), hidden_features_(hidden_features) {}
-  /// Of the input and of the result.
+  /// Size of the last dimension of the input and of the result.
   TORCH_ARG(int64_t, features);
-  /// Between the projections.
+  /// Output size of gate_proj and up_proj.
   TORCH_ARG(int64_t, hidden_features);
-  /// "silu" (Llama), "gelu_tanh" (Gemma) or "gelu", which is exact.
+  /// "silu" (Llama), "gelu_tanh" (Gemma) or "gelu" (the exact GELU).
   TORCH_ARG(std::string, activation) = "silu";
-  /// Whether the projections have one.
+  /// Whether the three projections have a bias.
   TORCH_ARG(bool, bias) = false;
-  /// The projections' weights take no memory until load_model fills them: see shoestring::placeholder.
+  /// Projection weights allocate no memory until load_model fills them; see shoestring::placeholder.
   TORCH_ARG(bool, placeholder) = false;
 };
 
-/// down_proj(activation(gate_proj(x)) * up_proj(x)), SwiGLU or GeGLU in one pass each way; of SwiGLU, where
-/// down_proj's weight is frozen, backward keeps no product. The parameters' names are transformers'.
+/// Computes down_proj(activation(gate_proj(x)) * up_proj(x)). Activation and product (SwiGLU or GeGLU) are
+/// one kernel in forward and one in backward. With "silu" and a frozen weight of down_proj, the product is
+/// not saved for backward. The parameters have the names of transformers.
 class SHOESTRING_API GatedMLPImpl : public torch::nn::Cloneable<GatedMLPImpl> {
  public:
   GatedMLPImpl(int64_t features, int64_t hidden_features)
@@ -38,7 +39,7 @@ class SHOESTRING_API GatedMLPImpl : public torch::nn::Cloneable<GatedMLPImpl> {
   void reset() override;
   void pretty_print(std::ostream& stream) const override;
 
-  /// (..., features)
+  /// Maps x (..., features) to a result of the same shape.
   at::Tensor forward(const at::Tensor& x);
 
   GatedMLPOptions options;

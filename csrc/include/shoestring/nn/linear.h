@@ -17,7 +17,7 @@
 
 namespace shoestring::nn {
 
-struct Part;  // not part of the API
+struct Part;  // internal, not part of the API
 
 struct LinearOptions {
   LinearOptions(int64_t in_features, int64_t out_features)
@@ -25,17 +25,18 @@ struct LinearOptions {
   TORCH_ARG(int64_t, in_features);
   TORCH_ARG(int64_t, out_features);
   TORCH_ARG(bool, bias) = true;
-  /// Weight and bias take no memory until load_model fills them: see shoestring::placeholder.
+  /// Weight and bias allocate no memory until load_model fills them; see shoestring::placeholder.
   TORCH_ARG(bool, placeholder) = false;
 };
 
-/// torch::nn::Linear (the same parameters under the same names) that can be quantised and can take on
-/// adapters where it stands. A LibTorch module calls the layer its own holder points at, so a layer cannot be
-/// replaced from outside: declare `shoestring::nn::Linear` in place of `torch::nn::Linear`, and
-/// `shoestring::lora::apply` converts it.
+/// torch::nn::Linear, with the same parameter names, that can be quantised and accepts adapters. A LibTorch
+/// module calls the layer that its own holder points at, so no function can replace a layer from outside.
+/// Declare `shoestring::nn::Linear` instead of `torch::nn::Linear`; `shoestring::lora::apply` then converts
+/// the layer in place.
 ///
-/// Several adapters in use are one product: concatenated along the rank, their scaling in lora_B. Several of
-/// DoRA add what each of them alone adds to the base.
+/// Several LoRA adapters in use are computed as one low-rank product: their matrices are concatenated along
+/// the rank, and lora_B includes each scaling. With several DoRA adapters in use, the layer adds up the
+/// change that each one alone makes to the base.
 class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl>, public AdaptedLayer {
  public:
   LinearImpl(int64_t in_features, int64_t out_features)
@@ -46,10 +47,10 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl>, publi
   void pretty_print(std::ostream& stream) const override;
   at::Tensor forward(const at::Tensor& x);
 
-  /// Replaces the dense weight by a frozen quantised one, the submodule `base`.
+  /// Replaces the dense weight with a frozen quantised weight in the submodule `base`.
   void quantize(const QuantizeOptions& options = {}, bool nested = false);
-  /// Replaces the weight by one that is quantised already: the parts of QuantizedLinearImpl::set_parts.
-  /// dtype: what merge() returns to.
+  /// Replaces the weight with given quantised parts, as for QuantizedLinearImpl::set_parts. `dtype` is the
+  /// dtype of the dense weight after merge().
   void set_quantized(const at::Tensor& bytes, const at::Tensor& scales, const at::Tensor& second,
                      const QuantizeOptions& options, at::ScalarType dtype);
 
@@ -63,21 +64,22 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl>, publi
   const at::Tensor& base_weight() const override { return is_quantized() ? base->packed : weight; }
 
   bool is_quantized() const { return !base.is_empty(); }
-  /// The base weight in fp32, of an fp64 one in fp64.
+  /// Returns the base weight as fp32, or as fp64 if the weight is fp64.
   at::Tensor dense_weight() const;
-  /// Replaces the base weight's values, in its own form.
+  /// Replaces the values of the base weight and keeps its dtype or quantised type.
   void set_weight(const at::Tensor& dense);
-  /// The layer, with its adapters as they are now, is one LoraWeight: its weight is frozen, all rows of the
-  /// batch have the same adapters, and they do not multiply the input or have several gains.
+  /// Returns whether one LoraWeight describes the layer with its current adapters. The weight must be frozen,
+  /// and all rows of the batch must use the same adapters. A DoRA adapter must be the only one in use, and no
+  /// IA3 adapter may multiply the input.
   bool is_lora_weight() const;
-  /// The layer as lora_linear takes it, DoRA's gain included; nothing where it is more than that.
+  /// Returns the arguments of this layer for lora_linear, with DoRA's gain, or nullopt if !is_lora_weight().
   std::optional<LoraWeight> lora_weight() const;
-  /// Of what lora_A reads now: 0 out of training.
+  /// Returns the current dropout probability of lora_A's input: 0 outside training.
   double dropout() const;
 
   LinearOptions options;
-  at::Tensor weight;  // undefined where quantised
-  at::Tensor bias;    // undefined without bias
+  at::Tensor weight;  // undefined if quantised
+  at::Tensor bias;    // undefined if options.bias() is false
   QuantizedLinear base{nullptr};
 
  private:
@@ -93,8 +95,8 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl>, publi
   void set_base(const QuantizedLinear& quantized);
   void set_dense(const at::Tensor& value);
   void set_bias(const at::Tensor& value);
-  bool is_one() const;       // but for a trained weight
-  LoraWeight plain() const;  // without adapters and bias
+  bool is_one() const;       // like is_lora_weight(), but the weight may be trained
+  LoraWeight plain() const;  // the base weight alone, without adapters and bias
   LoraWeight joined() const;
   Part part(const std::string& adapter_name) const;
   at::Tensor gain(const std::string& adapter_name) const;
@@ -110,14 +112,14 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl>, publi
 };
 TORCH_MODULE(Linear);
 
-/// The outputs of layers that read one input, such as the projections of query, key and value. Where their
-/// weights are frozen, one lora_linear_group, in which the adapters share their dropout's mask; else one
-/// layer after the other.
+/// Computes several layers that read the same input, such as the projections of query, key and value. If all
+/// their weights are frozen, this is one lora_linear_group, and the adapters share one dropout mask.
+/// Otherwise the layers run one after the other.
 SHOESTRING_API std::vector<at::Tensor> forward_together(const at::Tensor& x,
                                                         const std::vector<Linear>& layers);
 
-/// down(silu(gate(x)) * up(x)), Llama's MLP. Where down's weight is frozen, neither silu nor the product is
-/// kept for backward.
+/// Computes down(silu(gate(x)) * up(x)), Llama's MLP. If the weight of `down` is frozen, neither
+/// silu(gate(x)) nor the product is saved for backward.
 SHOESTRING_API at::Tensor swiglu_mlp(const at::Tensor& x, const Linear& gate, const Linear& up,
                                      const Linear& down);
 

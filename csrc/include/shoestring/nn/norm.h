@@ -16,13 +16,13 @@ namespace shoestring::nn {
 struct RMSNormOptions {
   explicit RMSNormOptions(int64_t features) : features_(features) {}
   TORCH_ARG(int64_t, features);
-  /// Those of shoestring::RmsNormOptions.
+  /// eps, offset and casting have the meaning that they have in shoestring::RmsNormOptions.
   TORCH_ARG(double, eps) = 1e-6;
   TORCH_ARG(double, offset) = 0.0;
   TORCH_ARG(std::string, casting) = "llama";
 };
 
-/// shoestring::rms_norm with a weight, which begins where weight + offset is 1.
+/// shoestring::rms_norm as a module. The weight starts at 1 - offset.
 class SHOESTRING_API RMSNormImpl : public torch::nn::Cloneable<RMSNormImpl> {
  public:
   explicit RMSNormImpl(int64_t features) : RMSNormImpl(RMSNormOptions(features)) {}
@@ -31,9 +31,9 @@ class SHOESTRING_API RMSNormImpl : public torch::nn::Cloneable<RMSNormImpl> {
   void reset() override;
   void pretty_print(std::ostream& stream) const override;
 
-  /// (..., features), in x's dtype.
+  /// Normalises x (..., features) and returns the same shape and dtype.
   at::Tensor forward(const at::Tensor& x);
-  /// forward(x + residual), and that sum.
+  /// Returns forward(x + residual) and the sum x + residual.
   std::tuple<at::Tensor, at::Tensor> forward_with_residual(const at::Tensor& x, const at::Tensor& residual);
 
   RMSNormOptions options;
@@ -48,7 +48,7 @@ struct LayerNormOptions {
   TORCH_ARG(bool, bias) = true;
 };
 
-/// shoestring::layer_norm with a weight of ones and, if asked for, a bias of zeros to begin with.
+/// shoestring::layer_norm as a module. The weight starts at one and the optional bias at zero.
 class SHOESTRING_API LayerNormImpl : public torch::nn::Cloneable<LayerNormImpl> {
  public:
   explicit LayerNormImpl(int64_t features) : LayerNormImpl(LayerNormOptions(features)) {}
@@ -57,11 +57,11 @@ class SHOESTRING_API LayerNormImpl : public torch::nn::Cloneable<LayerNormImpl> 
   void reset() override;
   void pretty_print(std::ostream& stream) const override;
 
-  /// (..., features), in x's dtype.
+  /// Normalises x (..., features) and returns the same shape and dtype.
   at::Tensor forward(const at::Tensor& x);
 
   LayerNormOptions options;
-  at::Tensor weight, bias;  // (features); bias: undefined without
+  at::Tensor weight, bias;  // (features); bias is undefined if options.bias is false
 };
 TORCH_MODULE(LayerNorm);
 

@@ -1,7 +1,7 @@
-"""Models of others, made to use shoestring: one instance at a time, and reversibly.
+"""Reversible integration of shoestring into Hugging Face transformers models, one instance at a time.
 
 report = shoestring.patch(model)
-model(input_ids=ids, labels=ids).loss.backward()  # no logits
+model(input_ids=ids, labels=ids).loss.backward()  # computes no logits
 report.undo()
 """
 

@@ -1,4 +1,4 @@
-"""Attention of Hugging Face models: ``attn_implementation="shoestring"``."""
+"""shoestring's attention in Hugging Face models: ``attn_implementation="shoestring"``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ NAME = "shoestring"
 
 
 def register_attention() -> str:
-    """Makes ``attn_implementation="shoestring"`` known to transformers; returns that name.
+    """Register ``attn_implementation="shoestring"`` with transformers and return that name.
 
-    ``from_pretrained(..., attn_implementation=shoestring.register_attention())``, or ``model.set_attn_implementation``.
-    Causal masks, sliding windows and padding are options of :func:`attention` and not tensors of (tokens, tokens); a mask
-    that a model makes of something else, or that a user gives, is a bool bias. Dropout comes from a seed. Packed batches
-    (``cu_seq_lens_q`` and ``cu_seq_lens_k`` in the call) are attended to sequence by sequence, whatever the mask.
+    Use it as ``from_pretrained(..., attn_implementation=shoestring.register_attention())``, or with
+    ``model.set_attn_implementation``. Causal masks, sliding windows and padding become options of
+    :func:`attention`, without tensors of (tokens, tokens). Any other mask, of the model or the user, is a
+    bool bias. Dropout is computed from a seed. Packed batches (``cu_seq_lens_q`` and ``cu_seq_lens_k`` in the
+    call) are computed sequence by sequence, whatever the mask.
+
+    Returns:
+        The name "shoestring".
 
     Raises:
         ImportError: transformers is not installed, or older than 4.56.
@@ -50,18 +54,33 @@ def attend(
     cu_seq_lens_k: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: (batch, heads, tokens, head_dim) to (batch, tokens, heads, value_dim).
+    """Compute attention as a transformers attention function.
 
-    The window is the mask's, as with sdpa: not every layer that has one passes it on.
+    The sliding window comes from the mask, as with sdpa, since not every layer with a window passes it on.
+
+    Args:
+        module: the attention module that calls.
+        query, key, value: (batch, heads, tokens, head_dim).
+        attention_mask: the result of ``mask``, or another mask of transformers.
+        dropout: the dropout probability.
+        scaling, softcap, is_causal: the options ``scale``, ``softcap`` and ``causal`` of :func:`attention`.
+        s_aux: attention sinks.
+        position_bias: a bias of the scores.
+        cu_seq_lens_q, cu_seq_lens_k: the boundaries of packed sequences.
+
+    Returns:
+        The output, (batch, tokens, heads, value_dim), and None in place of attention weights.
+
+    Raises:
+        TypeError: an argument is not supported.
     """
     if kwargs.get("cache") is not None:
         raise TypeError(
             "shoestring's attention: cache: expected no paged cache; set attn_implementation to 'paged|sdpa' to serve"
         )
     for name, given in kwargs.items():
-        if (
-            isinstance(given, Tensor) and given.is_floating_point() and given.dim() > 0
-        ):  # meant for scores: positions are whole
+        # An unknown floating-point tensor is meant for the scores; positions are integers.
+        if isinstance(given, Tensor) and given.is_floating_point() and given.dim() > 0:
             raise TypeError(
                 f"shoestring's attention: {name}: expected no such tensor, received one of {tuple(given.shape)} from "
                 f"{type(module).__name__}; set attn_implementation to 'eager'"
@@ -69,7 +88,7 @@ def attend(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     packed = cu_seq_lens_q is not None
     window, bias = None, None
-    if attention_mask is not None and attention_mask.dim() == 5:  # see mask()
+    if attention_mask is not None and attention_mask.dim() == 5:  # a sliding-window mask, see mask()
         batch, _, keys, window, rest = attention_mask.shape
         if rest != 1 or keys != key.size(2):
             raise TypeError(
@@ -81,7 +100,7 @@ def attend(
     elif packed:
         window = _window_of(module, kwargs)
     if attention_mask is not None and not packed:
-        if attention_mask.dim() == 4:  # it says what causal and the window would
+        if attention_mask.dim() == 4:  # a full mask already includes causality and the window
             bias, causal = attention_mask[..., : key.size(2)], False
         else:
             bias = attention_mask[:, None, None, :].bool()
@@ -108,7 +127,10 @@ def attend(
 
 
 def _window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
-    """Of packed sequences, for which transformers makes no mask: what the layer says, as it does to flash attention."""
+    """Return the sliding window that the layer passes for packed sequences, as it does for flash attention.
+
+    transformers makes no mask for packed sequences.
+    """
     if "sliding_window" not in kwargs and getattr(getattr(module, "config", None), "sliding_window", None):
         raise TypeError(
             f"shoestring's attention: sliding_window: expected {type(module).__name__} to pass it for packed sequences, received "
@@ -140,16 +162,18 @@ def mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """transformers' mask function: None, or which keys are no padding, (batch, keys), where ``attend`` knows the rest.
+    """Build the mask for ``attend``, as a transformers mask function.
 
-    With a sliding window (batch, 1, keys, window, 1), whose sizes say it: nothing more is in memory. Without padding that has
-    a batch of 0. The last size shows what a model appends to its mask. Else, with another mask than a causal one, a sliding
-    window or none, what ``sdpa`` would get.
+    Returns:
+        - For a causal mask or none: the keys that are not padding, (batch, keys), or None without padding.
+        - For a sliding window: a view (batch, 1, keys, window, 1) whose shape carries the window, and which
+          takes the memory of (batch, keys). The batch size is 0 without padding. The last size differs from 1
+          if the model appends to its mask.
+        - For any other mask: the mask of transformers' ``sdpa_mask``.
     """
     function = masking.causal_mask_function if mask_function is None else mask_function
-    known = (
-        isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    )  # queries are the last tokens
+    # Whether the queries are the last tokens.
+    known = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     if allow_is_bidirectional_skip:
         known = local_size is None
     elif not allow_is_causal_skip:
@@ -176,10 +200,11 @@ def mask(
 
 
 def _is_sliding(function: Callable[..., Tensor], size: int, config: Any) -> bool:
-    """Whether a query sees itself and the size - 1 tokens before it, where chunks of that size would say otherwise.
+    """Return whether a mask function is a sliding window of ``size`` tokens, rather than chunks of that size.
 
-    A compiler cannot try it. Of the two the configuration then tells which the size belongs to: nothing else has a size
-    and may be left to a flag.
+    In eager mode the function is evaluated for keys at which the two differ. Under torch.compile it cannot be
+    evaluated, so the configuration decides: of the masks that allow the causal skip, only these two have a
+    size.
     """
     if torch.compiler.is_compiling():
         return (
@@ -193,7 +218,11 @@ def _is_sliding(function: Callable[..., Tensor], size: int, config: Any) -> bool
 
 
 def use_attention(model: Any, check: Callable[[], object]) -> tuple[list[Found], list[Left]]:
-    """Sets a model's attention implementation, where it has one and ``check`` raises nothing with ours."""
+    """Set a model's attention implementation to shoestring's, unless ``check`` raises with it.
+
+    Returns:
+        The change, if the model supports it; and the model with the reason if ``check`` raised.
+    """
     before = getattr(model.config, "_attn_implementation", None)
     if before not in ("eager", "sdpa") or not model._can_set_attn_implementation():
         return [], []

@@ -1,4 +1,4 @@
-"""The weights behind a model's output layer, as ``linear_cross_entropy`` takes them."""
+"""The weights of a model's output layer, as ``linear_cross_entropy`` takes them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from shoestring.adapters.low_rank import concatenated
 from shoestring.adapters.trained_copy import TrainedCopy
 from shoestring.quantization.quantized_linear_module import QuantizedLinear
 
-Weights = tuple[
-    Tensor, Tensor, Tensor | None, dict[str, Any]
-]  # hidden, weight, bias, a LoRA'd head's options
+# hidden, weight, bias, and the options of a head with LoRA.
+Weights = tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]
 
 
 def weights(head: nn.Module, hidden: Tensor) -> Weights:
-    """What ``head(hidden)`` multiplies hidden with, and hidden in the dtype that it does that in.
+    """Return the operands of ``head(hidden)``, with hidden in the dtype in which the head computes.
 
     Raises:
-        TypeError: a layer that does something else, or has hooks, which a loss without logits would pass over.
+        TypeError: the layer computes something else, or has hooks, which a loss without logits would skip.
     """
     if "forward" in head.__dict__ or head._forward_hooks or head._forward_pre_hooks:
         raise refused("hooks, or a forward of its own", "take them off")
@@ -43,7 +42,7 @@ def weights(head: nn.Module, hidden: Tensor) -> Weights:
 
 
 def _adapters(head: LoraLinear) -> dict[str, Any]:
-    """The adapters in use, as one."""
+    """Return the active adapters, combined into one."""
     names = head.current()
     own = [head.adapters[name] for name in names]
     if any(o.dropout > 0 for o in own) and head.training:
@@ -59,7 +58,10 @@ def _is_peft(head: nn.Module) -> bool:
 
 
 def _peft(head: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """The layer that PEFT wrapped, and its adapter; PEFT is recognised by name, so that it need not be there."""
+    """Return the layer that PEFT wraps, and its adapter.
+
+    PEFT classes are recognised by name, so that PEFT need not be installed.
+    """
     if type(head).__name__ != "Linear":
         raise refused(f"PEFT's {type(head).__name__}", "expected peft.tuners.lora.layer.Linear")
     active = [name for name in head.active_adapters if name in head.lora_A]
@@ -87,10 +89,10 @@ def _peft(head: Any) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def refused(what: str, instead: str) -> TypeError:
-    """The error for a head that has something which the loss would leave out."""
+    """Return the error for a head with a property that the loss would ignore."""
     return TypeError(f"shoestring.patch: the model's output layer: {what}; {instead}, or call report.undo()")
 
 
 def has_meta(model: nn.Module) -> bool:
-    """True where a parameter has no memory yet."""
+    """Return whether any parameter is on the meta device."""
     return any(p.device == torch.device("meta") for p in model.parameters())

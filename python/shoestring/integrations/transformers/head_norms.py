@@ -1,6 +1,7 @@
-"""Norms of each head of queries and keys (Qwen 3's, Gemma 3's) that join the rotation behind them: one operator.
+"""Per-head norms of queries and keys (Qwen 3, Gemma 3) that are fused with the rotary embedding after them.
 
-The module's own forward runs as it is; its norms return what stands for their result, which the rotation takes.
+The attention module's own forward runs unchanged. Its norms return a ``Deferred`` placeholder for their
+result, which the rotary embedding accepts.
 """
 
 from __future__ import annotations
@@ -15,20 +16,25 @@ from torch import Tensor, nn
 
 from shoestring.core.instances import Found, Left, derive
 
-JOINT = "_shoestring_joint"  # of a fused RMSNorm: what rope has to know of it for this x, or None where that is not all
-TURNS = "_shoestring_turns"  # of an attention module: its rotation is rope
-JOINING = "_shoestring_joining"  # an attribute of an attention module, true while its forward runs
-STRICT = "_shoestring_strict"  # another, true while it is tried
-PAIRS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))  # transformers' names
+# Method of a fused RMSNorm: returns the options of rope that replace the norm of x; None if rope cannot.
+JOINT = "_shoestring_joint"
+TURNS = "_shoestring_turns"  # attribute of an attention module whose rotary embedding is rope
+JOINING = "_shoestring_joining"  # attribute of an attention module, true while its forward runs
+STRICT = "_shoestring_strict"  # attribute of an attention module, true while its fused forward is tested
+# Names that transformers' attention modules give to the norms of queries and keys.
+PAIRS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 
 
 @dataclass(frozen=True)
 class Deferred:
-    """x (..., head_dim), which the rotation normalises while it turns it; anything else does it first."""
+    """A placeholder for the norm of x (..., head_dim) that the rotary embedding computes with the rotation.
+
+    Any other use of the placeholder computes the norm first.
+    """
 
     x: Tensor
     norm: nn.Module
-    options: dict[str, Any]  # rope's: weight, eps, offset
+    options: dict[str, Any]  # options of rope: weight, eps, offset
     strict: bool
 
     @property
@@ -59,7 +65,7 @@ def made(x: Any) -> Any:
 
 
 def joint(q: Any, k: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Queries and keys, and rope's options for norms of theirs that are still to be done."""
+    """Return queries and keys, and the options of rope for norms that are still deferred."""
     if not isinstance(q, Deferred) or not isinstance(k, Deferred):
         return made(q), made(k), {}
     a, b = q.options, k.options
@@ -73,7 +79,7 @@ def joint(q: Any, k: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
 
 
 class HeadNorm:
-    """One of the two norms while its attention module's forward runs."""
+    """Stand-in for the norm of queries or keys while its attention module's forward runs."""
 
     def __init__(self, norm: Any, strict: bool) -> None:
         self.norm = norm
@@ -95,7 +101,13 @@ class HeadNorm:
 
 
 def fuse_head_norms(model: nn.Module, run: Callable[[], object]) -> tuple[list[Found], list[Left]]:
-    """Attention modules whose rotation and norms are fused; each is tried on what it gets as ``run`` calls the model."""
+    """Fuse the norms of queries and keys with the rotary embedding in attention modules.
+
+    Each module is tested on the arguments that it receives when ``run`` calls the model.
+
+    Returns:
+        The changes, and the modules that are left unchanged with the reason.
+    """
     changes: list[Found] = []
     left: list[Left] = []
     modules = {
@@ -120,7 +132,7 @@ def fuse_head_norms(model: nn.Module, run: Callable[[], object]) -> tuple[list[F
 
 
 def _pair(module: nn.Module) -> tuple[str, ...]:
-    """The names of its two norms; none where there are no such."""
+    """Return the names of the module's two norms; empty if it has none."""
     return next(
         (pair for pair in PAIRS if all(hasattr(module._modules.get(name), JOINT) for name in pair)), ()
     )
@@ -138,7 +150,7 @@ def _calls(modules: dict[str, nn.Module], run: Callable[[], object]) -> dict[str
         hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
     try:
         run()
-    except Exception:  # of a model that patch itself will refuse
+    except Exception:  # patch() itself raises for a model that cannot run
         calls.clear()
     finally:
         for hook in hooks:
@@ -156,7 +168,7 @@ def _result(module: nn.Module, call: tuple[Any, dict[str, Any]] | None) -> Tenso
             out = module(*call[0], **call[1])
         result: Tensor | None = out[0] if isinstance(out, tuple) else out
         return result
-    except Exception:  # another form
+    except Exception:  # the module has another signature or another kind of result
         return None
     finally:
         module.train(training)

@@ -1,6 +1,6 @@
-"""Norms, rotary embeddings and gated activations of others' models as the fused operators.
+"""Fused operators for the norms, rotary embeddings and gated activations of transformers models.
 
-What a module computes is found out by trying it: names and attributes are only where to look.
+Names and attributes only select candidates. What a module computes is tested on random numbers.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ from shoestring.layers.rms_norm import add_rms_norm, rms_norm, rms_norm_referenc
 from shoestring.layers.rope import rope, rope_reference
 from shoestring.layers.swiglu import swiglu
 
-ROTATION = "apply_rotary_pos_emb"  # transformers' name of the function in a model's file
+ROTATION = "apply_rotary_pos_emb"  # name of the rotary function in transformers' model files
 MLP = ("gate_proj", "up_proj", "down_proj")
-ADD = "_shoestring_add"  # of a fused RMSNorm: (x + residual normalised, and that sum)
+ADD = "_shoestring_add"  # method of a fused RMSNorm: returns the norm of x + residual, and that sum
 
 
 def fuse_norms(model: nn.Module) -> tuple[list[Found], list[Left]]:
-    """RMSNorm and LayerNorm modules."""
+    """Fuse RMSNorm and LayerNorm modules.
+
+    Returns:
+        The changes, and the modules that are left unchanged with the reason.
+    """
     changes: list[Found] = []
     left: list[Left] = []
     tried: dict[type, dict[str, Any] | None] = {}
@@ -67,7 +71,10 @@ def _eps(module: Any, x: Tensor) -> float:
 
 
 def _norm_options(module: Any) -> dict[str, Any] | None:
-    """The offset and the casting of an RMSNorm, by which roundings its bf16 results have; None of another module."""
+    """Return the offset and the casting of an RMSNorm, found by the rounding of its bf16 results.
+
+    Returns None if the module computes something else.
+    """
     draw = torch.Generator().manual_seed(0)
     try:
         with torch.no_grad():
@@ -79,14 +86,15 @@ def _norm_options(module: Any) -> dict[str, Any] | None:
             for offset, casting in ((0.0, "llama"), (0.0, "gemma"), (1.0, "gemma")):
                 ours = rms_norm_reference(x, weight, eps=_eps(module, x), offset=offset, casting=casting)
                 agree[offset, casting] = (ours == expected).double().mean().item()
-    except Exception:  # another signature
+    except Exception:  # the module has another signature
         return None
     (offset, casting), share = max(agree.items(), key=lambda item: item[1])
     return {"offset": offset, "casting": casting} if share > 0.99 else None
 
 
 def _rms_norm(original: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    def widens(self: Any, x: Tensor) -> bool:  # its result has the wider type of the two
+    # Whether the result has the wider of the dtypes of x and the weight.
+    def widens(self: Any, x: Tensor) -> bool:
         return bool(options["casting"] == "llama" and self.weight.dtype != x.dtype)
 
     @functools.wraps(original)
@@ -123,7 +131,11 @@ def _layer_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fuse_rotations(model: nn.Module) -> tuple[list[Found], list[Left]]:
-    """Attention modules whose forward calls transformers' function of that name."""
+    """Fuse the rotary embedding in attention modules whose forward calls ``apply_rotary_pos_emb``.
+
+    Returns:
+        The changes, and the modules that are left unchanged with the reason.
+    """
     changes: list[Found] = []
     left: list[Left] = []
     tried: dict[Any, tuple[bool, bool] | None] = {}
@@ -146,9 +158,10 @@ def fuse_rotations(model: nn.Module) -> tuple[list[Found], list[Left]]:
 
 
 def _with_rotation(forward: Any, rotation: Callable[..., Any]) -> Callable[..., Any]:
-    """The same forward, but for the name by which it knows the function: one more in its module, which nobody else uses.
+    """Return a copy of a forward that calls ``rotation`` instead of ``apply_rotary_pos_emb``.
 
-    ``torch.compile`` wants a function's globals to be its module's.
+    The replacement gets an unused name in the globals of the forward's module, because ``torch.compile``
+    requires a function's globals to be those of its module.
     """
     own = "_shoestring_" + ROTATION
     forward.__globals__[own] = rotation
@@ -165,7 +178,12 @@ def _with_rotation(forward: Any, rotation: Callable[..., Any]) -> Callable[..., 
 
 
 def _kind(function: Callable[..., Any]) -> tuple[bool, bool] | None:
-    """Whether pairs are neighbours, and whether its tables are then such for halves; None of another function."""
+    """Return how a rotary function arranges pairs, or None if it computes something else.
+
+    Returns:
+        Two flags: whether the two elements of a pair are neighbours (interleaved), and whether the tables of
+            such a function are nevertheless laid out for halves.
+    """
     draw = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, heads, 3, 8, generator=draw) for heads in (2, 1))
     angles = torch.rand(1, 3, 4, generator=draw)
@@ -177,7 +195,7 @@ def _kind(function: Callable[..., Any]) -> tuple[bool, bool] | None:
             ours = rope_reference(q, k, angles.cos(), angles.sin(), interleaved=kind[0])
             if all(torch.allclose(a, b, atol=1e-5) for a, b in zip(theirs, ours, strict=True)):
                 return kind
-        except Exception:  # another signature
+        except Exception:  # the function has another signature
             return None
     return None
 
@@ -204,7 +222,11 @@ def _rotation(original: Callable[..., Any], interleaved: bool, of_halves: bool) 
 
 
 def fuse_mlps(model: nn.Module) -> tuple[list[Found], list[Left]]:
-    """MLPs of Llama's form: SwiGLU's and GeGLU's."""
+    """Fuse the gated activation of Llama-style MLPs: SwiGLU and GeGLU.
+
+    Returns:
+        The changes, and the modules that are left unchanged with the reason.
+    """
     changes: list[Found] = []
     left: list[Left] = []
     for name, module in list(model.named_modules()):
@@ -224,12 +246,12 @@ def fuse_mlps(model: nn.Module) -> tuple[list[Found], list[Left]]:
 
 
 def is_bare_mlp(module: nn.Module) -> bool:
-    """Whether an MLP has an activation and no more besides its projections."""
+    """Return whether an MLP has nothing but its projections and an activation."""
     return has_only(module, {*MLP, "act_fn"}) and not names_dropout(module)
 
 
 def _gated(module: Any) -> tuple[Callable[[Tensor, Tensor], Tensor], str] | None:
-    """The operator of an MLP's activation, and its name."""
+    """Return the fused operator for an MLP's activation, and its name; None if there is none."""
     kinds = (
         (F.silu, swiglu, "SwiGLU"),
         (
@@ -255,7 +277,7 @@ def _gated(module: Any) -> tuple[Callable[[Tensor, Tensor], Tensor], str] | None
                     continue
                 expected, made = module(tokens), module.down_proj(ours(gate, up))
                 return (ours, what) if (made - expected).norm() <= 0.02 * expected.norm() else None
-    except Exception:  # another form
+    except Exception:  # the module has another signature or another kind of result
         return None
     finally:
         module.train(training)

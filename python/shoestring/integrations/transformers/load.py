@@ -1,4 +1,4 @@
-"""A language model from a Hugging Face directory, quantised while it is read."""
+"""Loading of a language model from a Hugging Face directory, quantised layer by layer while it is read."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from shoestring.quantization.quantized_linear_module import (
 )
 
 METHOD = "load_quantized"
-# Names of configurations for the number of a model's layers.
+# The fields of config.json that hold a number of layers.
 LAYER_COUNTS = {
     "num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "num_encoder_layers", "encoder_layers",
     "decoder_layers", "depth", "num_blocks", "num_nextn_predict_layers", "mtp_num_hidden_layers",
 }  # fmt: skip
-MOST_UNCHECKED = 1000  # layers or parameters, which are built quickly
-MOST_BUFFER = 1 << 31  # bytes of a buffer that is in no file
+MOST_UNCHECKED = 1000  # this many layers or parameters are always allowed, since they are built quickly
+MOST_BUFFER = 1 << 31  # largest size in bytes of a buffer that no file contains
 
 
 class OtherTensorsError(ValueError):
-    """The files do not name the tensors that the architecture has: some are missing or surplus."""
+    """The tensors in the files are not those of the architecture: some are missing or surplus."""
 
 
 def load_quantized(
@@ -49,33 +49,39 @@ def load_quantized(
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Loads a causal language model of transformers with its linear weights quantised, one after the other.
+    """Load a transformers causal language model and quantise its linear weights one by one.
 
-    transformers builds the model from config.json without memory for its weights; each tensor is then read from the
-    safetensors files, and a linear layer's weight quantised in the buffer that it was read into. Memory, at its highest:
-    the quantised model and one 16-bit weight. The result is that of loading all weights in ``dtype`` and quantising them.
+    transformers builds the model from config.json without memory for its weights. Each tensor is then read
+    from the safetensors files. The weight of a linear layer is quantised directly from the read buffer. Peak memory: the quantised model and one 16-bit weight. The result equals that of loading all
+    weights in ``dtype`` and quantising them.
 
-    Checkpoints that transformers saved with bitsandbytes' 4-bit or 8-bit layers load as they are, without bitsandbytes.
+    Checkpoints that transformers saved with bitsandbytes' 4-bit or 8-bit layers load as they are, without
+    bitsandbytes.
 
     Args:
-        directory: a Hugging Face model directory: config.json, and model.safetensors or its shards with their index.
-        quant_type: "nf4", "fp4", "int4" or "int8"; None is "nf4", or what the checkpoint has, which cannot be changed.
-        block_size: of 4 bits: weights that share a scale, a power of two from 32 to 4096; None is 64.
-        nested: of "nf4" and "fp4": 8-bit scales (double quantisation), 4.127 in place of 4.5 bits a weight.
-        dtype: of the weights that stay dense (embeddings, norms, biases, output head), and the one that quantised
-            weights stand for: fp32, bf16 or fp16.
-        skip_modules: names of linear layers, or what names end with after a dot, that stay dense, as the output head
-            always does.
-        device: where the model is to be; the tensors go there one by one.
+        directory: a Hugging Face model directory: config.json, and model.safetensors or its shards with their
+            index.
+        quant_type: "nf4", "fp4", "int4" or "int8". None means "nf4", or the type of a quantised checkpoint,
+            which cannot be changed.
+        block_size: for 4 bits, the number of weights that share a scale, a power of two from 32 to 4096. None
+            means 64.
+        nested: for "nf4" and "fp4", store scales in 8 bits (double quantisation), which takes 4.127 instead
+            of 4.5 bits per weight.
+        dtype: the dtype of weights that stay dense (embeddings, norms, biases, output head), and the dtype
+            that quantised weights represent: fp32, bf16 or fp16.
+        skip_modules: linear layers that stay dense, as the output head always does. Give full names, or their
+            last parts (after a dot).
+        device: the device of the model; tensors are moved there one by one.
         trust_remote_code: run the Python code that ``auto_map`` in the directory's config.json names.
 
     Returns:
-        The model in evaluation mode, each linear layer but the output head a :class:`shoestring.nn.QuantizedLinear`.
+        The model in evaluation mode. Each linear layer except the output head and ``skip_modules`` is a
+        :class:`shoestring.nn.QuantizedLinear`.
 
     Raises:
-        ValueError: an option outside its range, or a directory that is not what is expected: damaged files, tensors that
-            are missing, surplus or of another shape than config.json asks for, another method of quantisation, code that
-            is not trusted.
+        ValueError: an option is out of range, or the directory does not fit: files are damaged, tensors are
+            missing, surplus or of another shape than in config.json, another quantisation method was used, or
+            the code is not trusted.
     """
     _check(quant_type, block_size, nested, dtype)
     folder = Path(directory)
@@ -132,7 +138,7 @@ def _check(quant_type: str | None, block_size: int | None, nested: bool, dtype: 
 
 
 def _check_layers(fields: dict[str, Any], stored: int, folder: Path) -> None:
-    """Refuse, before anything is built, a configuration with more layers than the files have tensors.
+    """Raise if a configuration has more layers than the files have tensors, before anything is built.
 
     Configurations make lists of that length, and models as many modules.
     """
@@ -147,7 +153,7 @@ def _check_layers(fields: dict[str, Any], stored: int, folder: Path) -> None:
 
 @contextmanager
 def _at_most(parameters: int) -> Iterator[None]:
-    """Raise OtherTensorsError where a model that is built has more parameters."""
+    """Raise OtherTensorsError if a model built inside the context has more parameters."""
     count = 0
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -164,7 +170,7 @@ def _at_most(parameters: int) -> Iterator[None]:
 
 
 def _skeleton(folder: Path, dtype: torch.dtype, stored: int, trust_remote_code: bool) -> Any:
-    """The model on the meta device, with the defaults of text generation that the directory has."""
+    """Build the model on the meta device, with the text generation defaults of the directory."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     try:
@@ -182,13 +188,13 @@ def _skeleton(folder: Path, dtype: torch.dtype, stored: int, trust_remote_code: 
         try:
             check_regular(folder / "generation_config.json", where)
             model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
-        except Exception as error:  # whatever its classes raise
+        except Exception as error:  # GenerationConfig may raise any exception
             raise ValueError(f"{where}: cannot be used ({why_not_loaded(error)})") from None
     return model
 
 
 def _quantized_already(folder: Path) -> tuple[str, ...]:
-    """The kinds of codes that config.json allows in the checkpoint; none for a dense one."""
+    """Return the quantisation types that config.json allows in the checkpoint; empty if it is dense."""
     fields = read_config(folder).get("quantization_config")
     if fields is None:
         return ()
@@ -213,7 +219,10 @@ def _linear_layers(model: Any, skip_modules: Sequence[str]) -> dict[str, nn.Line
 
 
 def _model_names(model: Any, stored: dict[str, Stored]) -> dict[str, Stored]:
-    """The stored tensors under the names that they have in the model: files of one without a head lack its prefix."""
+    """Return the stored tensors under their names in the model.
+
+    Files of a model without a head lack the base model's prefix.
+    """
     prefix = model.base_model_prefix + "."
     if any(name.startswith(prefix) for name in stored):
         return stored
@@ -224,7 +233,7 @@ def _model_names(model: Any, stored: dict[str, Stored]) -> dict[str, Stored]:
 
 
 def _tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
-    """Each parameter and persistent buffer, with all the names of a tied one."""
+    """Return each parameter and persistent buffer, with all names of a tied one."""
     groups: dict[int, tuple[list[str], Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         groups.setdefault(id(tensor), ([], tensor))[0].append(name)
@@ -232,7 +241,10 @@ def _tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
 
 
 def _parts(stored: dict[str, Stored], module_name: str) -> list[str]:
-    """What bitsandbytes has saved of a layer's weight; nothing where the weight is dense."""
+    """Return the names of the tensors that bitsandbytes saved for a layer's weight.
+
+    The list is empty if the weight is dense.
+    """
     weight, scales = f"{module_name}.weight", f"{module_name}.SCB"
     parts = [name for name in stored if name.startswith(weight + ".")]
     if scales in stored:
@@ -247,7 +259,7 @@ def _check_tensors(
     parts: dict[str, list[str]],
     folder: Path,
 ) -> None:
-    """That the files hold each tensor of the architecture, of its shape, and no other."""
+    """Raise unless the files hold exactly the tensors of the architecture, each with its shape."""
     missing = [names[0] for names, _ in tensors if not any(name in stored for name in names)]
     if missing:
         raise OtherTensorsError(
@@ -262,7 +274,7 @@ def _check_tensors(
                     f"{METHOD}: {folder}: {name} has shape {list(stored[name].shape)} in the weights, but config.json asks "
                     f"for {list(like.shape)}"
                 )
-    # Files of older versions of transformers hold buffers that models now make.
+    # Files of older versions of transformers hold buffers that models now compute.
     known = [
         *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
         r"rotary_emb\.inv_freq",
@@ -316,7 +328,7 @@ def _set(model: nn.Module, names: Sequence[str], tensor: Tensor) -> None:
 
 
 def _recreate_buffers(model: Any, device: torch.device | str) -> None:
-    """Has the model compute what no file holds, such as rotary frequencies, by its own rule of initialisation."""
+    """Let the model initialise buffers that no file contains, such as rotary frequencies."""
     left = {name: buffer for name, buffer in model.named_buffers() if buffer.is_meta}
     if not left:
         return

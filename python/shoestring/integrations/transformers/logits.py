@@ -1,9 +1,10 @@
-"""What stands for a head's logits in a forward pass that makes none.
+"""A placeholder for the logits of an output layer, for a forward pass that computes no logits.
 
-A model's own forward is the only description of what becomes of its logits that is always right. So that forward runs
-as it is, its head returns a ``Logits`` in place of a tensor, which notes what is done: a factor, a tanh, a view
-of the tokens. ``cross_entropy`` of it is then ``shoestring.linear_cross_entropy`` of the hidden states with those
-options. Anything else that is done to it is refused, by name.
+Only a model's own forward is a reliable description of how it uses its logits. That forward therefore runs
+unchanged, but its output layer returns a ``Logits`` object instead of a tensor. The object records
+operations: a factor, a tanh, a view of the tokens. ``cross_entropy`` of the object is
+``shoestring.linear_cross_entropy`` of the hidden states with those options. Any other operation raises an
+error that names it.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from shoestring.losses.linear_cross_entropy import linear_cross_entropy
 
 @dataclass(frozen=True)
 class Logits:
-    """``outer * tanh(scale * head(hidden))``, or without the tanh; hidden (..., features), stands for (..., vocab)."""
+    """``outer * tanh(scale * head(hidden))``, or the same without tanh.
+
+    ``hidden`` is (..., features); the object stands for a tensor (..., vocab).
+    """
 
     hidden: Tensor
     head: nn.Module
     make: Callable[[], Tensor]
     workspace_mb: int = 0
     scale: float | Tensor = 1.0
-    outer: float | None = None  # None: no tanh so far
+    outer: float | None = None  # None: no tanh has been applied
 
     @property
     def vocab(self) -> int:
@@ -61,7 +65,7 @@ class Logits:
     def __len__(self) -> int:
         return len(self.hidden)
 
-    # ---- what changes no value: products and sums are fp32 in any case ----
+    # ---- operations that change no value: the loss accumulates in fp32 in any case ----
 
     def float(self) -> Logits:
         return replace(self, make=lambda: self.make().float())
@@ -81,7 +85,7 @@ class Logits:
         shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         if not shape or shape[-1] != self.vocab:
             raise refused(f"view{shape} of {self.vocab} classes")
-        # reshape: logits are contiguous where some of the hidden states, logits_to_keep's, are not
+        # Logits are contiguous, but a slice of the hidden states (logits_to_keep) may not be, hence reshape.
         hidden = self.hidden.reshape(*shape[:-1], self.hidden.shape[-1])
         return replace(self, hidden=hidden, make=lambda: self.make().view(shape))
 
@@ -96,7 +100,7 @@ class Logits:
     def __getitem__(self, index: Any) -> Logits:
         parts = index if isinstance(index, tuple) else (index,)
         simple = all(part is ... or isinstance(part, (int, slice)) for part in parts)
-        reaches = ... in parts or len(parts) == self.ndim  # the last of them is then the classes'
+        reaches = ... in parts or len(parts) == self.ndim  # whether the last index applies to the classes
         if not simple or (reaches and parts[-1] is not ... and parts[-1] != slice(None)):
             raise refused(f"[{index}]")
         return replace(self, hidden=self.hidden[index], make=lambda: self.make()[index])
@@ -140,9 +144,9 @@ class Logits:
         ignore_index: int = -100,
         reduce: bool | None = None,
         reduction: str = "mean",
-        label_smoothing: builtins.float = 0.0,  # `float` is a method here
+        label_smoothing: builtins.float = 0.0,  # in this class `float` is a method
     ) -> Tensor:
-        """``torch.nn.functional.cross_entropy`` of what this stands for."""
+        """Compute ``torch.nn.functional.cross_entropy`` of the logits that this object stands for."""
         if self.ndim != 2 or size_average is not None or reduce is not None or target.is_floating_point():
             raise refused(f"cross_entropy of {self.ndim} dimensions, a legacy reduction or soft targets")
         softcap: dict[str, Any] = {"logit_scale": self.scale}
@@ -187,7 +191,7 @@ KNOWN: dict[Any, Callable[..., Any]] = {
 
 
 def refused(what: str) -> TypeError:
-    """The error for what a loss without logits cannot do to them."""
+    """Return the error for an operation that is impossible without logits."""
     return TypeError(
         f"shoestring.patch: logits: {what}: not possible without them; call report.undo(), or do it with labels=None"
     )

@@ -1,4 +1,4 @@
-"""``shoestring.patch``: what it changes, and its way back."""
+"""``shoestring.patch``, which makes a transformers model use fused operators, and its report."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from shoestring.integrations.transformers.logits import Logits
 from shoestring.integrations.transformers.projections import fuse
 from shoestring.integrations.transformers.residuals import fuse_residuals
 
-RECORDING = "_shoestring_recording"  # an attribute of a patched model, true while its forward makes no logits
+RECORDING = "_shoestring_recording"  # attribute of a patched model, true while its forward makes no logits
 
 
 @dataclass
 class Change:
-    """One thing that ``patch`` changed: where, what, and how to take it back."""
+    """One change by ``patch``: where it is, what it is, and how to undo it."""
 
     where: str
     what: str
@@ -33,16 +33,21 @@ class Change:
 
 @dataclass
 class PatchReport:
-    """What ``shoestring.patch`` changed; ``undo`` makes it as it was. ``left``: where it changed nothing, and why."""
+    """The changes that ``shoestring.patch`` made; ``undo`` reverts them.
+
+    Attributes:
+        changes: the changes in order.
+        left: pairs of a module that was left unchanged and the reason.
+    """
 
     changes: list[Change]
     left: list[tuple[str, str]] = field(default_factory=list)
 
     def undo(self) -> None:
-        """Takes every change back, the last first; a second call does nothing.
+        """Revert every change, the last first. A second call does nothing.
 
         Raises:
-            RuntimeError: the model has been changed by others since, who have to take theirs back first.
+            RuntimeError: other code has changed the model since; undo that change first.
         """
         while self.changes:
             self.changes[-1].undo()
@@ -64,48 +69,60 @@ def patch(
     mlp: bool = True,
     workspace_mb: int = 0,
 ) -> PatchReport:
-    """Makes a Hugging Face causal language model compute its loss without logits, and its layers with fused operators.
+    """Make a Hugging Face causal language model use fused operators and compute its loss without logits.
 
-    With ``labels``, its forward then goes as ever, but from the output layer on: the loss is
-    ``shoestring.linear_cross_entropy`` of the hidden states, and ``logits`` of what it returns is None. Without labels,
-    in ``generate`` for one, or with a ``loss_function`` that the user has set, it is the model's own. What the model
-    does to its logits before the loss (a softcap, a scale) is taken from its own forward while that runs, as are shift,
-    ``shift_labels``, ``num_items_in_batch`` and ``logits_to_keep``; what cannot be done without logits is refused. A
-    head with LoRA (ours or PEFT's), or quantised, is honoured, and so is one that gets there later.
+    Loss: with ``labels``, the model's own forward runs up to the output layer. The loss is then
+    ``shoestring.linear_cross_entropy`` of the hidden states, and ``logits`` in the output is None. Without
+    labels, for example in ``generate``, or with a ``loss_function`` that the user has set, the model computes
+    its own loss and logits. Operations on logits before the loss (a softcap, a scale) are recorded while the
+    model's own forward runs. The same holds for the shift, ``shift_labels``, ``num_items_in_batch`` and
+    ``logits_to_keep``. An operation that is impossible without logits raises an error. A quantised head, or a
+    head with LoRA (shoestring's or PEFT's), works, also if it is added later.
 
-    Query, key and value of an attention module are one operator where their weights are frozen, with adapters or
-    quantised (``lora_linear_group``: what they share is done once, and the dropout of their adapters has one mask), and
-    MLPs of Llama's form with a low-rank adapter on ``down_proj`` keep neither ``silu(gate)`` nor its product with ``up``
-    for backward. That goes by what the layers are when they are called: adapters may come later.
+    Projections: query, key and value of an attention module become one operator if their weights are frozen,
+    have adapters or are quantised (``lora_linear_group``: shared work is done once, and the dropout of the
+    adapters uses one mask). Llama-style MLPs with a low-rank adapter on ``down_proj`` save neither
+    ``silu(gate)`` nor its product with ``up`` for backward. Both are decided when the layers are called, so
+    adapters may be added later.
 
-    Attention is ``shoestring.attention`` where the model leaves it to transformers' interface and is set to "eager" or
-    "sdpa" (:func:`shoestring.register_attention`); what needs attention weights has to leave it out. The setting is the
-    configuration's, so copies and pickles have it too, though no file that ``save_pretrained`` writes.
+    Attention: ``shoestring.attention`` replaces attention if the model uses transformers' attention interface
+    and is set to "eager" or "sdpa" (:func:`shoestring.register_attention`). Set ``attention=False`` if
+    attention weights are needed. The setting is in the configuration, so copies and pickles keep it, but no
+    file of ``save_pretrained`` does.
 
-    RMSNorm (in Llama's or Gemma's manner of rounding; with the residual's sum before it, where a decoder layer has no
-    more than that) and LayerNorm, rotary embeddings (with the norms of each head of queries and keys before them, where
-    there are such) and the products of SwiGLU's and GeGLU's MLPs are one operator each, with the model's own results
-    within rounding. What a module computes is found out on random numbers; one that computes something else stays as it
-    is, and the report says so.
+    Norms, rotary embeddings and MLPs: each of the following becomes one operator whose results equal the
+    model's within rounding. The function of a module is tested on random numbers. A module that computes
+    something else stays unchanged, and the report says so.
 
-    Only this instance changes: it gets a class of its own, derived from its class and with that one's name. A deep copy
-    of it, and what is unpickled, is the plain model. Undo, or not, before ``save_pretrained``: the files are the same.
-    Two threads must not be in its forward at a time (in replicas, ``DataParallel``'s for one, they may).
+    - RMSNorm with Llama's or Gemma's rounding, with the residual sum before it if the decoder layer allows
+      it, and LayerNorm.
+    - Rotary embeddings, with the per-head norms of queries and keys before them, if any.
+    - The gated products of SwiGLU and GeGLU MLPs.
+
+    Only this instance changes: it gets its own class, derived from its class and with the same name. A deep
+    copy of it, or an unpickled one, is the plain model. ``save_pretrained`` writes the same files with or
+    without ``undo()``. Two threads must not run its forward at the same time; replicas, such as those of
+    ``DataParallel``, may.
 
     Args:
-        model: the model itself, or a ``PeftModel`` around it; patch before ``torch.compile``, DDP and the like.
-        logits: whether the output has logits with labels too, as ``compute_metrics`` wants them. They then exist whole.
-        projections: False: query, key and value one after the other, MLPs with adapters as they are.
-        attention: False leaves attention itself alone.
-        norms, rope, mlp: False leaves norms, rotary embeddings or the activations of MLPs as they are.
+        model: the model itself, or a ``PeftModel`` around it. Patch it before ``torch.compile``, DDP and the
+            like.
+        logits: whether the output has logits with labels, too, as ``compute_metrics`` needs. The whole logits
+            tensor then exists.
+        projections: False computes query, key and value one after the other, and leaves MLPs with adapters
+            unchanged.
+        attention: False leaves attention itself unchanged.
+        norms, rope, mlp: False leaves norms, rotary embeddings or the activations of MLPs unchanged.
         workspace_mb: as for ``linear_cross_entropy``.
 
     Returns:
-        A report: its text says what was changed; ``undo()`` takes it back.
+        A report: its text lists the changes, and ``undo()`` reverts them.
 
     Raises:
-        TypeError: not a causal language model, or one whose loss needs more than ``linear_cross_entropy`` has.
-        ValueError: patched already, or a loss that differs from the model's own on eight tokens, which are tried.
+        TypeError: the model is not a causal language model, or its loss needs more than
+            ``linear_cross_entropy`` offers.
+        ValueError: the model is patched already, or its loss differs from the model's own in a test on eight
+            tokens.
     """
     get_base_model: Any = getattr(model, "get_base_model", None)
     target: Any = model if get_base_model is None else get_base_model()
@@ -170,7 +187,7 @@ def patch(
         changes, left = use_attention(target, check) if attention else ([], [])
         report.changes += [Change(*change) for change in changes]
         report.left += left
-        if not changes:  # else it has been
+        if not changes:  # otherwise use_attention() has called check()
             check()
     except (TypeError, AttributeError) as error:
         report.undo()
@@ -182,7 +199,7 @@ def patch(
 
 
 def _head_name(model: Any) -> str:
-    """The attribute of the model that is its output layer."""
+    """Return the name of the attribute that is the model's output layer."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     names: list[str] = [key for key, child in model._modules.items() if child is head and head is not None]
     forward = inspect.signature(type(model).forward).parameters
@@ -200,7 +217,7 @@ def _head_name(model: Any) -> str:
 
 
 def _patched_class(original: type[Any], head_name: str, logits: bool, workspace_mb: int) -> type:
-    """A class for one instance: the original's forward, with an output layer that makes no logits."""
+    """Make a class for one instance: the original's forward, with an output layer that makes no logits."""
     position = list(inspect.signature(original.forward).parameters).index("labels")
 
     @functools.wraps(original.forward)
@@ -210,7 +227,7 @@ def _patched_class(original: type[Any], head_name: str, logits: bool, workspace_
             if "labels" in kwargs
             else (args[position - 1] if len(args) >= position else None)
         )
-        # A loss function that the user has set wants what it always got.
+        # A loss function that the user has set expects real logits.
         if labels is None or "_loss_function" in self.__dict__:
             return original.forward(self, *args, **kwargs)
         setattr(self, RECORDING, True)
@@ -225,7 +242,7 @@ def _patched_class(original: type[Any], head_name: str, logits: bool, workspace_
         return RecordingHead(layer, workspace_mb) if getattr(self, RECORDING) else layer
 
     def reduce(self: Any, protocol: Any) -> Any:
-        """As the plain model, so that copies and files know nothing of this class."""
+        """Pickle as the plain model, so that copies and files do not contain this class."""
         state: Any = object.__reduce_ex__(self, 2)[2]
         return object.__new__, (original,), {key: value for key, value in state.items() if key != RECORDING}
 
@@ -239,7 +256,10 @@ def _patched_class(original: type[Any], head_name: str, logits: bool, workspace_
 
 
 class RecordingHead:
-    """The output layer while a patched forward runs: called, it makes no logits."""
+    """Stand-in for the output layer while a patched forward runs.
+
+    A call returns ``Logits`` and computes no logits.
+    """
 
     def __init__(self, layer: nn.Module, workspace_mb: int) -> None:
         self.layer = layer
@@ -254,7 +274,7 @@ class RecordingHead:
 
 
 def _without(out: Any, logits: bool) -> Any:
-    """The model's output with None, or the logits themselves, where it has what stands for them."""
+    """Replace ``Logits`` placeholders in the model's output by None, or by the logits themselves."""
 
     def plain(value: Any) -> Any:
         return (value.make() if logits else None) if isinstance(value, Logits) else value
@@ -265,11 +285,11 @@ def _without(out: Any, logits: bool) -> Any:
 
 
 def _loss_of_few(model: Any) -> float:
-    """The model's loss of eight tokens, without dropout."""
+    """Return the model's loss on eight tokens, without dropout."""
     table = model.get_input_embeddings().weight
     ids = torch.arange(8, device=table.device).remainder(table.shape[0])[None]
     modes = [(module, module.training) for module in model.modules()]
-    # Some caches ask for layers that a model need not have, or for an encoder.
+    # Disable the cache: some caches need layers that a model may lack, or an encoder.
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     model.eval()
     try:

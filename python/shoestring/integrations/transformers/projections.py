@@ -1,4 +1,4 @@
-"""Projections that read one input, together: query, key and value; and an adapted SwiGLU without its products in memory."""
+"""Fused projections of one input: query, key and value in one operator, and SwiGLU that saves no products."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from shoestring.core.instances import Found, derive
 from shoestring.integrations.transformers.layers import MLP, is_bare_mlp
 from shoestring.layers.swiglu import swiglu
 
-OUTPUTS = "_shoestring_projections"  # an attribute of an attention module while its forward runs
+# Attribute of an attention module: the projections computed so far while its forward runs, else None.
+OUTPUTS = "_shoestring_projections"
 ATTENTION = ("q_proj", "k_proj", "v_proj")
 
 
 def fuse(model: nn.Module) -> list[Found]:
-    """Gives attention modules and MLPs of Llama's form a class whose forward takes their projections together.
+    """Fuse the projections of attention modules and of Llama-style MLPs.
 
-    A module that looks like such an MLP but computes something else, on a token that is tried, is left alone.
+    A module that looks like such an MLP but computes something else on random tokens is left unchanged.
 
     Returns:
-        Where, what, and how to take it back, of each.
+        For each change: the module's name, a description, and a function that reverts it.
     """
     changes = []
     as_written: dict[type, bool] = {}
     for name, module in list(model.named_modules()):
         original = type(module)
-        if "forward" in module.__dict__:  # another library's
+        if "forward" in module.__dict__:  # another library has replaced the forward
             continue
         if _has_linears(module, ATTENTION):
             body, what = _attention(original), "query, key and value together"
@@ -58,7 +59,7 @@ def _mlp(original: type[Any]) -> dict[str, Any]:
 
 
 def _is_swiglu(module: Any) -> bool:
-    """Whether the module is SwiGLU's MLP, by random tokens that tell one activation from another."""
+    """Return whether the module computes a SwiGLU MLP, tested on tokens that tell activations apart."""
     weight = module.gate_proj.weight
     tokens = torch.randn(8, module.gate_proj.in_features, generator=torch.Generator().manual_seed(0))
     training = module.training
@@ -69,14 +70,17 @@ def _is_swiglu(module: Any) -> bool:
             x = x * (2 / module.gate_proj(x).float().std()).to(x.dtype)
             expected, ours = module(x), module.down_proj(swiglu(module.gate_proj(x), module.up_proj(x)))
         return bool((ours - expected).norm() <= 0.02 * expected.norm())
-    except Exception:  # another signature
+    except Exception:  # the module has another signature
         return False
     finally:
         module.train(training)
 
 
 class Member:
-    """One of an attention module's projections while its forward runs; the first that is called computes all."""
+    """Stand-in for one of an attention module's projections while its forward runs.
+
+    The first projection that is called computes all three.
+    """
 
     def __init__(self, module: Any, name: str) -> None:
         self.module = module

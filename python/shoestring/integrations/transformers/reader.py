@@ -1,6 +1,7 @@
-"""The tensors of a model directory, read one at a time.
+"""Reads the tensors of a model directory one at a time.
 
-Files are read, not mapped: pages of a mapped file count as memory of the process, those of the system's cache do not.
+Files are read, not memory-mapped: mapped pages count as memory of the process, the system's page cache does
+not.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor's bytes are."""
+    """The position of a tensor's bytes in a file."""
 
     file: Path
-    offset: int  # bytes from the file's beginning
+    offset: int  # position of the tensor in bytes, from the start of the file
     shape: tuple[int, ...]
-    dtype: torch.dtype | None  # None for one that is not read
+    dtype: torch.dtype | None  # None for a dtype that cannot be read
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """config.json of a model directory.
+    """Read config.json of a model directory.
 
     Raises:
-        ValueError: there is none, or it is not a JSON object.
+        ValueError: the file is missing, or is not a JSON object.
     """
     config = directory / "config.json"
     try:
@@ -86,19 +87,19 @@ def _sharded(directory: Path, index: Path) -> list[Path]:
         )
     names = sorted(set(files.values()))
     for name in names:
-        # A name with a folder in it could lead anywhere on the disk.
+        # Refuse names with a folder, which could point anywhere on the disk.
         if Path(name).name != name or "\0" in name or not os.path.lexists(directory / name):
             raise ValueError(f"{index}: names the weight file {shown(name)}, which is not in the directory")
     return [directory / name for name in names]
 
 
 def stored_tensors(directory: Path) -> dict[str, Stored]:
-    """Every tensor of a model directory by its name; no weight is read.
+    """Return the position of every tensor of a model directory by name, without reading weights.
 
     The safetensors reader checks header size, offsets, overlaps, sizes and the file's length.
 
     Raises:
-        ValueError: a file that is missing or damaged, or two files with a tensor of the same name.
+        ValueError: a file is missing or damaged, or two files hold a tensor of the same name.
     """
     from safetensors import safe_open
 
@@ -111,7 +112,8 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
             with open(file, "rb") as opened:
                 size = int.from_bytes(opened.read(8), "little")
                 header = json.loads(opened.read(size))
-        except Exception as error:  # SafetensorError is not exported everywhere; OSError for unreadable files
+        # Not every version of safetensors exports SafetensorError. Unreadable files raise OSError.
+        except Exception as error:
             raise ValueError(f"{file}: not a sound safetensors file ({shown(str(error))})") from None
         header.pop("__metadata__", None)
         for name, entry in header.items():
@@ -125,7 +127,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
 
 
 class TensorReader:
-    """Reads tensors by name; a context manager, which closes the files."""
+    """A context manager that reads tensors by name and closes the files."""
 
     def __init__(self, stored: dict[str, Stored]) -> None:
         self.stored = stored
@@ -143,14 +145,18 @@ class TensorReader:
         self._descriptors.clear()
 
     def read(self, name: str) -> Tensor:
-        """The tensor, on the CPU, in the dtype of the file."""
+        """Read a tensor to the CPU, in the dtype of the file."""
         return self._fill(name, torch.empty(self._size(name), dtype=torch.uint8))
 
     def borrow(self, name: str) -> Tensor:
-        """The same in memory that the next call of ``borrow`` overwrites: one buffer, as large as the largest."""
+        """Read a tensor into a buffer that the next call of ``borrow`` overwrites.
+
+        The one buffer grows to the size of the largest tensor.
+        """
         size = self._size(name)
         if self._buffer.numel() < size:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # before the larger one is there
+            # Free the old buffer before the larger one is allocated.
+            self._buffer = torch.empty(0, dtype=torch.uint8)
             self._buffer = torch.empty(size, dtype=torch.uint8)
         return self._fill(name, self._buffer[:size])
 
@@ -169,13 +175,12 @@ class TensorReader:
         if descriptor is None:
             descriptor = self._descriptors[stored.file] = os.open(stored.file, os.O_RDONLY)
         bytes_, done = memoryview(room.numpy()), 0  # type: ignore[arg-type]  # numpy declares Buffer from Python 3.12 on
-        while done < len(bytes_):  # the system gives at most 2 GiB at a time
+        while done < len(bytes_):  # Linux reads at most 2 GiB per call
             count = os.preadv(descriptor, [bytes_[done:]], stored.offset + done)
             if count == 0:
                 raise ValueError(f"{stored.file}: {name}: the file ends before the tensor does")
             done += count
-        if stored.dtype == torch.bool and bool(
-            (room > 1).any()
-        ):  # any other byte is undefined behaviour later
+        # A bool with any other byte would be undefined behaviour in later operators.
+        if stored.dtype == torch.bool and bool((room > 1).any()):
             raise ValueError(f"{stored.file}: {name}: expected bytes 0 and 1 for BOOL, received others")
         return room.view(stored.dtype).view(stored.shape)

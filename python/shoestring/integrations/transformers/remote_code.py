@@ -1,12 +1,13 @@
-"""Model directories that bring Python code of their own (``auto_map``), which transformers imports and runs."""
+"""Error messages for model directories with their own Python code (``auto_map``)."""
 
-LONGEST = 400  # characters of a reason: a configuration's own values may be in it
+LONGEST = 400  # most characters of a reason, which may contain long values of the configuration
 
 
 def why_not_loaded(error: Exception) -> str:
     """Describe in one line why transformers did not load something from a directory.
 
-    With ``trust_remote_code=False`` transformers raises before it imports the directory's code, and asks nothing.
+    With ``trust_remote_code=False`` transformers raises before it imports the directory's code, and asks
+    nothing.
     """
     text = str(error).strip()
     if isinstance(error, ValueError) and "`trust_remote_code=True`" in text:

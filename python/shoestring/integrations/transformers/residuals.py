@@ -1,4 +1,4 @@
-"""Decoder layers whose residual sum and the norm that reads it are one operator."""
+"""Decoder layers that compute a residual sum and the norm after it in one operator."""
 
 from __future__ import annotations
 
@@ -12,12 +12,23 @@ from torch import Tensor, nn
 from shoestring.core.instances import Found, Left, derive, has_only
 from shoestring.integrations.transformers.layers import ADD
 
-NORMS = ("input_layernorm", "post_attention_layernorm")  # transformers' names: Llama's, Qwen's, Mistral's
-INNER = ("pre_feedforward_layernorm", "post_feedforward_layernorm")  # and what Gemma's have besides
+# Names of the norms in the decoder layers of transformers' Llama, Qwen and Mistral.
+NORMS = ("input_layernorm", "post_attention_layernorm")
+# Names of the two additional norms in Gemma's decoder layers.
+INNER = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 def fuse_residuals(model: nn.Module, run: Callable[[], object]) -> tuple[list[Found], list[Left]]:
-    """Decoder layers whose norms are fused already. ``run`` calls the model: a layer is tried on what it then gets."""
+    """Fuse residual sums with the norms after them in decoder layers whose norms are already fused.
+
+    Args:
+        model: the model.
+        run: calls the model, so that a layer of each class can be tested on the arguments that the model
+            gives it.
+
+    Returns:
+        The changes, and the layers that are left unchanged with the reason.
+    """
     changes: list[Found] = []
     left: list[Left] = []
     layers = [(name, module) for name, module in model.named_modules() if _looks_so(module)]
@@ -52,7 +63,7 @@ def _looks_so(module: nn.Module) -> bool:
 def _tried(
     kinds: dict[type, None], layers: list[tuple[str, nn.Module]], run: Callable[[], object]
 ) -> dict[type, bool]:
-    """Of each class, whether one of its layers, on what the model gives it, makes the same with our forward."""
+    """Return for each class whether one of its layers gives the same result with the fused forward."""
     return {kind: _same(next(module for _, module in layers if type(module) is kind), run) for kind in kinds}
 
 
@@ -63,7 +74,7 @@ def _same(layer: nn.Module, run: Callable[[], object]) -> bool:
     )
     try:
         run()
-    except Exception:  # of a model that patch itself will refuse
+    except Exception:  # patch() itself raises for a model that cannot run
         return False
     finally:
         hook.remove()
@@ -72,7 +83,7 @@ def _same(layer: nn.Module, run: Callable[[], object]) -> bool:
     args, kwargs = calls[0]
     kwargs = {key: None if key.startswith("past_key_value") else value for key, value in kwargs.items()}
     original, training, results = type(layer).forward, layer.training, []
-    layer.train()  # what draws numbers shows, since both draw the same
+    layer.train()  # include dropout in the comparison; both runs start from the same seed
     try:
         for forward in (original, _forward(original)):
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -81,7 +92,7 @@ def _same(layer: nn.Module, run: Callable[[], object]) -> bool:
         theirs, ours = results
         tolerance = 1e-4 if theirs.dtype == torch.float32 else 2e-2
         return theirs.shape == ours.shape and bool((ours - theirs).norm() <= tolerance * theirs.norm())
-    except Exception:  # another signature or result
+    except Exception:  # the layer has another signature or another kind of result
         return False
     finally:
         layer.train(training)

@@ -1,4 +1,4 @@
-"""A language model with quantised weights, written as transformers writes one that bitsandbytes has quantised."""
+"""Saving of quantised language models in the format that transformers uses for bitsandbytes."""
 
 from __future__ import annotations
 
@@ -23,23 +23,25 @@ def save_quantized(
     max_shard_bytes: int = 4 << 30,
     overwrite: bool = False,
 ) -> None:
-    """Writes config.json and safetensors files that transformers loads over bitsandbytes, and ``load_quantized`` without.
+    """Write config.json and safetensors files of a quantised model.
 
-    A folder that holds a model is replaced in one step once the new one is on disk: at any moment one of them is there,
-    whole. The former model's files go; every other file in the folder stays.
+    transformers loads them with bitsandbytes, and ``load_quantized`` without. If the folder holds a model,
+    the new model replaces it in one step once it is on disk. There is a complete model at any moment. The files of the old model are deleted; every other file in the folder stays.
 
     Args:
-        model: a model of transformers with :class:`shoestring.nn.QuantizedLinear` layers, all of 4 bits and one
-            quant_type or all of int8; other layers are saved as they are. int4 is not: bitsandbytes cannot read it.
-        directory: where to; the tokenizer's files are the caller's, after this.
-        max_shard_bytes: tensors of a file; one that is larger has a file of its own.
-        overwrite: replace the files of a former model one by one where the folder cannot be replaced in one step: on a
-            file system without exchange of folders or hard links, a mount point, the current directory, or in a folder
-            that cannot be written. A crash meanwhile leaves a folder without config.json, and neither model.
+        model: a transformers model with :class:`shoestring.nn.QuantizedLinear` layers, either all 4-bit with
+            one quant_type or all int8. Other layers are saved as they are. int4 raises an error, since
+            bitsandbytes cannot read it.
+        directory: the folder to write. Save the tokenizer's files there after this call.
+        max_shard_bytes: the largest size of a file in bytes. A tensor that is larger has its own file.
+        overwrite: replace the files of an old model one by one if the folder cannot be replaced in one step:
+            on a file system without exchange of folders or hard links, for a mount point or the current
+            directory, or in a parent folder that is not writable. A crash meanwhile leaves a folder without
+            config.json and with neither model.
 
     Raises:
-        ValueError: a model without quantised layers, of several kinds of them, or with adapters; a directory that is
-            not empty and holds no model, or, without ``overwrite``, one that cannot be replaced in one step.
+        ValueError: the model has no quantised layers, several kinds of them, or adapters. Or the directory is
+            not empty and holds no model, or, without ``overwrite``, cannot be replaced in one step.
         OSError: the files cannot be written.
     """
     from safetensors.torch import save_file
@@ -69,7 +71,8 @@ def _check_directory(directory: Path, overwrite: bool) -> None:
         raise ValueError(f"{METHOD}: directory: expected a folder, received a file, {directory}")
     entries, name = os.listdir(directory), Path(os.path.realpath(directory)).name
     held = sorted(entry for entry in entries if not is_partial(entry, name))
-    # A crash while files are replaced one by one leaves these two without config.json; the call may be repeated.
+    # A crash during one-by-one replacement leaves partial or model files without config.json. The call may
+    # then be repeated.
     interrupted = len(held) < len(entries) or any(map(MODEL_FILES.fullmatch, held))
     if held and CONFIG not in held and not (overwrite and interrupted):
         raise ValueError(
@@ -123,7 +126,7 @@ def _quantization_config(model: Any) -> dict[str, Any]:
 
 
 def _distinct(state: dict[str, Any]) -> dict[str, Tensor]:
-    """The state dict with the first name alone of what is tied; contiguous, as files want it."""
+    """Return the state dict as files require it: contiguous, and with only the first name of tied tensors."""
     seen: set[tuple[int, tuple[int, ...]]] = set()
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():

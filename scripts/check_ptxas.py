@@ -185,8 +185,9 @@ def check(source: Path, log: str) -> tuple[list[str], list[tuple[str, Usage, Bud
     """Return the errors of a source file, and each instantiation with its usage and budget for the table."""
     failures: list[str] = []
     named: dict[str, Budget | None] = {}
-    includes = re.findall(r'^#include "(\w+\.h)"', source.read_text(), re.MULTILINE)
-    for file in (source, *(h for name in includes if (h := source.parent / name).exists())):
+    includes = re.findall(r'^#include "([\w/]+\.h)"', source.read_text(), re.MULTILINE)
+    headers = [path for name in includes for path in (source.parent / name, ROOT / name) if path.exists()]
+    for file in (source, *headers):
         kernels, wrong = budgets(file.read_text())
         failures += [f"{file.name}:{line}" for line in wrong]
         failures += [

@@ -1,4 +1,8 @@
-"""The entry of the `shoestring` script: while it is imported, `import shoestring` leaves PyTorch out until it is needed."""
+"""The entry point of the `shoestring` script.
+
+``shoestring/__init__.py`` sees that this module is imported, and then imports PyTorch only when a command
+needs it.
+"""
 
 
 def main() -> int:

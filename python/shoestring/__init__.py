@@ -5,10 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 
 def _is_command_line() -> bool:
-    """Whether this process is the command line, whose help and usage errors do without the seconds of PyTorch's import."""
-    if "shoestring_command" in sys.modules:  # the entry of the installed script
+    """Return whether this process is the command line of shoestring.
+
+    The help texts and usage errors of the command line do not need PyTorch, whose import takes seconds.
+    """
+    if "shoestring_command" in sys.modules:  # the module with which the installed script `shoestring` starts
         return True
-    # argv[0] is "-m" while Python looks for the module of `python -m shoestring`.
+    # While Python looks for the module of `python -m shoestring`, sys.argv[0] is "-m".
     options = zip(sys.orig_argv, sys.orig_argv[1:])
     module = next((after for option, after in options if option[:1] == "-" and option[-1] == "m"), "")
     return sys.argv[:1] == ["-m"] and module in ("shoestring", "shoestring.cli")
@@ -20,9 +23,10 @@ if TYPE_CHECKING or not _is_command_line():
 else:
 
     def __getattr__(name: str) -> Any:
-        """Import PyTorch and register the operators where the command line first uses a public name."""
+        """Import PyTorch and register the operators when the command line first uses a public name."""
         public = "shoestring._public"
-        # Submodules are looked up here before they are imported, also while the public names are being imported.
+        # Python calls this function for submodules too, before it imports them. That also happens during the
+        # import of the public names, so the first condition prevents a second import.
         if public not in sys.modules and (not name.startswith("_") or name in ("__all__", "__version__")):
             import importlib
 

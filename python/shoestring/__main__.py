@@ -1,4 +1,8 @@
-"""``python -m shoestring``: what was built; ``--cmake-dir``: where find_package looks; otherwise the command line."""
+"""Run ``python -m shoestring``.
+
+Without arguments it prints a report about the installation. With ``--cmake-dir`` it prints the folder that
+CMake's ``find_package`` needs. With other arguments it runs the command line.
+"""
 
 import sys
 
@@ -6,7 +10,7 @@ import shoestring
 
 
 def report() -> str:
-    """What this installation can do, a line each."""
+    """Describe this installation: versions, CPU kernels, CUDA and the CMake folder, one line each."""
     import torch
 
     build = shoestring.build
@@ -23,7 +27,7 @@ def report() -> str:
 
 
 def main() -> int:
-    """The exit code."""
+    """Print the report or the CMake folder, or run the command line; return the exit code."""
     if sys.argv[1:] == ["--cmake-dir"]:
         print(shoestring.cmake_prefix_path)
     elif len(sys.argv) == 1:

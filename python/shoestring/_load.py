@@ -1,4 +1,4 @@
-"""Loads the operator libraries, after comparing what they were built for with the PyTorch that runs."""
+"""Load the operator libraries, after a check that they were built for the installed version of PyTorch."""
 
 import json
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ LIBRARIES = PACKAGE / "lib"
 
 @dataclass(frozen=True)
 class Build:
-    """What the installed libraries were built with."""
+    """The versions and the compiler that the installed libraries were built with."""
 
     version: str
     torch: str
@@ -22,7 +22,11 @@ class Build:
 
 
 def read_build() -> Build:
-    """The build's description, as CMake wrote it beside the libraries."""
+    """Return the description of the build, which CMake wrote to build.json next to the libraries.
+
+    Raises:
+        ImportError: build.json does not exist, because the libraries were not built.
+    """
     try:
         return Build(**json.loads((LIBRARIES / "build.json").read_text()))
     except FileNotFoundError:
@@ -32,10 +36,11 @@ def read_build() -> Build:
 
 
 def load() -> Build:
-    """Registers the operators with torch.ops.shoestring.
+    """Load the libraries, which register the operators with torch.ops.shoestring, and return their build.
 
     Raises:
-        ImportError: the libraries were built for another PyTorch; the message has the command that mends it.
+        ImportError: the libraries are missing, or were built for another version of PyTorch. The message
+            contains the command that builds them.
     """
     build = read_build()
     running = torch.__version__.split("+")[0]

@@ -1,4 +1,4 @@
-"""Everything that ``import shoestring`` gives: PyTorch is imported and the operators are registered here."""
+"""The public names of ``import shoestring``. This module imports PyTorch and registers the operators."""
 
 from shoestring import _load
 

@@ -1,8 +1,10 @@
-"""LoRA, QLoRA and their relatives: adapters on the layers of a model, in PEFT's file format.
+"""LoRA, QLoRA, DoRA, VeRA, IA3, prefix tuning and prompt tuning, with files in PEFT's format.
 
-shoestring.lora.apply(model, rank=16, alpha=32, target_modules="all-linear", quantize="nf4")
-...
-shoestring.lora.save_adapter(model, "adapter")
+Add an adapter to a model, train the model, and save the adapter::
+
+    shoestring.lora.apply(model, rank=16, alpha=32, target_modules="all-linear", quantize="nf4")
+    ...
+    shoestring.lora.save_adapter(model, "adapter")
 """
 
 from shoestring.adapters.apply import apply

@@ -1,4 +1,4 @@
-"""Modules: drop-in counterparts of torch.nn's."""
+"""Modules that use shoestring's operators: attention, gated MLP, norms and a quantised linear layer."""
 
 from shoestring.blocks.attention import Attention
 from shoestring.blocks.gated_mlp import GatedMLP

@@ -1,4 +1,4 @@
-"""The operators as Python functions: thin over torch.ops.shoestring, each with a readable reference beside it."""
+"""The operators as Python functions: wrappers of torch.ops.shoestring, and references in plain PyTorch."""
 
 from shoestring.adapters.lora_linear import (
     LoraWeight,

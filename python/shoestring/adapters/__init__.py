@@ -1,1 +1,1 @@
-"""LoRA and its relatives, on layers and in files; ``shoestring.lora`` has the public names."""
+"""LoRA and related adapters, on layers and in files. ``shoestring.lora`` exports the public names."""

@@ -1,4 +1,4 @@
-"""What every layer that has taken on adapters can do."""
+"""AdaptedLayer, the base class of all layers with adapters."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -12,31 +12,30 @@ DEFAULT = "default"
 
 
 class Rows(NamedTuple):
-    """A different adapter for each row of the batch."""
+    """The adapters that the rows of a batch use, if each row has its own."""
 
-    names: tuple[str, ...]  # the adapters of this layer that a row uses
-    uses: Tensor  # (rows, len(names)), 1 where the row uses the adapter
+    names: tuple[str, ...]  # the adapters of this layer that at least one row of the batch uses
+    uses: Tensor  # (rows of the batch, len(names)), fp32: 1 if the row uses the adapter, else 0
 
 
 class AdaptedLayer(nn.Module):
-    """A layer with adapters, each of them a parameter or a few, keyed by the adapter's name: ``lora_A.default``.
+    """A layer with adapters, whose parameters are named like ``lora_A.<name of the adapter>``.
 
-    Not constructed: :func:`attach` gives an existing layer the class, so that hooks, shared references and the base's own
-    keys in ``state_dict`` stay.
+    The class is not constructed. :func:`attach` changes the class of an existing layer instead, so that
+    hooks, shared references and the keys of the base in ``state_dict`` are preserved.
 
     Attributes:
         adapters: the options of each adapter, by name.
-        active: names of the adapters that are added, in this layer or another.
-        enabled: False: the base alone.
-        rows: instead of active: which adapter each row of the batch uses.
-        base_class: what the layer was.
+        active: names of the active adapters of the model, which this layer need not have.
+        enabled: False disables all adapters.
+        rows: replaces active if each row of the batch uses its own adapter.
+        base_class: the class of the layer without adapters.
     """
 
-    PARAMETERS: ClassVar[
-        dict[str, str]
-    ]  # attribute of parameters by name -> what their keys in PEFT's files end with
-    MODULES: ClassVar[tuple[str, ...]] = ()  # other attributes that hold tensors of adapters
-    CAN_MIX_ROWS: ClassVar[bool] = False  # each row of the batch can have an adapter of its own
+    # Attribute that holds one parameter of every adapter -> ending of the parameter's key in PEFT's files.
+    PARAMETERS: ClassVar[dict[str, str]]
+    MODULES: ClassVar[tuple[str, ...]] = ()  # attributes besides PARAMETERS that hold adapters' tensors
+    CAN_MIX_ROWS: ClassVar[bool] = False  # whether each row of the batch can use its own adapter
     weight: Tensor
     adapters: dict[str, Any]
     active: tuple[str, ...]
@@ -45,7 +44,7 @@ class AdaptedLayer(nn.Module):
     base_class: type[nn.Module]
 
     def current(self) -> list[str]:
-        """The adapters of this layer that take part now."""
+        """Return the names of this layer's adapters that the next forward uses."""
         if not self.enabled:
             return []
         if self.rows is not None:
@@ -54,28 +53,28 @@ class AdaptedLayer(nn.Module):
 
     @classmethod
     def shapes(cls, layer: Any, options: Any) -> dict[str, tuple[int, ...]]:
-        """The shape of each parameter that an adapter with these options has here, by attribute."""
+        """Return the shapes of the parameters of an adapter with these options on the layer, by attribute."""
         raise NotImplementedError
 
     def start(self, options: Any) -> dict[str, Tensor]:
-        """The values that a new adapter starts with, on the CPU or where the base is."""
+        """Return the initial values of a new adapter, by attribute, on the CPU or the device of the base."""
         raise NotImplementedError
 
     def merged(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """What the base's own parameters become with the adapters in them, rounded once to their dtype."""
+        """Return the parameters of the base with the adapters merged into them, in fp32 or fp64, by name."""
         raise NotImplementedError
 
     def tensors(self, name: str) -> dict[str, nn.Parameter]:
-        """The parameters of an adapter, by attribute."""
+        """Return the parameters of an adapter, by attribute."""
         found = ((attribute, getattr(self, attribute, {})) for attribute in self.PARAMETERS)
         return {attribute: held[name] for attribute, held in found if name in held}
 
     def base_weight(self) -> Tensor:
-        """A tensor of the base, for its device and dtype."""
+        """Return a parameter of the base, whose device and dtype determine those of adapters."""
         return self.weight
 
     def add(self, name: str, options: Options, tensors: dict[str, Tensor]) -> None:
-        """Takes on an adapter, or the new values of one whose shapes are the same, in the tensors that it has."""
+        """Add an adapter. If it exists and the shapes are the same, copy the new values into its tensors."""
         where, dtype = self.base_weight().device, wide(self.base_weight().dtype)
         own = self.tensors(name)
         if {k: v.shape for k, v in own.items()} == {k: v.shape for k, v in tensors.items()}:
@@ -89,7 +88,7 @@ class AdaptedLayer(nn.Module):
         self.adapters[name] = options
 
     def remove(self, name: str) -> None:
-        """Takes an adapter off; with the last, the layer is what it was."""
+        """Remove an adapter. When the last one is removed, the layer gets its former class back."""
         for attribute in self.tensors(name):
             held = getattr(self, attribute)
             del held[name]
@@ -100,7 +99,7 @@ class AdaptedLayer(nn.Module):
             self.detach()
 
     def detach(self) -> dict[str, Any]:
-        """Gives the layer its former class, and returns what made it an adapted one."""
+        """Remove all adapters and restore the former class; return the state that :func:`reattach` needs."""
         modules = {a: self._modules.pop(a) for a in (*self.PARAMETERS, *self.MODULES) if a in self._modules}
         held = {a: self.__dict__.pop(a) for a in ("adapters", "active", "enabled", "rows", "base_class")}
         kept = {"modules": modules, "held": held, "class": type(self)}
@@ -108,7 +107,11 @@ class AdaptedLayer(nn.Module):
         return kept
 
     def uses(self, name: str, x: Tensor) -> Tensor:
-        """Which rows of x use the adapter, (rows, 1); with ``rows`` only."""
+        """Return which rows of x use the adapter, (rows, 1); requires that ``rows`` is set.
+
+        Raises:
+            ValueError: x has another number of rows.
+        """
         assert self.rows is not None
         if x.shape[0] != self.rows.uses.shape[0]:
             raise ValueError(
@@ -120,11 +123,12 @@ class AdaptedLayer(nn.Module):
 
 
 def attach(layer: nn.Module, kind: type[AdaptedLayer]) -> AdaptedLayer:
-    """Gives ``layer``, which stays the same object, a class with adapters; freezes its own parameters."""
+    """Change the class of a layer to ``kind``, in place, and freeze the layer's parameters."""
     if isinstance(layer, AdaptedLayer):
         return layer
     layer.requires_grad_(False)
-    layer.__dict__.pop("unmerged", None)  # of an earlier merge: there is no way back past a new adapter
+    # An earlier merge cannot be undone after a new adapter has been added.
+    layer.__dict__.pop("unmerged", None)
     base_class = type(layer)
     layer.__class__ = kind
     assert isinstance(layer, AdaptedLayer)
@@ -133,7 +137,7 @@ def attach(layer: nn.Module, kind: type[AdaptedLayer]) -> AdaptedLayer:
 
 
 def reattach(layer: nn.Module, kept: dict[str, Any], device: torch.device) -> None:
-    """The reverse of :meth:`AdaptedLayer.detach`."""
+    """Undo :meth:`AdaptedLayer.detach`, with the adapters moved to ``device``."""
     layer.__class__ = kept["class"]
     layer.__dict__.update(kept["held"])
     for attribute, module in kept["modules"].items():
@@ -141,10 +145,10 @@ def reattach(layer: nn.Module, kept: dict[str, Any], device: torch.device) -> No
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of adapters on a base of ``dtype``."""
+    """Return the dtype of adapters on a base of ``dtype``: fp64 for fp64, otherwise fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def adapted_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
-    """Every layer with adapters, by name."""
+    """Return every layer with adapters, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, AdaptedLayer)}

@@ -1,4 +1,4 @@
-"""Adapters onto a model."""
+"""Add adapters to the layers of a model."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,28 +50,32 @@ def apply(
     block_size: int | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Freezes a model and gives its layers trainable adapters, in place; a second call adds another adapter.
+    """Freeze a model and add a trainable adapter to its layers, in place. A second call adds another adapter.
 
     Args:
         model: any module.
         config: :class:`LoraOptions`, :class:`VeraOptions`, :class:`IA3Options`, :class:`PrefixOptions` or
-            :class:`PromptOptions`; or a PEFT configuration object for one of these methods: what is not supported is
-            refused by name. None: LoRA with ``options``.
-        adapter_name: the new adapter is the one in use, alone; :func:`set_adapter` changes that.
-        quantize: None, or "nf4", "fp4", "int4" or "int8": every linear layer but the output head and modules_to_save, with an
-            adapter or without, gets a weight of 4 bits (QLoRA, arXiv 2305.14314) or int8, one layer after the other.
-        nested: 8-bit scales for the 4-bit weights (double quantisation). Not with "int4" and "int8".
-        block_size: 4-bit weights that share a scale: a power of two from 32 to 4096; None is 64. Not with "int8", whose
-            rows have a scale each.
-        options: those of :class:`LoraOptions`, in place of ``config``: rank, alpha, target_modules, dora, ...
+            :class:`PromptOptions`; or a PEFT configuration object for one of these methods. None: LoRA with
+            ``options``.
+        adapter_name: name of the new adapter, which becomes the only active one; see :func:`set_adapter`.
+        quantize: None, or "nf4", "fp4", "int4" or "int8", to quantise weights to 4 bits (QLoRA, arXiv
+            2305.14314) or int8. This quantises every linear layer, with or without an adapter, one after the
+            other. The output head and modules_to_save are not quantised.
+        nested: quantise the scales of 4-bit weights to 8 bits (double quantisation). Not with "int4" and
+            "int8".
+        block_size: number of elements of a 4-bit weight that share a scale: a power of two from 32 to 4096;
+            None is 64. Not with "int8", which has one scale per row.
+        options: the arguments of :class:`LoraOptions`, instead of ``config``: rank, alpha, target_modules,
+            dora, ...
 
     Returns:
-        The model. Adapters are fp32 (fp64 where the weight is), whatever the base. Random numbers, and their order, are
-        PEFT's: one torch seed gives both the same start.
+        The model. Adapters are fp32 (fp64 for fp64 weights), whatever the dtype of the base. The random
+        numbers are drawn in the same order as in PEFT, so the same torch seed gives the same initial values.
 
     Raises:
-        ValueError: an option outside its range, a name or pattern that matches nothing, targets that cannot have such an
-            adapter, or an adapter of that name.
+        ValueError: an option is out of range or, in a PEFT configuration, not supported; a name or pattern
+            matches nothing; a target cannot have such an adapter; or the model has an adapter of that name
+            already.
     """
     if config is not None and options:
         raise ValueError(
@@ -101,14 +105,14 @@ def apply(
 
     taken = {}
     for name, (layer, _, own) in plan.items():
-        if (
-            isinstance(own, LoraOptions) and own.changes_base
-        ):  # before the weight is quantised: what is left is
+        # The initial values are subtracted from the weight first, and only the remainder is quantised.
+        if isinstance(own, LoraOptions) and own.changes_base:
             assert isinstance(layer, nn.Linear)
             taken[name] = take_out(layer, own, _quantizer(layer, quantize, block_size, nested))
             quantized(layer)
     for name, layer in all_linear(model).items():
-        if not any(name == whole or name.startswith(whole + ".") for whole in saved):  # these are trained
+        # modules_to_save stay dense, because they are trained.
+        if not any(name == whole or name.startswith(whole + ".") for whole in saved):
             quantized(layer)
     for name, (layer, kind, own) in plan.items():
         adapted = attach(layer, kind)
@@ -127,10 +131,13 @@ def apply(
 
 
 def own_options(options: Options, name: str, kind: type[AdaptedLayer]) -> Options:
-    """The options of one layer: rank and alpha by the patterns, which for experts match the parameters' names.
+    """Return the options of one layer, with its rank and alpha from rank_pattern and alpha_pattern.
+
+    For experts, the patterns are matched against the names of the parameters, otherwise against the name of
+    the layer.
 
     Raises:
-        ValueError: different ranks or alphas for the parameters of one module.
+        ValueError: the patterns give the parameters of one module different ranks or alphas.
     """
     if isinstance(options, IA3Options):
         return replace(options, feedforward=matches(name, options.feedforward_modules))
@@ -148,10 +155,10 @@ def own_options(options: Options, name: str, kind: type[AdaptedLayer]) -> Option
 
 
 def saved_modules(model: nn.Module, options: Options) -> list[str]:
-    """The modules that ``modules_to_save`` names.
+    """Return the names of the modules that ``modules_to_save`` matches.
 
     Raises:
-        ValueError: a name that no module has, or a module with adapters or quantised weights in it.
+        ValueError: a name matches no module, or a module contains adapters or quantised weights.
     """
     modules = own_modules(model)
     found = {
@@ -169,7 +176,11 @@ def saved_modules(model: nn.Module, options: Options) -> list[str]:
 
 
 def _plan(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module, type[AdaptedLayer], Options]]:
-    """Which layers take on which class, with which options of their own; refuses what does not go together."""
+    """Return the layers that get an adapter: by name the module, its new class and its options.
+
+    Raises:
+        ValueError: the options do not fit the model, or the adapters that it has.
+    """
     plan = {}
     kinds: dict[str, type[AdaptedLayer]] = {
         name: layer_class(module, options)  # type: ignore[misc]
@@ -195,7 +206,7 @@ def _plan(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module, type
 
 
 def _refuse_unmatched_patterns(options: Options, kinds: dict[str, type[AdaptedLayer]]) -> None:
-    """Refuse patterns for layers' own options that no layer with an adapter matches."""
+    """Raise a ValueError if a name or pattern for single layers matches no layer with an adapter."""
     if isinstance(options, IA3Options):
         refuse_unmatched(
             "feedforward_modules", options.feedforward_modules, kinds, what="names among target_modules"
@@ -210,12 +221,12 @@ def _refuse_unmatched_patterns(options: Options, kinds: dict[str, type[AdaptedLa
 
 
 def _own_names(name: str, kind: type[AdaptedLayer]) -> list[str]:
-    """The names that rank_pattern and alpha_pattern are for: of experts those of the parameters."""
+    """Return the names that rank_pattern and alpha_pattern match: a layer, or the parameters of experts."""
     return [f"{name}.{target}" for target in kind.TARGETS] if issubclass(kind, LoraExperts) else [name]
 
 
 def check_fits(name: str, module: nn.Module, kind: type[AdaptedLayer], own: Options) -> None:
-    """Refuses a layer that cannot have an adapter of these options."""
+    """Raise a ValueError if a layer cannot have an adapter with these options."""
     if isinstance(module, AdaptedLayer) and type(module) is not kind:
         raise ValueError(
             f"lora.apply: config: expected adapters of the kind that {name} has, {type(module).__name__}; received "
@@ -229,7 +240,11 @@ def check_fits(name: str, module: nn.Module, kind: type[AdaptedLayer], own: Opti
 
 
 def _check_together(module: Any, own: Options, name: str) -> None:
-    """DoRA's norms are those of the base: it cannot share a layer with what changes that."""
+    """Raise a ValueError for combinations that one layer cannot have.
+
+    DoRA computes norms of the base weight, so no other adapter of the layer may change the base. The rank of
+    an adapter that changes the base is at most the smaller dimension of the weight.
+    """
     if not isinstance(own, LoraOptions):
         return
     others = [o for o in getattr(module, "adapters", {}).values() if isinstance(o, LoraOptions)]
@@ -250,7 +265,10 @@ def _check_together(module: Any, own: Options, name: str) -> None:
 def _quantizer(
     layer: nn.Linear, quantize: str | None, block_size: int | None, nested: bool
 ) -> Callable[[Tensor], QuantizedTensor] | None:
-    """What a layer's weight will be quantised by; one that is quantised already keeps its form."""
+    """Return the function that will quantise a layer's weight, or None.
+
+    A weight that is quantised already keeps its format.
+    """
     own = layer.weight
     if isinstance(own, QuantizedTensor):
         return lambda x: quantize_parts(x, own.quant_type, own.block_size, own.nested is not None)

@@ -1,6 +1,7 @@
-"""A digest of an adapter's configuration, kept in the metadata of its weights: files of two saves do not load.
+"""A digest of an adapter's configuration, which is stored in the metadata of the adapter's weights.
 
-csrc/adapters/config_digest.cpp computes the same.
+It detects configuration and weights that come from different saves. csrc/adapters/config_digest.cpp computes
+the same digest.
 """
 
 import hashlib
@@ -12,14 +13,16 @@ from typing import Any
 from shoestring.adapters.peft_config import FIELDS
 
 KEY = "adapter_config_sha1"
-# Fields that change what an adapter computes. People edit the others, such as base_model_name_or_path.
+# Fields that change what an adapter computes. Other fields, such as base_model_name_or_path, may be edited by
+# users.
 COMPUTATION = {"peft_type"} | {name for _, names in FIELDS.values() for name in names}
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
-    """Return the SHA-1 of the fields of adapter_config.json that change the computation.
+    """Return the SHA-1 of those fields of adapter_config.json that change the computation.
 
-    An option that is off counts as one that is absent, and lists count as sets: PEFT writes them in any order.
+    A field that is null, false or empty has the same digest as a missing field. The order of lists does not
+    matter, because PEFT writes them in any order.
     """
     kept = {name: value for name, value in config.items() if name in COMPUTATION}
     off: list[Any] = [None, False, "", [], {}]
@@ -32,10 +35,18 @@ def config_digest(config: Mapping[str, Any]) -> str:
 
 
 def check_pair(weights: Path, metadata: Mapping[str, str], config: Path, values: Mapping[str, Any]) -> None:
-    """Refuse weights that were saved with another configuration. Weights without a digest, such as PEFT's, pass.
+    """Check that weights were saved together with their configuration.
+
+    Weights without a digest, such as PEFT's, pass the check.
+
+    Args:
+        weights: path of the weights, for the message.
+        metadata: metadata of the weights.
+        config: path of the configuration, for the message.
+        values: the content of the configuration.
 
     Raises:
-        ValueError: the two files are of different saves.
+        ValueError: the two files come from different saves.
     """
     if KEY in metadata and metadata[KEY] != config_digest(values):
         raise ValueError(
@@ -55,7 +66,7 @@ def _canonical(value: Any, depth: int = 0) -> bytes:
     if isinstance(value, str):
         text = value.encode("utf-8", "surrogatepass")
         return b"s%d:%s" % (len(text), text)
-    if depth == 2:  # no field is nested as deep
+    if depth == 2:  # no valid field is nested this deeply; the limit bounds the recursion
         return b"x"
     if isinstance(value, Mapping):
         parts = (_canonical(name) + _canonical(item, depth + 1) for name, item in value.items())

@@ -1,4 +1,4 @@
-"""Convolutions with low-rank adapters."""
+"""Convolutions with LoRA and DoRA adapters."""
 
 from typing import Any
 
@@ -15,8 +15,9 @@ from shoestring.layers.seeded_dropout import seeded_dropout
 class LoraConv(LowRankLayer, _ConvNd):
     """A convolution with LoRA or DoRA adapters.
 
-    ``lora_A.<name>`` is the same convolution with ``rank`` outputs, (rank, in_channels, *kernel), ``lora_B.<name>`` one of
-    kernel 1, (out_channels, rank, 1, ...). DoRA's magnitude is (1, out_channels, 1, ...).
+    ``lora_A.<name>`` is the weight of the same convolution with ``rank`` outputs, (rank, in_channels,
+    *kernel). ``lora_B.<name>`` is the weight of a pointwise convolution, (out_channels, rank, 1, ...). The
+    magnitude of DoRA is (1, out_channels, 1, ...).
     """
 
     PARAMETERS = {
@@ -95,5 +96,5 @@ class LoraConv3d(LoraConv, nn.Conv3d):
 
 
 def conv_refusal(layer: Any) -> str | None:
-    """What of a convolution there is no adapter for."""
+    """Return what an adapter would need, or None if this convolution can have one."""
     return "a convolution with groups=1" if layer.groups != 1 else None

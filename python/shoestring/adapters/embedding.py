@@ -1,4 +1,4 @@
-"""Embeddings with low-rank adapters."""
+"""Embeddings with LoRA and DoRA adapters."""
 
 from typing import Any
 
@@ -12,10 +12,11 @@ from shoestring.adapters.options import LoraOptions
 
 
 class LoraEmbedding(LowRankLayer, nn.Embedding):
-    """``nn.Embedding`` with LoRA or DoRA adapters; their dropout does not apply.
+    """``nn.Embedding`` with LoRA or DoRA adapters. The option dropout is ignored.
 
-    ``lora_embedding_A.<name>`` is (rank, num_embeddings), zero at the start, and ``lora_embedding_B.<name>``
-    (embedding_dim, rank). DoRA's magnitude is one for each of the embedding_dim outputs, over all tokens.
+    ``lora_embedding_A.<name>`` is (rank, num_embeddings) and starts as zeros. ``lora_embedding_B.<name>`` is
+    (embedding_dim, rank). The magnitude of DoRA is (embedding_dim), from norms over all tokens of the
+    vocabulary.
     """
 
     PARAMETERS = {
@@ -37,7 +38,9 @@ class LoraEmbedding(LowRankLayer, nn.Embedding):
 
     def start(self, options: LoraOptions) -> dict[str, Tensor]:
         shapes = self.shapes(self, options)
-        torch.randn(shapes["lora_embedding_A"], device="cpu")  # PEFT draws before it initialises
+        # PEFT creates both parameters with random values before it initialises them. Drawing the same numbers
+        # here gives the same initial values for the same seed.
+        torch.randn(shapes["lora_embedding_A"], device="cpu")
         torch.randn(shapes["lora_embedding_B"], device="cpu")
         up = torch.randn(shapes["lora_embedding_B"], device="cpu").to(self.weight.dtype)
         tensors = {"lora_embedding_A": torch.zeros(shapes["lora_embedding_A"]), "lora_embedding_B": up}
@@ -67,7 +70,7 @@ class LoraEmbedding(LowRankLayer, nn.Embedding):
 
 
 def embedding_refusal(layer: Any, options: Any) -> str | None:
-    """What of an embedding or of the options does not go together."""
+    """Return what an adapter with these options would need, or None if this embedding can have it."""
     if layer.max_norm is not None or layer.sparse:
         return "an embedding without max_norm and sparse"
     return "lora_bias=False for an embedding" if options.lora_bias else None

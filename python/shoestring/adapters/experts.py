@@ -1,4 +1,4 @@
-"""Stacked weights of a mixture of experts with low-rank adapters (PEFT's target_parameters)."""
+"""Low-rank adapters on the stacked weights of a mixture of experts (PEFT's target_parameters)."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -17,17 +17,18 @@ GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 
 
 class LowRankSum:
-    """The matrices ``base + left @ right``, (..., p, q), which nobody adds up: products with them are three products.
+    """The matrices ``base + left @ right``, (..., p, q), without computing the sum.
 
-    It stands where a module reads its stacked weights, and takes part in ``F.linear``, ``@``, ``matmul``, ``mm``, ``bmm``
-    and ``grouped_mm``, of the whole stack or of what indexing and transposing leave of it. Any other function gets the sum.
+    A module with adapters returns it when its forward reads the stacked weights. A product with it is
+    computed as three products. This holds for ``F.linear``, ``@``, ``matmul``, ``mm``, ``bmm`` and
+    ``grouped_mm``, also after indexing and transposing. Any other function gets the dense sum.
     """
 
     def __init__(self, base: Tensor, left: Tensor, right: Tensor) -> None:
         self.base, self.left, self.right = base, left, right
 
     def dense(self) -> Tensor:
-        """The sum."""
+        """Return ``base + left @ right`` as a tensor."""
         return self.base + self.left @ self.right
 
     def __getitem__(self, index: Any) -> "LowRankSum | Tensor":
@@ -81,20 +82,25 @@ class LowRankSum:
         return func(*map(plain, args), **{key: plain(value) for key, value in kwargs.items()})
 
     def _padded(self) -> tuple[Tensor, Tensor]:
-        """left and right with a rank that is a multiple of 8, since grouped products want rows of whole 16 bytes."""
+        """Return left and right with the rank padded to a multiple of 8.
+
+        Grouped products need rows whose size is a multiple of 16 bytes.
+        """
         more = -self.left.shape[-1] % 8
         return F.pad(self.left, (0, more)), F.pad(self.right, (0, 0, 0, more))
 
 
 class LoraExperts(AdaptedLayer):
-    """A module with adapters on parameters of its own, (experts, out, in), or (experts, in, out) where it has
-    ``is_transposed``, or (out, in).
+    """A module with LoRA adapters on some of its parameters.
 
-    For a parameter ``up`` ``lora_A_up.<name>`` is (experts * rank, in), by expert, and ``lora_B_up.<name>`` (out, rank *
-    experts), by rank: PEFT's layout. The module's own forward runs, and reads a :class:`LowRankSum`.
+    A parameter has the shape (experts, out, in), or (experts, in, out) if the module has ``is_transposed``,
+    or (out, in). For a parameter ``up`` the layout is PEFT's: ``lora_A_up.<name>`` is (experts * rank, in),
+    with the rows of one expert together. ``lora_B_up.<name>`` is (out, rank * experts), with the columns of
+    one rank together. The forward of the module runs unchanged; it reads a :class:`LowRankSum` in place of
+    the parameter.
     """
 
-    TARGETS: tuple[str, ...]  # in the module's order
+    TARGETS: tuple[str, ...]  # names of the parameters with adapters, in the module's order
 
     @classmethod
     def shapes(cls, layer: nn.Module, options: LoraOptions) -> dict[str, tuple[int, ...]]:
@@ -118,7 +124,7 @@ class LoraExperts(AdaptedLayer):
         return self._parameters[self.TARGETS[0]]  # type: ignore[return-value]
 
     def factors(self, target: str, names: Sequence[str], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """left and right of what the adapters add to a parameter, as it is stored."""
+        """Return left and right, whose product the adapters add to a parameter, in the parameter's layout."""
         parameter = self._parameters[target]
         assert parameter is not None
         lefts, rights = [], []
@@ -154,7 +160,7 @@ class LoraExperts(AdaptedLayer):
 
 
 def _sizes(layer: nn.Module, parameter: Tensor) -> tuple[int, int, int]:
-    """Experts, outputs and inputs of a parameter."""
+    """Return the numbers of experts, output features and input features of a parameter."""
     if parameter.dim() == 2:
         return 1, *parameter.shape
     experts, rows, columns = parameter.shape
@@ -163,7 +169,12 @@ def _sizes(layer: nn.Module, parameter: Tensor) -> tuple[int, int, int]:
 
 @functools.cache
 def experts_class(base_class: type[nn.Module], targets: tuple[str, ...]) -> type[LoraExperts]:
-    """The class that a module takes on. PEFT's keys do not name the parameter: the module's last is the outermost."""
+    """Create the class that a module of class ``base_class`` gets for adapters on ``targets``.
+
+    PEFT wraps the module once for each parameter, and its keys do not contain the name of the parameter. The
+    wrapper of the module's last parameter is the outermost, so the keys of the others have a ``base_layer.``
+    for each level.
+    """
     parameters = {}
     for depth, target in enumerate(reversed(targets)):
         for letter in "AB":

@@ -1,4 +1,4 @@
-"""Adapters on disk, in PEFT's format: adapter_config.json and adapter_model.safetensors."""
+"""Write and read adapters in PEFT's format: adapter_config.json and adapter_model.safetensors."""
 
 import json
 import math
@@ -42,20 +42,24 @@ PREFIX = "base_model.model."
 def save_adapter(
     model: nn.Module, directory: str | os.PathLike[str], adapter_names: Sequence[str] | None = None
 ) -> None:
-    """Writes the model's adapters as PEFT does: "default" into ``directory``, others into a folder of their name in it.
+    """Save the adapters of a model in PEFT's format.
 
-    Each of an adapter's two files replaces a former one only once it is complete and on disk. The weights hold a digest
-    of their configuration: where a crash leaves files of two saves, :func:`load_adapter` refuses them.
+    The adapter "default" is written to ``directory``, others to a subfolder with their name. Each of the two
+    files of an adapter replaces the former file only after it is complete and on disk. The weights contain a
+    digest of their configuration, so :func:`load_adapter` refuses the files if a crash left those of two
+    different saves.
 
-    An adapter that changed the base ("pissa", "olora", "loftq") is written as what it adds to the base as it was, with
-    twice the rank, so that it loads onto the original; over a quantised base that leaves out what quantising the rest
-    rounded away.
+    An adapter that changed the base ("pissa", "olora", "loftq") is saved as its difference from the original
+    base, which has twice the rank. It can therefore be loaded onto the original model. If the base is
+    quantised, the saved adapter does not contain the rounding error of the quantised remainder.
 
     Args:
-        adapter_names: which to write; None is all.
+        model: a model with adapters.
+        directory: the folder, which is created if it does not exist.
+        adapter_names: the adapters to save; None is all.
 
     Raises:
-        ValueError: no layer has an adapter, or a name that no adapter has.
+        ValueError: the model has no adapters, or none with one of the names.
         OSError: the directory cannot be written.
     """
     names = names_of(model) if adapter_names is None else check_known("save_adapter", model, adapter_names)
@@ -73,14 +77,14 @@ def save_adapter(
 
 
 def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """An adapter's tensors and its configuration."""
+    """Return the tensors of an adapter, by key of the file, and its configuration."""
     holders = {n: m for n, m in members(model).items() if adapter_name in m.adapters}
     layers = {n: m for n, m in holders.items() if isinstance(m, AdaptedLayer)}
     tokens = [m for m in holders.values() if isinstance(m, VirtualTokens)]
     if tokens:
         values = {"prompt_embeddings": tokens[0].values(adapter_name)}
         return values, _describe_tokens(model, tokens[0].adapters[adapter_name])
-    options: dict[str, Any] = {}  # keys are layers; all values have one class
+    options: dict[str, Any] = {}  # the options of each layer, all of the same class
     tensors: dict[str, Tensor] = {}
     for name, layer in layers.items():
         held, options[name] = _plain(layer, adapter_name)
@@ -108,7 +112,8 @@ def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], d
         modules_to_save=saved,
     )  # fmt: skip
     if isinstance(first, LoraOptions):
-        # Layers that differ from the first are named one by one, each by a pattern that matches nothing else.
+        # Each layer whose rank or alpha differs from the first layer's gets a pattern that matches only its
+        # name.
         keys = {n: [f"{n}.{t}" for t in experts[n].TARGETS] if n in experts else [n] for n in options}
         ranks = {f"^{key}": o.rank for n, o in options.items() if o.rank != first.rank for key in keys[n]}
         alphas = {f"^{key}": o.alpha for n, o in options.items() if o.alpha != first.alpha for key in keys[n]}
@@ -117,7 +122,8 @@ def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], d
     if isinstance(first, IA3Options):
         chosen = [name for name, own in options.items() if own.feedforward]
         feedforward = shortest_names(model, chosen)
-        if not set(feedforward) <= set(targets):  # PEFT wants the same names in both
+        # PEFT requires that feedforward_modules is a subset of target_modules.
+        if not set(feedforward) <= set(targets):
             first, feedforward = replace(first, target_modules=sorted(layers)), sorted(chosen)
         first = replace(first, feedforward_modules=feedforward)
     return tensors, to_file(first) | _describe_model(model)
@@ -142,7 +148,11 @@ def _describe_tokens(model: Any, options: VirtualOptions) -> dict[str, Any]:
 
 
 def _plain(layer: AdaptedLayer, name: str) -> tuple[dict[str, Tensor], Any]:
-    """An adapter's tensors and options; of one that changed the base those of what it adds to the base as it was."""
+    """Return the tensors and options of an adapter of one layer, relative to the original base weight.
+
+    For an adapter that changed the base, the result is the adapter minus its initial values, with twice the
+    rank.
+    """
     held: dict[str, Tensor] = dict(layer.tensors(name))
     own = layer.adapters[name]
     if not isinstance(layer, LoraLinear) or name not in getattr(layer, "initial_A", {}):
@@ -162,7 +172,11 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """What adapter_config.json holds."""
+    """Read adapter_config.json.
+
+    Raises:
+        ValueError: the file is not a JSON object.
+    """
     where = f"lora.load_adapter: {path}"
     config = read_json(path, where)
     if not isinstance(config, dict):
@@ -171,17 +185,18 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_weights(path: Path, config: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-    """Return the tensors of adapter_model.safetensors, by keys without PEFT's prefix.
+    """Read adapter_model.safetensors; return its tensors by key, without PEFT's prefix.
 
     Raises:
-        ValueError: a damaged file, or one that was not saved with ``config``, the content of adapter_config.json.
+        ValueError: the file is damaged, or was not saved together with ``config``, the content of
+            adapter_config.json.
     """
     where = f"lora.load_adapter: {path}"
     data = read_regular(path, where)
     try:
         tensors = parse_safetensors(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    except Exception as error:  # the parser's own class is not exported
+    except Exception as error:  # safetensors does not export the class of its errors
         raise ValueError(
             f"{where}: expected a safetensors file, received a damaged one: {shown(str(error))}"
         ) from None

@@ -1,4 +1,4 @@
-"""Parameter groups for an optimizer."""
+"""Parameter groups with the learning rates of LoRA+."""
 
 from typing import Any
 
@@ -13,20 +13,22 @@ def parameter_groups(
     weight_decay: float = 0.0,
     embedding_lr: float = 1e-6,
 ) -> list[dict[str, Any]]:
-    """LoRA+ (arXiv 2402.12354): lora_B, and all vectors, learn ``lr_ratio`` times as fast as lora_A.
+    """Build parameter groups for LoRA+ (arXiv 2402.12354).
+
+    The learning rate of lora_B and of all vectors is ``lr_ratio`` times that of lora_A.
 
     Args:
-        model: what requires a gradient is taken.
-        lr: of lora_A and of other matrices.
+        model: the model, of which all parameters that require a gradient are included.
+        lr: learning rate of lora_A and of other matrices.
         lr_ratio: at least 1.
-        weight_decay: of matrices; vectors have none.
-        embedding_lr: of adapters on embeddings, and of embeddings.
+        weight_decay: weight decay of matrices; vectors have none.
+        embedding_lr: learning rate of embeddings and of adapters on embeddings.
 
     Returns:
-        Groups with params, lr and weight_decay, without empty ones.
+        Parameter groups with params, lr and weight_decay; empty groups are left out.
 
     Raises:
-        ValueError: lr_ratio below 1, or a model in which nothing is trained.
+        ValueError: lr_ratio is below 1, or no parameter requires a gradient.
     """
     if lr_ratio < 1:
         raise ValueError(f"lora.parameter_groups: lr_ratio: expected at least 1, received {lr_ratio!r}")

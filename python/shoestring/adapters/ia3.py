@@ -1,4 +1,4 @@
-"""Linear layers whose outputs, or inputs, are multiplied by a trained vector (IA3)."""
+"""Linear layers whose output or input is multiplied by a trained vector (IA3)."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,11 @@ from shoestring.adapters.options import IA3Options
 
 
 class IA3Linear(AdaptedLinear):
-    """``l * (x W^T + bias)``, or ``(l * x) W^T + bias`` in a feed-forward layer's second product (arXiv 2205.05638).
+    """A linear layer with IA3 adapters (arXiv 2205.05638).
 
-    ``ia3_l.<name>`` is (out_features, 1), or (1, in_features); it starts as ones. Several active ones are multiplied.
+    It computes ``l * (x W^T + bias)``, or ``(l * x) W^T + bias`` for the modules in ``feedforward_modules``.
+    The parameter ``ia3_l.<name>`` is (out_features, 1), or (1, in_features), and starts as ones. The vectors
+    of several active adapters are multiplied.
     """
 
     PARAMETERS = {"ia3_l": "ia3_l"}
@@ -27,7 +29,7 @@ class IA3Linear(AdaptedLinear):
         return {"ia3_l": torch.ones(self.shapes(self, options)["ia3_l"])}
 
     def _gains(self, names: Sequence[str]) -> tuple[Tensor | None, Tensor | None]:
-        """What the input and what the output is multiplied by."""
+        """Return the factors of the input and of the output; None for no factor."""
         gains: list[Tensor | None] = [None, None]
         for name in names:
             own = self.ia3_l[name].flatten()

@@ -1,4 +1,4 @@
-"""First values of adapters that come from the base weight or from what the layers read."""
+"""Initial values of adapters from the base weight (PiSSA, OLoRA, LoftQ) or from the layer's inputs (EVA)."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -17,15 +17,21 @@ Quantize = Callable[[Tensor], QuantizedTensor]
 
 @torch.no_grad()
 def take_out(layer: nn.Linear, options: LoraOptions, quantize: Quantize | None) -> dict[str, Tensor]:
-    """Takes the adapter's first values out of the layer's weight: ``weight`` becomes weight - scaling lora_B lora_A.
+    """Compute initial values for an adapter and subtract their product from the layer's weight, in place.
 
-    A quantised weight is dequantised for it, and the rest quantised again in its own form.
+    The weight becomes ``weight - scaling * lora_B @ lora_A``. A quantised weight is dequantised first, and
+    the remainder is quantised again in the same format.
 
     Args:
-        quantize: what the rest will be quantised by; "loftq" needs it.
+        layer: the layer, whose weight changes.
+        options: the options of the adapter, with init "pissa", "olora" or "loftq".
+        quantize: the function that will quantise the remainder; required for "loftq".
+
+    Returns:
+        lora_A and lora_B.
 
     Raises:
-        ValueError: "loftq" without it.
+        ValueError: init is "loftq" and quantize is None.
     """
     w = layer.weight
     dense = w.dequantize(torch.float32) if isinstance(w, QuantizedTensor) else w.detach().to(wide(w.dtype))
@@ -52,7 +58,11 @@ def take_out(layer: nn.Linear, options: LoraOptions, quantize: Quantize | None) 
 
 
 def halves(matrix: Tensor, options: LoraOptions, iterations: int | None) -> tuple[Tensor, Tensor]:
-    """lora_A and lora_B of the best approximation of the rank, divided by the scaling, each with the roots of the values."""
+    """Return lora_A and lora_B such that ``scaling * lora_B @ lora_A`` is the best approximation of a matrix.
+
+    The factors are computed by an SVD. Each factor gets the square roots of the singular values.
+    ``iterations`` selects a randomised SVD; None the exact one.
+    """
     if iterations is None:
         u, values, v = torch.linalg.svd(matrix, full_matrices=False)
         u, values, v = u[:, : options.rank], values[: options.rank], v[: options.rank]
@@ -64,7 +74,7 @@ def halves(matrix: Tensor, options: LoraOptions, iterations: int | None) -> tupl
 
 
 class Directions:
-    """The principal directions of a stream of rows, by incremental PCA (Ross et al., 2008)."""
+    """The first ``count`` principal directions of a stream of rows: incremental PCA (Ross et al., 2008)."""
 
     def __init__(self, count: int) -> None:
         self.count, self.seen = count, 0
@@ -72,7 +82,7 @@ class Directions:
 
     @torch.no_grad()
     def update(self, rows: Tensor) -> None:
-        """Takes in rows, (n, features)."""
+        """Add rows, (..., features), to the statistics."""
         rows = rows.detach().flatten(0, -2).to(wide(rows.dtype))
         n, mean = rows.shape[0], rows.mean(0)
         spread = (rows - mean).square().sum(0)
@@ -85,34 +95,37 @@ class Directions:
             self.mean = self.mean + shift * (n / (self.seen + n))
         self.seen += n
         _, values, vectors = torch.linalg.svd(stack, full_matrices=False)
-        # Of a vector and its opposite the one whose largest element is positive, as PEFT chooses.
+        # A direction has no sign. As in PEFT, the element of largest magnitude is made positive.
         signs = vectors.gather(1, vectors.abs().argmax(1, keepdim=True)).sign()
         self.values, self.vectors = values[: self.count], (vectors * signs)[: self.count]
 
     def explained(self) -> Tensor:
-        """The share of the variance along each direction."""
+        """Return the fraction of the total variance along each direction."""
         return self.values.square() / self.variance.sum().clamp_min(torch.finfo(self.values.dtype).tiny)
 
 
 def initialize_eva(
     model: nn.Module, batches: Iterable[Any], adapter_name: str = DEFAULT, *, rho: float = 2.0
 ) -> dict[str, int]:
-    """Starts an adapter's lora_A with the principal directions of what the layers read (EVA, arXiv 2410.07170).
+    """Initialise lora_A of an adapter with the principal directions of layer inputs (EVA, arXiv 2410.07170).
 
-    Ranks go where the directions explain most of the variance; their sum stays, and every layer keeps its scaling. A layer
-    that gets none loses the adapter. Layers whose ranks change get new parameters: make the optimizer afterwards.
+    Ranks are redistributed to the layers whose directions explain most of the variance. The sum of the ranks
+    and the scaling of each layer do not change. A layer that gets the rank 0 loses the adapter. Layers whose
+    ranks change get new parameters, so create the optimizer afterwards.
 
     Args:
-        model: with a LoRA adapter of that name, in use, not trained yet: lora_B is zero.
-        batches: each a dict of keyword arguments for the model, or what is given to it as one argument. All of them are
-            run; of a dict with ``attention_mask`` the masked tokens do not count, nor, with ``labels``, those of -100.
-        rho: a layer gets at most rho times its rank; 1 leaves all ranks as they are.
+        model: a model with an active, untrained LoRA adapter of this name, whose lora_B is zero.
+        batches: the batches to run through the model. A dict is passed as keyword arguments, any other value
+            as one argument. In a dict, tokens with attention_mask 0 or with the label -100 are ignored.
+        adapter_name: name of the adapter.
+        rho: a layer gets at most rho times its rank; 1 leaves all ranks unchanged.
 
     Returns:
-        The rank of each layer, by name; 0 where the adapter was taken off.
+        The new rank of each layer, by name; 0 if the adapter was removed.
 
     Raises:
-        ValueError: no linear layer with an untrained plain LoRA adapter of that name, or too few tokens.
+        ValueError: no linear layer has a plain LoRA adapter of this name, the adapter is trained already, or
+            there are too few tokens.
     """
     layers = {
         n: m for n, m in model.named_modules() if isinstance(m, LoraLinear) and adapter_name in m.adapters
@@ -176,7 +189,7 @@ def _observe(
 
 
 def _distribute(ranks: Mapping[str, int], found: Mapping[str, Directions]) -> dict[str, int]:
-    """As many of all directions as the ranks are together, those that explain most first."""
+    """Return new ranks with the same sum: each layer's share of the directions that explain most variance."""
     every = sorted(
         ((share, name) for name, d in found.items() for share in d.explained().tolist()), reverse=True
     )

@@ -1,4 +1,4 @@
-"""Which class a module takes on for which options."""
+"""Choose the class that a module gets when an adapter is added to it."""
 
 from typing import Any
 
@@ -28,17 +28,18 @@ OTHERS: dict[type[nn.Module], type[AdaptedLayer]] = {
 
 
 def layer_class(module: nn.Module, options: Options) -> type[AdaptedLayer] | None:
-    """The class that a module takes on with an adapter of these options; None where it cannot."""
+    """Return the class that a module gets with an adapter of these options, or None if it cannot have one."""
     if is_linear(module):
         return LINEAR[type(options)]
     return OTHERS.get(former_class(module)) if isinstance(options, LoraOptions) else None
 
 
 def expert_classes(model: nn.Module, options: Options) -> dict[str, type[LoraExperts]]:
-    """The classes of the modules that have parameters which ``target_parameters`` names.
+    """Return the classes for the modules whose parameters ``target_parameters`` names, by name of the module.
 
     Raises:
-        ValueError: a name that no parameter has, or a parameter of another form.
+        ValueError: a name matches no parameter, or a parameter is not a dense floating-point weight of 2 or 3
+            dimensions.
     """
     wanted = options.target_parameters if isinstance(options, LoraOptions) else ()
     found = {}
@@ -48,7 +49,8 @@ def expert_classes(model: nn.Module, options: Options) -> dict[str, type[LoraExp
             key for key, p in module._parameters.items() if p is not None and matches(f"{name}.{key}", wanted)
         )
         if own and name:
-            # mypy takes nn.Module.__hash__ for the hash of the class.
+            # functools.cache needs hashable arguments. mypy rejects this class, because it checks the hash of
+            # the class's instances.
             found[name] = experts_class(former_class(module), own)  # type: ignore[arg-type]
             parameters |= {f"{name}.{key}": module._parameters[key] for key in own}
     missing = [target for target in wanted if not any(matches(name, [target]) for name in parameters)]
@@ -69,7 +71,7 @@ def expert_classes(model: nn.Module, options: Options) -> dict[str, type[LoraExp
 
 
 def refusal(module: nn.Module, kind: type[AdaptedLayer], own: Options) -> str | None:
-    """What a layer and its options would have to be to go together; None where they do."""
+    """Return what an adapter with these options would need, or None if the layer can have the adapter."""
     if issubclass(kind, (LoraLinear, IA3Linear)) or not isinstance(own, LoraOptions):
         return None
     if own.changes_base:

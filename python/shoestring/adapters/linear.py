@@ -1,4 +1,4 @@
-"""Linear layers that have taken on low-rank adapters."""
+"""LoraLinear: linear layers with LoRA or DoRA adapters."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -20,14 +20,14 @@ class AdaptedLinear(AdaptedLayer, KeyedLinear):
     """``nn.Linear`` or ``QuantizedLinear`` with adapters over a frozen weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Converts the input as ``QuantizedLinear`` does, and the result back."""
+        """Convert x to compute_dtype, if there is one, compute the layer, and convert the result back."""
         return self.product(x.to(getattr(self, "compute_dtype", None) or x.dtype)).to(x.dtype)
 
     def product(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
     def dense_weight(self) -> Tensor:
-        """The base weight in fp32, of an fp64 one in fp64."""
+        """Return the base weight as a dense tensor, in fp32 or, if it is fp64, in fp64."""
         exact = wide(self.weight.dtype)
         w = self.weight
         return w.dequantize(exact) if isinstance(w, QuantizedTensor) else w.detach().to(exact)
@@ -40,12 +40,15 @@ class AdaptedLinear(AdaptedLayer, KeyedLinear):
 class LoraLinear(AdaptedLinear, LowRankLayer):
     """A linear layer with LoRA or DoRA adapters.
 
-    ``lora_A.<name>`` is (rank, in_features), ``lora_B.<name>`` (out_features, rank), with lora_bias ``lora_bias.<name>``
-    and with DoRA ``lora_magnitude_vector.<name>`` (out_features). An adapter that changed the base keeps its first values
-    in ``initial_A`` and ``initial_B``, of its own size, so that the base as it was is there whenever it is not in use.
+    ``lora_A.<name>`` is (rank, in_features) and ``lora_B.<name>`` (out_features, rank). ``lora_bias.<name>``,
+    with lora_bias, and ``lora_magnitude_vector.<name>``, with DoRA, are (out_features).
 
-    Several active adapters are one product: concatenated along the rank, their scaling in lora_B. Several of DoRA add
-    what each of them alone adds to the base.
+    An adapter that changed the base keeps copies of its initial values in ``initial_A`` and ``initial_B``.
+    While it is not active, their product is added to the changed base, which gives the original base.
+
+    Several active adapters are computed as one product: their matrices are concatenated along the rank, and
+    their scalings multiply lora_B. Several DoRA adapters add up the changes that each of them alone would
+    make to the output.
     """
 
     PARAMETERS = {
@@ -76,7 +79,8 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
         through = None if isinstance(self.weight, QuantizedTensor) else self.weight.dtype
         tensors = draw(shapes["lora_A"], shapes["lora_B"], options, through)
         if options.dora:
-            # As forward finds it, so that the first gain is exactly 1; the weight is not written out.
+            # The same operator computes the norm in forward, so that the first gain is exactly 1. The empty
+            # matrices add nothing, and the operator does not write out the dense weight.
             empty = [
                 torch.zeros(shape, device=self.weight.device)
                 for shape in ((0, self.in_features), (self.out_features, 0))
@@ -85,7 +89,7 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
         return tensors
 
     def keep_initial(self, name: str) -> None:
-        """Remembers the values that an adapter has now as what was taken out of the base."""
+        """Copy an adapter's values, whose product was subtracted from the base, to initial_A, initial_B."""
         for attribute, held in (("initial_A", self.lora_A), ("initial_B", self.lora_B)):
             if not hasattr(self, attribute):
                 setattr(self, attribute, nn.ParameterDict())
@@ -95,7 +99,12 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
         return self.weight, self.lora_A[name], self.lora_B[name]
 
     def parts(self, names: Sequence[str], x: Tensor | None = None) -> list[Part]:
-        """What is added to the base weight: the named adapters, and what the others took out of it."""
+        """Return the low-rank products to add to the base weight.
+
+        These are the named adapters, and the initial values of other adapters that had been subtracted from
+        the base. If each row of the batch has its own adapter, the initial values are added for the rows that
+        do not use the adapter.
+        """
         found = [self.part(name)._replace(uses=self._uses(name, x)) for name in names]
         for name, first in getattr(self, "initial_A", {}).items():
             took = Part(first, self.initial_B[name], self.adapters[name].scaling, None)
@@ -107,7 +116,11 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
         return found
 
     def lora_weight(self) -> tuple[LoraWeight, float] | None:
-        """The layer, as it is now, as one weight with one adapter, and its dropout; None where it is more than that."""
+        """Return the layer with its active adapters as one LoraWeight, and the dropout probability.
+
+        Return None if that is not possible: with a different adapter for each row of the batch, or if one of
+        several active adapters uses DoRA.
+        """
         names = self.current()
         gained = [name for name in names if self.adapters[name].dora]
         if (self.rows is not None and self.enabled) or (gained and len(names) > 1):
@@ -147,7 +160,7 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
             )
             return self._row_by_row(y, x, gains, biases)
         bias = add(self.bias, *biases.values())
-        # Each adapter's own gain on its own product; on the base's, all of what they change.
+        # The product of each adapter is multiplied by its own gain, that of the base by 1 + sum(gain - 1).
         change = 1 + torch.stack([gain - 1 for gain in gains.values()]).sum(0)
         y = lora_linear(x, self.weight, None, None, bias, gain=change)
         scaled = [part._replace(lora_B=part.lora_B * gains[n][:, None]) if n in gains else part
@@ -184,5 +197,5 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
         super().remove(name)
 
     def set_weight(self, dense: Tensor) -> None:
-        """Replaces the base's values, in the base's own form."""
+        """Overwrite the base weight in place, in its own dtype or quantised format."""
         self.weight.detach().copy_(dense)

@@ -1,4 +1,4 @@
-"""Adapters from disk onto a model."""
+"""Load adapters from files in PEFT's format onto a model."""
 
 import os
 from collections.abc import Sequence
@@ -28,10 +28,12 @@ VERA = ("base_model.vera_A", "base_model.vera_B")
 
 @dataclass
 class Content:
-    """A file's tensors, sorted by what they are for."""
+    """The tensors of a file, sorted by their purpose."""
 
-    layers: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by module and what the key ends with
-    copies: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by module and key
+    # layers: parameters of adapters, by module and ending of the key; copies: tensors of modules_to_save, by
+    # module and key; biases: biases of the base, by name.
+    layers: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    copies: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     biases: dict[str, Tensor] = field(default_factory=dict)
     projection: dict[str, Tensor] = field(default_factory=dict)  # VeRA's two shared matrices
 
@@ -39,19 +41,26 @@ class Content:
 def load_adapter(
     model: nn.Module, directory: str | os.PathLike[str], adapter_name: str = DEFAULT
 ) -> nn.Module:
-    """Puts an adapter that PEFT or :func:`save_adapter` wrote onto a model, in place, and uses it.
+    """Load an adapter that PEFT or :func:`save_adapter` wrote onto a model, in place, and activate it.
 
-    Layers without an adapter of that name take one on; layers that have one get the file's values, rank and scaling, in
-    the tensors that they have where the shape is the same. As after :func:`shoestring.lora.apply`, the adapter is
-    trainable and everything else is frozen. Nothing is changed unless all of the file fits.
+    Layers without an adapter of this name get one. Layers that have one get the values, rank and scaling of
+    the file; if the shapes are the same, the values are copied into the existing tensors. As after
+    :func:`shoestring.lora.apply`, the adapter is trainable and everything else is frozen. If the file does
+    not fit, the model is not changed.
 
     Args:
-        directory: with the two files; or with a folder named as the adapter, which has them.
+        model: the model.
+        directory: folder with adapter_config.json and adapter_model.safetensors, or with a subfolder that has
+            the name of the adapter and contains them.
+        adapter_name: name of the adapter in the model.
+
+    Returns:
+        The model.
 
     Raises:
         FileNotFoundError: one of the two files is missing.
-        ValueError: a file that is damaged, that needs what is not supported here, or that does not fit the model; two
-            files that were not saved together.
+        ValueError: a file is damaged, needs a feature that is not supported, or does not fit the model; or
+            the two files were not saved together.
     """
     check_name(adapter_name)
     folder = Path(directory)
@@ -80,7 +89,8 @@ def load_adapter(
     for name, (kind, own) in plan.items():
         layer = model.get_submodule(name)
         if isinstance(layer, LoraLinear) and adapter_name in getattr(layer, "initial_A", {}):
-            layer.remove(adapter_name)  # what it took out of the base goes back: the file is for that
+            # Removing the adapter restores the original base weight, to which the file's adapter belongs.
+            layer.remove(adapter_name)
         attach(layer, kind).add(adapter_name, own, content.layers[name])
     if isinstance(options, VeraOptions):
         shared = Projection(**content.projection) if content.projection else None
@@ -109,14 +119,19 @@ def _load_tokens(
             f"{place}: expected virtual tokens under a new name, but layers have an adapter {adapter_name!r}"
         )
     if isinstance(options, PrefixOptions):
-        options = replace(options, projection=False)  # the file has its result
+        # A file contains the computed prefix, not the projection that computed it.
+        options = replace(options, projection=False)
     model.requires_grad_(False)
     attach_tokens(model, adapter_name, options, tensors["prompt_embeddings"], None)
     set_adapter(model, adapter_name)
 
 
 def _sort(model: nn.Module, tensors: dict[str, Tensor], options: Options, place: str) -> Content:
-    """What each key is for."""
+    """Sort the tensors of a file by their purpose.
+
+    Raises:
+        ValueError: a key has no known purpose, or a bias or base weight does not fit the model.
+    """
     content = Content()
     modules, kinds = dict(model.named_modules()), _kinds(model, options)
     saved = saved_modules(model, options)
@@ -142,7 +157,15 @@ def _sort(model: nn.Module, tensors: dict[str, Tensor], options: Options, place:
 
 
 def _check_base(module: nn.Module | None, key: str, value: Tensor, place: str) -> None:
-    """PEFT writes the base weight of embeddings and output layers that have an adapter: nothing to load where it is ours."""
+    """Check a base weight in the file against the model's own weight.
+
+    PEFT also writes the base weight of embeddings and output layers that have an adapter. This weight is not
+    loaded.
+
+    Raises:
+        ValueError: the weight in the file has another shape or, unless the model's is quantised, other
+            values.
+    """
     own: Any = getattr(module, "weight", None)
     fits = isinstance(own, Tensor) and own.shape == value.shape
     if fits and (isinstance(own, QuantizedTensor) or torch.equal(own.detach().cpu(), value.to(own.dtype))):
@@ -153,7 +176,7 @@ def _check_base(module: nn.Module | None, key: str, value: Tensor, place: str) -
 
 
 def _kinds(model: nn.Module, options: Options) -> dict[str, type[AdaptedLayer]]:
-    """The class that each module would take on, by name."""
+    """Return the class that each module would get with an adapter of these options, by name of the module."""
     kinds = {name: layer_class(module, options) for name, module in model.named_modules()}
     return {name: kind for name, kind in kinds.items() if kind is not None} | expert_classes(model, options)
 
@@ -184,7 +207,11 @@ def _expected(options: Options) -> str:
 def _plan(
     model: nn.Module, content: Content, options: Options, place: str
 ) -> dict[str, tuple[type[AdaptedLayer], Any]]:
-    """The class and the options of each layer that the file has values for; refuses what does not fit."""
+    """Return the class and the options of each layer for which the file has values.
+
+    Raises:
+        ValueError: the file does not fit the model.
+    """
     modules, kinds = dict(model.named_modules()), _kinds(model, options)
     plan = {}
     for name, tensors in content.layers.items():

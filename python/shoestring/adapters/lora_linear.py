@@ -1,4 +1,4 @@
-"""Linear layers with low-rank adapters, and what DoRA needs of their weights."""
+"""Linear layers with low-rank adapters as functions, and the weight norms that DoRA needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from shoestring.quantization.quantized_tensor import QuantizedTensor
 
 @dataclass(frozen=True)
 class LoraWeight:
-    """A frozen weight with an adapter, or without; see :func:`lora_linear` for the fields."""
+    """A frozen weight, with or without an adapter. The fields are arguments of :func:`lora_linear`."""
 
     weight: Tensor
     lora_A: Tensor | None = None
@@ -24,12 +24,12 @@ class LoraWeight:
     low_scale: Tensor | None = None
 
     def parts(self) -> list[Tensor | None]:
-        """In the order that the operator takes them."""
+        """Return the tensors in the order that the operator expects."""
         return [*base_parts(self.weight)[:3], self.bias, self.lora_A, self.lora_B, self.gain, self.low_scale]
 
 
 def base_parts(weight: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, str, int]:
-    """A dense or quantised weight as operators take it: weight, absmax, nested, quant_type, block_size."""
+    """Return weight, absmax, nested, quant_type and block_size, the operators' arguments for a weight."""
     if isinstance(weight, QuantizedTensor):
         return weight.packed, weight.absmax, weight.nested, weight.quant_type, weight.block_size
     return weight, None, None, "nf4", 64
@@ -49,37 +49,38 @@ def lora_linear(
     dropout: float = 0.0,
     seed: Tensor | None = None,
 ) -> Tensor:
-    """``gain * (x @ weight.T + scaling * low @ lora_B.T) + bias`` with ``low = low_scale * dropped(x) @ lora_A.T``, over a
-    frozen weight, dense or quantised.
+    """Compute a linear layer with a frozen, dense or quantised weight and a low-rank adapter.
 
-    Backward keeps x once, in its own dtype, and low, which is (tokens, rank). The low-rank part is added into the output
-    by its product, without tensors of its own.
+    The method is LoRA (arXiv 2106.09685). The result is ``gain * (x @ weight.T + scaling * low @ lora_B.T) +
+    bias``, where ``low = low_scale * (dropout(x) @ lora_A.T)``. Only x, in its own dtype, and low (tokens,
+    rank) are saved for backward. The product with lora_B is accumulated into the output, without a temporary
+    of the size of the output.
 
     Args:
-        x: (..., in_features); fp32, fp64, bf16 or fp16. On the CPU products are fp32 (fp64 for
-            fp64) and rounded once, but bf16 where the CPU has units for that.
-        weight: (out_features, in_features), frozen: x's dtype, or a :class:`QuantizedTensor`.
-        lora_A: (rank, in_features), any floating-point dtype, as the following; with lora_B, or neither.
+        x: (..., in_features); fp32, fp64, bf16 or fp16. The CPU multiplies in fp32 (fp64 for fp64) and rounds
+            the result once. A CPU with bf16 matrix units multiplies bf16 input in bf16.
+        weight: (out_features, in_features), frozen, in the dtype of x; or a :class:`QuantizedTensor`.
+        lora_A: (rank, in_features). lora_A, lora_B, bias and gain may have any floating-point dtype. Give
+            lora_A and lora_B together, or neither.
         lora_B: (out_features, rank).
         bias: (out_features).
         scaling: alpha / rank, or alpha / sqrt(rank) for rsLoRA.
-        gain: (out_features). DoRA (arXiv 2402.09353): the magnitude over :func:`lora_weight_norm`; IA3 (arXiv 2205.05638):
-            its vector, with the bias multiplied by it too. The output is kept for its gradient, which is 0 where it is 0.
-        low_scale: (tokens, rank), without a gradient; zeros for the adapters that a token does not have, say.
-        gate: x's shape and dtype: the layer reads ``silu(gate) * x``, and neither this product nor silu is kept for
-            backward (SwiGLU's down projection).
-        dropout: probability of dropping an element of what lora_A reads. The mask is made from the seed, in backward
-            once more, and not kept.
-        seed: one int64 on x's device; None draws one, from the device's generator.
+        gain: (out_features). For DoRA (arXiv 2402.09353): the magnitude divided by :func:`lora_weight_norm`.
+            For IA3 (arXiv 2205.05638): its vector, and the bias must be multiplied by it too. The output is
+            saved to compute the gradient of gain. That gradient is 0 where gain is 0.
+        low_scale: (tokens, rank), not differentiable. For example, zeros switch adapters off for some tokens.
+        gate: a tensor with the shape and dtype of x. The input of the layer is then ``silu(gate) * x``, as
+            for the down projection of SwiGLU. Neither this product nor ``silu(gate)`` is saved for backward.
+        dropout: probability of dropping an element of the input of lora_A. The mask is a function of the
+            seed. Backward computes it again.
+        seed: one int64 on the device of x. None: draw a seed from the device's default generator.
 
     Returns:
-        (..., out_features), x's dtype. Bitwise repeatable, given the seed. Differentiable once by x, gate, bias, lora_A,
-        lora_B and gain.
+        (..., out_features), in the dtype of x. Bitwise repeatable for a given seed. Differentiable once with
+        respect to x, gate, bias, lora_A, lora_B and gain.
 
     Raises:
-        RuntimeError: a shape or dtype that does not fit, or a weight that requires a gradient.
-
-    The method is LoRA (arXiv 2106.09685).
+        RuntimeError: a shape or dtype does not fit, or the weight requires a gradient.
     """
     weight, absmax, nested, quant_type, block_size = base_parts(weight)
     result: Tensor = torch.ops.shoestring.lora_linear(
@@ -110,19 +111,21 @@ def lora_linear_group(
     dropout: float = 0.0,
     seed: Tensor | None = None,
 ) -> list[Tensor]:
-    """:func:`lora_linear` for several layers that read one input: the projections of query, key and value, or SwiGLU's
-    two. x is kept once; it is dropped, and multiplied by the matrices A, once for all; and the gradients by it are summed
-    as they are made, in fp32 where there are several.
+    """Compute :func:`lora_linear` for several layers with the same input.
+
+    Examples are the projections of query, key and value, or gate and up projection of SwiGLU. x is saved
+    once. Dropout and the product with lora_A are computed once for all layers. The gradients of x are
+    accumulated in place, in fp32 if there are several layers.
 
     Args:
-        x, gate, dropout, seed: as there; the layers share the mask.
-        layers: their weights and adapters, with different sizes, ranks and quantisations where that is so.
+        x, gate, dropout, seed: as in :func:`lora_linear`; the layers share the dropout mask.
+        layers: the weights and adapters, whose sizes, ranks and quantisation may differ.
 
     Returns:
-        Each layer's (..., out_features).
+        The output of each layer, (..., out_features).
 
     Raises:
-        RuntimeError: as there.
+        RuntimeError: as in :func:`lora_linear`.
     """
     bases = [base_parts(layer.weight) for layer in layers]
     result: list[Tensor] = torch.ops.shoestring.lora_linear_group(
@@ -139,7 +142,9 @@ def lora_linear_group(
 
 
 def lora_weight_norm(weight: Tensor, lora_A: Tensor, lora_B: Tensor, *, scaling: float = 1.0) -> Tensor:
-    """The norms of the rows of ``weight + scaling * lora_B @ lora_A``, without a temporary of the weight's size.
+    """Compute the norms of the rows of ``weight + scaling * lora_B @ lora_A``.
+
+    No temporary of the size of the weight is allocated.
 
     Args:
         weight: (out_features, in_features), dense or a :class:`QuantizedTensor`.
@@ -148,11 +153,11 @@ def lora_weight_norm(weight: Tensor, lora_A: Tensor, lora_B: Tensor, *, scaling:
         scaling: as in :func:`lora_linear`.
 
     Returns:
-        (out_features), fp32, or fp64 where the weight or lora_A is. Without gradients: DoRA (arXiv 2402.09353) takes it
-        for a constant.
+        (out_features), fp32, or fp64 if weight or lora_A is fp64. Not differentiable, because DoRA (arXiv
+        2402.09353) treats the norm as a constant.
 
     Raises:
-        RuntimeError: a shape or dtype that does not fit.
+        RuntimeError: a shape or dtype does not fit.
     """
     weight, absmax, nested, quant_type, block_size = base_parts(weight)
     result: Tensor = torch.ops.shoestring.lora_weight_norm(
@@ -175,7 +180,7 @@ def lora_linear_reference(
     dropout: float = 0.0,
     seed: Tensor | None = None,
 ) -> Tensor:
-    """The same in plain PyTorch, as PEFT composes it: adapter in its own dtype, result in x's."""
+    """Compute ``lora_linear`` in plain PyTorch as PEFT does, with the adapter in its own dtype."""
     if isinstance(weight, QuantizedTensor):
         weight = weight.dequantize(torch.float32)
     if gate is not None:
@@ -195,7 +200,7 @@ def lora_linear_reference(
 def lora_weight_norm_reference(
     weight: Tensor, lora_A: Tensor, lora_B: Tensor, *, scaling: float = 1.0
 ) -> Tensor:
-    """The same in plain PyTorch, with the whole sum of the matrices."""
+    """Compute ``lora_weight_norm`` in plain PyTorch, with the whole sum of the matrices in memory."""
     exact = torch.float64 if torch.float64 in (weight.dtype, lora_A.dtype) else torch.float32
     dense = weight.dequantize(torch.float32) if isinstance(weight, QuantizedTensor) else weight
     result: Tensor = (dense.to(exact) + scaling * lora_B.to(exact) @ lora_A.to(exact)).norm(dim=1)

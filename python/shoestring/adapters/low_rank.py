@@ -1,4 +1,4 @@
-"""What layers with low-rank adapters of any kind share."""
+"""The base class of layers with LoRA or DoRA adapters, and functions on low-rank products."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,54 +13,60 @@ from shoestring.adapters.options import LoraOptions
 
 
 class Part(NamedTuple):
-    """One adapter's low-rank product."""
+    """The low-rank product ``scaling * lora_B @ lora_A`` of one adapter."""
 
     lora_A: Tensor
     lora_B: Tensor
     scaling: float
-    uses: Tensor | None  # (rows, 1): which rows of the batch have it; None is all
+    uses: Tensor | None  # (rows, 1), 1 for rows of the batch that use the adapter, else 0; None: all rows
 
 
 class LowRankLayer(AdaptedLayer):
-    """LoRA and DoRA in terms of the weight as a matrix (out_features, in_features)."""
+    """A layer with LoRA or DoRA adapters, whose weight is viewed as a matrix (out_features, in_features)."""
 
     CAN_MIX_ROWS = True
     lora_bias: nn.ParameterDict
     lora_magnitude_vector: nn.ParameterDict
 
     def factors(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        """The base weight and an adapter's two parameters."""
+        """Return the base weight and the two low-rank parameters of an adapter, in their stored shapes."""
         raise NotImplementedError
 
     def matrices(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """These as matrices (out_features, in_features), (rank, in_features) and (out_features, rank)."""
+        """Return the weight and the low-rank parameters as matrices.
+
+        Their shapes are (out_features, in_features), (rank, in_features) and (out_features, rank).
+        """
         return weight, lora_A, lora_B
 
     def dense_weight(self) -> Tensor:
-        """The base weight as such a matrix, in fp32 or fp64."""
+        """Return the base weight as a dense matrix (out_features, in_features), in fp32 or fp64."""
         raise NotImplementedError
 
     def folded(self, matrix: Tensor) -> Tensor:
-        """A matrix as a weight of the layer's shape."""
+        """Return a matrix (out_features, in_features) in the shape of the layer's weight."""
         return matrix
 
     def part(self, name: str) -> Part:
-        """An adapter's two matrices."""
+        """Return the low-rank product of an adapter."""
         _, lora_A, lora_B = self.matrices(*self.factors(name))
         return Part(lora_A, lora_B, self.adapters[name].scaling, None)
 
     def parts(self, names: Sequence[str], x: Tensor | None = None) -> list[Part]:
-        """What is added to the base weight."""
+        """Return the low-rank products to add to the base weight; x is the input of the layer."""
         return [self.part(name) for name in names]
 
     def composed(
         self, base: Tensor, names: Sequence[str], product: Callable[[str], Tensor], shape: Sequence[int]
     ) -> Tensor:
-        """The layer's output, from the base's without bias and a product for each adapter, in plain PyTorch.
+        """Compute the layer's output from the output of the base and the low-rank products, in plain PyTorch.
 
         Args:
-            product: lora_B's product with lora_A's, by adapter, of base's shape.
-            shape: of a vector over the outputs, to broadcast with base.
+            base: output of the base, without its bias.
+            names: the adapters to add.
+            product: function from the name of an adapter to its low-rank product, without scaling, in the
+                shape of base.
+            shape: shape in which a vector over the output features broadcasts with base.
         """
         total = base
         for name in names:
@@ -85,16 +91,20 @@ class LowRankLayer(AdaptedLayer):
         return chosen.pop() if chosen else 0.0
 
     def gain(self, name: str) -> Tensor:
-        """DoRA's magnitude over the norm of the adapted weight's rows, the norm being no part of the gradient."""
+        """Return DoRA's magnitude divided by the row norms of the adapted weight, which get no gradient."""
         magnitude: Tensor = self.lora_magnitude_vector[name]
         return magnitude / self.norm(name).to(magnitude.dtype)
 
     def norm(self, name: str) -> Tensor:
-        """The norms of the rows of the adapted weight, (out_features); kept in evaluation until one of its parts changes."""
+        """Return the norms of the rows of the adapted weight, (out_features).
+
+        In evaluation the norms are cached until the weight, a low-rank parameter or the scaling changes.
+        """
         tensors = self.factors(name)
         scaling = self.adapters[name].scaling
-        # Not in a compiled graph, nor where processes share the weights (FSDP), whose tensors are filled anew behind their
-        # version.
+        # The norms are not cached in a compiled graph, nor for inference tensors, which have no version
+        # counter. Distributed runs do not cache them either: FSDP refills tensors without increasing version
+        # counters.
         keep = not (
             torch.compiler.is_compiling()
             or (torch.distributed.is_available() and torch.distributed.is_initialized())
@@ -106,8 +116,9 @@ class LowRankLayer(AdaptedLayer):
                 [(t._version, t.device, t.dtype, t.data_ptr() if i else None) for i, t in enumerate(tensors)],
             )
             former = self.__dict__.setdefault("_norms", {}).get(name)
-            # In training an optimizer may have written through .data or a pointer, which no version counts, but for where
-            # backward computes a checkpoint again.
+            # In training the cache is not trusted: an optimizer may write through .data or a pointer, which
+            # does not increase the version counter. It is trusted during backward, where a checkpoint is
+            # recomputed.
             trusted = not self.training or torch._C._current_graph_task_id() != -1
             if (
                 trusted
@@ -155,9 +166,11 @@ class LowRankLayer(AdaptedLayer):
 def draw(
     shape_A: Sequence[int], shape_B: Sequence[int], options: LoraOptions, through: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """First values on the CPU, rounded to a dense base's dtype as PEFT's are.
+    """Return the initial values of an adapter, on the CPU: lora_A is random, lora_B and lora_bias are zero.
 
-    PEFT builds two layers, which draw for themselves, before it initialises: ours draw along.
+    PEFT first constructs two layers, whose own initialisation draws random numbers. The same numbers are
+    drawn and discarded here, so that one seed gives the same values. ``through`` is the dtype of a dense base
+    weight: PEFT rounds lora_A to it.
     """
     lora_A = torch.empty(shape_A, device="cpu")
     nn.init.kaiming_uniform_(lora_A, a=math.sqrt(5))
@@ -173,7 +186,10 @@ def draw(
 
 
 def concatenated(parts: Sequence[Part]) -> tuple[Tensor | None, Tensor | None, float]:
-    """All parts as one: lora_A, lora_B and scaling, which is in lora_B where there are several."""
+    """Concatenate low-rank products along the rank; return lora_A, lora_B and scaling.
+
+    If there are several, their scalings multiply lora_B and the returned scaling is 1.
+    """
     if not parts:
         return None, None, 1.0
     if len(parts) == 1:
@@ -183,7 +199,7 @@ def concatenated(parts: Sequence[Part]) -> tuple[Tensor | None, Tensor | None, f
 
 
 def row_scale(parts: Sequence[Part], x: Tensor) -> Tensor | None:
-    """(tokens, rank): 1 where a token's row uses the adapter that the rank belongs to."""
+    """Return a mask (tokens, rank): 1 where the row of a token uses the adapter to which the rank belongs."""
     columns = [
         x.new_ones(x.shape[0], part.lora_A.shape[0], dtype=part.lora_A.dtype)
         * (1 if part.uses is None else part.uses)
@@ -197,7 +213,7 @@ def row_scale(parts: Sequence[Part], x: Tensor) -> Tensor | None:
 
 
 def low_rank_sum(dense: Tensor, parts: Sequence[Part]) -> Tensor:
-    """dense + scaling lora_B lora_A of every part, in dense's dtype; a new tensor."""
+    """Return the sum of ``dense`` and all low-rank products as a new tensor, in the dtype of dense."""
     total = dense.clone()
     for part in parts:
         total.addmm_(
@@ -207,7 +223,7 @@ def low_rank_sum(dense: Tensor, parts: Sequence[Part]) -> Tensor:
 
 
 def add(first: Tensor | None, *others: Tensor) -> Tensor | None:
-    """The sum of what is there."""
+    """Return the sum of tensors, of which the first may be None."""
     for other in others:
         first = other if first is None else first + other
     return first

@@ -1,4 +1,4 @@
-"""Adapters into a model's weights, and out again."""
+"""Merge adapters into the weights of a model, and undo it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from shoestring.quantization.quantized_tensor import QuantizedTensor, quantize_p
 
 @dataclass
 class MergeReport:
-    """What merging lost.
+    """The rounding error of a merge.
 
     Attributes:
-        layers: by layer, the norm of (new weight - exact weight) over the norm of what the adapters changed.
-        error: the same of all layers together; 0 where nothing was changed.
+        layers: by layer, norm(new weight - exact weight) / norm(exact weight - former weight).
+        error: the same for all layers together; 0 if the adapters change nothing.
     """
 
     layers: dict[str, float]
@@ -30,7 +30,7 @@ class MergeReport:
 
 @dataclass
 class Unmerged:
-    """What a merged layer keeps, to become again exactly what it was."""
+    """The former parameters and adapters of a merged layer, for :func:`unmerge`."""
 
     parameters: dict[str, nn.Parameter | None]
     kept: dict[str, Any]
@@ -38,7 +38,7 @@ class Unmerged:
 
 @dataclass
 class UnmergedCopy:
-    """The same of a module of which a copy was trained."""
+    """The former wrapper of a module with trained copies, for :func:`unmerge`."""
 
     wrapper: TrainedCopy
 
@@ -50,22 +50,26 @@ def merge(
     reversible: bool = True,
     requantize: bool = False,
 ) -> MergeReport:
-    """Adds adapters to the weights, in place; the layers become again what they were, linear ones ``nn.Linear``.
+    """Merge adapters into the weights, in place, and remove all adapters.
 
-    All adapters leave their layers. A merged weight has the base's 16- or 32-bit dtype and one rounding of error.
+    The layers get their former class back. Layers whose quantised weight is dequantised become ``nn.Linear``.
+    A merged weight has the dtype of the base and is rounded once.
 
     Args:
         model: a model with adapters.
-        adapter_names: which to add; None is those in use.
-        reversible: keep the former weights and all adapters, for :func:`unmerge`; False frees them.
-        requantize: a quantised weight is quantised again, in its own form, and the layer stays a ``QuantizedLinear``. What
-            that rounds away is often more than a small adapter changed: the report tells. False: it is dequantised.
+        adapter_names: the adapters to merge; None is the active ones. Adapters that are not merged are
+            removed too.
+        reversible: True keeps the former weights and all adapters in memory, for :func:`unmerge`. False frees
+            them.
+        requantize: True quantises a quantised weight again, in its own format, and the layer stays a
+            ``QuantizedLinear``. The rounding error is often larger than the change by a small adapter; see
+            the report. False dequantises it.
 
     Returns:
-        The error, by layer.
+        The rounding error of each layer.
 
     Raises:
-        ValueError: no layer has an adapter, a name that no adapter has, or virtual tokens.
+        ValueError: the model has no adapters or has virtual tokens, or no adapter has one of the names.
     """
     found = members(model)
     if not found:
@@ -74,7 +78,7 @@ def merge(
         )
     names = list(next(iter(found.values())).active) if adapter_names is None else list(adapter_names)
     check_known("merge", model, names)
-    set_adapter(model, names)  # checks that they go together
+    set_adapter(model, names)  # called because it raises an error if these adapters cannot be combined
     if any(isinstance(member, VirtualTokens) for member in found.values()):
         raise ValueError(
             "lora.merge: model: expected adapters of layers, received virtual tokens, which are in no weight"
@@ -99,7 +103,7 @@ def _ratio(error: Tensor) -> float:
 
 @torch.no_grad()
 def _merge_layer(layer: AdaptedLayer, names: Sequence[str], reversible: bool, requantize: bool) -> Tensor:
-    """Merges; returns the squared norms of the error and of the change."""
+    """Merge the adapters of one layer; return the squared norms of the rounding error and of the change."""
     exact = layer.merged(names)
     former = {key: layer._parameters.get(key) for key in exact}
     squares = torch.zeros(2, dtype=torch.float64)
@@ -130,10 +134,10 @@ def _dense(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unmerge(model: nn.Module) -> nn.Module:
-    """Undoes :func:`merge`: every weight has exactly its former bytes, and its adapters again.
+    """Undo :func:`merge`: restore the exact former weights and all adapters.
 
     Raises:
-        ValueError: no layer keeps its former weight.
+        ValueError: the model was not merged with ``reversible=True``.
     """
     layers = {n: m for n, m in model.named_modules() if "unmerged" in m.__dict__}
     if not layers:

@@ -1,4 +1,4 @@
-"""What a person chooses about an adapter. Every adapted layer keeps the options of each of its adapters."""
+"""The options of adapters. Every adapted layer keeps the options of each of its adapters."""
 
 import math
 import re
@@ -9,23 +9,27 @@ from typing import Any, ClassVar
 from torch import nn
 
 Names = str | Sequence[str]
-# The base becomes what these leave of it, so that adapter and base together are what the base was.
+# Initialisations that subtract the adapter's initial values from the base weight, so that base and adapter
+# together equal the original weight.
 CHANGES_BASE = ("pissa", "olora", "loftq")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Where adapters go, by PEFT's rules.
+    """Options that all kinds of adapters have: which modules are adapted, by the rules of PEFT.
 
     Args:
-        target_modules: "all-linear" (of a transformers model without the output head, tied or not); a list of names, or of
-            what names end with after a dot; or a regular expression for the whole name. None with target_parameters.
-        exclude_modules: names, or a regular expression, of what is left out.
-        layers_to_transform: with a list of target_modules: the numbers of the layers that take part.
-        layers_pattern: what stands before the number in a layer's name; None is anything.
-        modules_to_save: names of modules of which a copy is trained whole.
-        bias: "none"; "all" or "lora_only" to train the biases of the model, or of the adapted layers, themselves: these
-            are not kept aside, so disabling the adapter leaves them as trained.
+        target_modules: the modules that get an adapter. "all-linear" selects all linear layers, in a
+            transformers model except the output head. Otherwise a list of names, or of endings of names after
+            a dot; or a regular expression for the whole name. None if only target_parameters are adapted.
+        exclude_modules: names, or a regular expression, of modules that get no adapter.
+        layers_to_transform: numbers of the layers whose modules get an adapter; needs a list in
+            target_modules.
+        layers_pattern: the part of a module's name before the layer number; None is any.
+        modules_to_save: names of modules of which a copy is trained as a whole.
+        bias: "none", "all" to train the biases of the model too, or "lora_only" to train the biases of
+            adapted layers too. The biases of the base are changed in place, so they keep their trained values
+            when the adapter is disabled.
     """
 
     target_modules: Names | None = "all-linear"
@@ -52,24 +56,37 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions(Options):
-    """LoRA (arXiv 2106.09685) and what builds on it.
+    """Options of LoRA (arXiv 2106.09685) and its variants.
 
     Args:
-        rank: rows of lora_A and columns of lora_B.
+        rank: number of rows of lora_A and of columns of lora_B.
         alpha: the low-rank product is multiplied by alpha / rank.
-        rank_pattern, alpha_pattern: other values for the modules whose names end with what these regular expressions match.
-        rslora: alpha / sqrt(rank) instead (arXiv 2312.03732).
-        dora: a trained magnitude for each output (DoRA, arXiv 2402.09353). With dropout only what lora_A reads is dropped;
-            PEFT runs the base on the dropped input, too: the same expectation for twice the products.
-        dropout: probability of dropping an element of what lora_A reads, in training. Not for embeddings and experts.
-        lora_bias: a bias with the low-rank product, multiplied by the scaling as that is.
-        init: of lora_A, lora_B being zero: "default" (kaiming uniform, a = sqrt 5), "gaussian" (standard deviation
-            1 / rank) or "eva" (as "default" until :func:`shoestring.lora.initialize_eva`). Of both, the base keeping the
-            rest: "pissa" (arXiv 2404.02948; "pissa_niter_4": by a randomised SVD of 4 iterations), "olora" (arXiv
-            2406.01775), "loftq" (arXiv 2310.08659; with ``quantize``).
-        loftq_iterations: of quantising and decomposing in turn.
-        target_parameters: names of parameters, as target_modules names modules: the stacked weights (experts, out, in) of
-            mixtures of experts, or (experts, in, out) in a module with ``is_transposed``.
+        rank_pattern, alpha_pattern: other ranks and alphas, by regular expression. An expression must match
+            the name of a module or its ending after a dot.
+        rslora: multiply by alpha / sqrt(rank) instead of alpha / rank (arXiv 2312.03732).
+        dora: train a magnitude for each output (DoRA, arXiv 2402.09353). Dropout applies only to the input of
+            lora_A. PEFT applies it to the input of the base too, which has the same expectation but needs
+            twice the products.
+        dropout: probability of dropping an element of the input of lora_A, in training. Not supported for
+            experts; embeddings ignore it.
+        lora_bias: train a bias that is added to the low-rank product and multiplied by the same scaling.
+        init: the initial values, see below.
+        loftq_iterations: number of iterations of "loftq". Each quantises the weight and decomposes the error.
+        target_parameters: names of parameters, by the same rules as target_modules. They select the stacked
+            weights of a mixture of experts, (experts, out, in), or (experts, in, out) in a module with
+            ``is_transposed``.
+
+    These values of ``init`` set lora_B to zero and initialise lora_A:
+
+    - "default": kaiming uniform with a = sqrt(5);
+    - "gaussian": normal with standard deviation 1 / rank;
+    - "eva": like "default", until :func:`shoestring.lora.initialize_eva` is called.
+
+    These values initialise both matrices from the base weight, and subtract their product from it:
+
+    - "pissa" (arXiv 2404.02948); "pissa_niter_4" uses a randomised SVD with 4 iterations;
+    - "olora" (arXiv 2406.01775);
+    - "loftq" (arXiv 2310.08659), which needs ``quantize``.
     """
 
     rank: int = 16
@@ -110,25 +127,25 @@ class LoraOptions(Options):
 
     @property
     def scaling(self) -> float:
-        """What the low-rank product is multiplied by."""
+        """The factor of the low-rank product: alpha / rank, or alpha / sqrt(rank) with rslora."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @property
     def changes_base(self) -> bool:
-        """True where the initialisation takes the adapter's part out of the base weight."""
+        """Whether the initialisation subtracts the low-rank product from the base weight."""
         return self.init.split("_")[0] in CHANGES_BASE
 
 
 @dataclass(frozen=True, kw_only=True)
 class VeraOptions(Options):
-    """VeRA (arXiv 2310.11454).
+    """Options of VeRA (arXiv 2310.11454), which trains vectors around two frozen matrices that layers share.
 
     Args:
-        rank: rows of the shared vera_A.
-        dropout: probability of dropping an element of what vera_A reads, in training.
-        d_initial: what lambda_d starts with.
-        seed: of the shared matrices.
-        save_projection: write these into files too.
+        rank: number of rows of the shared matrix vera_A.
+        dropout: probability of dropping an element of the input of vera_A, in training.
+        d_initial: initial value of lambda_d.
+        seed: seed of the random shared matrices vera_A and vera_B.
+        save_projection: whether files contain the shared matrices.
     """
 
     rank: int = 256
@@ -137,7 +154,7 @@ class VeraOptions(Options):
     seed: int = 0
     save_projection: bool = True
     BIASES: ClassVar[tuple[str, ...]] = ("none", "all", "vera_only")
-    # What of LoRA's options it never has.
+    # Options of LoRA that VeRA does not have. VeraLinear is a LoraLinear, whose code reads them.
     dora: ClassVar[bool] = False
     lora_bias: ClassVar[bool] = False
 
@@ -149,12 +166,12 @@ class VeraOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class IA3Options(Options):
-    """IA3 (arXiv 2205.05638).
+    """Options of IA3 (arXiv 2205.05638), which multiplies inputs or outputs of layers by trained vectors.
 
     Args:
-        feedforward_modules: which of target_modules have their input multiplied, not their output; as target_modules names
-            modules.
-        feedforward: of a layer's own options: that it is one of these.
+        feedforward_modules: those of target_modules whose input is multiplied instead of their output; by the
+            same rules as target_modules.
+        feedforward: whether a layer is one of feedforward_modules. This is set in the options of each layer.
     """
 
     feedforward_modules: Names = ()
@@ -168,7 +185,7 @@ class IA3Options(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class VirtualOptions(Options):
-    """Trained tokens before a causal language model's input. What concerns modules is of no use to it."""
+    """Options of trained tokens before a language model's input. Options that select modules are refused."""
 
     target_modules: None = None
     tokens: int = 20
@@ -188,12 +205,13 @@ class VirtualOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixOptions(VirtualOptions):
-    """Prefix tuning (arXiv 2101.00190): keys and values of every layer.
+    """Options of prefix tuning (arXiv 2101.00190): trained keys and values before the input, in every layer.
 
     Args:
         tokens: length of the prefix.
-        projection: made by two linear layers from tokens of one layer's size, in training; files have the result.
-        hidden_size: between the two; None: as the tokens.
+        projection: whether two linear layers compute the prefix from smaller trained tokens, with one layer's
+            key features. Files contain the computed prefix.
+        hidden_size: features between the two linear layers; None: the features of the smaller tokens.
         init: "default" (normal) or "zero".
     """
 
@@ -208,11 +226,12 @@ class PrefixOptions(VirtualOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions(VirtualOptions):
-    """Prompt tuning (arXiv 2104.08691): embeddings before those of the input.
+    """Options of prompt tuning (arXiv 2104.08691): trained embeddings before those of the input.
 
     Args:
         tokens: length of the prompt.
-        init: "random" (normal), "vocabulary" (embeddings of tokens drawn from it), or token ids, repeated to the length.
+        init: "random" (normal), "vocabulary" (the embeddings of randomly drawn tokens), or a list of token
+            ids, which is repeated or cut to the length of the prompt.
     """
 
     init: str | Sequence[int] = "random"
@@ -224,7 +243,7 @@ class PromptOptions(VirtualOptions):
 
 
 def _names(value: Any) -> Any:
-    """A list of names without spaces around them, a set in order; anything else, such as a pattern, as it is."""
+    """Strip spaces from a list of names, and sort a set; return other values, such as patterns, unchanged."""
     if isinstance(value, (set, frozenset)):
         value = sorted(value)
     return type(value)(name.strip() for name in value) if isinstance(value, (list, tuple)) else value
@@ -236,7 +255,7 @@ def _expect(fits: bool, argument: str, expected: str, received: Any) -> None:
 
 
 def check_name(adapter_name: str) -> None:
-    """Refuses names that cannot be a part of a parameter's name."""
+    """Raise a ValueError if an adapter's name cannot be a part of a parameter's name."""
     if not adapter_name or "." in adapter_name or hasattr(nn.ParameterDict, adapter_name):
         raise ValueError(
             "lora.apply: adapter_name: expected a name without dots that is no method of nn.ParameterDict, received "

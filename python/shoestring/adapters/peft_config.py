@@ -1,4 +1,4 @@
-"""PEFT's configurations, objects and adapter_config.json alike, as our options, and the reverse."""
+"""Convert PEFT's configurations, as objects or adapter_config.json, to shoestring's options, and back."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
@@ -15,12 +15,13 @@ from shoestring.adapters.options import (
 )
 from shoestring.files.read_file import is_integer, is_name, is_number, shown
 
-# What says nothing about the computation.
+# Fields that do not affect the computation.
 DESCRIPTIONS = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "megatron_core", "qalora_group_size",
 }  # fmt: skip
-# What says only how training begins: of no account in a file, whose values are there.
+# Fields that only determine the initial values. They are ignored in a file, because a file contains the
+# trained values.
 BEGINNING = {
     "init_lora_weights", "init_weights", "init_ia3_weights", "prompt_tuning_init", "loftq_config", "eva_config",
     "corda_config", "lora_ga_config",
@@ -76,17 +77,19 @@ FIELDS: dict[str, tuple[type[Options], dict[str, str]]] = {
     ),
     "PROMPT_TUNING": (PromptOptions, {"num_virtual_tokens": "tokens"}),
 }
-# PEFT's defaults, where a file or an object says nothing and ours are others.
+# PEFT's defaults for fields that a file or an object does not have, if they differ from shoestring's
+# defaults.
 DEFAULTS: dict[str, dict[str, Any]] = {"LORA": {"rank": 8, "alpha": 8}}
-# Options that change what is computed and that there is nothing for here.
+# Options that change the computation and are not supported. They are refused unless they are off.
 REFUSED = (
     "fan_in_fan_out", "layer_replication", "trainable_token_indices", "use_qalora", "use_bdlora", "alora_invocation_tokens",
     "arrow_config", "kasa_config", "megatron_config", "monteclora_config", "velora_config", "ensure_weight_tying",
 )  # fmt: skip
 
-MOST_NAMES = 100_000  # in a list or an object; each is compared with every module
-MOST_MODULES = 10_000  # in modules_to_save and target_parameters, which are compared several times
-VERA_RANK = 65_536  # of matrices that the file need not hold: 1 GiB each for 4096 features
+# Limits on values in files, which need not be trustworthy.
+MOST_NAMES = 100_000  # names in a JSON list or object; each name is compared with every module
+MOST_MODULES = 10_000  # names in modules_to_save and target_parameters, which are compared several times
+VERA_RANK = 65_536  # rank of VeRA, whose matrices need not be in the file: 1 GiB each for 4096 features
 
 Check = tuple[Callable[[Any], bool], str]
 
@@ -119,7 +122,8 @@ LAYERS: Check = (
     lambda value: is_integer(value) or (isinstance(value, list) and all(map(is_integer, value))),
     "an integer or a list of integers",
 )
-# JSON's types and ranges, by the names of our options.
+# Checks of type and range for values from JSON, by name of shoestring's option, with a description for error
+# messages.
 CHECKS: dict[str, Check] = {
     "target_modules": NAMES, "exclude_modules": NAMES, "layers_pattern": NAMES, "feedforward_modules": NAMES,
     "modules_to_save": MODULES, "target_parameters": MODULES, "layers_to_transform": LAYERS, "rank": _integer(1),
@@ -130,10 +134,10 @@ CHECKS: dict[str, Check] = {
 
 
 def from_peft(config: Any) -> Options:
-    """Our options of a PEFT configuration object, recognised by its ``peft_type``.
+    """Convert a PEFT configuration object to options; its ``peft_type`` selects the method.
 
     Raises:
-        ValueError: a method or an option that is not supported, by name.
+        ValueError: the method or an option is not supported; the message names it.
     """
     method = _method(getattr(config, "peft_type", None), "lora.apply: config: peft_type")
     values = {field.name: getattr(config, field.name) for field in fields(config)}
@@ -155,10 +159,15 @@ def from_peft(config: Any) -> Options:
 
 
 def from_file(values: Mapping[str, Any], place: str) -> Options:
-    """Our options of what adapter_config.json holds. Unknown keys are passed over, as PEFT does.
+    """Convert the content of adapter_config.json to options. Unknown keys are ignored, as in PEFT.
+
+    Args:
+        values: the content of the file.
+        place: the beginning of error messages.
 
     Raises:
-        ValueError: a method or an option that is not supported, or a value of another type or range, by name.
+        ValueError: the method or an option is not supported, or a value has a wrong type or range; the
+            message names it.
     """
     method = _method(values.get("peft_type"), f"{place}: peft_type")
     options = _translate(method, values, place)
@@ -169,7 +178,7 @@ def from_file(values: Mapping[str, Any], place: str) -> Options:
             raise ValueError(f"{place}: {theirs[name]}: expected {expected}, received {shown(value)}")
     virtual = issubclass(FIELDS[method][0], VirtualOptions)
     if not virtual and not any(options.get(name) for name in ("target_modules", "target_parameters")):
-        options["target_modules"] = ()  # a file's keys name the modules
+        options["target_modules"] = ()  # the keys in adapter_model.safetensors name the modules
     return FIELDS[method][0](**options)
 
 
@@ -193,7 +202,11 @@ def _translate(method: str, values: Mapping[str, Any], place: str) -> dict[str, 
 
 
 def _beginning(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """How training begins, of an object."""
+    """Convert the fields of a PEFT configuration object that determine the initial values.
+
+    Raises:
+        ValueError: a value is not supported.
+    """
     options: dict[str, Any] = {}
     for name in ("init_weights", "init_ia3_weights"):
         if values.get(name) is False:
@@ -249,7 +262,7 @@ def _refuse(place: str, name: str, expected: Any, received: Any) -> None:
 
 
 def to_file(options: Options) -> dict[str, Any]:
-    """What adapter_config.json says of an adapter; PEFT's defaults hold for what is not there."""
+    """Convert options to the content of adapter_config.json. Missing fields have PEFT's defaults."""
     method, (_, names) = next((m, f) for m, f in FIELDS.items() if f[0] is type(options))
     values = {theirs: getattr(options, ours) for theirs, ours in names.items()}
     values = {key: dict(v) if isinstance(v, Mapping) else v for key, v in values.items()}

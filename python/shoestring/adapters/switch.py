@@ -1,4 +1,4 @@
-"""Which of a model's adapters are in use."""
+"""Select which adapters of a model are active."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,20 +14,20 @@ Member = AdaptedLayer | TrainedCopy | VirtualTokens
 
 
 def members(model: nn.Module) -> dict[str, Member]:
-    """Every module that has adapters, by name."""
+    """Return every module with adapters, by name: adapted layers, trained copies and virtual tokens."""
     return {n: m for n, m in model.named_modules() if isinstance(m, Member)}
 
 
 def adapter_names(model: nn.Module) -> list[str]:
-    """The names of the model's adapters, in the order in which its modules name them."""
+    """Return the names of the model's adapters, in the order of the modules that have them."""
     return list(dict.fromkeys(name for member in members(model).values() for name in member.adapters))
 
 
 def check_known(function: str, model: nn.Module, names: Sequence[str]) -> list[str]:
-    """``names`` as a list.
+    """Check that the model has all of these adapters, and return the names as a list.
 
     Raises:
-        ValueError: a name that no adapter has.
+        ValueError: no adapter has one of the names.
     """
     known = adapter_names(model)
     for name in names:
@@ -40,10 +40,15 @@ def check_known(function: str, model: nn.Module, names: Sequence[str]) -> list[s
 
 
 def set_adapter(model: nn.Module, adapter_names: str | Sequence[str]) -> None:
-    """Uses the named adapter, or the sum of several, from now on; they alone require gradients.
+    """Activate an adapter, or the sum of several; only active adapters require gradients.
+
+    Args:
+        model: a model with adapters.
+        adapter_names: the name of an adapter, or a list of names. An empty list leaves the base alone.
 
     Raises:
-        ValueError: a name that no adapter has, or two adapters with a trained copy of the same module, or virtual tokens.
+        ValueError: no adapter has one of the names, or two of the adapters have a trained copy of the same
+            module or virtual tokens.
     """
     names = check_known(
         "set_adapter", model, [adapter_names] if isinstance(adapter_names, str) else adapter_names
@@ -69,7 +74,10 @@ def set_adapter(model: nn.Module, adapter_names: str | Sequence[str]) -> None:
 
 
 def base_biases(model: nn.Module, which: str) -> dict[str, nn.Parameter]:
-    """The base's own biases by name, PEFT's rule: "all"; "lora_only" and "vera_only" those of layers with adapters."""
+    """Return the biases of the base that are trained, by name, according to PEFT's option ``bias``.
+
+    "none": no biases. "all": all biases. "lora_only" and "vera_only": the biases of layers with adapters.
+    """
     if which == "none":
         return {}
     adapted = adapted_layers(model)
@@ -85,7 +93,10 @@ def base_biases(model: nn.Module, which: str) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def disable_adapter(model: nn.Module) -> Iterator[None]:
-    """Within it the model is its base alone. Biases that were trained with it (``bias``) stay as trained."""
+    """Disable all adapters inside the block.
+
+    Biases of the base that were trained with an adapter (option ``bias``) keep their trained values.
+    """
     found = list(members(model).values())
     former = [member.enabled for member in found]
     for member in found:
@@ -99,13 +110,18 @@ def disable_adapter(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def adapters_per_row(model: nn.Module, adapter_names: Sequence[str | None]) -> Iterator[None]:
-    """Within it each row of the batch has an adapter of its own; None is the base alone.
+    """Use a different adapter for each row of the batch inside the block.
 
-    In every layer that is one product with the adapters concatenated, in which a row's share of the others is zero.
+    Every layer computes one product with the concatenated adapters, in which the other adapters have the
+    factor zero.
+
+    Args:
+        model: a model with adapters.
+        adapter_names: one adapter name for each row of the batch; None is the base without an adapter.
 
     Raises:
-        ValueError: a name that no adapter has, or IA3 adapters, expert adapters or trained copies among them; from the
-            forward pass a batch of another length.
+        ValueError: no adapter has one of the names; or an adapter is of the type IA3, or has experts, trained
+            copies or virtual tokens. Forward raises it if the batch has another number of rows.
     """
     chosen = [name for name in dict.fromkeys(adapter_names) if name is not None]
     check_known("adapters_per_row", model, chosen)
@@ -130,12 +146,14 @@ def adapters_per_row(model: nn.Module, adapter_names: Sequence[str | None]) -> I
 
 
 def delete_adapter(model: nn.Module, adapter_name: str) -> None:
-    """Takes an adapter off the model, and its part back into the base where its initialisation took that out.
+    """Remove an adapter from the model.
 
-    The others stay in use; where it was the only one in use the model is its base, until :func:`set_adapter`.
+    If the initialisation of the adapter had changed the base weights, they get their original values back.
+    Other active adapters stay active. If there are none, the model computes its base until
+    :func:`set_adapter` is called.
 
     Raises:
-        ValueError: a name that no adapter has.
+        ValueError: no adapter has this name.
     """
     check_known("delete_adapter", model, [adapter_name])
     for place, member in members(model).items():

@@ -1,4 +1,4 @@
-"""Which modules an adapter goes to: PEFT's rules."""
+"""Find the modules that get an adapter, by the rules of PEFT."""
 
 import difflib
 import re
@@ -13,45 +13,53 @@ from shoestring.adapters.options import Names, Options
 from shoestring.adapters.trained_copy import TrainedCopy
 from shoestring.quantization.quantized_linear_module import QuantizedLinear
 
-# How a pattern meets a name: re.fullmatch(pattern, name), and re.match with (.*\.)?(pattern)$, (^|.*\.)pattern($|\..*) or
-# (?:^|.*?\.)pattern\.(\d+)\. before it.
+# Rules that say how a pattern must match a name:
+#   WHOLE:  re.fullmatch(pattern, name)
+#   ENDING: re.match(r"(.*\.)?(pattern)$", name)
+#   INSIDE: re.match(r"(^|.*\.)pattern($|\..*)", name)
+#   LAYER:  re.match(r"(?:^|.*?\.)pattern\.(\d+)\.", name)
 WHOLE, ENDING, INSIDE, LAYER = range(4)
 
 
 def former_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module, or what it was before it took on adapters."""
+    """Return the class of a module, or for an adapted layer the class that it had before."""
     return module.base_class if isinstance(module, AdaptedLayer) else type(module)
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """True for nn.Linear and QuantizedLinear, but not what derives from them, with adapters or without."""
+    """Return whether a module is an nn.Linear or QuantizedLinear, also with adapters, but not a subclass."""
     return former_class(module) in (nn.Linear, QuantizedLinear)
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
-    """The output embedding of a transformers model, which "all-linear" leaves out; None for any other model."""
+    """Return the output head of a transformers model, which "all-linear" leaves out, or None."""
     get = getattr(model, "get_output_embeddings", None)
     return get() if callable(get) else None
 
 
 def all_linear(model: nn.Module) -> dict[str, nn.Linear]:
-    """Every linear layer by its name, in the order of modules, but for the output head."""
+    """Return every linear layer except the output head, by name, in the order of modules."""
     head = output_head(model)
     return {n: m for n, m in own_modules(model).items() if is_linear(m) and m is not head}
 
 
 def own_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module by its name, but for what trained copies hold."""
+    """Return every module by name, except the modules inside trained copies."""
     modules = dict(model.named_modules())
     copied = tuple(f"{name}." for name, module in modules.items() if isinstance(module, TrainedCopy))
     return {name: module for name, module in modules.items() if not name.startswith(copied)}
 
 
 def matches(name: str, names: Names | None) -> bool:
-    """A list names modules, or what their names end with after a dot; a string is a pattern for the whole name.
+    """Return whether a module's name is among ``names``.
+
+    Args:
+        name: the name of a module.
+        names: a list of whole names or of endings of names after a dot; or a regular expression for the whole
+            name; or None, which matches nothing.
 
     Raises:
-        ValueError: a string that is no pattern, or that exceeds the limits of a match.
+        ValueError: the regular expression is not valid, or exceeds the limits on matching.
     """
     if isinstance(names, str):
         return first_match([names], name, WHOLE)[0] == 0
@@ -65,17 +73,17 @@ def refuse_unmatched(
     match: Callable[[str, str], bool] = lambda name, wanted: matches(name, [wanted]),
     what: str = "names of modules",
 ) -> None:
-    """Refuse names that match nothing.
+    """Raise an error if one of the given names matches no known name.
 
     Args:
-        argument: what the names were given as.
-        names: the names; a string is one pattern for whole names.
-        known: the names that could be meant.
-        match: whether a known name is what a given one means.
-        what: what the given names are.
+        argument: the argument that contained the names, for the message.
+        names: the given names; a string is one regular expression for whole names.
+        known: the names that the model has.
+        match: function of a known name and a given name that returns whether the given name matches.
+        what: description of the given names, for the message.
 
     Raises:
-        ValueError: a name matches none of ``known``; the message has the nearest names.
+        ValueError: a given name matches none of ``known``. The message contains the most similar names.
     """
     known = list(known)
     if isinstance(names, str):
@@ -103,10 +111,16 @@ def refuse_unmatched(
 def refuse_unmatched_targets(
     model: nn.Module, names: Iterable[str], supported: Callable[[nn.Module], Any]
 ) -> None:
-    """Refuse names of ``target_modules`` that no module has; name the nearest that can have an adapter.
+    """Raise an error if a name in ``target_modules`` matches no module.
+
+    Args:
+        model: the model.
+        names: the names in ``target_modules``.
+        supported: function that returns a true value for modules that can have an adapter; the message
+            suggests these.
 
     Raises:
-        ValueError: a name that matches nothing.
+        ValueError: a name matches nothing.
     """
     modules = own_modules(model)
     meant = [t for t in names if not any(matches(name, [t]) for name in modules if name)]
@@ -116,10 +130,10 @@ def refuse_unmatched_targets(
 def find_targets(
     model: nn.Module, options: Options, supported: Callable[[nn.Module], Any]
 ) -> dict[str, nn.Module]:
-    """The modules that ``options`` name.
+    """Return the modules that get an adapter with these options, by name.
 
     Raises:
-        ValueError: a name or all of them match nothing, or what matches is not supported.
+        ValueError: a name matches nothing, or a module that matches is not supported.
     """
     targets = options.target_modules
     if targets is None:
@@ -157,7 +171,7 @@ def _left_out(name: str, options: Options) -> bool:
 
 
 def is_inside(name: str, module: str) -> bool:
-    """True for a module named ``module`` (a regular expression, as in PEFT), or one in it."""
+    """Return whether ``name`` is the module ``module`` (a regular expression, as in PEFT) or is inside it."""
     return first_match([module], name, INSIDE)[0] == 0
 
 
@@ -169,9 +183,14 @@ def _layer_chosen(name: str, options: Options) -> bool:
 
 
 def _layer_number(name: str, options: Options) -> int | None:
-    """The number of the layer that a module is in; None for a module outside of layers."""
+    """Return the number of the layer that contains a module, or None if there is no such numbered layer.
+
+    Raises:
+        ValueError: the first group of layers_pattern does not match a number.
+    """
     if not options.layers_pattern:
-        # The first number: a later one may count experts. PEFT wants two names before it.
+        # Take the first number in the name, because a later one may count experts. PEFT requires two names
+        # before it.
         found = re.match(r".*?\.[^.]*\.(\d+)\.", name)
         number = found[1] if found else None
     else:
@@ -206,16 +225,19 @@ def _refuse_unmatched_layers(options: Options, names: Iterable[str]) -> None:
 
 
 def first_match(patterns: Sequence[str], name: str, rule: int) -> tuple[int, str]:
-    """The index of the first pattern that matches a name, or -1, and the text of its first group.
+    """Return the index of the first pattern that matches a name, or -1, and the text of its first group.
 
-    The verdict is that of Python's ``re``. Patterns without metacharacters are compared directly, others run in PCRE2 with
-    limits of steps, depth and memory (``csrc/adapters/pattern.h`` lists the syntax that is refused).
+    The result is the same as with Python's ``re``. Patterns without metacharacters are compared directly.
+    Others run in PCRE2, with limits on steps, depth and memory. ``csrc/adapters/pattern.h`` lists the syntax
+    that is not supported.
 
     Args:
+        patterns: the regular expressions.
+        name: the name.
         rule: WHOLE, ENDING, INSIDE or LAYER.
 
     Raises:
-        ValueError: a pattern that is refused, or that exceeds the limits.
+        ValueError: a pattern is not supported, or exceeds the limits.
     """
     for pattern in patterns:
         if any("\ud800" <= letter <= "\udfff" for letter in pattern):
@@ -227,13 +249,16 @@ def first_match(patterns: Sequence[str], name: str, rule: int) -> tuple[int, str
 
 
 def by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
-    """PEFT's rule: the first pattern that matches the name, or what it ends with after a dot."""
+    """Return the value of the first pattern that matches a name or its ending after a dot, or default."""
     index = first_match(list(patterns), name, ENDING)[0] if patterns else -1
     return default if index < 0 else list(patterns.values())[index]
 
 
 def shortest_names(model: nn.Module, chosen: Iterable[str]) -> list[str]:
-    """A list that, by PEFT's rules, means exactly ``chosen``: last parts of names where these suffice."""
+    """Return a list of names that, by PEFT's rules, matches exactly the modules in ``chosen``.
+
+    The list contains only the last parts of the names if these match no other module.
+    """
     chosen = set(chosen)
     last = sorted({name.rsplit(".", 1)[-1] for name in chosen})
     meant = {name for name, _ in model.named_modules() if matches(name, last)}

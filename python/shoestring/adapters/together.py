@@ -1,4 +1,4 @@
-"""Linear layers that read one input, as one operator where they are frozen, with adapters or quantised."""
+"""Compute several frozen linear layers by one operator, if they have the same input."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,11 @@ from shoestring.quantization.quantized_linear_module import QuantizedLinear
 
 
 def weight_of(layer: nn.Module) -> tuple[LoraWeight, float] | None:
-    """A frozen layer as the operator takes it, and its dropout; None where calling it is more, or it is trained."""
+    """Return a frozen linear layer as a LoraWeight, and its dropout probability.
+
+    Return None if the layer has a trained weight, hooks, a replaced forward or a compute_dtype, since the
+    operator would not do the same as a call of the layer.
+    """
     if (
         layer._forward_hooks
         or layer._forward_pre_hooks
@@ -28,7 +32,10 @@ def weight_of(layer: nn.Module) -> tuple[LoraWeight, float] | None:
 
 
 def together(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor] | None:
-    """The layers' outputs from one call; None where that cannot be."""
+    """Return the outputs of the layers from one call of the operator, or None if that is not possible.
+
+    Frozen dense layers without any adapter are left to ``nn.Linear``.
+    """
     found = [weight_of(layer) for layer in layers]
     if any(f is None for f in found):
         return None
@@ -42,17 +49,21 @@ def together(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor] | None:
 
 
 def forward_together(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
-    """The same; where it cannot be, one layer after the other."""
+    """Return the outputs of the layers: from one call of the operator if possible, else one by one."""
     return together(layers, x) or [layer(x) for layer in layers]
 
 
 def adapted_swiglu(
     x: Tensor, gate_proj: nn.Module, up_proj: nn.Module, down_proj: nn.Module
 ) -> Tensor | None:
-    """``down_proj(silu(gate_proj(x)) * up_proj(x))`` that keeps neither silu nor the product for backward; None where
-    ``down_proj`` has no adapter over a frozen weight."""
+    """Compute ``down_proj(silu(gate_proj(x)) * up_proj(x))`` without saving silu or the product for backward.
+
+    Return None if ``down_proj`` is not a frozen layer with a low-rank adapter.
+    """
+    # Without an adapter nothing is gained: a frozen down_proj does not save its input, and a trained one
+    # needs it.
     down = weight_of(down_proj)
-    if down is None or down[0].lora_A is None:  # it would keep the product for a gradient of its weight
+    if down is None or down[0].lora_A is None:
         return None
     gate, up = forward_together(x, [gate_proj, up_proj])
     w, dropout = down

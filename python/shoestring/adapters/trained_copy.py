@@ -1,4 +1,4 @@
-"""Modules of which a copy is trained whole, beside the frozen original (PEFT's modules_to_save)."""
+"""Modules that are trained as a whole, in a copy next to the frozen original (PEFT's modules_to_save)."""
 
 import copy
 from typing import Any
@@ -9,9 +9,11 @@ from shoestring.adapters.options import Options
 
 
 class TrainedCopy(nn.Module):
-    """A module and, by adapter, the copies of it that are trained; it passes for the one in use.
+    """A frozen module and one trainable copy of it per adapter.
 
-    Keys in ``state_dict`` are PEFT's: ``original_module.*`` and ``modules_to_save.<adapter>.*``.
+    Calls and attributes go to the copy of the active adapter, or to the original. The keys in ``state_dict``
+    are those of
+    PEFT: ``original_module.*`` and ``modules_to_save.<adapter>.*``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -24,7 +26,7 @@ class TrainedCopy(nn.Module):
         self.rows = None
 
     def in_use(self) -> nn.Module:
-        """The copy of the active adapter, or the original."""
+        """Return the copy of the active adapter, or the original if no active adapter has a copy."""
         chosen = [name for name in self.active if name in self.adapters] if self.enabled else []
         return self.modules_to_save[chosen[0]] if chosen else self.original_module
 
@@ -35,27 +37,31 @@ class TrainedCopy(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in ("original_module", "modules_to_save"):  # not there yet
+            # in_use() reads these two attributes. Before __init__ sets them, it would recurse without end.
+            if name in ("original_module", "modules_to_save"):
                 raise
             return getattr(self.in_use(), name)
 
     def add(self, name: str, options: Options) -> None:
-        """A copy for another adapter."""
+        """Add a copy of the original for another adapter."""
         self.modules_to_save[name] = copy.deepcopy(self.original_module)
         self.adapters[name] = options
 
     def tensors(self, name: str) -> dict[str, nn.Parameter]:
-        """A copy's floating-point parameters."""
+        """Return the floating-point parameters of an adapter's copy, by name."""
         held = self.modules_to_save[name].named_parameters() if name in self.adapters else ()
         return {key: value for key, value in held if value.is_floating_point()}
 
     def remove(self, name: str) -> None:
-        """Drops a copy."""
+        """Remove the copy of an adapter."""
         del self.modules_to_save[name], self.adapters[name]
 
 
 def wrap(model: nn.Module, name: str) -> TrainedCopy:
-    """Puts a TrainedCopy in the place of a module, or finds the one that is there."""
+    """Replace a module of the model by a TrainedCopy around it, and return the TrainedCopy.
+
+    If the module is a TrainedCopy already, return it unchanged.
+    """
     module = model.get_submodule(name)
     if isinstance(module, TrainedCopy):
         return module
@@ -65,14 +71,14 @@ def wrap(model: nn.Module, name: str) -> TrainedCopy:
 
 
 def unwrap(model: nn.Module, name: str) -> nn.Module:
-    """Puts the module in use back in its place."""
+    """Replace a TrainedCopy by the module that is in use, and return that module."""
     module = model.get_submodule(name)
     assert isinstance(module, TrainedCopy)
     return replace_module(model, name, module.in_use())
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
-    """Puts a module under a name where another one is."""
+    """Replace the submodule ``name`` of the model by ``module``, and return ``module``."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
     return module

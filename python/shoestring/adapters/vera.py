@@ -1,4 +1,4 @@
-"""Linear layers that share two frozen random matrices and train vectors around them (VeRA)."""
+"""VeRA: linear layers that share two frozen random matrices and train two vectors each."""
 
 import math
 from collections.abc import Sequence
@@ -14,8 +14,11 @@ from shoestring.adapters.options import VeraOptions
 
 
 class Projection(nn.Module):
-    """The two matrices of an adapter, one object in all of its layers: vera_A (rank, widest input), vera_B (widest output,
-    rank). Each layer reads as much of them as it has features."""
+    """The two random matrices of an adapter, which all of its layers share.
+
+    vera_A is (rank, largest in_features) and vera_B (largest out_features, rank). A layer with fewer features
+    uses the first columns of vera_A and the first rows of vera_B.
+    """
 
     def __init__(self, vera_A: Tensor, vera_B: Tensor) -> None:
         super().__init__()
@@ -24,9 +27,11 @@ class Projection(nn.Module):
 
 
 class VeraLinear(LoraLinear):
-    """``x W^T + bias + lambda_b * ((lambda_d * (x A^T)) B^T)`` with A and B frozen (arXiv 2310.11454).
+    """A linear layer with VeRA adapters (arXiv 2310.11454).
 
-    ``vera_lambda_d.<name>`` is (rank), ``vera_lambda_b.<name>`` (out_features), zero at the start.
+    It computes ``x W^T + bias + lambda_b * ((lambda_d * (x A^T)) B^T)``, where A and B are frozen. The
+    parameter ``vera_lambda_d.<name>`` is (rank). The parameter ``vera_lambda_b.<name>`` is (out_features) and
+    starts as zeros.
     """
 
     PARAMETERS = {"vera_lambda_b": "vera_lambda_b", "vera_lambda_d": "vera_lambda_d"}
@@ -59,7 +64,7 @@ class VeraLinear(LoraLinear):
 
 
 def drawn(layers: Sequence[nn.Linear], options: VeraOptions) -> Projection:
-    """PEFT's matrices of a seed, kaiming uniform, as wide as the widest of the layers."""
+    """Draw the two matrices from the seed as PEFT does (kaiming uniform), large enough for all layers."""
     generator = torch.Generator("cpu").manual_seed(options.seed)
     columns, rows = max(m.in_features for m in layers), max(m.out_features for m in layers)
     matrices = []
@@ -72,7 +77,7 @@ def drawn(layers: Sequence[nn.Linear], options: VeraOptions) -> Projection:
 def share(
     layers: Sequence[VeraLinear], name: str, options: VeraOptions, projection: Projection | None
 ) -> None:
-    """Gives all layers of an adapter one projection: the given one, or that of the options' seed."""
+    """Give all layers of an adapter the same projection. None draws a projection from the options' seed."""
     first = layers[0].base_weight()
     projection = (projection or drawn(layers, options)).to(first.device, wide(first.dtype))
     for layer in layers:

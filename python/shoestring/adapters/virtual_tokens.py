@@ -1,4 +1,4 @@
-"""Trained tokens before the input of a language model: prefix tuning and prompt tuning."""
+"""Prefix tuning and prompt tuning: trained tokens before the input of a language model."""
 
 import inspect
 from typing import Any
@@ -10,11 +10,14 @@ from shoestring.adapters.options import PrefixOptions, PromptOptions, VirtualOpt
 
 
 class VirtualTokens(nn.Module):
-    """The trained tokens of a transformers causal language model, and the hook that puts them before its input.
+    """The trained tokens of a transformers language model, and the hook that puts them before its input.
 
-    ``embedding.<name>`` is, for a prefix, (tokens, 2 * layers * key and value features): each layer's keys and values, as a
-    key-value cache (arXiv 2101.00190), with a projection (tokens, features) and ``transform.<name>``; for a prompt (tokens,
-    hidden size): embeddings before those of the input (arXiv 2104.08691), and the output has their positions too.
+    - Prefix (arXiv 2101.00190): ``embedding.<name>`` is (tokens, 2 * layers * features), the keys and values
+      of each layer, which are put into the key-value cache. features are those of the keys of one layer.
+    - Prefix with projection: ``embedding.<name>`` is (tokens, features), and ``transform.<name>`` computes
+      the prefix.
+    - Prompt (arXiv 2104.08691): ``embedding.<name>`` is (tokens, hidden size), embeddings before those of the
+      input. The output then has the positions of the prompt too.
     """
 
     def __init__(self) -> None:
@@ -26,20 +29,20 @@ class VirtualTokens(nn.Module):
         self.rows = None
 
     def values(self, name: str) -> Tensor:
-        """The tokens as files have them: (tokens, 2 * layers * features) or (tokens, hidden size)."""
+        """Return the tokens as saved in files: (tokens, 2 * layers * features) or (tokens, hidden size)."""
         found = self.embedding[name]
         result: Tensor = self.transform[name](found) if name in self.transform else found
         return result
 
     def tensors(self, name: str) -> dict[str, nn.Parameter]:
-        """An adapter's parameters."""
+        """Return the parameters of an adapter, by name."""
         if name not in self.adapters:
             return {}
         more = dict(self.transform[name].named_parameters()) if name in self.transform else {}
         return {"embedding": self.embedding[name], **more}
 
     def add(self, name: str, options: VirtualOptions, values: Tensor, transform: nn.Module | None) -> None:
-        """Takes on an adapter, or the new values of one, in the tensor that it has where that has their shape."""
+        """Add an adapter. If it exists and the shape is the same, copy the new values into its tensor."""
         own = self.embedding.get(name)
         if own is not None and own.shape == values.shape:
             own.detach().copy_(values)
@@ -52,33 +55,36 @@ class VirtualTokens(nn.Module):
         self.adapters[name] = options
 
     def remove(self, name: str) -> None:
-        """Takes an adapter off."""
+        """Remove an adapter."""
         del self.embedding[name], self.adapters[name]
         if name in self.transform:
             del self.transform[name]
 
     def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's arguments with the tokens of the active adapter: a hook before its forward."""
+        """Add the tokens of the active adapter to the arguments of the model, as its forward pre-hook.
+
+        Raises:
+            ValueError: the adapter is a prefix and the model uses gradient checkpointing.
+        """
         names = [name for name in self.active if name in self.adapters] if self.enabled else []
         if not names:
             return None
-        kwargs = (
-            dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
-        )  # fewer arguments than parameters
+        # Positional arguments become keyword arguments. There may be fewer arguments than parameters.
+        kwargs = dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
         options, values = self.adapters[names[0]], self.values(names[0])
         ids = kwargs.get("input_ids")
         read = kwargs["inputs_embeds"] if ids is None else ids
         batch, count = read.shape[0], options.tokens
         cache = kwargs.get("past_key_values")
-        begins = (
-            cache is None or cache.get_seq_length() == 0
-        )  # later tokens of a text find the others in the cache
+        # During generation, only the first call adds tokens. Later calls find them in the key-value cache.
+        begins = cache is None or cache.get_seq_length() == 0
         mask = kwargs.get("attention_mask")
         if mask is not None:
             kwargs["attention_mask"] = torch.cat([mask.new_ones(batch, count), mask], 1)
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = kwargs["position_ids"] + count
-        kwargs.pop("cache_position", None)  # the model counts what is in the cache
+        # Without cache_position, the model derives the positions from the length of the cache.
+        kwargs.pop("cache_position", None)
         if not begins:
             return (), kwargs
         if isinstance(options, PrefixOptions):
@@ -104,13 +110,14 @@ class VirtualTokens(nn.Module):
 
 
 def _filled(model: Any, cache: Any, values: Tensor, batch: int) -> Any:
-    """A key-value cache with the prefix in it."""
+    """Return the key-value cache with the prefix in it; create a cache if there is none."""
     if cache is None:
         from transformers import DynamicCache
 
         cache = DynamicCache(config=model.config)
     layers, heads, features = cache_sizes(model)
-    # (tokens, layers, keys and values, heads, features) -> for each layer (batch, heads, tokens, features)
+    # (tokens, layers, 2, heads, features) -> (layers, 2, heads, tokens, features), where 2 stands for key and
+    # value
     parts = values.to(model.dtype).view(values.shape[0], layers, 2, heads, features).permute(1, 2, 3, 0, 4)
     for index, (keys, own_values) in enumerate(parts):
         cache.update(keys.expand(batch, -1, -1, -1), own_values.expand(batch, -1, -1, -1), index)
@@ -118,10 +125,10 @@ def _filled(model: Any, cache: Any, values: Tensor, batch: int) -> Any:
 
 
 def cache_sizes(model: Any) -> tuple[int, int, int]:
-    """Layers, heads of keys and values, and the features of each.
+    """Return the number of layers, the number of key and value heads, and the features of a head.
 
     Raises:
-        ValueError: not a transformers causal language model.
+        ValueError: the model is not a transformers causal language model.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "num_hidden_layers") or not hasattr(model, "get_input_embeddings"):
@@ -135,13 +142,13 @@ def cache_sizes(model: Any) -> tuple[int, int, int]:
 
 
 def width(model: Any, options: VirtualOptions) -> int:
-    """Features of a virtual token in files."""
+    """Return the number of features of a virtual token in files."""
     layers, heads, features = cache_sizes(model)
     return 2 * layers * heads * features if isinstance(options, PrefixOptions) else model.config.hidden_size
 
 
 def start(model: Any, options: VirtualOptions) -> tuple[Tensor, nn.Module | None]:
-    """First values, drawn as PEFT does, on the CPU."""
+    """Draw the initial tokens, and the projection if there is one, on the CPU, with PEFT's random numbers."""
     if isinstance(options, PromptOptions):
         return _prompt(model, options), None
     assert isinstance(options, PrefixOptions)
@@ -177,7 +184,7 @@ def _prompt(model: Any, options: PromptOptions) -> Tensor:
 def attach_tokens(
     model: nn.Module, name: str, options: VirtualOptions, values: Tensor, transform: nn.Module | None
 ) -> None:
-    """Gives a model virtual tokens, and the hook that uses them."""
+    """Add virtual tokens to a model, and register the hook that uses them if the model has none yet."""
     held = getattr(model, "virtual_tokens", None)
     if not isinstance(held, VirtualTokens):
         model.virtual_tokens = held = VirtualTokens()
@@ -189,7 +196,7 @@ def attach_tokens(
 
 
 def detach_tokens(model: nn.Module) -> None:
-    """Takes the virtual tokens and their hook off."""
+    """Remove the virtual tokens and their hook from a model."""
     held = model.virtual_tokens
     for key, hook in list(model._forward_pre_hooks.items()):
         if getattr(hook, "__self__", None) is held:

@@ -1,1 +1,1 @@
-"""Attention."""
+"""Attention with memory linear in the number of tokens."""

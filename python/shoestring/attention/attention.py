@@ -1,4 +1,4 @@
-"""Attention whose memory is linear in tokens, with every option on every path."""
+"""Attention with memory linear in the number of tokens; all options can be combined on CPU and CUDA."""
 
 import math
 from typing import Literal, NamedTuple, overload
@@ -8,7 +8,11 @@ from torch import Tensor
 
 
 class AttentionResult(NamedTuple):
-    """What :func:`attention` returns with ``return_lse=True``."""
+    """The result of :func:`attention` with ``return_lse=True``.
+
+    out: the output.
+    lse: log-sum-exp of the scores of each query.
+    """
 
     out: Tensor
     lse: Tensor
@@ -93,50 +97,61 @@ def attention(
     deterministic: bool | None = None,
     return_lse: bool = False,
 ) -> Tensor | AttentionResult:
-    """``softmax(scale * q @ k.T) @ v`` for every head, a block at a time: scores never exist as a whole.
+    """Compute ``softmax(scale * q @ k.T) @ v`` for every head, one block of scores at a time.
 
-    Backward computes them again from what is kept: inputs, output and one number for each query. Sums are fp32 (fp64
-    for fp64), results are bitwise repeatable (see ``deterministic``) and do not depend on the number of threads. On CUDA nothing
-    waits for the GPU; it takes compute capability 8.0 or more and at most 256 features, and fp32 has the 22 bits of two
-    TF32 numbers.
+    The whole matrix of scores is never in memory. The inputs, the output and one number per query are saved
+    for backward, which computes the scores again. Sums are fp32 (fp64 for fp64). Results are bitwise
+    repeatable (see ``deterministic``) and do not depend on the number of threads.
+
+    CUDA needs compute capability 8.0 or higher, and a head_dim and value_dim of at most 256. The host never
+    waits for the GPU. fp32 inputs are multiplied with 22 bits of precision, as sums of two TF32 numbers.
 
     Args:
         q: (batch, heads, tokens, head_dim), fp32, bf16, fp16 or, on the CPU, fp64, with any strides. With
             ``cu_seqlens_q`` packed: (tokens of all sequences, heads, head_dim).
-        k: (batch, kv heads, keys, head_dim), of q's dtype; heads must be a multiple of kv heads (grouped queries). Packed: (keys of all
-            sequences, kv heads, head_dim).
-        v: (batch, kv heads, keys, value_dim), which may differ from head_dim.
-        causal: each query sees keys up to its own. Where there are fewer queries than keys, or more, the last query and the
-            last key are the same token.
-        window: how many keys to the left and to the right of its own a query sees, aligned in the same way; -1: all.
-            A sliding window of ``w`` tokens is ``causal=True, window=(w - 1, -1)``.
-        softcap: above 0: scores become ``softcap * tanh(scores / softcap)``, as in Gemma 2.
+        k: (batch, kv heads, keys, head_dim), in the dtype of q. heads must be a multiple of kv heads
+            (grouped-query attention). Packed: (keys of all sequences, kv heads, head_dim).
+        v: (batch, kv heads, keys, value_dim), or packed like k; value_dim may differ from head_dim.
+        causal: True if a query attends only to keys up to its own position. If the numbers of queries and
+            keys differ, the last query and the last key have the same position.
+        window: numbers of keys to the left and to the right of its own position that a query attends to,
+            aligned as for ``causal``; -1 is no limit. A sliding window of ``w`` tokens is ``causal=True,
+            window=(w - 1, -1)``.
+        softcap: if above 0, scores become ``softcap * tanh(scores / softcap)``, as in Gemma 2.
         scale: default ``1 / sqrt(head_dim)``.
-        bias: added to the scores after the cap; (batch, heads, queries, keys), any of them 1; fp32, bf16, fp16, with -inf where
-            a key is not to be seen, or bool, true where it is. Packed: (heads, queries of all sequences, keys of the
-            longest), the first two of them possibly 1. Differentiable.
-        alibi_slopes: (heads) or (batch, heads): ``slope * |i - j|`` is subtracted from the scores. No gradient.
-        sinks: (heads): the score of one more key, whose value is zero, as in gpt-oss. Differentiable.
-        cu_seqlens_q: (sequences + 1) int32, where sequences begin and the last one ends, on q's device. Nothing reads it on the host.
-        cu_seqlens_k: the same of the keys; default ``cu_seqlens_q``.
-        dropout_p: the probability with which a probability is dropped, in [0, 1), to 1 / 65536; others are divided by ``1 - p``.
-        seed: one int64 on q's device, with ``dropout_p`` only. The mask is a function of it and the place, made again in backward.
-        deterministic: True: the same bits in each run. Otherwise a call on CUDA goes to PyTorch's cuDNN or flash operator where
-            PyTorch would take it and it does the same: bf16 or fp16, no option but ``scale`` and ``causal`` (that with equal
-            lengths). Their backward adds up in any order. None: ``torch.are_deterministic_algorithms_enabled()``.
-        return_lse: return ``(out, lse)``.
+        bias: added to the scores after the cap, (batch, heads, queries, keys); each dimension may be 1. fp32,
+            bf16 or fp16, with -inf for masked keys; or bool, False for masked keys. Packed: (heads, queries
+            of all sequences, keys of the longest sequence), where the first two dimensions may be 1.
+            Differentiable.
+        alibi_slopes: (heads) or (batch, heads): ``slope * |i - j|`` is subtracted from the scores. Not
+            differentiable.
+        sinks: (heads): the score of one additional key with the value zero, as in gpt-oss. Differentiable.
+        cu_seqlens_q: (sequences + 1), int32, on the device of q: the index of the first query of each
+            sequence, and the end of the last sequence. The host does not read it.
+        cu_seqlens_k: the same for the keys; default ``cu_seqlens_q``.
+        dropout_p: probability, in [0, 1), that an attention weight is dropped, rounded to a multiple of 1 /
+            65536. The other weights are divided by ``1 - dropout_p``.
+        seed: one int64 on the device of q; only with ``dropout_p``. The mask is a function of the seed and
+            the position of an attention weight. Backward computes it again.
+        deterministic: True guarantees the same bits in each run. False permits a call on CUDA to use
+            PyTorch's cuDNN or flash operator, whose backward sums in varying order. This happens where
+            PyTorch would choose that operator: bf16 or fp16, and no options but ``scale`` and, for equal
+            lengths, ``causal``. None: ``torch.are_deterministic_algorithms_enabled()``.
+        return_lse: whether to return ``(out, lse)``.
 
     Returns:
-        (batch, heads, tokens, value_dim), or packed (tokens, heads, value_dim), of q's dtype, its dimensions in memory as
-        q's; 0 where a query sees no key. With ``return_lse`` an :class:`AttentionResult`, whose ``lse`` is the
-        log-sum-exp of the scores, sink included, (batch, heads, tokens), or packed (heads, tokens), fp32 (fp64 for fp64),
-        -inf where a query sees nothing. Both are differentiable, once, by q, k, v, bias and sinks.
+        (batch, heads, tokens, value_dim), or packed (tokens, heads, value_dim), in the dtype and the
+        dimension order in memory of q. Rows of queries that attend to no key are 0. With ``return_lse`` an
+        :class:`AttentionResult`. Its ``lse`` is the log-sum-exp of the scores including the sink, (batch,
+        heads, tokens), or packed (heads, tokens), fp32 (fp64 for fp64), and -inf for queries without keys.
+        Both are differentiable once with respect to q, k, v, bias and sinks.
 
     Raises:
-        RuntimeError: a shape, dtype or option that does not fit.
+        RuntimeError: a shape, dtype or option does not fit.
 
-    FlashAttention's algorithm (Dao et al., arXiv 2205.14135; Dao, arXiv 2307.08691). On the CPU scores are kept with queries side by
-    side in a register, so that a row's maximum and sum need no shuffles and probabilities lie as the next product reads them.
+    The algorithm is FlashAttention (Dao et al., arXiv 2205.14135; Dao, arXiv 2307.08691). On the CPU, a
+    vector register holds the scores of several queries for one key. The maximum and sum of a row thus need no
+    shuffles, and the probabilities are already in the layout that the product with v reads.
     """
     arguments = (q, k, v, bias, sinks)
     options = {
@@ -173,9 +188,12 @@ def attention_reference(
     cu_seqlens_k: Tensor | None = None,
     keep: Tensor | None = None,
 ) -> AttentionResult:
-    """:func:`attention` with ``return_lse`` in plain PyTorch, with all scores in memory.
+    """Compute :func:`attention` with ``return_lse`` in plain PyTorch, with all scores in memory.
 
-    ``keep``, in place of dropout: what probabilities are multiplied by, (batch, heads, queries, keys).
+    Args:
+        keep: replaces dropout_p: factors of the attention weights, (batch, heads, queries, keys).
+
+    The other arguments are those of :func:`attention`.
     """
     if cu_seqlens_q is not None:
         starts_q = cu_seqlens_q.tolist()

@@ -1,1 +1,1 @@
-"""Modules that are made of several layers: attention with its projections, gated MLPs."""
+"""Modules that combine several layers: attention with its projections, and gated MLPs."""

@@ -1,4 +1,4 @@
-"""Multi-head attention between its projections."""
+"""Multi-head attention with its projections, as a module."""
 
 from typing import Any
 
@@ -13,32 +13,35 @@ from shoestring.layers.seeded_dropout import draw_seed
 
 
 class Attention(nn.Module):
-    """Queries, keys and values projected, heads normalised and rotated, ``shoestring.attention``, a projection back.
+    """Multi-head attention with projections, and optionally with RMSNorm and rotation of each head.
 
-    Its state_dict has transformers' names: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, and where there are such
-    ``q_norm``, ``k_norm``, ``sinks``, so that the attention of Llama, Mistral, Qwen 2 and 3, Gemma, gpt-oss loads.
-    Projections begin as ``nn.Linear`` does. Where those of one input are frozen, with adapters or quantised, they are
-    one ``lora_linear_group``.
+    Its state_dict has the names of transformers: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, and, if
+    used, ``q_norm``, ``k_norm`` and ``sinks``. It therefore loads the attention of Llama, Mistral, Qwen 2 and
+    3, Gemma and gpt-oss. Projections are initialised like ``nn.Linear``. If the projections of the same input
+    are frozen and have adapters or quantised weights, one ``lora_linear_group`` computes them together.
 
     Args:
-        features: of the input and of the result.
-        num_heads: of the queries.
-        num_kv_heads: of keys and values, a divisor of num_heads (grouped queries); None: num_heads.
-        head_dim: features of a head of queries and keys; None: ``features / num_heads``.
-        value_dim: of a head of values; None: head_dim.
-        source_features: of what keys and values are made of, in cross-attention; None: features.
-        bias, out_bias: whether ``q_proj``, ``k_proj`` and ``v_proj`` have a bias, and whether ``o_proj`` has.
+        features: size of the last dimension of input and output.
+        num_heads: number of heads of the queries.
+        num_kv_heads: number of heads of the keys and values, a divisor of num_heads (grouped-query
+            attention). None: num_heads.
+        head_dim: features of a head of queries and keys. None: ``features / num_heads``.
+        value_dim: features of a head of values. None: head_dim.
+        source_features: features of the source in cross-attention, from which keys and values are projected.
+            None: features.
+        bias: whether ``q_proj``, ``k_proj`` and ``v_proj`` have a bias.
+        out_bias: whether ``o_proj`` has a bias.
         causal, window, softcap, scale: as in ``shoestring.attention``.
-        qk_norm: RMSNorm of each head of queries and keys, before the rotation and in one pass with it; what is between
-            the two is fp32.
-        norm_eps, norm_offset: that norm's, as in ``shoestring.rms_norm``: Gemma's offset is 1.
+        qk_norm: whether RMSNorm is applied to each head of queries and keys, before the rotation. With a
+            rotation both are computed in one pass, with fp32 in between.
+        norm_eps, norm_offset: of this RMSNorm, as in ``shoestring.rms_norm``; Gemma has offset 1.
         rotary_dim, interleaved: as in ``shoestring.rope``.
-        sinks: whether each head has a learned sink, ``sinks`` (num_heads), zeros to begin with.
-        dropout_p: the probability with which a probability is dropped, in training alone.
+        sinks: whether each head has a trainable sink. The parameter ``sinks`` (num_heads) starts as zeros.
+        dropout_p: probability that an attention weight is dropped, in training only.
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: sizes that do not go together.
+        ValueError: the sizes are not consistent, or dropout_p is outside [0, 1).
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(num_heads, **where)) if sinks else None
 
     def reset_parameters(self) -> None:
-        """The first values of ``sinks``, which no layer below has."""
+        """Initialise ``sinks``, the only parameter that does not belong to a submodule."""
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
 
@@ -114,20 +117,22 @@ class Attention(nn.Module):
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
     ) -> Tensor:
-        """Attention of x's tokens to each other or, with a source, to that one's.
+        """Compute self-attention of the tokens of x or, with a source, cross-attention to its tokens.
 
         Args:
-            x: (batch, tokens, features), or with cu_seqlens_q packed, (tokens of all sequences, features).
-            source: (batch, keys, source_features); packed, with cu_seqlens_k, (keys of all, source_features).
-            cos, sin, position_ids: as in ``shoestring.rope``; without cos and sin no rotation. Not with a source.
+            x: (batch, tokens, features), or packed, with cu_seqlens_q, (tokens of all sequences, features).
+            source: (batch, keys, source_features), or packed, with cu_seqlens_k, (keys of all sequences,
+                source_features).
+            cos, sin, position_ids: as in ``shoestring.rope``. Without cos and sin there is no rotation. Not
+                supported with a source.
             bias, alibi_slopes, cu_seqlens_q, cu_seqlens_k: as in ``shoestring.attention``.
 
         Returns:
-            x's shape, in the dtype of the projections.
+            The shape of x, in the dtype of the projections.
 
         Raises:
-            ValueError: an x, a source or tables that do not go with the module.
-            RuntimeError: what the operators refuse.
+            ValueError: x, source, cos or sin does not fit the module.
+            RuntimeError: another argument does not fit the operators.
         """
         self._check(x, source, cos, sin, position_ids, cu_seqlens_q)
         if source is None:

@@ -1,4 +1,4 @@
-"""The gated MLP of Llama's and Gemma's layers."""
+"""The gated MLP of Llama and Gemma, as a module."""
 
 import torch
 from torch import Tensor, nn
@@ -11,21 +11,25 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 class GatedMLP(nn.Module):
-    """``down_proj(activation(gate_proj(x)) * up_proj(x))``: SwiGLU or GeGLU in one pass each way (arXiv 2002.05202).
+    """``down_proj(activation(gate_proj(x)) * up_proj(x))``, a SwiGLU or GeGLU block (arXiv 2002.05202).
 
-    Its state_dict has transformers' names, ``gate_proj``, ``up_proj``, ``down_proj``: Llama's, Qwen's, Gemma's.
-    Backward keeps the two projections and their product; where ``down_proj`` is frozen, with a low-rank adapter, not
-    SwiGLU's product. ``gate_proj`` and ``up_proj``, frozen, with adapters or quantised, are one ``lora_linear_group``.
+    Its state_dict has the names of transformers (Llama, Qwen, Gemma): ``gate_proj``, ``up_proj`` and
+    ``down_proj``.
+
+    The outputs of ``gate_proj`` and ``up_proj`` and their gated product are saved for backward. The product
+    of SwiGLU is not saved if ``down_proj`` is frozen and has a low-rank adapter. If ``gate_proj`` and
+    ``up_proj`` are frozen and have adapters or quantised weights, one ``lora_linear_group`` computes them
+    together.
 
     Args:
-        features: of the input and of the result.
-        hidden_features: between the projections.
-        activation: "silu" (Llama), "gelu_tanh" (Gemma) or "gelu", which is exact.
-        bias: whether the projections have one.
-        device, dtype: of the parameters, which begin as ``nn.Linear``'s.
+        features: size of the last dimension of input and output.
+        hidden_features: output features of ``gate_proj`` and ``up_proj``.
+        activation: "silu" (Llama), "gelu_tanh" (Gemma) or "gelu" (exact).
+        bias: whether the projections have a bias.
+        device, dtype: of the parameters, which are initialised like those of ``nn.Linear``.
 
     Raises:
-        ValueError: an unknown activation.
+        ValueError: the activation is unknown.
     """
 
     def __init__(
@@ -49,10 +53,16 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(hidden_features, features, bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., features); the result has its shape, and the dtype of the projections.
+        """Compute the block.
+
+        Args:
+            x: (..., features).
+
+        Returns:
+            The shape of x, in the dtype of the projections.
 
         Raises:
-            ValueError: an x of other features.
+            ValueError: the last dimension of x is not features.
         """
         if x.shape[-1:] != (self.features,):
             raise ValueError(f"nn.GatedMLP: x: expected (..., {self.features}), received {tuple(x.shape)}")

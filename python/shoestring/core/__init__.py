@@ -1,1 +1,1 @@
-"""What every room uses."""
+"""Helpers that the other subpackages use: errors, classes of single instances, storages of tensors."""

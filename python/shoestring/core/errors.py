@@ -1,12 +1,18 @@
-"""The error that a person can mend: one line, shown without a traceback, exit code 2."""
+"""InputError, for mistakes that a user can correct.
+
+The command line prints its message in one line, without a traceback, and exits with code 2.
+"""
 
 from __future__ import annotations
 
-LONGEST = 1500  # characters of a message, which may quote a file
+LONGEST = 1500  # limit on the characters of a message, which may quote a file
 
 
 class InputError(ValueError):
-    """Something given by the user cannot be used; the message is one line that says what, where and what to do."""
+    """An argument or a file of the user cannot be used.
+
+    The message is one line. It says what is wrong, where, and what to do.
+    """
 
     def __init__(self, message: object) -> None:
         text = " ".join(str(message).split())
@@ -14,7 +20,10 @@ class InputError(ValueError):
 
 
 def is_utf8(text: str) -> bool:
-    """Whether a name or an argument is UTF-8; Python keeps other bytes as lone surrogates, which no file can hold."""
+    """Return whether a name or an argument is valid UTF-8.
+
+    Python keeps other bytes as lone surrogates, which cannot be written to a file.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:

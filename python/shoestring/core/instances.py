@@ -1,4 +1,4 @@
-"""One instance made to do something else: it gets a class of its own, derived from the one that it had."""
+"""Change the methods of a single module, which gets a class of its own, derived from its former class."""
 
 from __future__ import annotations
 
@@ -9,19 +9,26 @@ from typing import Any
 
 from torch import nn
 
-Found = tuple[str, str, Callable[[], None]]  # where, what, how to take it back
-Left = tuple[str, str]  # where, and why it is left alone
-PLAIN = "_shoestring_plain"  # of a derived class: the one that copies and files know
-PRIVATE = "_shoestring_private"  # names of attributes that they do not
+# A changed module: its name, a description of the change, and a function that undoes the change.
+Found = tuple[str, str, Callable[[], None]]
+Left = tuple[str, str]  # name of a module that is not changed, and the reason
+PLAIN = "_shoestring_plain"  # attribute of a derived class: the original class, which copies and pickles have
+PRIVATE = "_shoestring_private"  # attribute of a derived class: names of attributes that copies leave out
 
 
 def derive(module: nn.Module, body: dict[str, Any], private: tuple[str, ...] = ()) -> Callable[[], None]:
-    """Gives the module a class with `body` in it; one that is derived already keeps what it has besides.
+    """Give a module a new class, derived from its present class, with the methods in `body`.
 
-    A deep copy of the module, and what is unpickled, has its plain class. Returns how to take it back, the last first.
+    Several calls on one module add up. Deep copies and pickles of the module have its original class.
 
     Args:
-        private: attributes that the new methods set on the module, for it alone.
+        module: the module, which stays the same object.
+        body: attributes and methods of the new class.
+        private: names of attributes that the new methods set on the module. Copies and pickles leave them
+            out.
+
+    Returns:
+        A function that undoes the change. After several calls, undo the last one first.
     """
     original = type(module)
     names = {
@@ -42,7 +49,7 @@ def _take_back(module: nn.Module, original: type, private: tuple[str, ...]) -> N
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
-    """As the plain module, so that copies and files know nothing of the derived class."""
+    """Reduce the module to an instance of its original class, so that copies and pickles have that class."""
     state: Any = object.__reduce_ex__(self, 2)[2]
     return (
         object.__new__,
@@ -52,12 +59,18 @@ def _reduce(self: Any, protocol: Any) -> Any:
 
 
 def has_only(module: nn.Module, parts: set[str]) -> bool:
-    """Whether a module is these parts alone: a forward in place of its own would pass over weights besides, which a trial need
-    not show, where a scale is still one."""
+    """Return whether a module has no submodules but these, and no parameters or buffers of its own.
+
+    A replacement of its forward would ignore any other weight. A trial run need not show that, for example
+    while a scale still has the value 1.
+    """
     return set(module._modules) <= parts and not module._parameters and not module._buffers
 
 
 def names_dropout(module: nn.Module) -> bool:
-    """Whether a module's forward calls one, which a trial in eval mode does not show."""
+    """Return whether the code of a module's forward names dropout. A trial run in eval mode does not show it.
+
+    Return True if the code cannot be read.
+    """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is None or any("dropout" in name for name in code.co_names)

@@ -1,4 +1,4 @@
-"""Where tensors lie: addresses and sizes, each storage once however many tensors share it."""
+"""Addresses and sizes of the storages behind tensors; a storage that several tensors share counts once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from torch import Tensor
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Address and bytes of the distinct storages behind tensors; a wrapper such as a quantised weight has several."""
+    """Return the size in bytes of each distinct storage behind the tensors, by address.
+
+    A wrapper subclass, such as a quantised weight, has several storages.
+    """
     return dict(pair for tensor in tensors for pair in _storages(tensor))
 
 
@@ -19,7 +22,8 @@ def _storages(tensor: Tensor) -> Iterator[tuple[int, int]]:
             yield from _storages(getattr(tensor, name))
     else:
         storage = tensor.untyped_storage()
+        # Storages on the meta device have no data pointer; _cdata identifies them.
         yield (
             storage.data_ptr() or storage._cdata,
             storage.nbytes(),
-        )  # on the meta device nothing has an address
+        )

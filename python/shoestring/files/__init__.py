@@ -1,1 +1,1 @@
-"""Files that are replaced in one step, readers that check what they read, locks of folders."""
+"""Atomic replacement of files and folders, checked readers of files, and locks of folders."""

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent: temporary name, fsync, rename or exchange, fsync of the folder."""
+"""Atomic writes of files and folders: write to a temporary name, fsync, rename or exchange, fsync again."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-PARTIAL = ".partial"  # suffix of everything that is still being written
+PARTIAL = ".partial"  # suffix of files and folders that are still being written
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
-# A model's own files. A folder that replaces another one keeps all other files of its predecessor.
+# Files that belong to a model. A folder that replaces another one keeps all other files of the former folder.
 MODEL_FILES = re.compile(
     r"(generation_)?config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
 )
-AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of renameat2(2)
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # constants of the system call renameat2
 
 
 def _fsync(path: Path) -> None:
-    """Make a file, or the names inside a folder, durable."""
+    """Write a file, or the list of names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -35,9 +35,10 @@ def _fsync(path: Path) -> None:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield the name under which to write a file; it appears under ``path`` when the block ends without an exception.
+    """Yield a temporary path for a new file; rename it to ``path`` if the block ends without an exception.
 
-    Two processes that write one path do not share the temporary file.
+    The temporary name contains the process id, so two processes that write the same path do not share the
+    file.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
@@ -52,23 +53,25 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a binary file that appears under ``path`` only when the block ends without an exception."""
+    """Open a temporary binary file; rename it to ``path`` if the block ends without an exception."""
     with atomic_path(path) as partial, open(partial, "wb") as file:
         yield file
 
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """Yield a folder to fill; it takes the place of ``path`` when the block ends, or is removed after an exception.
+    """Yield a new folder to fill; it replaces ``path`` when the block ends, or is removed after an exception.
 
-    A former folder and the new one are exchanged in one step. Files of the former folder stay, unless they are a
-    model's own (``MODEL_FILES``) or the new folder has files of their names. Where ``exchange_obstacle`` finds one,
-    the files are replaced one by one: a crash meanwhile leaves a folder without config.json.
+    If ``path`` already exists, the two folders are exchanged in one step. Files of the former folder are
+    kept, unless they belong to a model (``MODEL_FILES``) or the new folder has a file of the same name. If
+    ``exchange_obstacle`` returns a reason, the files are replaced one by one instead. A crash during that
+    leaves a folder without config.json.
 
     Raises:
-        OSError: the folder cannot be written. A former folder is as before, unless its files were replaced one by one.
+        OSError: the folder cannot be written. An existing folder is unchanged, unless its files were replaced
+            one by one.
     """
-    path = Path(os.path.realpath(path))  # a symbolic link to a folder stays one
+    path = Path(os.path.realpath(path))  # a symbolic link stays; the folder to which it points is replaced
     if path.exists() and not os.access(path, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     in_place = path.exists() and exchange_obstacle(path) is not None
@@ -87,14 +90,17 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         else:
             _put(partial, path)
             _fsync(path.parent)
-            with suppress(FileNotFoundError):  # there was no former folder, or another process removes it
-                _keep_files(partial, path)  # files that were written there since
+            # After an exchange `partial` is the former folder. Files that were written into it in the
+            # meantime are kept. It does not exist if there was no former folder, or if another process
+            # removes it.
+            with suppress(FileNotFoundError):
+                _keep_files(partial, path)
 
 
 def exchange_obstacle(path: Path) -> str | None:
-    """Say why another folder cannot take the place of the folder ``path`` in one step; return None where it can."""
+    """Return why the folder ``path`` cannot be exchanged with another one in one step, or None if it can."""
     path = Path(os.path.realpath(path))
-    with suppress(FileNotFoundError):  # the current directory was removed
+    with suppress(FileNotFoundError):  # Path.cwd() fails if the current directory was removed
         if Path.cwd().is_relative_to(path):
             return "it is, or holds, the current directory"
     if os.path.ismount(path):
@@ -112,15 +118,16 @@ def exchange_obstacle(path: Path) -> str | None:
 
 
 def is_partial(name: str, of: str) -> bool:
-    """Tell whether ``name`` is one that ``atomic_directory`` gives a folder while it fills it for one named ``of``."""
+    """Return whether ``atomic_directory`` uses ``name`` as a temporary name for a folder named ``of``."""
     return re.fullmatch(re.escape(of) + r"\.[0-9a-f]{8}" + re.escape(PARTIAL), name) is not None
 
 
 @contextmanager
 def _partial_folder(parent: Path, name: str) -> Iterator[Path]:
-    """Make a folder in ``parent``; at the end remove whatever has its name then. Remove those that dead processes left.
+    """Create a temporary folder in ``parent``, and remove it at the end.
 
-    A lock on the folder tells other processes that its process is alive.
+    Temporary folders of processes that have died are removed first. The process locks its folder, so that
+    other processes know that the folder is in use.
     """
     parent.mkdir(parents=True, exist_ok=True)
     for stale in parent.iterdir():
@@ -137,9 +144,10 @@ def _partial_folder(parent: Path, name: str) -> Iterator[Path]:
         partial.mkdir()
         with suppress(FileNotFoundError):
             descriptor = os.open(partial, os.O_RDONLY)
-            with suppress(OSError):  # a file system without locks
+            with suppress(OSError):  # the file system may not support locks
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if partial.exists():  # else another process removed it as a dead one's, before it was locked
+            # Another process may have removed the folder before it was locked. The loop then tries again.
+            if partial.exists():
                 break
             os.close(descriptor)
     try:
@@ -150,7 +158,10 @@ def _partial_folder(parent: Path, name: str) -> Iterator[Path]:
 
 
 def _keep_files(former: Path, new: Path, inside: bool = False) -> None:
-    """Link the files of ``former`` into ``new`` that are not there; ``inside``: below the folder of a model."""
+    """Hard-link the files of ``former`` that ``new`` does not have into ``new``.
+
+    At the top level, files of a model (``MODEL_FILES``) are left out. ``inside`` is True for subfolders.
+    """
     for entry in list(os.scandir(former)):
         target = new / entry.name
         if not inside and MODEL_FILES.fullmatch(entry.name):
@@ -168,7 +179,7 @@ def _keep_files(former: Path, new: Path, inside: bool = False) -> None:
 
 
 def _copy_attributes(former: Path, new: Path) -> None:
-    """Give a folder the mode and times of another, and its owner where the system allows it."""
+    """Copy the mode and the times of a folder to another one, and its owner if the system allows it."""
     status = former.stat()
     with suppress(PermissionError):
         os.chown(new, status.st_uid, status.st_gid)
@@ -176,7 +187,7 @@ def _copy_attributes(former: Path, new: Path) -> None:
 
 
 def _put(new: Path, path: Path) -> None:
-    """Rename a folder to ``path``; a former one that is not empty takes its name, in the same step."""
+    """Rename the folder ``new`` to ``path``, or exchange the two in one step if ``path`` is not empty."""
     try:
         os.replace(new, path)
     except OSError as error:
@@ -187,7 +198,7 @@ def _put(new: Path, path: Path) -> None:
 
 def _exchange(first: Path, second: Path) -> None:
     """Swap two names in one step."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # of Linux alone
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # renameat2 exists on Linux only
     paths = os.fsencode(first), os.fsencode(second)
     if rename is None or rename(AT_FDCWD, paths[0], AT_FDCWD, paths[1], RENAME_EXCHANGE) != 0:
         error = errno.ENOSYS if rename is None else ctypes.get_errno()
@@ -195,9 +206,10 @@ def _exchange(first: Path, second: Path) -> None:
 
 
 def _replace_files(new: Path, path: Path) -> None:
-    """Move the files of ``new`` into ``path``, over those of a model.
+    """Move the files of ``new`` into ``path``, and remove former files of a model that ``new`` does not have.
 
-    config.json and the index of the shards go first; the new ones come last. No loader takes the folder in between.
+    config.json and the index of the shards are removed first and written last. A loader that finds neither
+    refuses the folder, so it never reads a mixture of old and new files.
     """
     last = (INDEX, CONFIG)
     for name in reversed(last):
@@ -225,7 +237,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what a killed process left half-written directly inside ``folder``."""
+    """Remove the incomplete files and folders that a killed process left directly inside ``folder``."""
     for leftover in folder.glob("*" + PARTIAL):
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
@@ -234,9 +246,10 @@ def remove_partial(folder: Path) -> None:
 
 
 def disk_error(error: BaseException) -> OSError | None:
-    """Return the disk's refusal (full, quota, limit, name, read-only, no permission, broken) behind ``error``, if it is one.
+    """Return the system error behind ``error`` if writing failed for a reason outside the program, else None.
 
-    Libraries that write files wrap the system's error or keep only its text.
+    These reasons are: the disk is full or broken, a quota or size limit, a name that is too long, a read-only
+    file system, missing permission. Libraries that write files wrap the system error or keep only its text.
     """
     of_writing = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
     seen: BaseException | None = error

@@ -1,4 +1,4 @@
-"""Locks between processes that write one folder or file. A lock ends with its process, however that ends."""
+"""Locks between processes that write the same folder or file. A lock ends when its process ends or dies."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from pathlib import Path
 
 from shoestring.core.errors import InputError
 
-LOCK = ".lock"  # its name in a folder; the C++ examples use the same one
-REFUSED = (errno.EACCES, errno.EAGAIN)  # another process holds the lock
+LOCK = ".lock"  # name of the lock file in a folder; the C++ examples use the same name
+REFUSED = (errno.EACCES, errno.EAGAIN)  # errors of lockf if another process holds the lock
 
 
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
-    """Hold the lock file ``path`` inside the block, and remove the file afterwards.
+    """Hold a lock on the file ``path`` inside the block, and remove the file afterwards.
 
-    The lock is a POSIX record lock: the kernel frees it when the process ends, forked children do not inherit it, and
-    NFS and the C++ examples (examples/cpp/common/folder_lock.h) know it. A file system without locks is used without.
+    The lock is a POSIX record lock. The kernel frees it when the process ends, and forked children do not
+    inherit it. NFS supports it, and the C++ examples (examples/cpp/common/folder_lock.h) use the same lock.
+    On a file system without locks, the block runs without one.
 
     Args:
-        path: the lock file. The folder that holds it is made if it is absent.
-        what: the option at fault, which begins every message, such as "--out runs/a".
+        path: the lock file. Its folder is created if it does not exist.
+        what: the option that named the folder, such as "--out runs/a". Error messages begin with it.
 
     Raises:
-        InputError: another process holds the lock, or the file system refuses the folder or the file.
+        InputError: another process holds the lock, or the folder or the file cannot be created.
     """
     try:
         descriptor = _acquire(path, what)
@@ -38,17 +39,22 @@ def locked(path: Path, what: str) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            path.unlink()  # before the lock is freed: nobody else may own the file yet
+            path.unlink()  # removed while the lock is held, so that no other process has locked this file
         os.close(descriptor)
 
 
 def _acquire(path: Path, what: str) -> int:
-    """Return the descriptor of the lock file, which is locked."""
+    """Lock the lock file and return its descriptor.
+
+    Raises:
+        InputError: another process holds the lock.
+        OSError: the folder or the file cannot be created.
+    """
     for attempt in range(100):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except (FileNotFoundError, FileExistsError):  # another process has just removed the folder
+        except (FileNotFoundError, FileExistsError):  # another process has just removed the lock's folder
             if attempt == 99:
                 raise
             continue
@@ -65,7 +71,8 @@ def _acquire(path: Path, what: str) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # the holder removed this file between our open and our lock
+        # The former holder removed the lock file after this process had opened it. Try again with a new file.
+        os.close(descriptor)
     raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(path))
 
 
@@ -77,7 +84,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _holder(descriptor: int) -> str:
-    """The process that the lock file names. The holder writes it just after it has the lock."""
+    """Describe the process whose id is in the lock file. A process writes it just after it gets the lock."""
     words = os.pread(descriptor, 300, 0).decode(errors="replace").split()
     if len(words) != 2 or not words[0].isdecimal():
         return "another process"

@@ -1,4 +1,4 @@
-"""Files from elsewhere: regular ones, of limited size, and JSON that cannot exhaust stack or memory."""
+"""Readers of untrusted files: regular files of limited size, and JSON that cannot exhaust stack or memory."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 from shoestring.core.errors import InputError
 
-MAX_JSON = 16_000_000  # bytes; a real file has 200 for each tensor or layer
-MAX_VALUES = 1_000_000  # commas and brackets
+MAX_JSON = 16_000_000  # limit on the bytes of a JSON file, which has about 200 per tensor or layer
+MAX_VALUES = 1_000_000  # limit on the number of commas and opening brackets of a JSON text
 
 
 def check_regular(path: str | os.PathLike[str], where: str) -> int:
-    """Return the size of a regular file; a named pipe or a device is refused without waiting for it.
+    """Return the size of a regular file in bytes. Named pipes and devices are refused without being opened.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        InputError: it is no regular file, or the system refuses to look at it.
+        FileNotFoundError: the file does not exist.
+        InputError: path is not a regular file, or the system denies access to it.
     """
     try:
         found = os.stat(path)
@@ -36,12 +36,13 @@ def read_regular(path: Path, where: str, most: int | None = None) -> bytes:
     """Return the bytes of a regular file.
 
     Args:
-        where: begins the message of an error.
-        most: the largest size, in bytes; None is any.
+        path: the file.
+        where: the beginning of error messages.
+        most: the largest permitted size in bytes; None is no limit.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        InputError: it is no regular file, larger than ``most``, or the system refuses to read it.
+        FileNotFoundError: the file does not exist.
+        InputError: path is not a regular file, is larger than ``most``, or cannot be read.
     """
     size = check_regular(path, where)
     if most is not None and size > most:
@@ -55,10 +56,10 @@ def read_regular(path: Path, where: str, most: int | None = None) -> bytes:
 
 
 def parse_json(text: bytes, where: str) -> Any:
-    """Return what JSON in UTF-8 holds.
+    """Parse JSON in UTF-8; ``where`` is the beginning of error messages.
 
     Raises:
-        InputError: it is no JSON, too deep or too large.
+        InputError: the text is not valid JSON, is nested too deeply, or has too many values.
     """
     if sum(text.count(mark) for mark in (b",", b"[", b"{")) > MAX_VALUES:
         raise InputError(f"{where}: expected JSON of at most {MAX_VALUES} values, received more")
@@ -72,22 +73,25 @@ def parse_json(text: bytes, where: str) -> Any:
 
 
 def read_json(path: Path, where: str) -> Any:
-    """Return what a JSON file holds; raises as :func:`read_regular` and :func:`parse_json`."""
+    """Parse a JSON file; raise the errors of :func:`read_regular` and :func:`parse_json`."""
     return parse_json(read_regular(path, where, MAX_JSON), where)
 
 
 def is_integer(value: object) -> bool:
-    """True for JSON's integer of 64 bits; true and false are none."""
+    """Return whether a JSON value is an integer of 64 bits; booleans are not."""
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def is_number(value: object) -> bool:
-    """True for an integer of 64 bits or a finite float."""
+    """Return whether a JSON value is an integer of 64 bits or a finite float."""
     return is_integer(value) or (isinstance(value, float) and abs(value) < float("inf"))
 
 
 def is_name(value: object) -> bool:
-    """True for text that may name a module, and that a message may show: without control characters, not long."""
+    """Return whether a value can name a module and be shown in a message.
+
+    Such a name is text of at most 1000 characters without control characters.
+    """
     return isinstance(value, str) and len(value) <= 1000 and (value.isprintable() or all(map(_plain, value)))
 
 
@@ -101,6 +105,6 @@ def _plain(letter: str) -> bool:
 
 
 def shown(value: object) -> str:
-    """A value from a file in a message: one line, cut."""
+    """Return the representation of a value for a message: one line, cut after 120 characters."""
     text = repr(value)
     return text if len(text) <= 120 else text[:120] + "..."

@@ -1,4 +1,7 @@
-"""A safetensors file, written tensor by tensor: none of them is copied, and none stays in memory that lies on a disk."""
+"""Write a safetensors file tensor by tensor, without copies of contiguous CPU tensors.
+
+After a tensor that is memory-mapped from a file has been written, its pages are dropped from memory.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# The widest first, as files have them: then every tensor begins at a multiple of its elements' size.
+# Sorted by decreasing element size, which is also the order of tensors in a file. Every tensor is thus
+# aligned to the size of its elements.
 DTYPES = {
     torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
     torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -18,10 +22,18 @@ DTYPES = {
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a new file; whole or not is the caller's affair. A tensor of another device is copied while it is written.
+    """Write tensors to a new safetensors file.
+
+    The write is not atomic; use :func:`shoestring.files.atomic.atomic_path` for that. Tensors on another
+    device, or that are not contiguous, are copied one at a time.
+
+    Args:
+        path: the file.
+        tensors: the tensors, by name.
+        metadata: the value of ``__metadata__`` in the header.
 
     Raises:
-        ValueError: a tensor of a dtype that is not in ``DTYPES``.
+        ValueError: the dtype of a tensor is not in ``DTYPES``.
         OSError: the file cannot be written.
     """
     order = list(DTYPES)
@@ -41,7 +53,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
             "data_offsets": [begin, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data begins aligned
+    text += b" " * (-len(text) % 8)  # pads the header, so that the data starts at a multiple of 8 bytes
     with open(path, "wb", buffering=0) as file:
         for part in (len(text).to_bytes(8, "little"), text):
             while part:

@@ -1,26 +1,29 @@
-"""Products of matrices that are added in fp32."""
+"""Matrix products that are added to an accumulator, which may be fp32 while the matrices are bf16 or fp16."""
 
 import torch
 from torch import Tensor
 
 
 def addmm_(self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> None:
-    """``self = beta * self + alpha * mat1 @ mat2``, where self may be fp32 and the matrices bf16 or fp16.
+    """Compute ``self = beta * self + alpha * mat1 @ mat2`` in place; self may be fp32 for 16-bit matrices.
 
-    A weight's gradient, say, into an fp32 ``main_grad``: ``addmm_(weight.main_grad, grad_output.T, x)``. It is what the
-    package's own operators multiply with. On CPUs with AVX2 or AVX-512 the product is the package's own (16-bit matrices
-    are widened on their way into cache, and the result does not depend on the number of threads), elsewhere the
-    library's that PyTorch uses.
+    For example, ``addmm_(weight.main_grad, grad_output.T, x)`` adds the gradient of a weight to an fp32
+    ``main_grad``. The other operators of this package use the same product. On CPUs with AVX2 or AVX-512 it
+    is the package's own GEMM: it converts 16-bit matrices to fp32 while it packs them into cache, and its
+    result does not depend on the number of threads. On other machines it is the BLAS library that PyTorch
+    uses.
 
     Args:
-        self: (m, n), the matrices' dtype, or fp32 for bf16 and fp16. Not read where beta is 0.
-        mat1: (m, k), fp32, fp64, bf16 or fp16. Rows or columns may be apart: transposed views are read as they lie.
-        mat2: (k, n), mat1's dtype.
+        self: (m, n), in the dtype of the matrices, or fp32 if they are bf16 or fp16. If beta is 0, self is
+            not read.
+        mat1: (m, k), fp32, fp64, bf16 or fp16. Strided rows or columns are read without a copy, so transposed
+            views are efficient.
+        mat2: (k, n), in the dtype of mat1.
 
     Not differentiable.
 
     Raises:
-        RuntimeError: a shape, dtype or device that does not fit.
+        RuntimeError: a shape, dtype or device does not fit.
     """
     torch.ops.shoestring.addmm_(self, mat1, mat2, beta=beta, alpha=alpha)
 
@@ -28,6 +31,6 @@ def addmm_(self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1.0, alpha
 def addmm_reference(
     self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1.0, alpha: float = 1.0
 ) -> Tensor:
-    """What ``addmm_`` makes of self, in fp64."""
+    """Return the new value of self after ``addmm_``, computed in fp64 and rounded to the dtype of self."""
     product = alpha * (mat1.double() @ mat2.double())
     return (product if beta == 0 else beta * self.double() + product).to(self.dtype)

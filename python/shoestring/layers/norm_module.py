@@ -1,4 +1,4 @@
-"""Normalisation layers over ``shoestring.rms_norm`` and ``shoestring.layer_norm``."""
+"""RMSNorm and LayerNorm as modules."""
 
 import torch
 from torch import Tensor, nn
@@ -8,15 +8,18 @@ from shoestring.layers.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """``shoestring.rms_norm`` with a weight (features), which begins where ``weight + offset`` is 1.
+    """``shoestring.rms_norm`` with a trainable weight (features), initialised to ``offset + weight = 1``.
 
-    Its state_dict is that of ``torch.nn.RMSNorm`` and of transformers' norms. As ``torch.nn.RMSNorm`` with
-    ``casting="gemma"``, as Llama's with "llama", as Gemma's with ``offset=1, casting="gemma"``.
+    Its state_dict has the keys of ``torch.nn.RMSNorm`` and of the norms in transformers. It rounds like
+
+    - ``torch.nn.RMSNorm`` with ``casting="gemma"``,
+    - Llama's norm with ``casting="llama"``,
+    - Gemma's norm with ``offset=1, casting="gemma"``.
 
     Args:
-        features: of the last dimension.
+        features: size of the last dimension of the input.
         eps, offset, casting: as in ``shoestring.rms_norm``.
-        device, dtype: of the weight; it need not be x's dtype.
+        device, dtype: of the weight, whose dtype may differ from that of the input.
     """
 
     def __init__(
@@ -39,7 +42,15 @@ class RMSNorm(nn.Module):
         nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """x (..., features), normalised, in x's dtype; with a residual, ``x + residual`` normalised, and that sum."""
+        """Normalise x, or ``x + residual``.
+
+        Args:
+            x: (..., features).
+            residual: None, or a tensor with the shape and dtype of x.
+
+        Returns:
+            The normalised x, in the dtype of x. With a residual: the normalised sum, and the sum.
+        """
         return rms_norm(
             x, self.weight, eps=self.eps, residual=residual, offset=self.offset, casting=self.casting
         )
@@ -49,15 +60,15 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """``shoestring.layer_norm`` with a weight of ones and a bias of zeros (features) to begin with.
+    """``shoestring.layer_norm`` with a trainable weight and bias (features), initialised to ones and zeros.
 
-    Its state_dict is that of ``torch.nn.LayerNorm`` over the last dimension.
+    Its state_dict has the keys of ``torch.nn.LayerNorm`` over the last dimension.
 
     Args:
-        features: of the last dimension.
+        features: size of the last dimension of the input.
         eps: added to the variance.
-        bias: whether there is one.
-        device, dtype: of the parameters; it need not be x's dtype.
+        bias: whether the layer has a bias.
+        device, dtype: of the parameters, whose dtype may differ from that of the input.
     """
 
     def __init__(
@@ -80,7 +91,7 @@ class LayerNorm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., features), normalised, in x's dtype."""
+        """Normalise x (..., features) over its last dimension; the result has the dtype of x."""
         return layer_norm(x, self.weight, self.bias, eps=self.eps)
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, with the residual's sum in the same pass."""
+"""Root-mean-square normalisation, optionally with the addition of a residual in the same pass."""
 
 from typing import overload
 
@@ -45,28 +45,31 @@ def rms_norm(
     offset: float = 0.0,
     casting: str = "llama",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``x / sqrt(mean(x^2) + eps) * (offset + weight)`` over the last dimension (arXiv 1910.07467).
+    """Compute ``x / sqrt(mean(x^2) + eps) * (offset + weight)`` over the last dimension (arXiv 1910.07467).
 
-    One pass over x forward, one over x and the gradient backward, for every gradient; sums are fp32 (fp64 for fp64), and
-    bitwise repeatable, also with other numbers of threads. Backward keeps what was normalised, and an fp32 a row.
+    Forward reads x once. Backward reads the normalised tensor and the upstream gradient once and computes all
+    gradients. It needs the tensor that was normalised and one fp32 number per row. Sums are fp32 (fp64 for
+    fp64). Results are bitwise repeatable and do not depend on the number of threads.
 
     Args:
         x: (..., features), fp32, fp64, bf16 or fp16.
-        weight: (features), of any floating-point dtype: fp32 with bf16 x, say; None is all ones without an offset.
+        weight: (features), in any floating-point dtype, for example fp32 for bf16 x. None: the factor is 1,
+            and offset is not used.
         eps: added to the mean of squares.
-        residual: of x's shape and dtype: ``x + residual``, rounded to their dtype, is normalised, and returned too. The
-            same as ``add_rms_norm``, which always returns both.
-        offset: added to the weight; Gemma's is 1.
-        casting: what 16-bit x is rounded to before the last multiplication: "llama" (as Llama, Qwen, Mistral in
-            transformers): the normalised row; "gemma" (Gemma, ``torch.nn.functional.rms_norm``): nothing; "none": the
-            reciprocal root, the normalised row and the weight, as in code without casts. Gradients do not depend on it:
-            they are the exact function's, rounded once.
+        residual: a tensor with the shape and dtype of x. ``x + residual``, rounded to their dtype, is
+            normalised, and the sum is returned too. ``add_rms_norm`` does the same.
+        offset: added to the weight; 1 for Gemma.
+        casting: which intermediate results are rounded to the dtype of a 16-bit x before the last
+            multiplication. "llama" (Llama, Qwen and Mistral in transformers): the normalised row. "gemma"
+            (Gemma and ``torch.nn.functional.rms_norm``): none of them. "none": the reciprocal root, the
+            normalised row and the weight, as in code without casts. Gradients do not depend on casting: they
+            are those of the exact function, rounded once.
 
     Returns:
-        x's shape and dtype; with a residual, that and the sum. Differentiable once.
+        The shape and dtype of x. With a residual: the normalised sum, and the sum. Differentiable once.
 
     Raises:
-        RuntimeError: a weight or residual that does not go with x, or an unknown casting.
+        RuntimeError: weight or residual does not fit x, or casting is unknown.
     """
     if residual is not None:
         return add_rms_norm(x, residual, weight, eps=eps, offset=offset, casting=casting)
@@ -83,16 +86,16 @@ def add_rms_norm(
     offset: float = 0.0,
     casting: str = "llama",
 ) -> tuple[Tensor, Tensor]:
-    """``(rms_norm(x + residual), x + residual)`` in one pass each way; see ``rms_norm``.
+    """Compute ``(rms_norm(x + residual), x + residual)`` in one pass forward and one pass backward.
 
-    Backward adds the sum's own gradient in the pass that makes the other.
+    Backward adds the upstream gradient of the sum in the same pass that computes the gradient of the norm.
 
     Args:
-        x, residual: (..., features), of one dtype.
+        x, residual: (..., features), with the same dtype.
         weight, eps, offset, casting: as in ``rms_norm``.
 
     Returns:
-        The normalised sum and the sum, both of x's shape and dtype.
+        The normalised sum and the sum, both with the shape and dtype of x.
     """
     result: tuple[Tensor, Tensor] = torch.ops.shoestring.add_rms_norm(
         x, residual, weight, eps=eps, offset=offset, casting=casting
@@ -139,7 +142,7 @@ def rms_norm_reference(
     offset: float = 0.0,
     casting: str = "llama",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The same in plain PyTorch."""
+    """Compute ``rms_norm`` in plain PyTorch."""
     if residual is not None:
         total = x + residual
         return rms_norm_reference(total, weight, eps=eps, offset=offset, casting=casting), total

@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys, after a norm of each head where there is one."""
+"""Rotary position embedding of queries and keys, optionally after RMSNorm of each head."""
 
 import torch
 from torch import Tensor
@@ -20,32 +20,38 @@ def rope(
     eps: float = 1e-6,
     offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Turns pairs of each head's elements by their token's angles (RoFormer, arXiv 2104.09864).
+    """Rotate pairs of elements of each head by the angles of its token (RoFormer, arXiv 2104.09864).
 
-    Queries and keys in one call, computed in fp32 (fp64 for fp64) and rounded once, wherever their strides put them: the
-    transposes of (batch, tokens, heads, head_dim), or slices of fused projections, are not copied. The gradient is the
-    rotation back, so backward keeps neither q nor k. With weights, RMSNorm of each head (as of Qwen 3's or Gemma 3's
-    attention) goes before the rotation in the same pass, unrounded in between; backward then keeps q and k, nothing else.
+    Queries and keys are rotated in one call, in fp32 (fp64 for fp64), and rounded once. Any strides are read
+    without a copy, for example transposes of (batch, tokens, heads, head_dim) and slices of fused
+    projections. Backward rotates the gradient in the opposite direction, so neither q nor k is saved.
+
+    With q_weight and k_weight, RMSNorm of each head is computed before the rotation, in the same pass and
+    without rounding in between (as in the attention of Qwen 3 and Gemma 3). Only q and k are then saved for
+    backward.
 
     Args:
         q: (batch, heads, tokens, head_dim), or packed (tokens, heads, head_dim); fp32, fp64, bf16 or fp16.
-        k: the same, with heads of its own.
-        cos, sin: (tokens, width) or (1 or batch, tokens, width), of any floating-point dtype; with position_ids,
-            (positions, width). width is rotary_dim / 2, or rotary_dim where each angle is there twice, as transformers has
-            them: its halves are then taken for equal, or its neighbours if interleaved. They have no gradients.
-        rotary_dim: how many elements are turned, the first ones; None: head_dim.
-        interleaved: whether a pair are neighbours (GPT-J), or rotary_dim / 2 apart (GPT-NeoX, Llama).
-        position_ids: (tokens) or (1 or batch, tokens) int64: each token's row of the tables. On a GPU, where nobody waits
-            for its values, the tokens of one that is out of range become NaN; on the CPU that is an error.
-        q_weight, k_weight: (head_dim), of any floating-point dtype: both or neither.
-        eps, offset: of that norm, as in ``rms_norm``.
+        k: like q; the number of heads may differ.
+        cos, sin: (tokens, width) or (1 or batch, tokens, width), in any floating-point dtype; with
+            position_ids (positions, width). width is rotary_dim / 2, or rotary_dim for tables that hold each
+            angle twice, as in transformers. In such tables both halves (with interleaved, both neighbours)
+            are assumed to be equal. cos and sin get no gradients.
+        rotary_dim: the number of elements of a head, from the first, that are rotated. None: head_dim.
+        interleaved: True if the elements of a pair are neighbours (GPT-J), False if they are rotary_dim / 2
+            apart (GPT-NeoX, Llama).
+        position_ids: (tokens) or (1 or batch, tokens), int64: the row of cos and sin for each token. On CUDA,
+            where the host does not wait for these values, a token whose position is out of range becomes NaN;
+            on the CPU it raises an IndexError.
+        q_weight, k_weight: (head_dim), in any floating-point dtype, for RMSNorm; give both or neither.
+        eps, offset: of RMSNorm, as in ``rms_norm``.
 
     Returns:
-        New q and k, of their shapes, dtypes and order of strides. Differentiable once.
+        New q and k, with the shapes, dtypes and stride orders of the arguments. Differentiable once.
 
     Raises:
-        RuntimeError: tables, positions or weights that do not go with q and k.
-        IndexError: on the CPU, positions that the tables do not have.
+        RuntimeError: cos, sin, position_ids or the weights do not fit q and k.
+        IndexError: on the CPU, a position that is not a row of cos and sin.
     """
     result: tuple[Tensor, Tensor] = torch.ops.shoestring.rope(
         q,
@@ -77,7 +83,7 @@ def rope_reference(
     eps: float = 1e-6,
     offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain PyTorch."""
+    """Compute ``rope`` in plain PyTorch."""
     n = q.shape[-1] if rotary_dim is None else rotary_dim
     if cos.shape[-1] == n and n:
         cos, sin = (t[..., ::2] if interleaved else t[..., : n // 2] for t in (cos, sin))

@@ -1,42 +1,48 @@
-"""Dropout whose mask nobody keeps."""
+"""Dropout that computes its mask from a seed, again in backward, instead of saving the mask."""
 
 import torch
 from torch import Tensor
 
 
 def draw_seed(like: Tensor) -> Tensor:
-    """One int64 on like's device, from that device's generator: recomputing a checkpoint draws the same one again."""
+    """Return one random int64 on the device of `like`, from that device's default generator.
+
+    Checkpointing restores the generator's state, so a recomputation draws the same seed again.
+    """
     return torch.randint(torch.iinfo(torch.int64).max, (1,), device=like.device)
 
 
 def seeded_dropout(x: Tensor, p: float = 0.5, *, seed: Tensor | None = None) -> Tensor:
-    """``F.dropout`` without a mask in memory: it is a function of the seed and an element's place, made again in backward.
+    """Apply dropout like ``F.dropout``, without a mask in memory.
+
+    The mask is a function of the seed and the position of an element, and backward computes it again. The
+    random numbers are Philox 4x32 with 7 rounds (Salmon et al., SC 2011).
 
     Args:
         x: any shape; fp32, fp64, bf16 or fp16.
-        p: probability that an element becomes 0, rounded to a multiple of 2^-16; the others are divided by 1 - p.
-        seed: one int64 on x's device; None draws one, from the device's generator.
+        p: probability that an element becomes 0, rounded to a multiple of 2^-16. The other elements are
+            divided by 1 - p.
+        seed: one int64 on the device of x. None: draw a seed from the device's default generator.
 
     Returns:
-        x's shape and dtype; the same for the same seed on every device. Differentiable.
+        The shape and dtype of x. The same seed gives the same mask on every device. Differentiable.
 
     Raises:
-        RuntimeError: p outside [0, 1), or a seed of another dtype or device.
-
-    The numbers are Philox 4x32 (Salmon et al., SC 2011), with 7 rounds.
+        RuntimeError: p is outside [0, 1), or seed has another dtype or device.
     """
     result: Tensor = torch.ops.shoestring.seeded_dropout(x, draw_seed(x) if seed is None else seed, p)
     return result
 
 
 def seeded_dropout_reference(x: Tensor, seed: Tensor, p: float = 0.5) -> Tensor:
-    """The same with a mask from plain integer arithmetic."""
+    """Compute ``seeded_dropout`` in plain PyTorch, with the mask in memory."""
     counters = torch.arange((x.numel() + 7) // 8, dtype=torch.int64)
     low, number = 0xFFFFFFFF, int(seed)
     words = [counters & low, counters >> 32, torch.zeros_like(counters), torch.zeros_like(counters)]
     key = [number & low, number >> 32 & low]
     for _ in range(7):
-        # 64-bit products wrap around in int64; what is above them is masked.
+        # The 64-bit products wrap around in int64. `& low` removes the sign bits that the right shift fills
+        # in.
         a, b = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
         words = [b >> 32 & low ^ words[1] ^ key[0], b & low, a >> 32 & low ^ words[3] ^ key[1], a & low]
         key = [key[0] + 0x9E3779B9 & low, key[1] + 0xBB67AE85 & low]

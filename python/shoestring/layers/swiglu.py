@@ -1,4 +1,4 @@
-"""The gated activation of Llama's MLP."""
+"""SwiGLU, the gated activation of Llama's MLP."""
 
 import torch
 from torch import Tensor
@@ -6,24 +6,25 @@ from torch.nn import functional as F
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up`` in one pass, computed in fp32 (fp64 for fp64) and rounded once (arXiv 2002.05202).
+    """Compute ``silu(gate) * up`` in one pass, in fp32 (fp64 for fp64), rounded once (arXiv 2002.05202).
 
-    Backward keeps gate and up alone, and makes both gradients in one pass. Where the product goes into a linear layer
-    with an adapter, ``lora_linear(up, ..., gate=gate)`` does not keep it either.
+    Only gate and up are saved for backward, which computes both gradients in one pass. If the result is the
+    input of a linear layer with an adapter, use ``lora_linear(up, ..., gate=gate)`` instead, which does not
+    save that input.
 
     Args:
-        gate, up: one shape, dtype and device; fp32, fp64, bf16 or fp16.
+        gate, up: any shape, the same for both, with the same dtype and device; fp32, fp64, bf16 or fp16.
 
     Returns:
-        Their shape and dtype. Differentiable once.
+        The shape and dtype of gate. Differentiable once.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices that differ.
+        RuntimeError: gate and up differ in shape, dtype or device.
     """
     result: Tensor = torch.ops.shoestring.swiglu(gate, up)
     return result
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
-    """The same in plain PyTorch."""
+    """Compute ``swiglu`` in plain PyTorch."""
     return F.silu(gate) * up

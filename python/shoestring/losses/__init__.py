@@ -1,1 +1,1 @@
-"""Cross-entropy and distillation, of logits and of linear layers."""
+"""Cross-entropy of logits, and cross-entropy and distillation of linear layers without storing the logits."""

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that are there already."""
+"""Cross-entropy of logits."""
 
 import math
 from typing import Any, NamedTuple
@@ -12,25 +12,30 @@ from typing_extensions import TypedDict, Unpack
 class CrossEntropyOptions(TypedDict, total=False):
     """Keyword arguments that ``cross_entropy`` and ``linear_cross_entropy`` share.
 
-    ignore_index: tokens with this target (default -100) count neither in the loss nor in the mean, and cost nothing on the
-        CPU; on CUDA ``linear_cross_entropy`` takes as long for them as for the others.
-    reduction: "mean" (default) over the tokens that count (NaN where none does, as in PyTorch), "sum" or "none".
+    ignore_index: tokens with this target (default -100) are ignored: they count neither in the loss nor in
+        the mean. On the CPU they take no time. On CUDA ``linear_cross_entropy`` takes as long for them as for
+        other tokens.
+    reduction: "mean" (default) over the tokens that are not ignored (NaN if all are ignored, as in PyTorch),
+        "sum" or "none".
     label_smoothing: in [0, 1), as in ``torch.nn.functional.cross_entropy``.
     softcap: if not 0, logits become ``softcap * tanh(logits / softcap)`` (Gemma 2).
-    logit_scale: what logits, bias included, are multiplied by first; a number other than 0, or a tensor of one element,
-        which is differentiable and multiplies hidden and bias, or logits, rounded to their dtype.
-    z_loss: ``z_loss * lse ** 2`` is added to each token's loss, lse being its log-sum-exp (PaLM). Class weights do not
-        multiply this term, so its mean is over the tokens (over ``token_weights`` where they are given), as in Liger
-        Kernel.
-    class_weights: (vocab), a weight for each class, as ``weight`` of ``torch.nn.functional.cross_entropy``; the mean of the
-        cross-entropies then is over the weights of the targets.
-    token_weights: target's shape; what each token's loss is multiplied by. The mean is over these, times the weights of
-        the targets' classes. Differentiable; then the logits are read (or computed) twice, as for ``reduction="none"``.
-    shift: each token predicts the target of the next one in its sequence, target's last dimension; the last token does
-        not count. hidden, or logits, and target are those of whole sequences, and only targets are copied.
-    hard_fraction: below 1, only this share of the tokens that count, rounded up, does: those of the largest (weighted)
-        losses, and their equals (arXiv 1604.03540). A forward pass of its own finds them, and on the CPU the others
-        then cost nothing.
+    logit_scale: factor of the logits, bias included, before softcap. A number other than 0, or a
+        differentiable tensor of one element. A tensor multiplies hidden and bias, or the logits, and the
+        product is rounded to their dtype.
+    z_loss: ``z_loss * lse ** 2`` is added to the loss of each token, where lse is the log-sum-exp of its
+        logits (PaLM). Class weights do not multiply this term. Its mean is over the tokens, weighted by
+        ``token_weights`` if given, as in Liger Kernel.
+    class_weights: (vocab), a weight for each class, like ``weight`` of ``torch.nn.functional.cross_entropy``.
+        The mean of the cross-entropies is then weighted by the class weights of the targets.
+    token_weights: factors of the token losses, in the shape of target. The mean is weighted by these factors
+        times the class weights of the targets. Differentiable; the logits are then read (or computed) twice,
+        as for ``reduction="none"``.
+    shift: if True, each token predicts the target of the next token along the last dimension of target, and
+        the last token is ignored. Pass hidden (or logits) and target of whole sequences; only the targets are
+        copied.
+    hard_fraction: if below 1, only this fraction of the tokens, rounded up, is counted: those with the
+        largest (weighted) losses, including ties (online hard example mining, arXiv 1604.03540). An
+        additional forward pass finds them. On the CPU the other tokens then take no time.
     """
 
     ignore_index: int
@@ -46,13 +51,13 @@ class CrossEntropyOptions(TypedDict, total=False):
 
 
 class CrossEntropyStats(NamedTuple):
-    """A loss, and for each token, in target's shape, what it has besides.
+    """A loss, and statistics of each token in the shape of target.
 
-    loss: as the function without ``_with_stats`` returns it.
-    token_loss: its loss, before ``token_weights``; 0 where it is ignored, as lse and entropy.
-    lse: log-sum-exp of its logits.
-    entropy: of the softmax of its logits, in nats.
-    argmax: int64, its likeliest class, the first of equals; -1 where it is ignored.
+    loss: the result of the function without ``_with_stats``.
+    token_loss: the loss of the token, before ``token_weights``; 0 for ignored tokens.
+    lse: log-sum-exp of the token's logits; 0 for ignored tokens.
+    entropy: entropy of the softmax of the token's logits, in nats; 0 for ignored tokens.
+    argmax: the most likely class, int64, the first one in a tie; -1 for ignored tokens.
     """
 
     loss: Tensor
@@ -65,36 +70,47 @@ class CrossEntropyStats(NamedTuple):
 def cross_entropy(
     logits: Tensor, target: Tensor, *, inplace: bool = False, **options: Unpack[CrossEntropyOptions]
 ) -> Tensor:
-    """Cross-entropy of ``logits`` against ``target``, with nothing of the logits' size but their gradient.
+    """Compute the cross-entropy of ``logits`` against ``target``, without temporaries as large as the logits.
 
-    16-bit logits are computed in fp32, a row of classes at a time. By default logits stay as they are: the forward pass
-    reads them once, and the backward pass writes the gradient: in their place if nothing refers to them any more, so that
-    a model that lets go of them takes no second tensor.
+    16-bit logits are converted to fp32 row by row. By default forward reads the logits once and does not
+    change them. Backward writes the gradient into the memory of the logits if nothing else refers to them,
+    and otherwise into a new tensor. So a model that drops its reference to the logits needs no second tensor
+    of their size.
 
     Args:
-        logits: (..., vocab), fp32, fp64, bf16 or fp16. Rows may be strided (a slice of tokens, or of the classes of a padded
-            vocabulary) without a copy; classes that do not lie side by side, or tokens in more than two strides, are copied.
+        logits: (..., vocab), fp32, fp64, bf16 or fp16. Slices of tokens, or of the classes of a padded
+            vocabulary, are read without a copy. Logits are copied if the class dimension is not contiguous,
+            or if the token dimensions need more than two strides.
         target: (...), int64, classes in [0, vocab) or ``ignore_index``.
-        inplace: the forward pass, one read and one write, leaves the gradient where the logits were (with
-            ``reduction="none"`` the backward pass does), whoever refers to them. False by default, because whoever reads
-            them afterwards, as for an accuracy, finds a gradient, and nothing can warn of that; autograd does raise an
-            error where another node saved them, or uses them later. Logits stay as they are where they need no gradient,
-            or gradients are off; where they are a leaf, keep their own gradient (``retain_grad``), or are a view that
-            autograd lets nobody change (of a leaf, or from ``chunk`` or ``unbind``); and under ``torch.compile``, which
-            plans memory itself. If the upstream gradient is not 1, one more pass multiplies by it (in fp16 with
-            ``reduction="mean"`` always: what is kept is the gradient of about the sum), and 16 bits are rounded again.
+        inplace: if True, forward overwrites the logits with their gradient, in one read and one write. With
+            ``reduction="none"`` backward overwrites them. See below.
         **options: see ``CrossEntropyOptions``.
 
+    ``inplace=True`` overwrites the logits even if other references to them exist. Code that reads the logits
+    afterwards, for example to compute an accuracy, silently finds a gradient. Autograd raises an error only
+    if another node saved the logits or uses them later. The logits are not overwritten
+
+    - if they do not require a gradient, or gradients are disabled;
+    - if they are a leaf, or ``retain_grad`` was called on them;
+    - if they are a view that autograd does not allow to be modified (of a leaf, or from ``chunk`` or
+      ``unbind``);
+    - under ``torch.compile``, which plans memory itself.
+
+    If the upstream gradient is not 1, backward multiplies the gradient by it in an additional pass, which
+    rounds 16-bit values a second time. fp16 with ``reduction="mean"`` always needs this pass, because the
+    stored gradient is approximately that of the sum.
+
     Returns:
-        A scalar, or target's shape for ``reduction="none"``; fp32 for 16-bit logits, under autocast too. Bitwise
-        repeatable. Differentiable once by logits. A backward pass through a retained graph makes a new tensor.
+        A scalar, or the shape of target for ``reduction="none"``; fp32 for 16-bit logits, also under
+        autocast. Bitwise repeatable. Differentiable once with respect to logits. Backward through a retained
+        graph allocates a new tensor.
 
     Raises:
-        RuntimeError: a shape, dtype or option that does not fit.
-        IndexError: a target outside [0, vocab) that is not ``ignore_index``; on CUDA, an assertion on the device, as
-            PyTorch's own.
+        RuntimeError: a shape, dtype or option does not fit.
+        IndexError: a target is outside [0, vocab) and is not ``ignore_index``. On CUDA this is a device-side
+            assertion, as in PyTorch.
 
-    The gradient in place of the logits is Liger Kernel's method (arXiv 2410.10989).
+    Overwriting the logits with their gradient is the method of Liger Kernel (arXiv 2410.10989).
     """
     logits, inplace, options = _arguments(logits, inplace, **options)
     operators = torch.ops.shoestring
@@ -107,11 +123,13 @@ def cross_entropy(
 def cross_entropy_with_stats(
     logits: Tensor, target: Tensor, *, inplace: bool = False, **options: Unpack[CrossEntropyOptions]
 ) -> CrossEntropyStats:
-    """``cross_entropy``, and what each token has besides: its loss, log-sum-exp, entropy and likeliest class.
-
-    All but ``argmax`` are differentiable, unless ``inplace`` has replaced the logits in the forward pass: then ``loss`` is.
+    """Compute ``cross_entropy`` and, for each token, its loss, log-sum-exp, entropy and most likely class.
 
     Arguments and errors are those of ``cross_entropy``.
+
+    Returns:
+        A :class:`CrossEntropyStats`. All fields but ``argmax`` are differentiable. If ``inplace`` has
+        overwritten the logits in forward, only ``loss`` is.
     """
     logits, inplace, options = _arguments(logits, inplace, **options)
     operators = torch.ops.shoestring
@@ -122,7 +140,11 @@ def cross_entropy_with_stats(
 def _arguments(
     logits: Tensor, inplace: bool, *, logit_scale: float | Tensor = 1.0, **options: Any
 ) -> tuple[Tensor, bool, Any]:
-    """The operator's: a scale that is a tensor multiplies the logits, and the product is nobody else's."""
+    """Return the arguments of the operator: logits, inplace and options.
+
+    A tensor logit_scale multiplies the logits here. Nothing else refers to the product, so it may be
+    overwritten.
+    """
     if isinstance(logit_scale, Tensor):
         if logit_scale.numel() != 1:
             raise ValueError(
@@ -148,7 +170,10 @@ def cross_entropy_reference(
     hard_fraction: float = 1.0,
     workspace_mb: int = 0,
 ) -> CrossEntropyStats:
-    """``cross_entropy_with_stats`` in plain PyTorch; workspace_mb is for ``linear_cross_entropy``, and changes nothing."""
+    """Compute ``cross_entropy_with_stats`` in plain PyTorch.
+
+    ``workspace_mb`` is accepted because ``linear_cross_entropy`` has this option; it has no effect.
+    """
     if shift:
         target = torch.cat([target[..., 1:], torch.full_like(target[..., :1], ignore_index)], -1)
     logits = logits * logit_scale
@@ -180,7 +205,8 @@ def cross_entropy_reference(
     )
     argmax = torch.where(counted, logits.argmax(-1), -1)
     loss = token_loss * each
-    if reduction == "mean":  # of the cross-entropies over class weights, of the z terms over tokens
+    # Class weights apply to the mean of the cross-entropies, but not to the mean of the z terms.
+    if reduction == "mean":
         of_class = 1 if weights is None else weights[target.where(counted, 0)]
         loss = (entropies * each).sum() / (each * of_class).sum() + (z_terms * each).sum() / each.sum()
     elif reduction == "sum":

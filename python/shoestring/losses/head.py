@@ -1,4 +1,4 @@
-"""What the losses of a linear layer over the vocabulary share: the layer as an operator's arguments."""
+"""Helpers of losses that include the output head: turn its weight and adapter into operator arguments."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from shoestring.quantization.quantized_tensor import QuantizedTensor
 
 
 def weight_arguments(weight: Tensor, prefix: str = "") -> dict[str, Any]:
-    """A dense weight, or the parts of a quantised one."""
+    """Return the operator arguments for a dense or quantised weight, with ``prefix`` before their names."""
     if not isinstance(weight, QuantizedTensor):
         return {f"{prefix}weight": weight}
     parts: dict[str, Any] = {"weight": weight.packed, "absmax": weight.absmax, "nested": weight.nested}
@@ -20,7 +20,13 @@ def weight_arguments(weight: Tensor, prefix: str = "") -> dict[str, Any]:
 def lora_arguments(
     where: str, hidden: Tensor, lora_A: Tensor | None, lora_B: Tensor | None, scaling: float
 ) -> dict[str, Tensor]:
-    """What is added to the logits, as a product: low (..., rank) and up (vocab, rank)."""
+    """Return the low-rank term of the logits as factors: low (..., rank) and up (vocab, rank).
+
+    The result is empty without lora_A and lora_B.
+
+    Raises:
+        ValueError: only one of lora_A and lora_B is given, or lora_A does not fit hidden.
+    """
     if (lora_A is None) != (lora_B is None):
         raise ValueError(f"{where}: lora_A and lora_B: expected both or neither")
     if lora_A is None or lora_B is None:
@@ -40,7 +46,7 @@ def reference_logits(
     lora_B: Tensor | None = None,
     scaling: float = 1.0,
 ) -> Tensor:
-    """The layer in plain PyTorch."""
+    """Compute the logits of the head in plain PyTorch."""
     if isinstance(weight, QuantizedTensor):
         weight = weight.dequantize(hidden.dtype)
     logits = F.linear(hidden, weight, bias)

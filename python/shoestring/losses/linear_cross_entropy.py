@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer, without the logits."""
+"""Cross-entropy of a linear layer, without the whole logits in memory."""
 
 from typing import Any
 
@@ -11,28 +11,38 @@ from shoestring.losses.head import lora_arguments, reference_logits, weight_argu
 
 
 class LinearCrossEntropyOptions(CrossEntropyOptions, total=False):
-    """Keyword arguments of ``linear_cross_entropy`` and ``linear_cross_entropy_with_stats``: those of
-    ``CrossEntropyOptions``, and
+    """Keyword arguments of ``linear_cross_entropy`` and ``linear_cross_entropy_with_stats``.
 
-    filter_eps: above 0, classes whose gradient by the logits is below it, as a share of the token's upstream gradient, for
-        every token of a chunk are left out of the gradients' products: an error of at most ``filter_eps`` in each entry
-        of the logits' gradient (Cut Cross-Entropy has 2 ** -12 for bf16). Costs little where nothing can be left out,
-        and up to two thirds of the time is saved where most can. Not with a quantised weight. On CUDA it waits for the GPU
-        once a chunk, to learn how many classes are left, so a CUDA graph cannot capture it; and where chunks are large
-        (``workspace_mb``) a class has more tokens to be needed by.
-    lora_A, lora_B, scaling: a LoRA'd head: ``scaling * (hidden @ lora_A.T) @ lora_B.T`` is added to the logits. (rank,
-        features) and (vocab, rank), any floating dtype; differentiable.
-    weight_grad: weight's shape, fp32 (fp64 for fp64): weight's gradient is added to it, and no other is made: a tied
-        embedding's ``.grad``, or a ``main_grad``. That happens in backward, which then computes the logits a second
-        time; under ``torch.no_grad`` never. Not under ``torch.compile``.
-    grad_scale: with weight_grad, the gradient that the loss is going to have in backward: weight's is then added in the
-        forward pass, and no logits are computed twice.
-    workspace_mb: bound in MiB on the logits, and their gradient, that exist at a time; on the CPU, on what products pack
-        into besides (9 MiB, or half of it if that is less). 0 is the device's default. CPU: 64. CUDA: 256 (at least
-        1024 tokens in fp32, 128 in 16 bits); and in 16 bits, where weight needs a gradient, room for the logits'
-        gradient, ``2 * vocab`` bytes each of all tokens if they are at most ``2 * features``, else of
-        ``max(2048, features)`` beside an fp32 accumulator of weight's shape: never more than
-        ``vocab * max(6 * features, 4 * features + 4096)`` bytes. Less costs about ``230 / tokens at a time`` of the
+    They include those of ``CrossEntropyOptions``.
+
+    filter_eps: if above 0, a class is left out of the products for the gradients of a chunk of tokens if its
+        logit gradient, relative to the token's upstream gradient, is below filter_eps for every token of the
+        chunk. The error of each entry of the logits' gradient is at most ``filter_eps`` (Cut Cross-Entropy
+        uses 2 ** -12 for bf16). This saves up to two thirds of the time where most classes can be left out,
+        and costs little where none can. Larger chunks (``workspace_mb``) leave out fewer classes. Not
+        supported with a quantised weight. On CUDA the host waits for the GPU once per chunk, to read the
+        number of remaining classes, so a CUDA graph cannot capture it.
+    lora_A, lora_B, scaling: LoRA of the head: ``scaling * (hidden @ lora_A.T) @ lora_B.T`` is added to the
+        logits. Shapes (rank, features) and (vocab, rank), any floating-point dtype; differentiable.
+    weight_grad: a tensor with the shape of weight, fp32 (fp64 for fp64), such as the ``.grad`` of a tied
+        embedding or a ``main_grad``. Backward adds the gradient of weight to it and returns none for weight.
+        Backward then computes the logits a second time, unless grad_scale is given. Nothing is added under
+        ``torch.no_grad``. Not supported under ``torch.compile``.
+    grad_scale: only with weight_grad: the gradient that the loss will have in backward. The gradient of
+        weight is then added in forward, and no logits are computed twice.
+    workspace_mb: limit in MiB on the logits and their gradient that are in memory at a time. On the CPU it
+        includes the packing buffers of the GEMM (9 MiB, or half of workspace_mb if that is less). 0 selects
+        the default:
+
+        - CPU: 64 MiB.
+        - CUDA: 256 MiB, but at least 1024 tokens in fp32 and 128 tokens in 16 bits.
+        - CUDA in 16 bits, if weight requires a gradient, additionally: a buffer for the gradient of the
+          logits, ``2 * vocab`` bytes per token. If there are at most ``2 * features`` tokens, it holds all of
+          them. Otherwise it holds ``max(2048, features)`` tokens, and an fp32 accumulator of the shape of
+          weight is allocated too. The sum is at most ``vocab * max(6 * features, 4 * features + 4096)``
+          bytes.
+
+        If this buffer holds n of the tokens, its accumulator takes a fraction of about ``230 / n`` of the
         time on an H200.
     """
 
@@ -55,34 +65,39 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     **options: Unpack[LinearCrossEntropyOptions],
 ) -> Tensor:
-    """Cross-entropy of ``hidden @ weight.T + bias`` against ``target``, a chunk of tokens at a time.
+    """Compute the cross-entropy of ``hidden @ weight.T + bias`` against ``target``, in chunks of tokens.
 
-    The (tokens, vocab) logits never exist: beside the gradients, memory is bounded by ``workspace_mb``. With a scalar
-    result the gradients are made in the forward pass (three matrix products in all); with ``reduction="none"`` the
-    backward pass computes the logits again (four). Logits and sums are fp32 (fp64 for fp64 input), whatever the dtype,
-    and so are the products, but that the gradients of 16-bit input are multiplied in its dtype on CUDA, and bf16 ones on
-    a CPU that has units for it. 16-bit input also keeps an fp32 (vocab, features) accumulator for the weight's gradient,
-    on CUDA only where there are several chunks. On CUDA nothing waits for the GPU, but with ``filter_eps``.
+    The whole (tokens, vocab) logits are never in memory; ``workspace_mb`` limits the memory besides the
+    gradients.
+
+    - A scalar result: forward computes the gradients too, with three matrix products in total.
+    - ``reduction="none"``: backward computes the logits again, so there are four matrix products.
+    - Precision: logits, sums and products are fp32 (fp64 for fp64 input). The exception are the products for
+      the gradients of 16-bit input: CUDA multiplies them in the dtype of the input, and so does a CPU with
+      bf16 matrix units for bf16.
+    - 16-bit input needs an fp32 (vocab, features) accumulator for the gradient of the weight, on CUDA only if
+      there are several chunks.
+    - On CUDA the host does not wait for the GPU, except with ``filter_eps``.
 
     Args:
         hidden: (..., features), fp32, fp64, bf16 or fp16.
-        weight: (vocab, features), hidden's dtype; or a frozen :class:`QuantizedTensor`, which is dequantised a panel of
-            classes at a time.
+        weight: (vocab, features), in the dtype of hidden; or a frozen :class:`QuantizedTensor`, which is
+            dequantised one panel of classes at a time.
         target: (...), int64, classes in [0, vocab) or ``ignore_index``.
-        bias: (vocab), hidden's dtype.
+        bias: (vocab), in the dtype of hidden.
         **options: see ``LinearCrossEntropyOptions``.
 
     Returns:
-        A scalar, or target's shape for ``reduction="none"``; fp32 for 16-bit input. Bitwise repeatable. Differentiable
-        once by hidden, weight, bias, lora_A and lora_B.
+        A scalar, or the shape of target for ``reduction="none"``; fp32 for 16-bit input. Bitwise repeatable.
+        Differentiable once with respect to hidden, weight, bias, lora_A and lora_B.
 
     Raises:
-        RuntimeError: a shape, dtype or option that does not fit.
-        IndexError: a target outside [0, vocab) that is not ``ignore_index``; on CUDA, an assertion on the device, as
-            PyTorch's own.
+        RuntimeError: a shape, dtype or option does not fit.
+        IndexError: a target is outside [0, vocab) and is not ``ignore_index``. On CUDA this is a device-side
+            assertion, as in PyTorch.
 
-    The method is that of Cut Cross-Entropy (arXiv 2411.09009) and of Liger Kernel's gradients in forward
-    (arXiv 2410.10989).
+    The method combines Cut Cross-Entropy (arXiv 2411.09009) with Liger Kernel's gradients in forward (arXiv
+    2410.10989).
     """
     arguments = operator_arguments(hidden, weight, target, bias, **options)
     result: Tensor = torch.ops.shoestring.linear_cross_entropy(**arguments)
@@ -96,13 +111,16 @@ def linear_cross_entropy_with_stats(
     bias: Tensor | None = None,
     **options: Unpack[LinearCrossEntropyOptions],
 ) -> LinearCrossEntropyStats:
-    """``linear_cross_entropy``, and what each token has besides: its loss, log-sum-exp, entropy and likeliest class.
+    """Compute ``linear_cross_entropy`` and each token's loss, log-sum-exp, entropy and most likely class.
 
-    Costs one more pass over each row of logits while it is in cache. All but ``argmax`` are differentiable. As long as
-    only ``loss`` is differentiated, and it is a scalar, the gradients are those made in the forward pass; else the
-    backward pass computes the logits again.
+    The statistics take one additional pass over each row of logits while the row is in cache. If ``loss`` is
+    a scalar and only ``loss`` is differentiated, the gradients come from forward. Otherwise backward computes
+    the logits again.
 
     Arguments and errors are those of ``linear_cross_entropy``.
+
+    Returns:
+        A :class:`CrossEntropyStats`. All fields but ``argmax`` are differentiable.
     """
     arguments = operator_arguments(hidden, weight, target, bias, **options)
     return LinearCrossEntropyStats(*torch.ops.shoestring.linear_cross_entropy_with_stats(**arguments))
@@ -120,7 +138,13 @@ def operator_arguments(
     scaling: float = 1.0,
     **options: Any,
 ) -> dict[str, Any]:
-    """The operator's: a scale that is a tensor multiplies hidden and bias, and lora_A is applied."""
+    """Return the arguments of the operator.
+
+    A tensor logit_scale multiplies hidden and bias here, and lora_A multiplies hidden.
+
+    Raises:
+        ValueError: logit_scale has several elements, or lora_A and lora_B do not fit.
+    """
     where = "linear_cross_entropy"
     if isinstance(logit_scale, Tensor):
         if logit_scale.numel() != 1:
@@ -142,7 +166,10 @@ def linear_cross_entropy_reference(
     bias: Tensor | None = None,
     **options: Unpack[LinearCrossEntropyOptions],
 ) -> Tensor:
-    """``linear_cross_entropy`` in plain PyTorch, with the logits whole in memory; weight_grad and grad_scale are its own."""
+    """Compute ``linear_cross_entropy`` in plain PyTorch, with the whole logits in memory.
+
+    The reference does not accept filter_eps, weight_grad and grad_scale.
+    """
     given: dict[str, Any] = {**options}
     head = {name: given.pop(name) for name in ("lora_A", "lora_B", "scaling") if name in given}
     logits = reference_logits(hidden, weight, bias, **head)

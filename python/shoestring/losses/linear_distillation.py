@@ -1,4 +1,4 @@
-"""How far a student is from its teacher over the vocabulary, without the logits of either."""
+"""Distillation loss between the output heads of a student and a teacher, without storing their logits."""
 
 import math
 
@@ -28,59 +28,68 @@ def linear_distillation(
     reduction: str = "mean",
     workspace_mb: int = 0,
 ) -> Tensor:
-    """Divergence of softmax(``hidden @ weight.T + bias``) and the teacher's, a chunk of tokens at a time.
+    """Compute the divergence between the token distributions of a student and a teacher, in chunks of tokens.
 
-    Neither's (tokens, vocab) logits ever exist: beside the gradients, memory is bounded by ``workspace_mb``. With a
-    scalar result the gradients are made in the forward pass; with ``reduction="none"`` the backward pass computes
-    both logits again. Logits and sums are fp32 (fp64 for fp64 input), whatever the dtype, and on the CPU so are all
-    products; on CUDA those of 16-bit input are multiplied in its dtype, and so is the gradient of the logits. On CUDA
-    nothing waits for the GPU.
+    The student's distribution is softmax(``hidden @ weight.T + bias``), the teacher's that of its own head.
+    The whole (tokens, vocab) logits of student and teacher are never in memory; ``workspace_mb`` limits the
+    memory besides the gradients. With a scalar result forward computes the gradients too. With
+    ``reduction="none"`` backward computes the logits of both again.
+
+    Logits and sums are fp32 (fp64 for fp64 input). The CPU multiplies in that dtype. CUDA multiplies 16-bit
+    input in its own dtype, and stores the gradient of the logits in that dtype. The host does not wait for
+    the GPU.
 
     Args:
-        hidden: (..., features), the student's, fp32, fp64, bf16 or fp16.
-        weight: (vocab, features), hidden's dtype; or a frozen :class:`QuantizedTensor`, which is dequantised a panel of
-            classes at a time.
-        teacher_hidden: (..., teacher features), fp64 if hidden is, else fp32, bf16 or fp16. Neither it nor the
-            teacher's weight and bias get a gradient.
-        teacher_weight: (vocab, teacher features), teacher_hidden's dtype; or a :class:`QuantizedTensor`.
-        bias: (vocab), hidden's dtype.
-        teacher_bias: (vocab), teacher_hidden's dtype.
-        lora_A, lora_B, scaling: a student with a LoRA'd head: ``scaling * (hidden @ lora_A.T) @ lora_B.T`` is added to
-            its logits. (rank, features) and (vocab, rank), any floating dtype; differentiable.
-        target: (...), int64: tokens that have ``ignore_index`` there count neither in the loss nor in the mean, and
-            cost nothing on the CPU; on CUDA they cost as much as the others. What else it holds does not matter. None: every token counts.
+        hidden: (..., features), of the student, fp32, fp64, bf16 or fp16.
+        weight: (vocab, features), in the dtype of hidden; or a frozen :class:`QuantizedTensor`, which is
+            dequantised one panel of classes at a time.
+        teacher_hidden: (..., teacher features), fp64 if hidden is fp64, else fp32, bf16 or fp16.
+            teacher_hidden, teacher_weight and teacher_bias get no gradients.
+        teacher_weight: (vocab, teacher features), in the dtype of teacher_hidden; or a
+            :class:`QuantizedTensor`.
+        bias: (vocab), in the dtype of hidden.
+        teacher_bias: (vocab), in the dtype of teacher_hidden.
+        lora_A, lora_B, scaling: LoRA of the student's head: ``scaling * (hidden @ lora_A.T) @ lora_B.T`` is
+            added to its logits. Shapes (rank, features) and (vocab, rank), any floating-point dtype;
+            differentiable.
+        target: (...), int64. A token with the target ``ignore_index`` counts neither in the loss nor in the
+            mean. On the CPU such a token takes no time; on CUDA it takes as long as the others. Other values
+            have no effect. None: every token counts.
         ignore_index: default -100.
-        divergence: "forward_kl" (default), KL(teacher || student), for probabilities that the teacher gives;
-            "reverse_kl", KL(student || teacher); or "jsd", the generalised Jensen-Shannon divergence, ``beta *
-            KL(teacher || m) + (1 - beta) * KL(student || m)`` with ``m = beta * teacher + (1 - beta) * student``.
-        beta: in (0, 1), for "jsd" only; other divergences do not read it. TRL and Liger Kernel call the forward
-            divergence beta 0, and the reverse one beta 1.
-        temperature: positive; both logits are divided by it. The loss is not multiplied by its square, as in TRL and
-            Liger Kernel; with a loss on targets beside it, multiply it yourself (Hinton et al., section 2).
-        reduction: "mean" (default) over the tokens that count (NaN where none does), "sum" or "none".
-        workspace_mb: bound in MiB on the logits, of both, and their gradient, that exist at a time. 0 is the device's
-            default. CPU: 64. CUDA: 256 (at least 1024 tokens in fp32, 128 in 16 bits), and in 16 bits ``2 * vocab``
-            bytes for the gradient of each of all tokens if they are at most ``2 * features``, else of
-            ``max(2048, features)``. Where they are not all, there is an fp32 accumulator of weight's shape besides.
+        divergence: "forward_kl" (default), KL(teacher || student); "reverse_kl", KL(student || teacher); or
+            "jsd", the generalised Jensen-Shannon divergence, ``beta * KL(teacher || m) + (1 - beta) *
+            KL(student || m)`` with ``m = beta * teacher + (1 - beta) * student``.
+        beta: in (0, 1), only for "jsd". In TRL and Liger Kernel, beta 0 selects the forward divergence and
+            beta 1 the reverse divergence.
+        temperature: positive; both logits are divided by it. As in TRL and Liger Kernel, the loss is not
+            multiplied by ``temperature ** 2``. If you add a loss on targets, multiply it yourself (Hinton et
+            al., section 2).
+        reduction: "mean" (default) over the tokens that count (NaN if there are none), "sum" or "none".
+        workspace_mb: limit in MiB on the logits of student and teacher and their gradient that are in memory
+            at a time. 0 selects the default. CPU: 64. CUDA: 256, but at least 1024 tokens in fp32 and 128
+            tokens in 16 bits. CUDA in 16 bits additionally holds the gradient of the logits, ``2 * vocab``
+            bytes per token: of all tokens if there are at most ``2 * features``, otherwise of ``max(2048,
+            features)`` tokens. In the latter case an fp32 accumulator of the shape of weight is allocated
+            too.
 
     Returns:
-        A scalar, or hidden's shape without features for ``reduction="none"``, in nats; fp32 for 16-bit input. Bitwise
-        repeatable. Differentiable once by hidden, weight, bias, lora_A and lora_B. A class whose probability is 0 adds nothing where
-        logits of -inf rule it out on both sides; where they do on one side only, a Kullback-Leibler divergence may be
-        inf.
+        A scalar, or the shape of hidden without features for ``reduction="none"``, in nats; fp32 for 16-bit
+        input. Bitwise repeatable. Differentiable once with respect to hidden, weight, bias, lora_A and
+        lora_B. A class whose logits are -inf for both student and teacher adds nothing. If only one of them
+        is -inf, a Kullback-Leibler divergence may be inf.
 
     Raises:
-        RuntimeError: a shape, dtype or option that does not fit.
-        ValueError: lora_A without lora_B, or of other features than hidden's.
+        RuntimeError: a shape, dtype or option does not fit.
+        ValueError: only one of lora_A and lora_B is given, or lora_A does not fit hidden.
 
-    Hinton's loss, of targets and of a teacher, is two calls on the same head::
+    Hinton's loss, which combines targets and a teacher, takes two calls with the same head::
 
-        loss = alpha * linear_cross_entropy(hidden, weight, target)
-        soft = linear_distillation(hidden, weight, teacher_hidden, teacher_weight, target=target, temperature=T)
-        (loss + (1 - alpha) * T**2 * soft).backward()
+        loss = alpha * linear_cross_entropy(hidden, weight, target) soft = linear_distillation(hidden, weight,
+        teacher_hidden, teacher_weight, target=target, temperature=T) (loss + (1 - alpha) * T**2 *
+        soft).backward()
 
-    Distillation is that of Hinton et al. (arXiv 1503.02531), the divergences are those of Agarwal et al. (GKD, arXiv
-    2306.13649), and gradients in forward are Liger Kernel's (arXiv 2410.10989).
+    References: distillation, Hinton et al. (arXiv 1503.02531); the divergences, Agarwal et al. (GKD, arXiv
+    2306.13649); gradients in forward, Liger Kernel (arXiv 2410.10989).
     """
     result: Tensor = torch.ops.shoestring.linear_distillation(
         hidden=hidden,
@@ -120,7 +129,7 @@ def linear_distillation_reference(
     reduction: str = "mean",
     workspace_mb: int = 0,
 ) -> Tensor:
-    """``linear_distillation`` in plain PyTorch, with the logits of both whole in memory."""
+    """Compute ``linear_distillation`` in plain PyTorch, with the whole logits of both models in memory."""
     return distillation_reference(
         reference_logits(hidden, weight, bias, lora_A, lora_B, scaling),
         reference_logits(teacher_hidden, teacher_weight, teacher_bias),
@@ -144,12 +153,12 @@ def distillation_reference(
     temperature: float = 1.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """What follows the linear layers, in plain PyTorch: logits (..., vocab) of both."""
+    """Compute the divergence from the logits (..., vocab) of student and teacher, in plain PyTorch."""
     student = (logits / temperature).log_softmax(-1)
     teacher = (teacher_logits.detach() / temperature).log_softmax(-1)
 
     def kl(p: Tensor, q: Tensor) -> Tensor:
-        """KL(p || q) of each token."""
+        """Compute KL(p || q) of each token."""
         return F.kl_div(q, p, reduction="none", log_target=True).sum(-1)
 
     if divergence == "forward_kl":

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer whose classes are split over processes, or over whatever else the caller has."""
+"""Cross-entropy of a linear layer whose classes are sharded over the ranks of a process group."""
 
 from typing import Any, NamedTuple
 
@@ -14,11 +14,12 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class ShardOptions(TypedDict, total=False):
-    """Keyword arguments of ``linear_cross_entropy_shard`` that go to each shard, as for ``linear_cross_entropy``.
+    """Keyword arguments of ``linear_cross_entropy_shard``, which mean the same in ``linear_cross_entropy``.
 
     softcap, logit_scale, scaling, workspace_mb: the same on every shard.
-    lora_A: (rank, features), the same on every shard; lora_B: (classes here, rank).
-    weight_grad: the shape of the weight here: its gradient is added to it.
+    lora_A: (rank, features), the same on every shard.
+    lora_B: (classes of the shard, rank).
+    weight_grad: a tensor with the shape of the shard's weight, to which the gradient of that weight is added.
     """
 
     softcap: float
@@ -31,10 +32,12 @@ class ShardOptions(TypedDict, total=False):
 
 
 class Shard(NamedTuple):
-    """What a shard of the classes knows of each token, in target's shape; 0 where the token is ignored.
+    """The contribution of one shard of the classes to the loss of each token.
 
-    lse: log-sum-exp of its logits of the classes here.
-    target_logit: the logit of its target, 0 where the target is elsewhere.
+    Both tensors have the shape of target, and are 0 for ignored tokens.
+
+    lse: log-sum-exp of the token's logits over the classes of this shard.
+    target_logit: the logit of the token's target; 0 if the target belongs to another shard.
     """
 
     lse: Tensor
@@ -51,20 +54,24 @@ def linear_cross_entropy_shard(
     ignore_index: int = -100,
     **options: Unpack[ShardOptions],
 ) -> Shard:
-    """One shard's part of ``linear_cross_entropy``: the caller puts the parts together, by collectives of its own.
+    """Compute the part of ``linear_cross_entropy`` that one shard of the classes contributes.
 
-    With m the maximum of lse over the shards, the global log-sum-exp is ``m + log(sum(exp(lse - m)))`` over them, and a
-    token's loss is that less the sum of ``target_logit``. Differentiating it gives weight's and bias's gradients of
-    each shard; hidden's is the sum of what the shards have. The (tokens, classes) logits never exist; the backward
-    pass computes them again.
+    The caller combines the shards, with its own collectives. Let m be the maximum of lse over the shards. The
+    global log-sum-exp is ``m + log(sum(exp(lse - m)))``, where the sum is over the shards. The loss of a
+    token is the global log-sum-exp minus the sum of ``target_logit`` over the shards.
+
+    Backward gives each shard the gradients of its weight and bias. The gradient of hidden is the sum of the
+    gradients of all shards. The whole (tokens, classes) logits are never in memory; backward computes them
+    again.
 
     Args:
         hidden: (..., features), the same on every shard.
-        weight: (classes here, features), classes ``first_class`` and following; or a :class:`QuantizedTensor`.
-        target: (...), int64, classes of the whole vocabulary or ``ignore_index``. One that no shard has is not noticed
-            here: ``vocab_parallel_linear_cross_entropy`` does.
-        bias: (classes here).
-        first_class: the class of weight's first row.
+        weight: (classes of the shard, features), for consecutive classes from ``first_class``; or a
+            :class:`QuantizedTensor`.
+        target: (...), int64, classes of the whole vocabulary or ``ignore_index``. A target that belongs to no
+            shard is not detected here; ``vocab_parallel_linear_cross_entropy`` detects it.
+        bias: (classes of the shard).
+        first_class: the class of the first row of weight.
         ignore_index: as for ``linear_cross_entropy``.
         **options: see ``ShardOptions``.
 
@@ -72,8 +79,8 @@ def linear_cross_entropy_shard(
         lse and target_logit, both differentiable, fp32 (fp64 for fp64).
 
     Raises:
-        ValueError: an option that needs the logits of other shards.
-        RuntimeError: a shape or dtype that does not fit.
+        ValueError: an option needs the logits of other shards.
+        RuntimeError: a shape or dtype does not fit.
     """
     _refuse_unknown("linear_cross_entropy_shard", options)
     arguments = operator_arguments(hidden, weight, target, bias, **options)
@@ -96,29 +103,31 @@ def vocab_parallel_linear_cross_entropy(
     shift: bool = False,
     **options: Unpack[ShardOptions],
 ) -> Tensor:
-    """``linear_cross_entropy`` with the classes split over the processes of a group, which all call it alike.
+    """Compute ``linear_cross_entropy`` with the classes sharded over the ranks of a process group.
 
-    Two all-reduces forward, of one and three numbers a token, and in backward one of hidden's gradient, in fp32. Every
-    process gets the same loss and has to differentiate it with the same upstream gradient; it then has the whole
-    gradient of hidden and lora_A, and that of its own rows of weight, bias and lora_B.
+    Every rank must call it, with the same options. Forward needs two all-reduces, of one and of three numbers
+    per token. Backward needs one all-reduce of the gradient of hidden, in fp32. Every rank gets the same
+    loss, and must run backward with the same upstream gradient. It then has the whole gradients of hidden and
+    lora_A, and the gradients of its own rows of weight, bias and lora_B. The method is Megatron-LM's
+    vocabulary-parallel cross-entropy (arXiv 1909.08053).
 
     Args:
         hidden, weight, target, bias, ignore_index: as for ``linear_cross_entropy_shard``. hidden, target and
-            token_weights are the same in every process.
-        group: the processes; None is the default group.
-        first_class: the class of weight's first row. None: processes hold equally many, in the order of their ranks.
+            token_weights are the same on every rank.
+        group: the process group; None is the default group.
+        first_class: the class of the first row of weight. None: all ranks hold the same number of classes, in
+            the order of their ranks.
         reduction, z_loss, token_weights, shift: as for ``linear_cross_entropy``.
         **options: see ``ShardOptions``.
 
     Returns:
-        A scalar, or target's shape for ``reduction="none"``; fp32 (fp64 for fp64).
+        A scalar, or the shape of target for ``reduction="none"``; fp32 (fp64 for fp64).
 
     Raises:
-        ValueError: an unknown reduction, or an option that needs logits of other processes.
-        IndexError: a target that is no process's, or more than one's; on CUDA, an assertion on the device.
-        RuntimeError: a shape or dtype that does not fit.
-
-    The method is that of Megatron-LM's vocabulary-parallel cross-entropy (arXiv 1909.08053).
+        ValueError: the reduction is unknown, token_weights has another shape than target, or an option needs
+            the logits of other ranks.
+        IndexError: a target belongs to no rank, or to several. On CUDA this is a device-side assertion.
+        RuntimeError: a shape or dtype does not fit.
     """
     where = "vocab_parallel_linear_cross_entropy"
     if reduction not in REDUCTIONS:
@@ -173,7 +182,11 @@ def _refuse_unknown(where: str, options: Any) -> None:
 
 
 def _check_owners(where: str, owners: Tensor, counted: Tensor) -> None:
-    """Each target belongs to one process: else it is out of range, or shards overlap."""
+    """Check that each target belongs to exactly one rank: it is in range, and the shards do not overlap.
+
+    Raises:
+        IndexError: the check fails; on CUDA a device-side assertion fails instead.
+    """
     right = (owners == counted).all()
     message = f"{where}: target: expected each class to be one process's, received one that is none's, or several's; "
     message += "give first_class where processes hold unequally many"
@@ -184,7 +197,7 @@ def _check_owners(where: str, owners: Tensor, counted: Tensor) -> None:
 
 
 class _Replicated(torch.autograd.Function):
-    """What every process has alike: its gradient is the sum of theirs."""
+    """Identity of a tensor that is equal on all ranks; backward sums the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -200,7 +213,7 @@ class _Replicated(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over processes, which all go on alike: each has the gradient of the sum already."""
+    """Sum over all ranks. Backward passes the gradient on, since it is the same on every rank."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:

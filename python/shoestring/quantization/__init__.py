@@ -1,1 +1,1 @@
-"""Weights and optimizer state in 4 and 8 bits."""
+"""Quantisation of weights and of optimizer state to 4 and 8 bits."""

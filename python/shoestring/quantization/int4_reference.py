@@ -1,20 +1,27 @@
-"""The fit of int4 blocks (csrc/quantization/fit_int4.h) in plain PyTorch, rounding for rounding."""
+"""The fit of int4 blocks (csrc/quantization/fit_int4.h) in plain PyTorch, rounding exactly as the kernels."""
 
 import torch
 from torch import Tensor
 
 LANES, STEPS = 16, 8
-_SMALLEST = 2.0**-126  # of a scale: its reciprocal is finite
+_SMALLEST = 2.0**-126  # the smallest scale, fp32, whose reciprocal is finite
 
 
 def int4_scales(absmax: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales and the offsets, fp32, that int4's absmax holds."""
+    """Unpack the scales and the offsets, fp32, from the int32 absmax of an int4 tensor."""
     return (absmax << 16).view(torch.float32), (absmax & -0x10000).view(torch.float32)
 
 
 def fit_int4_reference(flat: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Codes, 0 to 15, of whole blocks, and absmax, of a flat fp32 tensor."""
-    fill = flat[-1:].expand(-flat.numel() % block_size)  # counts nowhere; a short block's own, for its ends
+    """Fit a flat fp32 tensor block by block.
+
+    Returns:
+        codes (uint8, 0 to 15, flat, the last block filled up to block_size) and absmax (int32, one for each
+        block: a bf16 scale in the lower half and a bf16 offset in the upper half).
+    """
+    # Copies of the last element fill a short block, because they change neither its minimum nor its maximum.
+    # The mask `there` excludes them from all sums.
+    fill = flat[-1:].expand(-flat.numel() % block_size)
     blocks = torch.cat([flat, fill]).view(-1, block_size)
     counts = (
         (flat.numel() - block_size * torch.arange(len(blocks), device=flat.device))
@@ -51,7 +58,10 @@ def fit_int4_reference(flat: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
 
 
 def _first(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """15.5 steps from one end to the other: with 15 the fit ends in worse places."""
+    """Return the first scale and offset, with 15.5 steps between the block's minimum and maximum.
+
+    From 15 steps the fit converges to larger errors.
+    """
     offset = _bf16(((7 * low.double() + 8 * high.double()) / 15).float())
     reach = torch.maximum((high.double() - offset.double()) / 7, (offset.double() - low.double()) / 8)
     scale = _bf16(torch.minimum(reach * (15 / 15.5), _room(offset) * (255 / 256 / 8)).float())
@@ -59,7 +69,7 @@ def _first(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _codes(x: Tensor, scale: Tensor, offset: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes, -8 to 7, and what they leave of x; 0 behind a block's end."""
+    """Return the codes, -8 to 7, and the errors of x; both are 0 behind the end of a short block."""
     away = x - offset
     code = (away * torch.where(scale > 0, 1 / scale, 0)).clamp(-8, 7).round()
     return torch.where(there, code, 0), torch.where(there, away - code * scale, 0)
@@ -68,7 +78,10 @@ def _codes(x: Tensor, scale: Tensor, offset: Tensor, there: Tensor) -> tuple[Ten
 def _next(
     scale: Tensor, offset: Tensor, n: Tensor, codes: Tensor, squares: Tensor, pulls: Tensor, products: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Twice the step of the least squares, which is short."""
+    """Move scale and offset by twice the least-squares step, which alone is too short.
+
+    A block keeps its former pair where the new scale is too small or a value would overflow.
+    """
     spread = n * squares - codes * codes
     up = torch.where(spread > 0, (n * products - codes * pulls) / spread, 0).float()
     along = ((pulls - up.double() * codes) / n).float()
@@ -78,7 +91,7 @@ def _next(
 
 
 def _room(offset: Tensor) -> Tensor:
-    """What eight steps may add, so that no code stands for an infinity."""
+    """Return the most that eight steps may add to the offset, so that no code dequantises to an infinity."""
     return torch.finfo(torch.float32).max - offset.double().abs()
 
 
@@ -88,7 +101,7 @@ def _bf16(x: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor) -> Tensor:
-    """In the order of 16 lanes that then fold in halves."""
+    """Sum each row in the order of the kernels: 16 lanes first, then halves of lanes onto each other."""
     total = torch.zeros_like(x[:, :LANES])
     for i in range(0, x.shape[1], LANES):
         total = total + x[:, i : i + LANES]

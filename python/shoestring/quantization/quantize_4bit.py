@@ -1,4 +1,4 @@
-"""4-bit quantisation: NF4 and FP4, with bitsandbytes' bytes, and fitted int4."""
+"""4-bit quantisation: NF4 and FP4 with the same bytes as bitsandbytes, and int4 whose scales are fitted."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,8 @@ from torch import Tensor
 from shoestring.quantization.int4_reference import fit_int4_reference, int4_scales
 from shoestring.quantization.quantized_tensor import QuantizedTensor, quantize_parts
 
-# By code. NF4: quantiles of the normal distribution; FP4: sign, two bits of exponent, one of mantissa.
+# The values of the 16 codes, in units of the block's scale. NF4: quantiles of the normal distribution. FP4: a
+# sign, two bits of exponent and one bit of mantissa.
 _NF4 = (
     -1.0,
     -0.6961928009986877,
@@ -26,56 +27,69 @@ _NF4 = (
     1.0,
 )
 _FP4 = tuple(v / 12 for v in (0, 0.0625, 8, 12, 4, 6, 2, 3))
-CODES = {"nf4": _NF4, "fp4": _FP4 + tuple(0.0 - v for v in _FP4)}  # bitsandbytes has no -0.0 either
+CODES = {"nf4": _NF4, "fp4": _FP4 + tuple(0.0 - v for v in _FP4)}  # not -v: bitsandbytes has no -0.0
 TYPES = (*CODES, "int4")
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def code_values(quant_type: str) -> Tensor:
-    """The 16 values by code, in units of a block's scale, fp32."""
+    """Return the values of the 16 codes, in units of the block's scale, fp32."""
     return torch.tensor(CODES.get(quant_type, range(-8, 8)), dtype=torch.float32)
 
 
 def quantize_4bit(
     x: Tensor, quant_type: str = "nf4", block_size: int = 64, nested: bool = False
 ) -> QuantizedTensor:
-    """x in 4 bits an element and one scale a block.
+    """Quantise x to 4 bits per element and one scale per block of elements.
 
-    "int4" is fitted to the weights, after HQQ (Badri and Shaji, Half-Quadratic Quantization, Mobius Labs, 2023): 16 equal
-    steps with a scale and an offset, both bf16, that are sought for the smallest sum of errors by turns of least squares and
-    of pulling back what is far off. In blocks of 64 its mean squared error is 0.81 of NF4's on normal numbers and 0.83 where
-    one in 200 is six times as large; the mean absolute error 0.95 and 0.94; held in as many bits. A core fits some 100
-    million elements a second, a twentieth of NF4's rate. Quantising what int4 stood for may give other values.
+    "int4" has 16 equally spaced values per block, given by a bf16 scale and a bf16 offset. Both are fitted to
+    the block after HQQ (Badri and Shaji, Half-Quadratic Quantization, Mobius Labs, 2023). The fit minimises
+    the sum of absolute errors. It alternates between a least-squares step and clamping the large errors.
+
+    Compared with NF4 in blocks of 64, with the same number of bits:
+
+    - Normally distributed elements: mean squared error 0.81, mean absolute error 0.95 of NF4's.
+    - One element in 200 six times as large: mean squared error 0.83, mean absolute error 0.94 of NF4's.
+    - One CPU core fits about 100 million elements/s, a twentieth of NF4's rate.
+    - Quantising a dequantised int4 tensor again may give other values.
 
     Args:
-        x: any shape; fp32, bf16 or fp16. Detached: quantising has no gradient.
+        x: any shape; fp32, bf16 or fp16. x is detached, since quantisation has no gradient.
         quant_type: "nf4" (QLoRA, arXiv 2305.14314), "fp4" or "int4".
-        block_size: elements along the flattened x that share a scale: a power of two from 32 to 4096.
-        nested: hold the scales in 8 bits too (double quantisation): 4.127 instead of 4.5 bits an element at the
-            default block size. Not with "int4".
+        block_size: number of consecutive elements of the flattened x that share a scale, a power of two from
+            32 to 4096.
+        nested: quantise the scales too, to 8 bits (double quantisation). At the default block size this takes
+            4.127 instead of 4.5 bits per element. Not supported for "int4".
 
     Returns:
-        A :class:`QuantizedTensor` of x's shape and dtype. Of NF4 and FP4 its bytes are those of bitsandbytes' CPU path, of
-        int4 the same on every device. A block of zeros stays exactly zero; a NaN, and in int4 an infinity, makes its block
-        NaN. int4 has fp32's range, but for a block's differences below 1e-37, which are lost.
+        A :class:`QuantizedTensor` with the shape and dtype of x. For NF4 and FP4 its bytes equal those of
+        bitsandbytes on the CPU; for int4 they are the same on every device. A block of zeros stays exactly
+        zero. A NaN makes its whole block NaN, and so does an infinity in int4. int4 has the range of fp32,
+        except that differences below 1e-37 within a block are lost.
 
     Raises:
-        RuntimeError: a dtype, type or block size that does not exist.
-        ValueError: nested with "int4".
+        RuntimeError: the dtype, quant_type or block_size is not supported.
+        ValueError: nested is True for "int4".
     """
     return quantize_parts(x.detach(), quant_type, block_size, nested)
 
 
 def dequantize_4bit(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The dense tensor: value by code times scale (int4: plus offset) in fp32, rounded once to ``dtype``, by default q's.
+    """Dequantise a 4-bit tensor.
+
+    An element is the value of its code times the scale (int4: plus the offset), computed in fp32 and rounded
+    once.
 
     Args:
-        q: a quantised tensor.
-        dtype: fp32, bf16 or fp16.
+        q: a tensor from :func:`quantize_4bit`.
+        dtype: dtype of the result: fp32, bf16 or fp16. None: the dtype of q.
+
+    Returns:
+        A dense tensor with the shape of q.
 
     Raises:
-        TypeError: q is not a QuantizedTensor, or an int8 one.
-        RuntimeError: a dtype that is not one of the three.
+        TypeError: q is not a QuantizedTensor, or it is int8.
+        RuntimeError: dtype is not one of the three.
     """
     if not isinstance(q, QuantizedTensor):
         raise TypeError(f"dequantize_4bit: q: expected a QuantizedTensor, received {type(q).__name__}")
@@ -87,7 +101,7 @@ def dequantize_4bit(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Ten
 def quantize_4bit_reference(
     x: Tensor, quant_type: str = "nf4", block_size: int = 64
 ) -> tuple[Tensor, Tensor]:
-    """packed and absmax, both flat, in plain PyTorch."""
+    """Quantise in plain PyTorch; return packed (uint8, two codes per byte) and absmax, both flat."""
     flat = x.flatten().float()
     numel, tail = flat.numel(), flat.numel() % block_size
     if quant_type == "int4":
@@ -96,12 +110,13 @@ def quantize_4bit_reference(
     blocks = torch.nn.functional.pad(flat, (0, -numel % block_size)).view(-1, block_size)
     absmax = blocks.abs().amax(1)
     scaled = blocks * (1 / absmax.clamp(min=1e-38)).unsqueeze(1)
-    if tail:  # the last, short block is divided, and what fills it is 0
+    # bitsandbytes divides a short last block by its scale, and multiplies whole blocks by the reciprocal.
+    if tail:
         absmax[-1] = absmax[-1].clamp(min=1e-38)
         scaled[-1, :tail] = blocks[-1, :tail] / absmax[-1]
         scaled[-1, tail:] = 0
     values = code_values(quant_type).to(x.device)
-    # Of FP4's two zeros the first, 0, takes what is 0 and the second, 8, the small positive numbers.
+    # FP4 has two codes with the value 0: code 0 is for elements that are 0, code 8 for small positive ones.
     ranks = range(16) if quant_type == "nf4" else (11, 10, 13, 12, 15, 14, 9, 0, 8, 1, 6, 7, 4, 5, 2, 3)
     order = torch.tensor(ranks, device=x.device)
     midpoints = (values[order[:-1]] + values[order[1:]]) / 2
@@ -119,7 +134,7 @@ def dequantize_4bit_reference(
     quant_type: str = "nf4",
     block_size: int = 64,
 ) -> Tensor:
-    """The dense tensor from its parts, in plain PyTorch."""
+    """Dequantise the parts of a 4-bit tensor in plain PyTorch."""
     packed, absmax = packed.flatten(), absmax.flatten()
     if nested is not None:
         group = torch.arange(absmax.numel(), device=absmax.device) // 256

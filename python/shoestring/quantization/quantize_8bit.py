@@ -1,50 +1,61 @@
-"""The 8-bit codes that the state of optimizers may be kept in."""
+"""Quantisation of optimizer state to 8-bit codes with one scale per block."""
 
 import torch
 from torch import Tensor
 
-STATE_BLOCK = 256  # elements that share a scale; each parameter's state begins at a multiple of it
+STATE_BLOCK = 256  # number of elements that share a scale; a parameter's state begins at a multiple of it
 
 
 def quantize_8bit(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Block-wise 8-bit codes of x: nearest in a dynamic map to ``x / scale``, scale being a block's largest magnitude.
+    """Quantise x to 8-bit codes, in blocks of 256 elements.
 
-    The codes are those of bitsandbytes (block size 256), but that a positive number never becomes zero in the unsigned
-    map: a second moment of zero would make its update infinite.
+    The scale of a block is its largest magnitude. A code is the index of the value nearest to ``x / scale``
+    in a dynamic map (8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861). The codes equal those
+    of bitsandbytes with block
+    size 256, with one exception: in the unsigned map a positive number never becomes zero. A second moment of
+    zero would make the update infinite.
 
     Args:
-        x: any shape, fp32; not negative for ``signed=False``.
-        signed: the map for first moments; otherwise that for second moments.
+        x: any shape, fp32; must not be negative for ``signed=False``.
+        signed: True for the map of first moments, False for the map of second moments.
 
     Returns:
-        codes (x's shape, uint8) and scale (ceil(elements / 256), fp32; blocks run over the elements in their order).
+        codes (the shape of x, uint8) and scale (ceil(elements / 256), fp32). Blocks are consecutive elements
+        of the flattened x.
 
     Raises:
         RuntimeError: x is not fp32.
-
-    The map is that of "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861).
     """
     result: tuple[Tensor, Tensor] = torch.ops.shoestring.quantize_8bit(x, signed=signed)
     return result
 
 
 def dequantize_8bit(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
-    """The fp32 values of ``quantize_8bit``'s codes (any shape, uint8) and scale: within 1e-6 of bitsandbytes'.
+    """Dequantise the result of ``quantize_8bit``; the values are within 1e-6 of those of bitsandbytes.
+
+    Args:
+        codes: any shape, uint8.
+        scale: (ceil(elements / 256)), fp32.
+        signed: as given to ``quantize_8bit``.
+
+    Returns:
+        A tensor of the shape of codes, fp32.
 
     Raises:
-        RuntimeError: a dtype or shape that does not fit.
+        RuntimeError: a dtype or shape does not fit.
     """
     result: Tensor = torch.ops.shoestring.dequantize_8bit(codes, scale, signed=signed)
     return result
 
 
 def dynamic_map(signed: bool) -> Tensor:
-    """The 256 values of the codes, ascending, fp32: per decade equally spaced means, and zero, and 1.0."""
+    """Return the values of the 256 codes, ascending, fp32: 0, 1 and equally spaced values in 7 decades."""
     values = [0.0, 1.0]
     for decade in range(7):
         bins = 2**decade if signed else 2 ** (decade + 1)
         scale = 1 / 10 ** (6 - decade)
-        slope = torch.tensor(scale * 0.9 / bins).double().item()  # constants are fp32, as in the kernels
+        # Slope and offset are rounded to fp32, because the constants in the kernels are.
+        slope = torch.tensor(scale * 0.9 / bins).double().item()
         offset = torch.tensor(scale * (0.1 + 0.45 / bins) - slope * bins).double().item()
         magnitudes = [offset + slope * (bins + j) for j in range(bins)]
         values += magnitudes + ([-m for m in magnitudes] if signed else [])
@@ -52,17 +63,17 @@ def dynamic_map(signed: bool) -> Tensor:
 
 
 def quantize_8bit_reference(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """The same in plain PyTorch, by searching the map."""
+    """Compute ``quantize_8bit`` in plain PyTorch, by a binary search in the map."""
     values = dynamic_map(signed)
     middles = (values[1:] + values[:-1]) / 2
     blocks = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % STATE_BLOCK)).view(-1, STATE_BLOCK)
     scale = blocks.abs().amax(1)
-    # A power of two keeps the reciprocal of a tiny scale finite, and changes no code.
+    # A tiny scale is multiplied by a power of two, so that its reciprocal stays finite. This changes no code.
     tiny = torch.where(scale < 2.0**-100, 2.0**100, 1.0)
     inverse = torch.where(scale > 0, 1 / (scale * tiny), 0)
     scaled = blocks * tiny[:, None] * inverse[:, None]
     codes = torch.searchsorted(middles, scaled)
-    if signed:  # of two equally near codes the one nearer to zero
+    if signed:  # in a tie, take the code nearer to zero
         codes = torch.where(scaled < 0, torch.searchsorted(middles, scaled, right=True), codes)
     else:
         codes = torch.where(blocks == 0, 0, codes.clamp(min=1))
@@ -70,6 +81,6 @@ def quantize_8bit_reference(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]
 
 
 def dequantize_8bit_reference(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
-    """The same in plain PyTorch, by looking the codes up."""
+    """Compute ``dequantize_8bit`` in plain PyTorch, by a look-up in the map."""
     values = dynamic_map(signed)[codes.int()].flatten()
     return (values * scale.repeat_interleave(STATE_BLOCK)[: codes.numel()]).view(codes.shape)

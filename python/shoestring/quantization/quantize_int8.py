@@ -1,4 +1,4 @@
-"""int8 quantisation by rows, with the bytes of bitsandbytes' LLM.int8() weights (arXiv 2208.07339)."""
+"""int8 quantisation with one scale per row, with the bytes of bitsandbytes' LLM.int8() (arXiv 2208.07339)."""
 
 import torch
 from torch import Tensor
@@ -7,32 +7,38 @@ from shoestring.quantization.quantized_tensor import QuantizedTensor, quantize_p
 
 
 def quantize_int8(x: Tensor) -> QuantizedTensor:
-    """x in 8 bits an element and one scale a row: an element is its code times the row's largest magnitude over 127.
+    """Quantise x to 8 bits per element and one scale per row.
+
+    An element is approximately ``code * absmax / 127``, where absmax is the largest magnitude in its row.
 
     Args:
-        x: (..., columns); fp32, bf16 or fp16. Detached: quantising has no gradient.
+        x: (..., columns); fp32, bf16 or fp16. x is detached, since quantisation has no gradient.
 
     Returns:
-        A :class:`QuantizedTensor` of x's shape and dtype. Its bytes are those of bitsandbytes' ``int8_vectorwise_quant``
-        on the CPU (its ``Linear8bitLt`` converts to fp16 first: ``quantize_int8(x.half())`` has that layer's bytes).
-        Rows of zeros stay zero. A row with a NaN or an infinity has zeros for codes, and dequantises to NaN.
+        A :class:`QuantizedTensor` with the shape and dtype of x. Its bytes equal those of bitsandbytes'
+        ``int8_vectorwise_quant`` on the CPU. bitsandbytes' ``Linear8bitLt`` converts to fp16 first; to get
+        its bytes, call ``quantize_int8(x.half())``. Rows of zeros stay zero. A row with a NaN or an infinity
+        has codes of zero and dequantises to NaN.
 
     Raises:
-        RuntimeError: another dtype, a scalar, or rows without elements.
+        RuntimeError: x has another dtype, is a scalar, or has rows without elements.
     """
     return quantize_parts(x.detach(), "int8", 0, False)
 
 
 def dequantize_int8(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The dense tensor: code times scale times 1 / 127 in fp32, rounded once to ``dtype`` (by default q's own).
+    """Dequantise an int8 tensor: ``code * absmax * (1 / 127)``, computed in fp32 and rounded once.
 
     Args:
-        q: an int8 tensor.
-        dtype: fp32, bf16 or fp16.
+        q: a tensor from :func:`quantize_int8`.
+        dtype: dtype of the result: fp32, bf16 or fp16. None: the dtype of q.
+
+    Returns:
+        A dense tensor with the shape of q.
 
     Raises:
         TypeError: q is not an int8 QuantizedTensor.
-        RuntimeError: a dtype that is not one of the three.
+        RuntimeError: dtype is not one of the three.
     """
     if not isinstance(q, QuantizedTensor) or q.quant_type != "int8":
         received = f"one of {q.quant_type}" if isinstance(q, QuantizedTensor) else type(q).__name__
@@ -41,14 +47,15 @@ def dequantize_int8(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Ten
 
 
 def quantize_int8_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """packed (x's shape) and absmax (without its last dimension), in plain PyTorch."""
+    """Quantise in plain PyTorch; return packed (int8, the shape of x) and absmax (fp32, one for each row)."""
     absmax = x.abs().amax(-1).float()
     scale = absmax.reciprocal() * 127
-    plain = scale.isfinite() & (scale > 0)  # else the row is zero, or next to it, or not finite
+    # plain is False for rows of zeros or almost zeros, and for rows with a NaN or an infinity.
+    plain = scale.isfinite() & (scale > 0)
     codes = torch.round(x * torch.where(plain, scale, 0).unsqueeze(-1))
     return torch.where(plain.unsqueeze(-1), codes, 0).to(torch.int8), absmax
 
 
 def dequantize_int8_reference(packed: Tensor, absmax: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """The dense tensor from its parts, in plain PyTorch."""
+    """Dequantise the parts of an int8 tensor in plain PyTorch."""
     return (packed * absmax.unsqueeze(-1) * (1 / 127)).to(dtype)

@@ -1,34 +1,42 @@
-"""The 4-bit codes that the state of optimizers may be kept in."""
+"""Quantisation of optimizer state to 4-bit codes on a logarithmic scale."""
 
 import torch
 from torch import Tensor
 
 from shoestring.quantization.quantize_8bit import STATE_BLOCK
 
-# Of signed and of unsigned codes: the elements that share a scale, and a step between codes in last bits of an fp32.
+# Both tables are indexed by `signed`. GROUP_4BIT: number of elements that share a scale. STEP_4BIT: distance
+# between the bit patterns, read as integers, of the fp32 values of adjacent codes.
 GROUP_4BIT = {True: 32, False: 128}
 STEP_4BIT = {True: 161 << 15, False: 104 << 16}
-BIAS_4BIT = 1 / 32  # where the logarithm of signed magnitudes begins
+BIAS_4BIT = 1 / 32  # added to signed magnitudes before the logarithm, so that code 0 stands for 0
 
 
 def quantize_state_4bit(x: Tensor, *, signed: bool, step: int | None = None) -> tuple[Tensor, Tensor]:
-    """Block-wise 4-bit codes of x, on a logarithmic scale below the largest magnitude of a group of elements.
+    """Quantise x to 4-bit codes on a logarithmic scale, relative to the largest magnitude in a group.
 
-    The format is shoestring's own. Signed codes (groups of 32) are two's complement nibbles whose magnitudes are
-    ``(33^(k / 8) - 1) / 32``, k = 0..8, and the scale has the sign that makes the largest element -8. Unsigned codes
-    (groups of 128) stand for ``2^(-13 / 16 k)``, k = 0..15, and never for zero. "Logarithm" is the piecewise linear one
-    that the bits of an fp32 are.
+    The format is specific to shoestring.
+
+    - Signed codes (groups of 32 elements) are two's complement nibbles with magnitudes ``(33^(k / 8) - 1) /
+      32``, k = 0..8. The sign of the scale is chosen so that the element of largest magnitude has the code
+      -8.
+    - Unsigned codes (groups of 128 elements) stand for ``2^(-13 / 16 k)``, k = 0..15, and never for zero.
+
+    The logarithm is the piecewise linear approximation that the bit pattern of an fp32 number gives.
 
     Args:
-        x: any shape, fp32; not negative for ``signed=False``. Its elements are taken in their order.
-        signed: the map for first moments; otherwise that for second moments.
-        step: the number of an optimizer's step: an element between two codes then rounds up in as many of the steps as
-            its place between them says, so that what moves by less than half a code a step moves at all. None: to the
-            nearest code (if signed, by 0.075 of a step nearer to zero, as the error of an update is smallest).
+        x: any shape, fp32; must not be negative for ``signed=False``. Groups are consecutive elements of the
+            flattened x.
+        signed: True for the map of first moments, False for the map of second moments.
+        step: number of the optimizer step, for dithered rounding: over many steps, an element between two
+            codes rounds up in proportion to its position between them. Without dithering, a change of less
+            than half a code per step would be lost. None: round to the nearest code. Signed codes are then
+            rounded 0.075 of a code distance towards zero, which minimises the error of the update.
 
     Returns:
-        codes (uint8, flat, 128 for each 256 elements begun; element 2 i in the lower nibble of byte i) and scale (fp32,
-        flat, 8 for each 256 elements begun, signed, or 2). What lies past x's end is coded as zeros are.
+        codes (uint8, flat, 128 bytes for each started block of 256 elements; element 2 i is in the lower
+        nibble of byte i) and scale (fp32, flat, for each started block 8 if signed, else 2). Positions behind
+        the end of x are coded like zeros.
 
     Raises:
         RuntimeError: x is not fp32.
@@ -38,17 +46,25 @@ def quantize_state_4bit(x: Tensor, *, signed: bool, step: int | None = None) -> 
 
 
 def dequantize_state_4bit(codes: Tensor, scale: Tensor, *, signed: bool, numel: int) -> Tensor:
-    """The fp32 values of ``quantize_state_4bit``'s codes and scale: flat, the first ``numel``. Zero scales mean zeros.
+    """Dequantise the result of ``quantize_state_4bit``. A scale of zero gives zeros.
+
+    Args:
+        codes, scale: as returned by ``quantize_state_4bit``.
+        signed: as given to ``quantize_state_4bit``.
+        numel: number of elements to return.
+
+    Returns:
+        (numel), fp32.
 
     Raises:
-        RuntimeError: a dtype or shape that does not fit.
+        RuntimeError: a dtype or shape does not fit.
     """
     result: Tensor = torch.ops.shoestring.dequantize_state_4bit(codes, scale, signed=signed, numel=numel)
     return result
 
 
 def map_4bit(signed: bool) -> Tensor:
-    """The 16 values of the codes for a scale of one, by code, fp32."""
+    """Return the values of the 16 codes for a scale of 1, fp32."""
     steps = torch.arange(16, dtype=torch.int32)
     if not signed:
         return (bits(torch.ones(())) - steps * STEP_4BIT[False]).view(torch.float32)
@@ -58,12 +74,12 @@ def map_4bit(signed: bool) -> Tensor:
 
 
 def bits(x: Tensor) -> Tensor:
-    """The bits of fp32 numbers, int32."""
+    """Return the bit patterns of fp32 numbers as int32."""
     return x.view(torch.int32)
 
 
 def dither(step: int, weight: int) -> Tensor:
-    """What is added to the bits of a block's 256 elements before they are divided by the map's step, int32."""
+    """Return the dither of a block's 256 elements, int32, in the units of STEP_4BIT."""
     phase = (torch.arange(STATE_BLOCK, dtype=torch.int32) * 25087 + step % 65536 * 46073) & 0xFFFF
     return torch.where(phase < 32768, phase, phase - 65536) * weight
 
@@ -71,13 +87,15 @@ def dither(step: int, weight: int) -> Tensor:
 def quantize_state_4bit_reference(
     x: Tensor, *, signed: bool, step: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain PyTorch, on fp32 numbers and their bits; every operation rounds as in the kernels."""
+    """Compute ``quantize_state_4bit`` in plain PyTorch; every operation rounds as in the kernels."""
     padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % STATE_BLOCK))
     groups = padded.view(-1, GROUP_4BIT[signed])
     scale = groups.abs().amax(1, keepdim=True)
-    if signed:  # minus the largest; of two equally large ones, the negative one is that
+    # The scale is minus the element of largest magnitude. In a tie, the negative element counts as the
+    # largest.
+    if signed:
         scale = torch.where((groups == -scale).any(1, keepdim=True) | scale.isnan(), scale, -scale)
-    # A power of two keeps the reciprocal of a tiny scale finite, and changes no code.
+    # A tiny scale is multiplied by a power of two, so that its reciprocal stays finite. This changes no code.
     raised = torch.where(scale.abs() < 2.0**-100, 2.0**100, 1.0)
     inverse = torch.where(scale == 0, 0, 1 / (scale * raised))
     parts = (groups * raised * inverse).view(-1, STATE_BLOCK)
@@ -96,6 +114,6 @@ def quantize_state_4bit_reference(
 
 
 def dequantize_state_4bit_reference(codes: Tensor, scale: Tensor, *, signed: bool, numel: int) -> Tensor:
-    """The same in plain PyTorch, by looking the codes up."""
+    """Compute ``dequantize_state_4bit`` in plain PyTorch, by a look-up in the map."""
     nibbles = torch.stack([codes & 15, codes >> 4], 1).flatten().int()
     return (map_4bit(signed)[nibbles] * scale.repeat_interleave(GROUP_4BIT[signed]))[:numel]

@@ -1,4 +1,4 @@
-"""A linear layer's product with a quantised weight."""
+"""A linear layer over a frozen quantised weight, as a function."""
 
 import torch
 from torch import Tensor
@@ -8,19 +8,22 @@ from shoestring.quantization.quantized_tensor import QuantizedTensor
 
 
 def quantized_linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` for a frozen quantised weight, which is dequantised a panel of rows at a time, never whole.
+    """Compute ``x @ weight.T + bias`` for a frozen quantised weight.
+
+    The weight is dequantised one panel of rows at a time, so the dense weight is never in memory as a whole.
 
     Args:
-        x: (..., in_features); fp32, fp64, bf16 or fp16. On the CPU products are fp32 (fp64 for
-            fp64) and rounded once, but bf16 where the CPU has units for that.
+        x: (..., in_features); fp32, fp64, bf16 or fp16. The CPU multiplies in fp32 (fp64 for fp64) and rounds
+            the result once. A CPU with bf16 matrix units multiplies bf16 input in bf16.
         weight: (out_features, in_features), from ``shoestring.quantize_4bit`` or ``quantize_int8``.
         bias: (out_features), any floating-point dtype.
 
     Returns:
-        (..., out_features), x's dtype. Bitwise repeatable. Differentiable once by x and bias; x is not saved.
+        (..., out_features), in the dtype of x. Bitwise repeatable. Differentiable once with respect to x and
+        bias; x is not saved for backward.
 
     Raises:
-        RuntimeError: a shape or dtype that does not fit.
+        RuntimeError: a shape or dtype does not fit.
     """
     result: Tensor = torch.ops.shoestring.quantized_linear(
         x,
@@ -36,7 +39,7 @@ def quantized_linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = N
 
 
 def quantized_linear_reference(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
-    """The same with the dense weight whole in memory, in x's dtype."""
+    """Compute ``quantized_linear`` in plain PyTorch, with the whole dense weight in memory."""
     return F.linear(
         x, weight.dequantize(torch.float32).to(x.dtype), None if bias is None else bias.to(x.dtype)
     )

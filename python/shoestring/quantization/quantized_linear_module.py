@@ -1,4 +1,4 @@
-"""A linear layer whose frozen weight is held in 4 bits or int8, and bitsandbytes' keys for it."""
+"""A linear layer with a frozen 4-bit or int8 weight, and its state_dict in bitsandbytes' format."""
 
 import json
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from shoestring.quantization.quantize_int8 import quantize_int8
 from shoestring.quantization.quantized_linear import quantized_linear
 from shoestring.quantization.quantized_tensor import QuantizedTensor
 
-LONGEST_STATE = 4096  # bytes; a real one has 250
+LONGEST_STATE = 4096  # limit on the bytes of a quant_state, which has about 250
 
 
 class KeyedLinear(nn.Linear):
-    """``nn.Linear`` whose ``state_dict`` has bitsandbytes' keys of a weight that is quantised."""
+    """``nn.Linear`` that saves and loads a quantised weight with bitsandbytes' keys in its ``state_dict``."""
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -29,25 +29,30 @@ class KeyedLinear(nn.Linear):
 
 
 class QuantizedLinear(KeyedLinear):
-    """``nn.Linear`` over a frozen weight of 4 bits (QLoRA, arXiv 2305.14314) or int8; the bias stays as it is.
+    """``nn.Linear`` with a frozen 4-bit (QLoRA, arXiv 2305.14314) or int8 weight; the bias is not quantised.
 
-    A new layer is initialised as ``nn.Linear`` is and then quantised. ``state_dict`` has bitsandbytes' keys, and both
-    these and a dense ``weight`` load: of 4 bits ``weight`` uint8 [n / 2, 1], ``weight.absmax``, ``weight.quant_map``,
-    ``weight.quant_state.bitsandbytes__nf4`` and those of nested scales; of int8 ``weight`` int8, ``SCB`` and
-    ``weight_format``, 0. bitsandbytes has no int4: its keys are as those of 4 bits, with int32 ``weight.absmax`` and
-    ``weight.quant_state.shoestring__int4``.
+    A new layer is initialised like ``nn.Linear`` and then quantised. Its ``state_dict`` has bitsandbytes'
+    keys. It loads a ``state_dict`` with these keys or with a dense ``weight``.
+
+    - nf4 and fp4: ``weight`` (uint8 [n / 2, 1]), ``weight.absmax``, ``weight.quant_map``,
+      ``weight.quant_state.bitsandbytes__nf4`` (or ``__fp4``), and with nested scales ``weight.nested_absmax``
+      and ``weight.nested_quant_map``.
+    - int8: ``weight`` (int8), ``SCB`` and ``weight_format`` (0).
+    - int4, which bitsandbytes does not have: the keys of nf4, but ``weight.absmax`` is int32 and the state is
+      ``weight.quant_state.shoestring__int4``.
 
     Args:
         in_features, out_features, bias, device, dtype: as for ``nn.Linear``.
         quant_type: "nf4", "fp4", "int4" or "int8".
-        block_size: of 4 bits: elements that share a scale, a power of two from 32 to 4096; None is 64. An int8 weight has
-            a scale a row.
-        nested: of "nf4" and "fp4": 8-bit scales (double quantisation).
-        compute_dtype: dtype that the input is converted to; the output comes back in the input's. None: the input's.
-            On a CPU without bf16 units products are fp32 in any case.
+        block_size: number of elements that share a scale, for 4-bit types: a power of two from 32 to 4096;
+            None is 64. An int8 weight has one scale per row.
+        nested: for "nf4" and "fp4": quantise the scales to 8 bits (double quantisation).
+        compute_dtype: dtype to which the input is converted; the output is converted back to the dtype of the
+            input. None: the dtype of the input. A CPU without bf16 matrix units multiplies in fp32 in any
+            case.
 
     Raises:
-        ValueError: block_size with "int8", nested with that or "int4".
+        ValueError: block_size is given for "int8", or nested is True for "int8" or "int4".
     """
 
     weight: QuantizedTensor
@@ -78,7 +83,10 @@ class QuantizedLinear(KeyedLinear):
         nested: bool = False,
         compute_dtype: torch.dtype | None = None,
     ) -> "QuantizedLinear":
-        """A layer with ``linear``'s weight quantised and its bias shared."""
+        """Return a layer that has the weight of ``linear``, quantised, and shares its bias.
+
+        The other arguments are those of the constructor.
+        """
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.in_features, layer.out_features = linear.in_features, linear.out_features
@@ -98,7 +106,7 @@ class QuantizedLinear(KeyedLinear):
 
 
 def frozen(weight: Tensor) -> nn.Parameter:
-    """Return ``weight``, dense or quantised, as a parameter that is not trained."""
+    """Return ``weight``, dense or quantised, as a parameter that does not require a gradient."""
     return nn.Parameter(weight, requires_grad=False)
 
 
@@ -114,12 +122,12 @@ def _quantized(weight: Tensor, quant_type: str, block_size: int | None, nested: 
 
 
 def quantize_weight(linear: nn.Linear, quant_type: str, block_size: int | None, nested: bool) -> None:
-    """Replaces a linear layer's dense weight by its quantised form."""
+    """Replace the dense weight of a linear layer by its quantised form."""
     linear.weight = frozen(_quantized(linear.weight, quant_type, block_size, nested))
 
 
 def save_quantized(module: nn.Linear, destination: dict[str, Any], prefix: str) -> None:
-    """Writes bitsandbytes' keys in place of the ``weight`` that nn.Module put into ``destination``."""
+    """Replace the quantised ``weight`` that nn.Module put into ``destination`` by bitsandbytes' keys."""
     q = module.weight
     if not isinstance(q, QuantizedTensor):
         return
@@ -152,16 +160,17 @@ def _state_name(quant_type: str) -> str:
 
 
 def load_quantized(module: nn.Linear, state_dict: dict[str, Any], prefix: str) -> None:
-    """Takes bitsandbytes' keys out of ``state_dict`` and puts a QuantizedTensor, under ``weight``, in their place.
+    """Replace bitsandbytes' keys in ``state_dict`` by one QuantizedTensor with the key ``weight``.
 
     Raises:
-        ValueError: parts that are missing or do not fit the layer.
+        ValueError: a key is missing, or a tensor does not fit the layer.
     """
     own = module.weight
     q = read_quantized(state_dict, prefix, (module.out_features, module.in_features), own.dtype)
     if q is None:
         return
-    # nn.Module copies q into the layer's own parts, where they have its form; else q becomes the parameter.
+    # nn.Module copies q into the layer's weight if both have the same format. Otherwise q becomes the
+    # parameter.
     if not (isinstance(own, QuantizedTensor) and own.__tensor_flatten__() == q.__tensor_flatten__()):
         module.weight = frozen(q.to(own.device))
     state_dict[prefix + "weight"] = q
@@ -170,14 +179,21 @@ def load_quantized(module: nn.Linear, state_dict: dict[str, Any], prefix: str) -
 def read_quantized(
     state_dict: dict[str, Any], prefix: str, shape: tuple[int, int], dtype: torch.dtype
 ) -> QuantizedTensor | None:
-    """The weight that bitsandbytes' keys describe; all but ``weight`` are taken out of ``state_dict``. None: no such keys.
+    """Read the weight that bitsandbytes' keys describe.
+
+    All of these keys except ``weight`` are removed from ``state_dict``.
 
     Args:
-        shape: what the weight must have: (out_features, in_features).
-        dtype: of an int8 weight; that of 4 bits is among the keys.
+        state_dict: the tensors, by key.
+        prefix: what stands before ``weight`` in the layer's keys.
+        shape: the expected shape: (out_features, in_features).
+        dtype: dtype that an int8 weight stands for. The keys of a 4-bit weight contain its dtype.
+
+    Returns:
+        The weight, or None if ``state_dict`` has no such keys.
 
     Raises:
-        ValueError: parts that are missing or do not fit.
+        ValueError: a key is missing, or a tensor does not fit.
     """
     key = prefix + "weight"
     found = [
@@ -221,7 +237,11 @@ def _int8_of(
 
 
 def _state_of(text: Tensor, state_key: str) -> dict[str, Any]:
-    """The description of a weight of 4 bits, with every field of its type."""
+    """Parse the JSON description of a 4-bit weight, and check the type of every field.
+
+    Raises:
+        ValueError: the text is no such description.
+    """
     if text.dtype != torch.uint8 or text.numel() > LONGEST_STATE:
         raise ValueError(
             f"QuantizedLinear: {state_key}: expected at most {LONGEST_STATE} bytes of JSON, received {text.numel()} of {text.dtype}"

@@ -1,4 +1,4 @@
-"""A tensor whose elements are held as 4-bit or int8 codes and one scale a block."""
+"""QuantizedTensor, a tensor subclass that stores 4-bit or int8 codes and one scale per block."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,28 +11,34 @@ aten = torch.ops.aten
 
 
 class QuantizedTensor(Tensor):
-    """A 4-bit or int8 tensor with the shape and the dtype of what it stands for; ``shoestring.quantize_4bit`` and
-    ``shoestring.quantize_int8`` make it.
+    """A quantised 4-bit or int8 tensor, with the shape and the dtype of the dense tensor that it stands for.
 
-    4 bits: the codes are always in bitsandbytes' flat order, blocks of ``block_size`` along the flattened elements, the even
-    element in a byte's upper four bits. Where a weight's rows are whole blocks (K divisible by ``block_size``) the same
-    bytes are held as (N, K / 2) and the scales as (N, K / block_size), so that a slice of rows is itself a quantised
-    tensor; otherwise both are flat. int8: a code an element and a scale a row, so that rows can always be sliced.
+    ``shoestring.quantize_4bit`` and ``shoestring.quantize_int8`` create it.
 
-    So FSDP2's ``fully_shard`` splits it by rows, evenly, and its hooks here gather the codes, never the dense weight. With
-    ``nested``, a process' rows must be whole groups of 256 blocks (8 rows of 2048 elements in blocks of 64).
+    - 4 bits: the bytes are in the order of bitsandbytes. Blocks are ``block_size`` consecutive elements of
+      the flattened tensor. The upper four bits of a byte hold the element with the even index. If the rows of
+      an (N, K) weight are whole blocks (K divisible by ``block_size``), the codes have shape (N, K / 2) and
+      the scales (N, K / block_size). A slice of rows is then a quantised tensor too. Otherwise both are flat.
+    - int8: one code per element and one scale per row, so rows can always be sliced.
 
-    It can be a frozen ``nn.Parameter``. detach, clone, copy_ (from a quantised or a dense tensor), ``to`` a device, slices
-    and splits of rows, a deep copy and pickling work; ``to`` a dtype changes what dequantising gives and leaves the codes alone. Other
-    operators are refused: dequantise first.
+    FSDP2's ``fully_shard`` can therefore shard it evenly by rows, and all-gathers the codes instead of the
+    dense weight. With ``nested``, the rows of each rank must be whole groups of 256 blocks (for example 8
+    rows of 2048 elements in blocks of 64).
+
+    It can be a frozen ``nn.Parameter``. Supported are detach, clone, copy_ (from a quantised or a dense
+    tensor), ``to`` a device, slices and splits of rows, deep copies and pickling. ``to`` a dtype changes only
+    the dtype that dequantising gives. Other operators raise an error; call :meth:`dequantize` first.
 
     Attributes:
-        packed: uint8, (N, K / 2) or (ceil(numel / 2)); int8 of the tensor's shape, (..., K).
-        absmax: (N, K / block_size) or (ceil(numel / block_size)), (...) for int8; fp32, or uint8 codes where ``nested`` is
-            there, or int32 for int4: a bf16 scale in the lower half and a bf16 offset in the upper.
-        nested: None, or fp32 (257 + ceil(blocks / 256)): offset, 256 values by code, a scale for every 256 blocks.
+        packed: the codes. 4 bits: uint8, (N, K / 2) or (ceil(numel / 2)). int8: int8, the shape of the
+            tensor, (..., K).
+        absmax: the scales, (N, K / block_size) or (ceil(numel / block_size)), for int8 (...). fp32; with
+            ``nested`` uint8 codes; for int4 int32, with a bf16 scale in the lower half and a bf16 offset in
+            the upper half.
+        nested: None, or the tables of double quantisation, fp32, (257 + ceil(blocks / 256)): the offset, the
+            values of the 256 codes, and one scale for every 256 blocks.
         quant_type: "nf4", "fp4", "int4" or "int8".
-        block_size: elements that share a scale; K for int8.
+        block_size: number of elements that share a scale; K for int8.
     """
 
     packed: Tensor
@@ -53,7 +59,7 @@ class QuantizedTensor(Tensor):
         quant_type: str,
         block_size: int,
     ) -> "QuantizedTensor":
-        """Puts the parts together; flat parts take the row-packed form where the shape allows it."""
+        """Create a tensor from its parts; flat parts become row-packed where the shape allows it."""
         return torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=dtype, device=packed.device, requires_grad=False
         )
@@ -85,7 +91,11 @@ class QuantizedTensor(Tensor):
         self.block_size = block_size
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The dense tensor, by default in the tensor's own dtype."""
+        """Return the dense tensor.
+
+        Args:
+            dtype: fp32, bf16 or fp16. None: the dtype of this tensor.
+        """
         if self.quant_type == "int8":
             rows: Tensor = torch.ops.shoestring.dequantize_int8(
                 self.packed, self.absmax, dtype=dtype or self.dtype
@@ -103,11 +113,11 @@ class QuantizedTensor(Tensor):
         return result
 
     def parts(self) -> tuple[Tensor, ...]:
-        """The tensors that hold the bytes: packed, absmax and, if there, nested."""
+        """Return the tensors that hold the data: packed, absmax and, unless it is None, nested."""
         return (self.packed, self.absmax) if self.nested is None else (self.packed, self.absmax, self.nested)
 
     def nbytes_held(self) -> int:
-        """Bytes that the parts take."""
+        """Return the total size of the parts in bytes."""
         return sum(part.nbytes for part in self.parts())
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -153,7 +163,7 @@ class QuantizedTensor(Tensor):
         module: nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """FSDP2's hook: what each process gives to the others."""
+        """Return the tensors to all-gather, and metadata. FSDP2 calls this hook on the shard of each rank."""
         if outer_size[0] % mesh.size():
             raise ValueError(
                 f"QuantizedTensor: fully_shard: expected rows divisible by the {mesh.size()} processes, received "
@@ -171,11 +181,16 @@ class QuantizedTensor(Tensor):
         *,
         out: "QuantizedTensor | None" = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """FSDP2's hook: a QuantizedTensor around what came; ``out`` is an earlier one, over the same memory."""
+        """Build the whole tensor from the gathered tensors. FSDP2 calls this hook after the all-gather.
+
+        With ``out``, a tensor from an earlier call that uses the same memory, only the nested scales are
+        copied.
+        """
         shape, head = metadata
         if out is not None:
             if head is not None and out.nested is not None:
-                # As FSDP2 does for what it gathers: backward reads the values that it saved in forward.
+                # FSDP2 also preserves the version counters of the tensors that it gathers. Otherwise autograd
+                # would reject the values that forward saved for backward.
                 with torch.autograd._unsafe_preserve_version_counter(out.nested):  # type: ignore[attr-defined]
                     torch.cat([head, gathered[2]], out=out.nested)
             return None
@@ -191,7 +206,7 @@ class QuantizedTensor(Tensor):
         shape: Sequence[int],
         dtype: torch.dtype | None = None,
     ) -> "QuantizedTensor":
-        """A tensor of the same kind, of other parts."""
+        """Return a tensor with the same quantisation and other parts."""
         return QuantizedTensor(
             packed,
             absmax,
@@ -254,7 +269,7 @@ def _copy(to: Tensor, source: Tensor) -> Tensor:
 def _slice(
     q: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> QuantizedTensor:
-    """Rows of q, over the same memory but for nested scales, whose header is copied."""
+    """Return rows of q as a view. Only nested scales are copied, because each slice needs their header."""
     begin, stop, _ = slice(start, end).indices(q.shape[0])
     if (begin, stop) == (0, q.shape[0]) and step == 1:
         return q._of(q.packed, q.absmax, q.nested, q.shape)
@@ -288,7 +303,7 @@ def _split(q: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]
 
 
 def _new_zeros(q: QuantizedTensor, size: Sequence[int], **options: Any) -> QuantizedTensor:
-    """Codes and scales that are zero, of other rows."""
+    """Return codes and scales of zero for another number of rows."""
     if tuple(size[1:]) != q.shape[1:] or any(
         options.get(key) is not None for key in ("dtype", "device", "layout")
     ):
@@ -302,7 +317,7 @@ def _new_zeros(q: QuantizedTensor, size: Sequence[int], **options: Any) -> Quant
 
 
 def _view(q: QuantizedTensor, size: Sequence[int], *_: Any) -> QuantizedTensor:
-    """The same parts under the same or the flat shape, which is what FSDP2 asks for."""
+    """Return the same parts with the same or the flat shape. FSDP2 needs no other view."""
     if list(size) not in ([-1], [q.numel()], list(q.shape)):
         raise ValueError(f"QuantizedTensor: view: expected {list(q.shape)} or [-1], received {list(size)}")
     return q._of(q.packed, q.absmax, q.nested, q.shape if list(size) == list(q.shape) else (q.numel(),))
@@ -318,7 +333,7 @@ def _as_strided(
     return _view(q, size)
 
 
-# What ``fully_shard`` does to a parameter.
+# The operators that ``fully_shard`` calls on a parameter.
 _SHARDING: dict[Any, Callable[..., Any]] = {
     aten.slice.Tensor: _slice,
     aten.split.Tensor: _split,
@@ -329,7 +344,11 @@ _SHARDING: dict[Any, Callable[..., Any]] = {
 
 
 def quantize_parts(x: Tensor, quant_type: str, block_size: int, nested: bool) -> QuantizedTensor:
-    """``shoestring.quantize_4bit`` or, with "int8", ``quantize_int8``, without their argument checks."""
+    """Quantise x like ``shoestring.quantize_4bit`` or, for "int8", ``quantize_int8``, without detaching x.
+
+    Raises:
+        ValueError: nested is True for "int4".
+    """
     if quant_type == "int8":
         packed, absmax = torch.ops.shoestring.quantize_int8(x)
         return QuantizedTensor(

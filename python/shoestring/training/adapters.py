@@ -92,7 +92,7 @@ def quantize_with_bitsandbytes(model: Any) -> None:
         packed.support_avx512bf16_for_cpu = False
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, packed)
-        layer.weight = None  # frees the dense weight
+        layer.weight = None  # type: ignore[assignment]  # frees the dense weight
     model.is_loaded_in_4bit = True  # PEFT checks this attribute before it uses its 4-bit LoRA layer
 
 

@@ -22,6 +22,41 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Test files that `make check` leaves out: they train, start many processes, or repeat a grid at length.
+SLOW = {
+    "test_attention_hopper.py",
+    "test_attention_mixed.py",
+    "test_bench_qlora.py",
+    "test_checkpoint_exhaustive.py",
+    "test_checkpoint_kill.py",
+    "test_cli_finetune.py",
+    "test_cli_train.py",
+    "test_cross_entropy_inplace.py",
+    "test_example_retrieval.py",
+    "test_finetune_example.py",
+    "test_install.py",
+    "test_interrupts.py",
+    "test_linear_cross_entropy_grids.py",
+    "test_linear_cross_entropy_heads.py",
+    "test_offload_fork.py",
+    "test_optimizer_checkpoints.py",
+    "test_optimizer_offload.py",
+    "test_optimizer_offload_cpu.py",
+    "test_optimizer_offload_device.py",
+    "test_optimizer_unfinished.py",
+    "test_run_damage.py",
+    "test_run_lock.py",
+    "test_train_gpt.py",
+    "test_train_optimizers.py",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.name in SLOW:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> int:
     """Seed PyTorch and return the seed. It is printed, because pytest shows the output of a failed test."""

@@ -319,3 +319,16 @@ def test_a_decoder_alone() -> None:
         decoder_attention_heads=4,
     )
     assert shoestring.patch(transformers.BartForCausalLM(config)).changes
+
+
+@pytest.mark.fresh  # other tests leave models patched
+def test_undo_leaves_no_name_in_the_model_file() -> None:
+    """Two patched models share the replacement of the rotary function; its name goes with the last of them."""
+    first, second = make("Llama"), make("Llama")
+    names = vars(transformers.models.llama.modeling_llama)
+    reports = [shoestring.patch(model) for model in (first, second)]
+    assert any(name.startswith("_shoestring") for name in names)
+    reports[0].undo()
+    second(**batch()).loss.backward()
+    reports[1].undo()
+    assert not any(name.startswith("_shoestring") for name in names)

@@ -152,20 +152,47 @@ def fuse_rotations(model: nn.Module) -> tuple[list[Found], list[Left]]:
         elif kind is None:
             left.append((name, "a rotary embedding that computes something else"))
         else:
-            own = forwards.setdefault(forward, _with_rotation(forward, _rotation(function, *kind)))
-            changes.append((name, "fused rotary embedding", derive(module, {"forward": own, TURNS: True})))
+            if forward not in forwards:
+                forwards[forward] = _with_rotation(forward)
+            restore = derive(module, {"forward": forwards[forward], TURNS: True})
+            release = _claim_name(forward.__globals__, _rotation(function, *kind))
+            changes.append((name, "fused rotary embedding", functools.partial(_undo, restore, release)))
     return changes, left
 
 
-def _with_rotation(forward: Any, rotation: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of a forward that calls ``rotation`` instead of ``apply_rotary_pos_emb``.
+_OWN_NAME = "_shoestring_" + ROTATION  # name of the replacement in the globals of a model file
+_claims: dict[int, int] = {}  # modules that use the replacement, by the identity of the globals
+
+
+def _claim_name(namespace: dict[str, Any], rotation: Callable[..., Any]) -> Callable[[], None]:
+    """Give the replacement its name in the globals of a model file; return how to take the name away.
+
+    The name disappears when the last module that uses it is undone.
+    """
+    namespace[_OWN_NAME] = rotation
+    _claims[id(namespace)] = _claims.get(id(namespace), 0) + 1
+
+    def release() -> None:
+        _claims[id(namespace)] -= 1
+        if _claims[id(namespace)] == 0:
+            del _claims[id(namespace)]
+            namespace.pop(_OWN_NAME, None)
+
+    return release
+
+
+def _undo(restore: Callable[[], None], release: Callable[[], None]) -> None:
+    restore()
+    release()
+
+
+def _with_rotation(forward: Any) -> Callable[..., Any]:
+    """Return a copy of a forward that calls the replacement instead of ``apply_rotary_pos_emb``.
 
     The replacement gets an unused name in the globals of the forward's module, because ``torch.compile``
     requires a function's globals to be those of its module.
     """
-    own = "_shoestring_" + ROTATION
-    forward.__globals__[own] = rotation
-    names = tuple(own if name == ROTATION else name for name in forward.__code__.co_names)
+    names = tuple(_OWN_NAME if name == ROTATION else name for name in forward.__code__.co_names)
     made = types.FunctionType(
         forward.__code__.replace(co_names=names),
         forward.__globals__,

@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,14 +29,20 @@ from shoestring.checkpoint.plan import CheckpointPlan, PlanBlock, PlanChoice, ch
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
+
+def _choices() -> tuple[Mapping[str, tuple[str, ...] | None], frozenset[str]]:
+    names, recomputed, keep, offloaded = torch.ops.shoestring.checkpoint_choices()
+    kept = {
+        name: tuple(operators) if again else None
+        for name, again, operators in zip(names, recomputed, keep, strict=True)
+    }
+    moved = (name for name, moves in zip(names, offloaded, strict=True) if moves)
+    return MappingProxyType(kept), frozenset(moved)
+
+
 # The ways to treat a block's activations, by name. The value lists the operators that the block's checkpoint
-# keeps, or is None for no checkpoint.
-CHOICES: dict[str, tuple[str, ...] | None] = {}
-OFFLOADED: list[str] = []  # the names in CHOICES that offload the saved tensors
-for _name, _recomputed, _keep, _offloaded in zip(*torch.ops.shoestring.checkpoint_choices(), strict=True):
-    CHOICES[_name] = tuple(_keep) if _recomputed else None
-    if _offloaded:
-        OFFLOADED.append(_name)
+# keeps, or is None for no checkpoint. OFFLOADED are the names of those that offload the saved tensors.
+CHOICES, OFFLOADED = _choices()
 # Lower bound, in seconds, of the measured cost of recomputation: plans never recompute without need.
 LEAST_EXTRA = 1e-6
 

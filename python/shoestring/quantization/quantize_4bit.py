@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from shoestring.quantization.int4_reference import fit_int4_reference, int4_scales
+from shoestring.quantization.nested_scales import GROUP, NestedScales
 from shoestring.quantization.quantized_tensor import QuantizedTensor, quantize_parts
 
 # The values of the 16 codes, in units of the block's scale. NF4: quantiles of the normal distribution. FP4: a
@@ -137,8 +138,9 @@ def dequantize_4bit_reference(
     """Dequantise the parts of a 4-bit tensor in plain PyTorch."""
     packed, absmax = packed.flatten(), absmax.flatten()
     if nested is not None:
-        group = torch.arange(absmax.numel(), device=absmax.device) // 256
-        absmax = nested[1:257][absmax.long()] * nested[257:][group] + nested[0]
+        tables = NestedScales.of(nested)
+        group = torch.arange(absmax.numel(), device=absmax.device) // GROUP
+        absmax = tables.values[absmax.long()] * tables.scales[group] + tables.offset
     numel = torch.Size(shape).numel()
     codes = torch.stack([packed >> 4, packed & 15], dim=1).flatten()[:numel].long()
     absmax, offset = int4_scales(absmax) if quant_type == "int4" else (absmax, None)

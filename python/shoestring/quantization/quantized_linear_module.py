@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.files.read_file import is_integer, is_number, parse_json, shown
+from shoestring.quantization.nested_scales import GROUP, VALUES, NestedScales, groups_of
 from shoestring.quantization.quantize_4bit import BLOCK_SIZES, TYPES, code_values, quantize_4bit
 from shoestring.quantization.quantize_int8 import quantize_int8
 from shoestring.quantization.quantized_linear import quantized_linear
@@ -147,9 +148,11 @@ def save_quantized(module: nn.Linear, destination: dict[str, Any], prefix: str) 
     destination[key + ".absmax"] = q.absmax.detach().flatten()
     destination[key + ".quant_map"] = code_values(q.quant_type)
     if q.nested is not None:
-        destination[key + ".nested_absmax"] = q.nested[257:].detach().clone()
-        destination[key + ".nested_quant_map"] = q.nested[1:257].detach().clone()
-        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": q.nested[0].item()}
+        tables = NestedScales.of(q.nested.detach())
+        destination[key + ".nested_absmax"] = tables.scales.clone()
+        destination[key + ".nested_quant_map"] = tables.values.clone()
+        offset = tables.offset.item()
+        state |= {"nested_blocksize": GROUP, "nested_dtype": "float32", "nested_offset": offset}
     text = json.dumps(state).encode()
     destination[key + _state_name(q.quant_type)] = torch.tensor(list(text), dtype=torch.uint8)
 
@@ -301,17 +304,20 @@ def _4bit_of(state_dict: dict[str, Any], key: str, state_key: str, shape: tuple[
         raise ValueError(f"QuantizedLinear: {key}.absmax: expected {scale_dtype}, received {absmax.dtype}")
     nested = None
     if "nested_offset" in state:
-        if state["nested_blocksize"] != 256:
+        if state["nested_blocksize"] != GROUP:
             received = state["nested_blocksize"]
-            raise ValueError(f"QuantizedLinear: {key}: nested_blocksize: expected 256, received {received}")
+            raise ValueError(
+                f"QuantizedLinear: {key}: nested_blocksize: expected {GROUP}, received {received}"
+            )
         scales, map_ = state_dict.pop(key + ".nested_absmax"), state_dict.pop(key + ".nested_quant_map")
         dtypes = {scales.dtype, map_.dtype}
-        if scales.shape != (-(-blocks // 256),) or map_.shape != (256,) or dtypes != {torch.float32}:
+        if scales.shape != (groups_of(blocks),) or map_.shape != (VALUES,) or dtypes != {torch.float32}:
             raise ValueError(
-                f"QuantizedLinear: {key}: nested_absmax and nested_quant_map: expected {-(-blocks // 256)} and 256 values, "
+                f"QuantizedLinear: {key}: nested_absmax and nested_quant_map: expected {groups_of(blocks)} and {VALUES} values, "
                 f"received {tuple(scales.shape)} of {scales.dtype} and {tuple(map_.shape)} of {map_.dtype}"
             )
-        nested = torch.cat([scales.new_tensor([state["nested_offset"]]), map_.float(), scales.float()])
+        offset = scales.new_tensor(state["nested_offset"])
+        nested = NestedScales(offset, map_, scales).join()
     return QuantizedTensor(
         packed[: (count + 1) // 2],
         absmax,

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from shoestring.quantization.nested_scales import GROUP, HEAD, NestedScales, groups_of
+
 aten = torch.ops.aten
 
 
@@ -171,7 +173,8 @@ class QuantizedTensor(Tensor):
             )
         if self.nested is None:
             return (self.packed, self.absmax), (outer_size, None)
-        return (self.packed, self.absmax, self.nested[257:].contiguous()), (outer_size, self.nested[:257])
+        tables = NestedScales.of(self.nested)
+        return (self.packed, self.absmax, tables.scales.contiguous()), (outer_size, tables)
 
     def fsdp_post_all_gather(
         self,
@@ -186,15 +189,15 @@ class QuantizedTensor(Tensor):
         With ``out``, a tensor from an earlier call that uses the same memory, only the nested scales are
         copied.
         """
-        shape, head = metadata
+        shape, tables = metadata
+        nested = None if tables is None else tables._replace(scales=gathered[2]).join()
         if out is not None:
-            if head is not None and out.nested is not None:
+            if nested is not None and out.nested is not None:
                 # FSDP2 also preserves the version counters of the tensors that it gathers. Otherwise autograd
                 # would reject the values that forward saved for backward.
                 with torch.autograd._unsafe_preserve_version_counter(out.nested):  # type: ignore[attr-defined]
-                    torch.cat([head, gathered[2]], out=out.nested)
+                    out.nested.copy_(nested)
             return None
-        nested = None if head is None else torch.cat([head, gathered[2]])
         whole = self._of(gathered[0], gathered[1], nested, shape, param_dtype)
         return whole, (*gathered[:2], *(() if nested is None else (nested,)))
 
@@ -277,14 +280,14 @@ def _slice(
     nested = q.nested
     if nested is not None:
         blocks = q.absmax.shape[1]
-        if begin * blocks % 256 or (stop * blocks % 256 and stop < q.shape[0]):
+        if begin * blocks % GROUP or (stop * blocks % GROUP and stop < q.shape[0]):
             raise ValueError(
-                f"QuantizedTensor: rows {begin} to {stop}: expected whole groups of 256 blocks, with {blocks} blocks a row, "
+                f"QuantizedTensor: rows {begin} to {stop}: expected whole groups of {GROUP} blocks, with {blocks} blocks a row, "
                 "of nested scales; quantise with nested=False"
             )
-        nested = torch.cat(
-            [nested[:257], nested[257 + begin * blocks // 256 : 257 + -(-stop * blocks // 256)]]
-        )
+        tables = NestedScales.of(nested)
+        part = tables.scales[begin * blocks // GROUP : groups_of(stop * blocks)]
+        nested = tables._replace(scales=part).join()
     return q._of(q.packed[begin:stop], q.absmax[begin:stop], nested, (max(stop - begin, 0), *q.shape[1:]))
 
 
@@ -312,7 +315,7 @@ def _new_zeros(q: QuantizedTensor, size: Sequence[int], **options: Any) -> Quant
         )
     _check_rows(q, 0)
     packed, absmax = (part.new_zeros(size[0], *part.shape[1:]) for part in (q.packed, q.absmax))
-    nested = None if q.nested is None else q.nested.new_zeros(257 + -(-absmax.numel() // 256))
+    nested = None if q.nested is None else q.nested.new_zeros(HEAD + groups_of(absmax.numel()))
     return q._of(packed, absmax, nested, size)
 
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Catch2 2 (Debian 12) and 3 differ in the header's name.
+// Includes Catch2, whose header has different names in version 2 (Debian 12) and version 3.
 #if __has_include(<catch2/catch_all.hpp>)
 #include <catch2/catch_all.hpp>
 #else

@@ -9,14 +9,15 @@
 
 #include <ATen/Parallel.h>
 
-/// Runs a task in a forked child and returns its result; -1 where the child hangs or is killed.
+/// Runs a task in a forked child process and returns the task's result, or -1 if the child hangs (30 s) or is
+/// killed.
 template <class Task>
 int in_child(Task&& task) {
   const pid_t child = ::fork();
   if (child == 0) {
     int status = 99;
     try {
-      at::set_num_threads(1);  // OpenMP's threads do not come along
+      at::set_num_threads(1);  // the child has no OpenMP worker threads
       status = task();
     } catch (...) {
     }

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-// A temporary folder without subfolders. POSIX, not std::filesystem: LibTorch exports an older copy of that,
-// which crashes.
+// Creates a temporary folder and removes it with its files; it may not hold subfolders. It uses POSIX calls
+// because LibTorch exports an older copy of std::filesystem that crashes.
 struct Folder {
   Folder() : path(::mkdtemp(name)) {}
   ~Folder() {

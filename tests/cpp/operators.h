@@ -10,8 +10,8 @@
 
 using NamedArguments = std::vector<std::pair<std::string, c10::IValue>>;
 
-/// Calls torch.ops.shoestring.NAME, which returns nothing, with arguments by name; the others have their
-/// defaults.
+/// Calls the operator torch.ops.shoestring.NAME, which returns nothing, with arguments by name. Arguments
+/// that are not given take their defaults.
 inline void call(const std::string& name, const NamedArguments& arguments) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(("shoestring::" + name).c_str(), "");
   torch::jit::Stack stack;
@@ -24,14 +24,15 @@ inline void call(const std::string& name, const NamedArguments& arguments) {
   op.callBoxed(stack);
 }
 
-/// Later arguments take the place of earlier ones.
+/// Joins two lists of named arguments; an argument in `later` takes precedence over the same name in
+/// `earlier`.
 inline NamedArguments with(const NamedArguments& later, const NamedArguments& earlier) {
   NamedArguments all = later;
   all.insert(all.end(), earlier.begin(), earlier.end());
   return all;
 }
 
-/// One gradient for each parameter.
+/// Returns the tensors as a list of gradients, one for each parameter.
 inline c10::List<std::optional<at::Tensor>> gradients(const std::vector<at::Tensor>& tensors) {
   c10::List<std::optional<at::Tensor>> list;
   for (const auto& t : tensors) list.push_back(t);

@@ -1,8 +1,9 @@
-// A small model with adapters, for tests/python/adapters/test_lora_cpp.py:
+// Runs commands on a small model with adapters, for tests/python/adapters/test_lora_cpp.py:
 //
 //   adapter_file BASE TOKENS COMMAND=ARGUMENT ...
 //
-// BASE is a file for load_model, TOKENS one with the model's input. Commands, in their order:
+// BASE is a model file for load_model. TOKENS is a safetensors file with the model's input, "ids". The
+// program runs the commands in the order in which they are given:
 //   quantize=nf4  seed=3  apply=rank:4,init:pissa,...  load=DIR[,NAME]  set=A+B  train=STEPS  save=DIR
 //   merge=A+B  unmerge=1  delete=NAME  forward=FILE  rows=FILE,A,none,...  base=FILE
 

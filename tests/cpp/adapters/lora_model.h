@@ -11,7 +11,7 @@ using shoestring::lora::LoraOptions;
 using shoestring::nn::AdapterOptions;
 using shoestring::nn::Linear;
 
-// Calls its own holders, as a user's module does; the head is left to torch::nn.
+// A model with two linear layers of shoestring::nn, which take adapters, and a head of torch::nn.
 struct NetImpl : torch::nn::Cloneable<NetImpl> {
   Linear up{nullptr}, down{nullptr};
   torch::nn::Linear head{nullptr};
@@ -25,7 +25,7 @@ struct NetImpl : torch::nn::Cloneable<NetImpl> {
 };
 TORCH_MODULE(Net);
 
-// An adapter that has been trained.
+// Gives an adapter new values, as training would.
 inline void change(shoestring::nn::AdapterImpl& adapter) {
   torch::NoGradGuard no_grad;
   if (adapter.has("lora_B")) adapter["lora_B"].normal_(0, 0.1);

@@ -204,8 +204,8 @@ TEST_CASE("adapters are written and read in PEFT's format", "[lora]") {
   CHECK_THROWS_WITH(shoestring::lora::load_adapter(*bare, directory.path),
                     Contains(weights + ": expected the weights that were saved with " +
                              (directory / "adapter_config.json")));
-  shoestring::save_safetensors(
-      weights, shoestring::load_safetensors(weights));  // without the digest of the configuration
+  // Write the weights again without the digest of the configuration in the file's metadata.
+  shoestring::save_safetensors(weights, shoestring::load_safetensors(weights));
   CHECK_THROWS_WITH(shoestring::lora::load_adapter(*bare, directory.path),
                     Contains("lora_magnitude_vector [128], received lora_A [4, 64], lora_B [128, 4]"));
   std::ofstream(directory / "adapter_config.json") << R"({"peft_type": "LORA", "use_qalora": true})";

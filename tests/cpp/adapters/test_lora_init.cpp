@@ -19,7 +19,8 @@ Tensor change_of(Linear& layer) {
   return layer->adapters["default"]->lora()->scaling() * lora_B(layer).mm(lora_A(layer)).detach();
 }
 
-// A weight whose singular values fall quickly, so that a randomised SVD finds the first ones.
+// Builds a model whose weights have quickly falling singular values, so that a randomised SVD finds the
+// largest ones.
 Net falling() {
   torch::manual_seed(4);
   Net net;
@@ -96,7 +97,8 @@ TEST_CASE("the base is what it was whenever an adapter that changed it is not in
   shoestring::lora::set_adapter(*net, {"default"});
   CHECK(at::allclose(net->forward(x), trained, 1e-5, 1e-5));
 
-  Folder directory;  // onto the original, and onto the model that it came from
+  // Load the adapter onto a fresh copy of the original model, and onto the model that it was saved from.
+  Folder directory;
   shoestring::lora::save_adapter(*net, directory.path, {"default"});
   Net bare = falling();
   shoestring::lora::load_adapter(*bare, directory.path);
@@ -147,14 +149,16 @@ TEST_CASE("LoRA+ gives lora_B and vectors a learning rate of their own", "[lora]
       CHECK(own.weight_decay() == (parameter.dim() == 1 ? 0 : 0.1));
     rates[own.lr()] += group.params().size();
   }
-  CHECK(rates ==
-        std::map<double, size_t>{{1e-3, 3}, {4e-3, 4}});  // two A and the head; two B and two magnitudes
+  // 1e-3 is the rate of two lora_A and the head's parameter. 4e-3 is the rate of two lora_B and two magnitude
+  // vectors.
+  CHECK(rates == std::map<double, size_t>{{1e-3, 3}, {4e-3, 4}});
   const Tensor A = lora_A(net->up).detach().clone(), B = lora_B(net->up).detach().clone();
   shoestring::optim::AdamW ours(groups, defaults);
   net->forward(torch::randn({8, 64})).square().mean().backward();
   ours.step();
   CHECK(std::abs((lora_B(net->up) - B).abs().mean().item<double>() - 4e-3) < 4e-4);
-  CHECK(at::equal(lora_A(net->up), A.mul(1 - 1e-4)));  // its gradient is zero while lora_B is: decay alone
+  // The gradient of lora_A is zero while lora_B is zero, so only weight decay changes lora_A.
+  CHECK(at::equal(lora_A(net->up), A.mul(1 - 1e-4)));
 
   torch::optim::AdamW theirs(shoestring::lora::parameter_groups(*net, torch::optim::AdamWOptions(1e-3)));
   CHECK(theirs.param_groups().size() == 3);

@@ -140,7 +140,9 @@ TEST_CASE("embeddings take on LoRA and DoRA", "[lora]") {
     const Tensor exact = sum.t().index_select(0, ids.flatten()).view({3, 4, 8}), y = layer(ids),
                  upstream = torch::randn_like(y);
     CHECK(difference(y, exact) < 2e-6);
-    const Tensor kept = (ids != 2).to(at::kFloat).unsqueeze(-1);  // the padding index has no gradient in A
+    // The layer gives lora_embedding_A no gradient for the padding index, but the reference does. A zero
+    // upstream gradient at that index makes both agree.
+    const Tensor kept = (ids != 2).to(at::kFloat).unsqueeze(-1);
     const auto gradients = torch::autograd::grad({y}, inputs, {upstream * kept});
     const auto expected = torch::autograd::grad({exact}, wide, {(upstream * kept).to(at::kDouble)});
     for (int i = 0; i < 2; ++i) CHECK(difference(gradients[i], expected[i]) < 5e-6);
@@ -181,7 +183,7 @@ TEST_CASE("a copy of a module is trained whole, beside its original", "[lora]") 
   const Tensor a = train();
   CHECK_FALSE(at::equal(net->head->weight, weight));
   lora::apply(*net, options("b"));
-  CHECK(at::equal(net->head->weight, weight));  // it begins with the original
+  CHECK(at::equal(net->head->weight, weight));  // the new copy of the head starts from the original weight
   const Tensor b = train();
   {
     const lora::DisableAdapterGuard guard(*net);
@@ -196,7 +198,8 @@ TEST_CASE("a copy of a module is trained whole, beside its original", "[lora]") 
   CHECK_THROWS_WITH(lora::AdaptersPerRowGuard(*net, {"a", "b"}),
                     Contains("which has a trained copy of head"));
 
-  Folder directory;  // the model is the base, whatever is in use
+  // save_model writes the base weights, whichever adapter is in use.
+  Folder directory;
   shoestring::save_model(*net, directory.path);
   CHECK(at::equal(shoestring::load_safetensors(directory / "model.safetensors")["head.weight"], weight));
   CHECK(at::equal(net->forward(x), a));
@@ -221,8 +224,8 @@ TEST_CASE("backward of a trained copy under another adapter is right or an error
     const torch::NoGradGuard no_grad;
     net->head->weight.mul_(2);
   }
-  const Tensor loss = net->forward(x).sum(),
-               square = (net->head->weight * net->head->weight).sum();  // keeps the weight itself
+  // The second loss saves the trained weight itself for backward.
+  const Tensor loss = net->forward(x).sum(), square = (net->head->weight * net->head->weight).sum();
   const Tensor expected = torch::autograd::grad({loss}, {x}, {}, /*retain_graph=*/true)[0];
   {
     const lora::DisableAdapterGuard guard(*net);

@@ -14,7 +14,7 @@ namespace lora = shoestring::lora;
 
 namespace {
 
-// One net with adapters of different ranks: "a", "b" with lora_bias, and "c", of DoRA.
+// Builds a model with three adapters of different ranks: "a", "b" with lora_bias, and "c" with DoRA.
 Net several(const char* quantize = "none") {
   torch::manual_seed(4);
   Net net;
@@ -34,7 +34,7 @@ Net several(const char* quantize = "none") {
   return net;
 }
 
-// The layer's output in fp64, from what each adapter alone adds to the base.
+// Returns the layer's output in fp64: the base's output plus what each adapter adds on its own.
 Tensor exact(Linear& layer, const Tensor& x, const std::vector<std::string>& names) {
   const Tensor W = layer->dense_weight().to(at::kDouble), X = x.detach().to(at::kDouble);
   Tensor y = at::linear(X, W, layer->bias.to(at::kDouble));

@@ -14,7 +14,7 @@ using shoestring::AttentionOptions;
 
 namespace {
 
-// Causal with a window to the left, a bias and sinks; with all scores in memory, in fp64.
+// Computes causal attention with a left window, a bias and sinks. All scores are in memory, in fp64.
 Tensor exact(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bias, const Tensor& sinks,
              int64_t left) {
   const int64_t queries = q.size(2), keys = k.size(2), group = q.size(1) / k.size(1);

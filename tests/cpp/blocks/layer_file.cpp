@@ -1,10 +1,12 @@
-// A module of shoestring::nn in C++, for tests/python/blocks/test_layers_cpp.py:
+// Runs forward and backward of a module of shoestring::nn, for tests/python/blocks/test_layers_cpp.py:
 //
 //   layer_file KIND OPTIONS WEIGHTS INPUTS RESULTS
 //
-// KIND is "attention" or "mlp", OPTIONS "name:value,..." with the module's own names, its sizes among them.
-// INPUTS has x, the result's gradient "upstream", and what a call has besides by its name. RESULTS: y, and
-// "grad.NAME" of x and every parameter. Both begin from seed 7, in training.
+// KIND is "attention" or "mlp". OPTIONS is "name:value,..." with the names of the module's options, including
+// its sizes. WEIGHTS is a file for load_model. INPUTS is a safetensors file with x, the gradient "upstream"
+// of the result, and the call's optional arguments by name. The program writes to RESULTS the output y, and
+// "grad.NAME" for x and every parameter. The C++ module and the Python module both run in training mode from
+// seed 7.
 
 #include <cstdio>
 #include <map>

@@ -22,7 +22,7 @@ nn::AttentionInput rotated(int64_t tokens, int64_t rotary_dim) {
   return nn::AttentionInput().cos(angles.cos()).sin(angles.sin());
 }
 
-// What the module computes, from PyTorch's operators.
+// Computes the module's output with PyTorch's operators.
 Tensor plain(const nn::Attention& module, const Tensor& x, const nn::AttentionInput& input) {
   const auto& o = module->options;
   const auto heads = [&](nn::Linear layer) {
@@ -93,7 +93,7 @@ TEST_CASE("Attention of packed sequences, and to another source", "[nn]") {
   const Tensor source = torch::randn({2, 3, 20}), queries = torch::randn({2, 5, 48});
   const auto input = nn::AttentionInput().source(source);
   CHECK(cross(queries, input).sizes() == at::IntArrayRef({2, 5, 48}));
-  // The order of what is attended to does not matter.
+  // The result does not depend on the order of the keys, because this attention is not causal.
   CHECK(at::allclose(cross(queries, input), cross(queries, nn::AttentionInput().source(source.flip(1))), 1e-5,
                      1e-6));
 }

@@ -1,5 +1,4 @@
-// Every gradient is compared bit for bit with that of the same function without checkpoint, so there is no
-// tolerance.
+// Tests checkpoint: every gradient must equal, bit for bit, that of the same function without checkpoint.
 #include "catch.h"
 
 #include <ATen/autocast_mode.h>
@@ -61,7 +60,7 @@ TEST_CASE("checkpoint gives the gradients of the function, bit for bit, dropout 
   const auto received = gradients([&] { return checkpoint(run, x, options).pow(2).sum(); }, all(*block, x));
   check_same(received, expected);
   CHECK(block->runs == 3);
-  // The stream of random numbers goes on as without checkpoint.
+  // After a checkpoint, the random number generator continues as it does without checkpoint.
   torch::manual_seed(7);
   run(x);
   const Tensor next = torch::randn({3});
@@ -72,7 +71,7 @@ TEST_CASE("checkpoint gives the gradients of the function, bit for bit, dropout 
 
 TEST_CASE("checkpoint keeps nothing of the function's inside", "[checkpoint]") {
   using Weak = c10::weak_intrusive_ptr<c10::StorageImpl>;
-  std::vector<Weak> saved;  // sin saves the result of exp
+  std::vector<Weak> saved;  // the storages of the results of exp, which sin saves for backward
   const auto run = [&](const Tensor& x) {
     const Tensor y = x.exp();
     saved.push_back(y.storage().getWeakStorageImpl());
@@ -88,7 +87,7 @@ TEST_CASE("checkpoint keeps nothing of the function's inside", "[checkpoint]") {
   checkpoint(run, x, CheckpointOptions().early_stop(false)).sum().backward();
   CHECK(saved[3].expired());
   CHECK(saved[4].expired());
-  // What fn was given is let go with the graph, as is fn.
+  // The graph owns fn and its arguments, and frees both when it is freed.
   auto alive = std::make_shared<int>(0);
   Tensor z = checkpoint([alive](const Tensor& x) { return x.exp(); }, x);
   CHECK(alive.use_count() > 1);
@@ -118,7 +117,7 @@ TEST_CASE("checkpoint takes tuples, lists, optionals and values, and returns any
   CHECK(result.count == 2);
   const auto expected = gradients([&] { return std::apply(run, inputs).sum.sum(); }, {a, c});
   check_same(torch::autograd::grad({result.sum.sum()}, {a, c}), expected);
-  // Several outputs, integer ones among them; a list as the only input.
+  // fn takes a list as its only input and returns several outputs, one of them of an integer dtype.
   const auto several = [](const std::vector<Tensor>& list) {
     return std::tuple(list[0].exp() * list[1], list[1].argmax(), list[0].view({2, 2}));
   };
@@ -131,7 +130,7 @@ TEST_CASE("checkpoint takes tuples, lists, optionals and values, and returns any
 
 TEST_CASE("checkpoint nests, and inputs that need no gradient work", "[checkpoint]") {
   auto block = std::make_shared<Block>();
-  const Tensor x = torch::randn({5, 8});  // only the weights need gradients
+  const Tensor x = torch::randn({5, 8});  // only the block's weights require gradients
   const auto inner = [block](const Tensor& x) { return (*block)(x).tanh(); };
   const auto plain = [inner](const Tensor& x) { return inner(inner(x).exp()).sin(); };
   const auto nested = [inner](const Tensor& x) {
@@ -148,20 +147,20 @@ TEST_CASE("checkpoint nests, and inputs that need no gradient work", "[checkpoin
 TEST_CASE("checkpoint: retain_graph, two uses, second derivatives, tied and captured tensors",
           "[checkpoint]") {
   const Tensor w = torch::randn({6}).requires_grad_(), x = torch::randn({6}).requires_grad_();
-  const Tensor captured = w.exp();  // no leaf
+  const Tensor captured = w.exp();  // a captured tensor that is not a leaf
   const auto run = [captured, w](const Tensor& x) { return (captured * x).sin() * w * x; };
   const Tensor y = checkpoint(run, x), plain = run(x);
   const auto once = torch::autograd::grad({y.sum()}, {x, w}, {}, /*retain_graph=*/true);
   check_same(torch::autograd::grad({y.sum()}, {x, w}, {}, /*retain_graph=*/true), once);
   check_same(once, torch::autograd::grad({plain.sum()}, {x, w}, {}, true));
-  // Part of the graph, then the rest.
+  // Run backward of one part of the graph, then of the whole graph.
   check_same(torch::autograd::grad({y.sum()}, {x}, {}, true),
              torch::autograd::grad({plain.sum()}, {x}, {}, true));
   const auto first = torch::autograd::grad({y.sum()}, {x}, {}, true, /*create_graph=*/true);
   const auto expected = torch::autograd::grad({plain.sum()}, {x}, {}, true, true);
   check_same(torch::autograd::grad({first[0].pow(2).sum()}, {x, w}, {}, true),
              torch::autograd::grad({expected[0].pow(2).sum()}, {x, w}, {}, true));
-  // The output used twice, and the function twice.
+  // The checkpoint's output is used twice, and the function is called twice.
   const auto twice = [&](auto f) { return torch::autograd::grad({(f(x) * f(f(x) + x)).sum()}, {x, w}); };
   check_same(
       twice([&](const Tensor& t) { return checkpoint([w](const Tensor& t) { return t.sin() * w; }, t); }),
@@ -179,7 +178,8 @@ TEST_CASE("checkpoint: views and operators in place inside", "[checkpoint]") {
   };
   check_same(gradients([&] { return checkpoint(run, x).pow(2).sum(); }, {x}),
              gradients([&] { return run(x).pow(2).sum(); }, {x}));
-  // An input that changes afterwards, or inside, is an error and not a wrong gradient.
+  // If the function modifies its input in place, backward raises an error; it does not compute a wrong
+  // gradient.
   const auto changed = [](const Tensor& x) { return x.mul_(2).sin(); };
   const Tensor input = x * 1;
   CHECK_THROWS_WITH(checkpoint(changed, input).sum().backward(), Catch::Matchers::Contains("inplace"));
@@ -212,7 +212,7 @@ TEST_CASE("checkpoint: exceptions leave everything as it was", "[checkpoint]") {
     return y.sin();
   };
   CHECK_THROWS_WITH(checkpoint(run, x), "out of luck");
-  CHECK(x.exp().grad_fn());  // hooks are gone: this saves as ever
+  CHECK(x.exp().grad_fn());  // The hooks for saved tensors are removed, so autograd saves tensors as usual.
   *fail = false;
   const Tensor y = checkpoint(run, x);
   *fail = true;
@@ -290,11 +290,11 @@ TEST_CASE("checkpoint_sequential", "[checkpoint]") {
                     Catch::Matchers::Contains("segments: expected 1 to"));
 }
 
-// ---- What is kept
+// ---- Results of operators that a checkpoint keeps
 
 namespace {
 
-int products = 0;  // computed
+int products = 0;  // counts the calls of product_cpu
 
 std::tuple<Tensor, Tensor> product_cpu(const Tensor& x, const Tensor& w) {
   ++products;
@@ -309,7 +309,7 @@ struct Product : torch::autograd::Function<Product> {
                                .typed<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&)>();
     const auto [y, sums] = op.call(x, w);
     ctx->save_for_backward({x, w, sums});
-    return y * 1;  // the operator's own result is not saved
+    return y * 1;  // multiplies by 1 so that autograd does not save the operator's own result
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list grad) {
@@ -342,7 +342,7 @@ TEST_CASE("checkpoint computes what it keeps once", "[checkpoint]") {
   CHECK(computed({}) == 4);
   CHECK(computed({"checkpoint_test::product"}) == 2);
   CHECK(computed({"another"}) == 4);
-  // Several passes, nesting.
+  // Run backward twice over one graph, then nest one checkpoint in another.
   products = 0;
   const Tensor y = checkpoint(run, x, CheckpointOptions().keep({"checkpoint_test::product"}));
   check_same(torch::autograd::grad({y.sum()}, {x, w}, {}, /*retain_graph=*/true), expected);

@@ -1,5 +1,5 @@
-// Checkpoints whose function runs a backward pass itself, or has checkpoints inside. Gradients are compared
-// bit for bit.
+// Tests checkpoints whose function runs a backward pass itself, or contains other checkpoints. Gradients must
+// agree bit for bit.
 #include "catch.h"
 
 #include <torch/csrc/autograd/autograd.h>
@@ -26,7 +26,8 @@ Tensor inner_gradient(const Tensor& y, const Tensor& x, How how) {
                                /*create_graph=*/how == How::kCreate)[0];
 }
 
-// A function with a backward pass inside, around one that is the same to depth - 1; each goes through wrap.
+// Returns a function that runs a backward pass inside and calls a function of depth - 1, built the same way.
+// Each function goes through `wrap`.
 Function levels(size_t depth, const std::vector<Tensor>& weights, How how,
                 const std::function<Function(Function)>& wrap) {
   const Tensor w = weights[depth - 1];
@@ -48,7 +49,7 @@ std::vector<Tensor> all_gradients(const Function& fn, const Tensor& x, std::vect
   at::manual_seed(7);
   const Tensor first = torch::autograd::grad({fn(x).sum()}, {x}, {}, true, /*create_graph=*/true)[0];
   for (const Tensor& second : torch::autograd::grad({first.pow(2).sum()}, of)) all.push_back(second);
-  all.push_back(torch::randn({3}));  // random numbers go on as without checkpoint
+  all.push_back(torch::randn({3}));  // random numbers continue as they do without a checkpoint
   return all;
 }
 
@@ -88,7 +89,9 @@ TEST_CASE("checkpoint with a backward pass inside notices another second run", "
     return [=](const Tensor& x) {
       const Tensor y = x.exp().sin();
       const Tensor g = torch::autograd::grad({y.sum()}, {x}, {}, /*retain_graph=*/true)[0];
-      return (++*runs <= 2 ? first : later)(y * g);  // the second run is of the pass inside
+      // Run 1 is the forward pass, and run 2 recomputes for the backward pass inside. Later runs recompute
+      // for the outer one.
+      return (++*runs <= 2 ? first : later)(y * g);
     };
   };
   const Function more = [](const Tensor& t) { return t.exp().sin().cos(); },
@@ -110,7 +113,7 @@ TEST_CASE("checkpoint: a function that catches exceptions", "[checkpoint]") {
   const auto run = [](const Tensor& x) {
     const Tensor y = x.exp();
     try {
-      return y.sin();  // the last tensor that is saved
+      return y.sin();  // saves y, the last tensor that the function saves
     } catch (const std::exception&) {
       return y.cos().tanh();
     }
@@ -121,7 +124,7 @@ TEST_CASE("checkpoint: a function that catches exceptions", "[checkpoint]") {
 
 namespace {
 
-// Saves a frozen weight, and notes which tensor it finds in backward.
+// Saves a frozen weight for backward, and records the tensor that backward receives.
 struct Scaled : torch::autograd::Function<Scaled> {
   inline static std::vector<Tensor> seen;
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x, const Tensor& weight) {

@@ -1,5 +1,5 @@
-// The planner against exhaustive search with its own model, which tests/python compares with one of another
-// kind.
+// Compares the planner with exhaustive search over the planner's own cost model. The tests in Python check
+// that model against an independent one.
 
 #include <shoestring/checkpoint_plan.h>
 

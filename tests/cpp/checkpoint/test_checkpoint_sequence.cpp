@@ -63,17 +63,20 @@ TEST_CASE("a sequence keeps to its budget, with the gradients that it has withou
   torch::manual_seed(11);
   const Tensor next = torch::randn({2});
   torch::manual_seed(11);
-  shoestring::plan_sequential(layers.functions, x, int64_t{1} << 40);  // each function is measured
+  // To make a plan, plan_sequential runs each function once; this must not change the state of the random
+  // number generator.
+  shoestring::plan_sequential(layers.functions, x, int64_t{1} << 40);
   CHECK(at::equal(next, torch::randn({2})));
 }
 
 TEST_CASE("a sequence that offloads keeps to its budget, however slow copies are, with the same gradients",
           "[checkpoint]") {
-  if (is_emulated()) return;  // minutes of emulated kernels that show nothing more
+  // The emulated kernels would take minutes here, and would cover no code that the CPU's kernels leave out.
+  if (is_emulated()) return;
   Layers layers;
   const Folder folder;
-  const Tensor x =
-      torch::randn({256, 32}).requires_grad_();  // larger than the weights' gradients, which come and go
+  // The input x is larger than the gradients of the weights, which exist only for a short time.
+  const Tensor x = torch::randn({256, 32}).requires_grad_();
   const auto step = [&](const shoestring::SequencePlan& plan, shoestring::OffloadActivations* offload) {
     for (const Tensor& p : layers.parameters) p.mutable_grad() = at::zeros_like(p);
     x.mutable_grad() = at::zeros_like(x);
@@ -94,7 +97,8 @@ TEST_CASE("a sequence that offloads keeps to its budget, however slow copies are
   const auto expected = gradients();
   auto recomputed = free;
   for (auto& name : recomputed.names) name = "recompute";
-  const int64_t least = step(recomputed, nullptr);  // without offload
+  // The peak of recomputing everything, without offload, in bytes.
+  const int64_t least = step(recomputed, nullptr);
   for (const std::string& place : {std::string(), folder.path}) {
     const auto options = shoestring::OffloadActivationsOptions().device("cpu").folder(place);
     shoestring::OffloadActivations offload(options, layers.parameters);
@@ -107,7 +111,9 @@ TEST_CASE("a sequence that offloads keeps to its budget, however slow copies are
         const int64_t peak = step(plan, &offload);
         shoestring::offload::io::disturb({});
         CAPTURE(place, budget, delay, peak, plan.peak_bytes, plan.names);
-        CHECK(peak <= 1.02 * budget);  // of a step a fraction of these, of a model that is as small
+        // The tolerance is 2% because this model is small: allocations that the plan ignores weigh more than
+        // in a large model.
+        CHECK(peak <= 1.02 * budget);
         CHECK(std::abs(peak - plan.peak_bytes) <= 0.05 * plan.peak_bytes);
         const auto received = gradients();
         for (size_t i = 0; i < expected.size(); ++i) CHECK(at::equal(received[i], expected[i]));

@@ -1,5 +1,5 @@
-// Every gradient is compared bit for bit with that of the same steps without offloading, so there is no
-// tolerance.
+// Tests OffloadActivations: every gradient must equal, bit for bit, that of the same steps without
+// offloading.
 #include "catch.h"
 
 #include <torch/csrc/autograd/autograd.h>
@@ -30,7 +30,8 @@ struct Disturbed {
   ~Disturbed() { shoestring::offload::io::disturb({}); }
 };
 
-// Small operators on many threads wait for one another most of the time.
+// Limits PyTorch to one thread. With many threads, small operators would spend most of their time on
+// synchronisation.
 struct OneThread {
   OneThread() { at::set_num_threads(1); }
   ~OneThread() { at::set_num_threads(before); }

@@ -17,7 +17,7 @@ inline std::string read(const std::string& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// A safetensors file with this header length.
+// Returns the bytes of a safetensors file whose header claims this length.
 inline std::string with_length(uint64_t length, const std::string& rest) {
   std::string bytes(8, '\0');
   std::memcpy(bytes.data(), &length, 8);
@@ -28,7 +28,7 @@ inline std::string file(const std::string& header, size_t data) {
   return with_length(header.size(), header + std::string(data, '\0'));
 }
 
-// What a call is refused with.
+// Returns the message of the error that a call throws.
 template <class Call>
 std::string message(Call call) {
   try {

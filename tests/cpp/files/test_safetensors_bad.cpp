@@ -113,7 +113,7 @@ TEST_CASE("a save that fails leaves the old file and nothing else", "[safetensor
     return received;
   };
 
-  // A limit on the file's size stands in for a full disk: the write fails half-way.
+  // A limit on the file size acts like a full disk: the write fails before the file is complete.
   struct rlimit old{};
   ::getrlimit(RLIMIT_FSIZE, &old);
   const struct rlimit limit{8192, old.rlim_max};

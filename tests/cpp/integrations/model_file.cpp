@@ -1,9 +1,10 @@
-// Loads and saves models of linear layers, for tests/python/integrations/test_model_files.py:
+// Loads models of linear layers and saves them again, for tests/python/integrations/test_model_files.py:
 //
 //   model_file FROM TO QUANTIZE BLOCK_SIZE NESTED DTYPE LAYERS [FROM ...]
 //
-// FROM is a file or directory for load_model, TO a directory for save_model, DTYPE "file" or a type, LAYERS
-// "name,in,out,bias;..."; names have no dots.
+// FROM is a file or directory for load_model, and TO is a directory for save_model. QUANTIZE, BLOCK_SIZE and
+// NESTED ("1" for yes) are options of load_model. DTYPE is "bf16", or "file" for the file's dtype. LAYERS is
+// "name,in,out,bias;...", where names have no dots.
 
 #include <cstdio>
 #include <sstream>

@@ -10,7 +10,7 @@ using shoestring::RopeOptions;
 
 namespace {
 
-// The halves of x (..., head_dim), turned by angles (tokens, head_dim / 2).
+// Rotates the halves of x (..., head_dim) by angles (tokens, head_dim / 2).
 Tensor plain(const Tensor& x, const Tensor& angles) {
   const auto halves = x.chunk(2, -1);
   const Tensor cos = angles.cos(), sin = angles.sin();

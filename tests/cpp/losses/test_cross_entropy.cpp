@@ -18,7 +18,7 @@ Tensor gradient(const Tensor& output, const Tensor& leaf, const Tensor& upstream
   return torch::autograd::grad({output}, {leaf}, {upstream.to(output.scalar_type())})[0];
 }
 
-// In fp64, by ATen's own.
+// Computes the loss in fp64 with ATen's cross_entropy_loss.
 Tensor reference(const Tensor& leaf, const Tensor& target, const CrossEntropyOptions& o) {
   Tensor z = leaf * o.logit_scale();
   if (o.softcap() != 0) z = o.softcap() * at::tanh(z / o.softcap());
@@ -34,7 +34,8 @@ Tensor reference(const Tensor& leaf, const Tensor& target, const CrossEntropyOpt
 
 TEST_CASE("cross_entropy agrees with fp64, with its gradient in place of the logits or not",
           "[cross_entropy]") {
-  const int64_t vocab = 1003;  // no multiple of a register: rows begin anywhere
+  // 1003 is not a multiple of a vector register's width, so rows start at unaligned addresses.
+  const int64_t vocab = 1003;
   CrossEntropyOptions capped, weighted;
   capped.softcap(3).logit_scale(-0.5).label_smoothing(0.1);
   weighted.class_weights(at::rand({vocab}, at::kDouble) + 0.1);
@@ -51,7 +52,8 @@ TEST_CASE("cross_entropy agrees with fp64, with its gradient in place of the log
             Tensor leaf = (3 * at::randn({3, 6, vocab})).to(dtype).requires_grad_();
             const Tensor target = at::randint(vocab, {3, 5});
             target[0][1] = -100;
-            const auto tokens = [](const Tensor& x) { return x.slice(1, 0, 5); };  // rows with two strides
+            // A slice whose rows have two different strides.
+            const auto tokens = [](const Tensor& x) { return x.slice(1, 0, 5); };
             const Tensor loss = shoestring::cross_entropy(tokens(leaf.clone()), target, options);
             const Tensor exact_leaf = leaf.detach().to(at::kDouble).requires_grad_();
             const Tensor exact = reference(tokens(exact_leaf), target, options);

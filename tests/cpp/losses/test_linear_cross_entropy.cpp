@@ -11,7 +11,7 @@ using shoestring::LinearCrossEntropyStats;
 
 namespace {
 
-// With the logits whole in memory.
+// Computes the loss and its statistics from the full logits in memory.
 LinearCrossEntropyStats reference(const Tensor& hidden, const Tensor& weight, Tensor target,
                                   const Tensor& bias, const LinearCrossEntropyOptions& options) {
   Tensor logits = options.logit_scale() * at::linear(hidden, weight, bias);
@@ -52,7 +52,7 @@ double error(const Tensor& a, const Tensor& b) {
   return (a.to(at::kDouble) - b).norm().item<double>() / (b.norm().item<double>() + 1e-30);
 }
 
-// A problem, and the same in fp64.
+// Holds random inputs for one set of options, and the same inputs and their exact results in fp64.
 struct Case {
   Case(at::IntArrayRef tokens, int64_t features, int64_t vocab, const LinearCrossEntropyOptions& options,
        at::ScalarType dtype)
@@ -70,7 +70,7 @@ struct Case {
     exact = reference(exact_leaves[0], exact_leaves[1], target, exact_leaves[2], options);
   }
 
-  // The gradients of an output, and how far from exact they are.
+  // Checks an output and its gradients against the exact ones in fp64.
   void check(const Tensor& output, const Tensor& expected, double tolerance,
              double gradient_tolerance) const {
     REQUIRE(output.sizes() == expected.sizes());
@@ -84,7 +84,7 @@ struct Case {
 
   LinearCrossEntropyOptions options;
   Tensor target;
-  std::vector<Tensor> leaves, exact_leaves;  // hidden, weight, bias
+  std::vector<Tensor> leaves, exact_leaves;  // hidden, weight and bias
   LinearCrossEntropyStats exact;
 };
 
@@ -106,7 +106,8 @@ TEST_CASE("linear_cross_entropy agrees with fp64 on every capability", "[linear_
     for (const char* reduction : {"mean", "sum", "none"}) {
       LinearCrossEntropyOptions options;
       options.reduction(reduction).workspace_mb(1);
-      // 1003 is no multiple of a register; 300 tokens of it are more than one chunk of 1 MiB.
+      // 1003 is not a multiple of a vector register's width. The logits of 300 tokens need more than one
+      // chunk of 1 MiB.
       compare(300, 24, 1003, options, at::kFloat, 2e-6);
       compare(300, 24, 1003, options, at::kBFloat16, 4e-3);
       compare(5, 8, 17, options, at::kDouble, 1e-13);
@@ -119,8 +120,9 @@ TEST_CASE("linear_cross_entropy agrees with fp64 on every capability", "[linear_
 
 TEST_CASE("linear_cross_entropy has every option, and statistics with gradients of their own",
           "[linear_cross_entropy]") {
-  constexpr int64_t kVocab =
-      4103;  // past the block in which the CPU folds its sums, and several tiles of a GPU's block
+  // On the CPU, 4103 classes exceed the block in which sums are folded. On a GPU they are several tiles of
+  // one thread block.
+  constexpr int64_t kVocab = 4103;
   Tensor class_weights = at::rand({kVocab}, at::kDouble), token_weights = at::rand({3, 5}, at::kDouble) + 0.1;
   class_weights.slice(0, 0, kVocab, 3).zero_();
   LinearCrossEntropyOptions weighted, other, plain;

@@ -9,10 +9,11 @@ using shoestring::LinearDistillationOptions;
 
 namespace {
 
-// KL(exp(p) || exp(q)) of each token, of logarithms of probabilities.
+// Returns KL(exp(p) || exp(q)) of each token, where p and q are log-probabilities.
 Tensor kl(const Tensor& p, const Tensor& q) { return (p.exp() * (p - q)).sum(-1); }
 
-// fp64, with the logits whole in memory; the mean over all tokens but the first, which is ignored.
+// Computes the loss in fp64 with all logits in memory: the mean over all tokens but the first, which is
+// ignored.
 Tensor reference(const Tensor& logits, const Tensor& teacher_logits, const LinearDistillationOptions& o) {
   const Tensor p = at::log_softmax(logits / o.temperature(), -1);
   const Tensor q = at::log_softmax(teacher_logits / o.temperature(), -1);
@@ -37,7 +38,8 @@ double error(const Tensor& a, const Tensor& b) {
 TEST_CASE("linear_distillation agrees with fp64 on every capability", "[linear_distillation]") {
   at::manual_seed(7);
   const std::string before = shoestring::cpu_capability();
-  const int64_t tokens = 300, vocab = 1003;  // more than one chunk of 1 MiB, and no multiple of a register
+  // The logits need more than one chunk of 1 MiB, and 1003 is not a multiple of a vector register's width.
+  const int64_t tokens = 300, vocab = 1003;
   for (const char* capability : {"plain", "avx2", "avx512"}) {
     if (!shoestring::set_cpu_capability(capability)) continue;
     for (const char* divergence : {"forward_kl", "reverse_kl", "jsd"}) {

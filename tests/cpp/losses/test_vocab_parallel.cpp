@@ -1,5 +1,5 @@
-// Shards of the classes: each in a thread that stands for a process, against linear_cross_entropy with all
-// classes.
+// Tests the vocabulary-parallel loss against linear_cross_entropy with all classes. Each shard of the classes
+// runs in a thread that stands for a process.
 
 #include <ATen/ATen.h>
 #include <shoestring/ops.h>
@@ -23,14 +23,14 @@ using shoestring::VocabParallelOptions;
 
 namespace {
 
-constexpr int64_t kTokens = 13, kFeatures = 24, kVocab = 61, kFirst = 25;  // shards of 25 and 36 classes
+constexpr int64_t kTokens = 13, kFeatures = 24, kVocab = 61, kFirst = 25;  // two shards, of 25 and 36 classes
 
 double error(const Tensor& a, const Tensor& b) {
   return (a.to(at::kDouble) - b).norm().item<double>() / b.norm().item<double>();
 }
 
-// All-reduces of two threads: each waits for the other's tensor. Else they work one at a time, `turn` being
-// theirs: the emulator runs one kernel at once.
+// An all-reduce between two threads: each thread waits for the other's tensor. Outside the all-reduce only
+// the thread that holds `turn` runs, because the emulator runs one kernel at a time.
 class Meeting {
  public:
   std::unique_lock<std::mutex> begin_turn() { return std::unique_lock(mutex_); }
@@ -61,7 +61,7 @@ struct Leaves {
     target = at::randint(kVocab, {kTokens}, at::kLong);
     target[3] = -100;
   }
-  // The classes [first, first + count), which require gradients.
+  // Returns the shard of the classes [first, first + count). All its tensors require gradients.
   Leaves shard(int64_t first, int64_t count) const {
     Leaves part = *this;
     for (Tensor* t : {&part.weight, &part.bias, &part.lora_B}) *t = t->narrow(0, first, count);
@@ -130,7 +130,7 @@ TEST_CASE("linear_cross_entropy over processes that share the classes", "[vocab_
     const int64_t count = first[rank + 1] - first[rank];
     for (int i = 0; i < 5; ++i) {
       CAPTURE(rank, i);
-      const bool shared = i == 0 || i == 3;  // hidden and lora_A
+      const bool shared = i == 0 || i == 3;  // hidden and lora_A are not sharded
       const Tensor mine =
           shared ? expected_gradients[i] : expected_gradients[i].narrow(0, first[rank], count);
       CHECK(error(gradients[rank][i], mine) < bound);

@@ -1,4 +1,5 @@
-// State of optimizers in host memory or on a disk: the same results, whatever copies, reads and writes do.
+// Tests optimizers with state in host memory or on a disk: results must not depend on the timing or splitting
+// of transfers.
 
 #include "catch.h"
 
@@ -111,8 +112,9 @@ TEST_CASE("sums of micro-batches and steps within backward, offloaded", "[offloa
   for (const bool in_backward : {false, true}) {
     for (const std::string place : {std::string("cpu"), std::string("stream"), "nvme:" + folder.path}) {
       CAPTURE(in_backward, place);
-      const bool exact =
-          place == "cpu";  // clips by the norm of all gradients, and not of those of the step before
+      // Offload to "cpu" clips by the norm of all gradients. In steps within backward the other places clip
+      // by the norm of the previous step.
+      const bool exact = place == "cpu";
       const auto device = parameters(), offloaded = parameters();
       AdEMAMix one(groups_of(device)), other(groups_of(offloaded));
       other.set_offload(place);
@@ -141,7 +143,9 @@ TEST_CASE("sums of micro-batches and steps within backward, offloaded", "[offloa
 
 TEST_CASE("a step that fails can be repeated, with its own gradients alone", "[offload]") {
   const Folder folder;
-  for (const int after : {0, 3, 6, 9, 14}) {  // reads and writes of both groups: 4 parts, some 8 each
+  // The step fails after this many reads and writes. Its two groups have 4 parts, and some parts take 8
+  // transfers.
+  for (const int after : {0, 3, 6, 9, 14}) {
     CAPTURE(after);
     const auto device = parameters(), offloaded = parameters();
     AdamW one(groups_of(device)), other(groups_of(offloaded));
@@ -255,7 +259,7 @@ TEST_CASE("after a backward that failed another one goes on, or says what to loa
         const std::string saved = archived(opt);
         {
           const auto sums = in_sums ? opt.accumulate() : nullptr;
-          // The failing part comes last in backward: it was made first.
+          // Backward visits the failing function last, because it was recorded first.
           const Tensor head = Failing::apply(params[0].clone()).sum();
           CHECK_THROWS_WITH((head + loss_of(params, 1)).backward(), Contains("no gradient"));
         }
@@ -295,7 +299,7 @@ TEST_CASE("a forked child drops an optimizer whose state is offloaded, and canno
     const Disturbed slow({.max_delay_us = 2000});
     for (int i = 0; i < 4; ++i) {
       loss_of(params, i).backward();
-      const int status = in_child([&] {  // with transfers under way
+      const int status = in_child([&] {  // forks while transfers are running
         int refused = 0;
         try {
           opt->step();
@@ -363,7 +367,7 @@ TEST_CASE("chunks of state are what was put, in any order", "[offload]") {
     for (const bool splits : {false, true}) {
       CAPTURE(place, splits);
       const auto offload = c10::make_intrusive<Offload>("test", place, c10::Device(c10::kCPU));
-      // 2 KiB and a scale for a block: chunks of 4096 blocks.
+      // Each block has 2 KiB of state and a scale, so a chunk has 4096 blocks.
       State state(offload, {at::kFloat, at::kFloat}, {512, 1}, blocks, splits);
       const auto all = state.chunks(0, std::ssize(blocks));
       CHECK(all.size() == 4);
@@ -383,8 +387,10 @@ TEST_CASE("chunks of state are what was put, in any order", "[offload]") {
       for (int step = 0; step < 5; ++step) {
         auto order = all;
         std::shuffle(order.begin(), order.end(), random);
-        const auto plan = step % 2 == 0 ? order : all;  // what is read ahead may not be what is taken
-        if (step % 2 == 0) order.insert(order.end(), order.begin(), order.begin() + 2);  // some again
+        // The chunks that are read ahead may differ from the chunks that are taken.
+        const auto plan = step % 2 == 0 ? order : all;
+        // Take two of the chunks a second time.
+        if (step % 2 == 0) order.insert(order.end(), order.begin(), order.begin() + 2);
         state.start(plan);
         for (const int64_t chunk : order) {
           const auto parts = state.take(chunk);

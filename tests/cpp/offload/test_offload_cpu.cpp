@@ -1,5 +1,5 @@
-// Steps by the CPU of what lies on a device: gradients come to host memory and weights go back, while
-// backward runs.
+// Tests optimizer steps on the CPU for parameters on a device: gradients are copied to host memory, and
+// weights are copied back while backward runs.
 
 #include "catch.h"
 
@@ -25,7 +25,7 @@ struct Disturbed {
   ~Disturbed() { shoestring::offload::io::disturb({}); }
 };
 
-// More than a bucket of 8 MiB each, but for two.
+// Returns parameters of which three are larger than a bucket of 8 MiB, and two are small.
 std::vector<Tensor> large(int64_t seed = 3) {
   at::manual_seed(static_cast<uint64_t>(seed));
   std::vector<Tensor> params;
@@ -40,7 +40,7 @@ Tensor loss_of(const std::vector<Tensor>& params, double scale) {
   return loss;
 }
 
-// Waits in backward until `ready`, and says whether it came.
+// An identity function whose backward waits until `ready` returns true, and records whether that happened.
 struct WaitFor : torch::autograd::Function<WaitFor> {
   static inline std::function<bool()> ready;
   static inline bool came = false;
@@ -62,7 +62,7 @@ TEST_CASE("buckets are stepped before backward has ended", "[offload]") {
   opt.set_offload("cpu");
   opt.set_step_in_backward(true);
   const auto before = params[4].detach().clone();
-  // The others' gradients wait until the last one's weights have changed.
+  // The gradients of params[0] to params[3] wait until the weights of params[4] have changed.
   WaitFor::ready = [&] { return !at::equal(params[4].detach(), before); };
   WaitFor::came = false;
   const Tensor others = WaitFor::apply(loss_of({params[0], params[1], params[2], params[3]}, 1));
@@ -102,7 +102,7 @@ TEST_CASE("within backward, clipping is that of all gradients", "[offload]") {
          {std::pair<AdamW*, std::vector<Tensor>>{&one, device}, {&other, offloaded}}) {
       for (int micro = 0; micro < 3; ++micro) {
         const auto sums = micro < 2 ? opt->accumulate() : nullptr;
-        // The first has no gradient in the last micro-batch, the second in none of them in odd steps.
+        // params[0] has no gradient in the last micro-batch. params[1] has no gradient at all in odd steps.
         std::vector<Tensor> used(params.begin() + 2, params.end());
         if (micro < 2) used.push_back(params[0]);
         if (step % 2 == 0) used.push_back(params[1]);

@@ -1,4 +1,4 @@
-// Offloaded memory below the optimizers: files that are memory, and host memory in slabs.
+// Tests the layers below offloaded optimizers: swap files, and the allocator of host memory.
 
 #include "catch.h"
 
@@ -49,7 +49,7 @@ at::Tensor random_bytes(HostMemory& memory, int64_t size, uint64_t seed) {
   return bytes;
 }
 
-// Random extents, many at a time, against the same in memory.
+// Writes and reads random extents, many at a time, and compares them with a copy in memory.
 void shadow(SwapFile& file, uint64_t seed) {
   constexpr int64_t kPages = 64;
   HostMemory memory("test", kHost);
@@ -59,7 +59,8 @@ void shadow(SwapFile& file, uint64_t seed) {
   const at::Tensor zeros = memory.empty({kPages * kPage}, at::kByte).zero_();
   file.wait(file.write(base, zeros.data_ptr(), zeros.numel()));
   for (int round = 0; round < 6; ++round) {
-    std::vector<std::pair<SwapFile::Ticket, at::Tensor>> writes;  // of parts that do not overlap
+    // Tickets of writes to parts that do not overlap.
+    std::vector<std::pair<SwapFile::Ticket, at::Tensor>> writes;
     for (int64_t page = 0; page < kPages;) {
       const auto pages = std::min<int64_t>(kPages - page, 1 + random() % 9);
       if (random() % 3 > 0) {
@@ -76,7 +77,7 @@ void shadow(SwapFile& file, uint64_t seed) {
       at::Tensor bytes;
     };
     std::vector<Read> reads;
-    for (int i = 0; i < 80; ++i) {  // more than the ring takes at a time
+    for (int i = 0; i < 80; ++i) {  // more reads than the ring takes at a time
       const auto page = static_cast<int64_t>(random() % kPages);
       const auto pages = 1 + static_cast<int64_t>(random() % static_cast<uint64_t>(kPages - page));
       at::Tensor bytes = memory.empty({pages * kPage}, at::kByte);
@@ -98,7 +99,7 @@ TEST_CASE("a swap file is memory, with either back end, and whatever transfers d
     SwapFile file("test", folder.path, backend);
     CAPTURE(file.uses_io_uring(), file.is_direct());
     if (backend == Backend::kThreads) CHECK_FALSE(file.uses_io_uring());
-    CHECK(folder.files().empty());  // it has no name that a killed process could leave
+    CHECK(folder.files().empty());  // the swap file has no name, so a killed process leaves nothing behind
     const auto seed = std::random_device()();
     CAPTURE(seed);
     shadow(file, seed);
@@ -111,7 +112,7 @@ TEST_CASE("a swap file is memory, with either back end, and whatever transfers d
   }
 }
 
-// A kernel that allows it is what CI has: without this, the ring could silently be missing everywhere.
+// CI's kernel allows io_uring. Without this test, every machine could silently use the fallback.
 TEST_CASE("io_uring is used where the kernel allows it", "[offload]") {
   const Folder folder;
   char allowed = '2';
@@ -146,7 +147,7 @@ TEST_CASE("several threads share a swap file", "[offload]") {
     }
     for (std::thread& thread : threads) thread.join();
     CHECK(bad == 0);
-    CHECK(file.size() <= 32 * kPage);  // extents are used again: without, some 300 pages
+    CHECK(file.size() <= 32 * kPage);  // extents are reused; without reuse the file would have some 300 pages
   }
 }
 
@@ -209,7 +210,7 @@ TEST_CASE("a disk that is full is said before anything is written, and grows wit
     CHECK_THROWS_WITH(file.allocate(1 << 20),
                       Contains("expected room for 1048576 bytes on the disk, received 524288 free"));
     file.free(at, 1 << 19);
-    CHECK(file.allocate(1 << 20) == 0);  // what is free at the end counts
+    CHECK(file.allocate(1 << 20) == 0);  // the free extent at the end of the file is extended
     CHECK(file.size() == 1 << 20);
     const at::Tensor a = random_bytes(memory, 1 << 20, 5), b = memory.empty({1 << 20}, at::kByte);
     file.wait(file.write(0, a.data_ptr(), a.numel()));
@@ -241,7 +242,7 @@ TEST_CASE("space is reserved before it is allocated, also where the file system 
     other.reserve(1 << 18);
     struct stat info{};
     REQUIRE(::fstat(other.descriptor(), &info) == 0);
-    CHECK(info.st_blocks * 512 == 1 << 18);  // not a sparse file
+    CHECK(info.st_blocks * 512 == 1 << 18);  // the file is not sparse
   }
   ::umount(folder.path.c_str());
 }
@@ -277,7 +278,7 @@ TEST_CASE("a forked child drops a swap file, and cannot use it", "[offload]") {
     const Disturbed slow({.max_delay_us = 3000});
     for (int i = 0; i < 8; ++i) {
       const auto ticket = file->write(at, out.data_ptr(), size);
-      const int status = in_child([&] {  // while the write is under way
+      const int status = in_child([&] {  // forks while the write is running
         int refused = 0;
         const auto refuses = [&](auto&& use) {
           try {
@@ -310,20 +311,22 @@ TEST_CASE("host memory is exact, and used again", "[offload]") {
   CHECK(memory.bytes() == 10 * kPage);
   CHECK(a.sum().item<int64_t>() == 0);
   CHECK_FALSE(memory.is_pinned());
-  at::Tensor b = memory.empty({7, 1024}, at::kFloat);  // 7 pages: exactly what is left
+  at::Tensor b = memory.empty({7, 1024}, at::kFloat);  // 7 pages, exactly the space that is left in the slab
   CHECK(memory.bytes() == 10 * kPage);
   for (const at::Tensor& t : {a, b}) CHECK(reinterpret_cast<uintptr_t>(t.data_ptr()) % kPage == 0);
   b.fill_(1);
   const at::Tensor view = a.narrow(0, 5, 7);
   void* first = a.data_ptr();
   a = at::Tensor();
-  CHECK(memory.empty({kPage}, at::kByte).data_ptr() != first);  // the view still has it: another slab
+  // The view still holds the memory of `a`, so the new tensor needs another slab.
+  CHECK(memory.empty({kPage}, at::kByte).data_ptr() != first);
   CHECK(memory.bytes() == 11 * kPage);
   memory.trim();
   CHECK(memory.bytes() == 10 * kPage);
   CHECK(memory.empty({0, 3}, at::kFloat).numel() == 0);
 
-  // Random sizes, all alive: none overlaps another, and what is freed becomes whole again.
+  // Tensors of random sizes that exist at the same time must not overlap. Freed memory must merge into one
+  // free range.
   std::mt19937_64 random(7);
   std::vector<at::Tensor> alive;
   HostMemory pool("test", kHost);

@@ -1,14 +1,14 @@
 #pragma once
 
-// What the tests of optimizers at low rank share.
+// Helpers for the tests of low-rank optimizers.
 
 #include <cmath>
 #include <vector>
 
 #include "optim/optimizers.h"
 
-// Wide, tall, a convolution's, a transposed one; one whose side is less than the rank, a vector, an empty
-// one.
+// The first kProjected parameters are projected: a wide, a tall, a convolution's and a transposed weight. By
+// default the others are not: a matrix with a side below the rank, a vector and an empty tensor.
 constexpr size_t kProjected = 4;
 
 inline std::vector<at::Tensor> low_rank_parameters(at::ScalarType dtype = at::kFloat) {
@@ -27,7 +27,7 @@ inline double relative_error(const at::Tensor& result, const at::Tensor& exact) 
   return ((result.detach().to(at::kDouble) - exact).norm() / exact.norm()).item<double>();
 }
 
-// AdamW's update at a learning rate of one, in fp64.
+// Returns AdamW's update at a learning rate of 1, in fp64.
 struct Adam64 {
   int step = 0;
   at::Tensor m, v;

@@ -1,11 +1,14 @@
-// Steps an optimizer whose state comes from Python, for tests/python/optim/test_optimizer_files.py:
+// Continues the steps of an optimizer whose state comes from Python, for
+// tests/python/optim/test_optimizer_files.py:
 //
 //   optimizer_file CLASS FOLDER FROM TO MAX_GRAD_NORM [CLASS FOLDER ...]
 //
-// FOLDER has params.safetensors ("<group>.<index>"), grads.safetensors ("<step>.<group>.<index>", where there
-// is one) and optimizer.safetensors, with state and options. Weights and the latter are replaced by those
-// after steps FROM to TO; those of ScheduleFreeAdamW are in eval mode then. GaLore, APOLLO and APOLLOMini
-// have no such file; they begin with the options that are written below.
+// FOLDER has three files. params.safetensors has the weights, "<group>.<index>". grads.safetensors has the
+// gradients, "<step>.<group>.<index>"; a parameter may have none in a step. optimizer.safetensors has the
+// state and the options. The program takes the steps from FROM up to, but not including, TO. It then
+// overwrites the weights and the optimizer's file. The saved weights of ScheduleFreeAdamW are those of eval
+// mode. GaLore, APOLLO and APOLLOMini read no optimizer's file; they start with the options in the code
+// below.
 
 #include <cstdio>
 #include <map>
@@ -41,7 +44,7 @@ std::unique_ptr<LowMemoryOptimizer> make(const std::string& name, const Groups& 
   return classes.at(name)(groups);
 }
 
-// Of the optimizers around AdamW; none if the name is another's.
+// Returns a low-rank optimizer around AdamW, or null if `name` is not that of a low-rank optimizer.
 std::unique_ptr<torch::optim::Optimizer> around(const std::string& name, const Groups& groups,
                                                 double max_grad_norm) {
   const AdamWOptions options = AdamWOptions(0.01).weight_decay(0.3).state("fp32");

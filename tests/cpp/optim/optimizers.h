@@ -1,6 +1,6 @@
 #pragma once
 
-// What the optimizers' tests share.
+// Helpers for the tests of the optimizers.
 
 #include <functional>
 #include <memory>
@@ -15,7 +15,7 @@
 
 using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
-// Sizes with a partial register, a partial block, several blocks and nothing.
+// Returns parameters whose sizes cover a partial register, a partial block, several blocks and no elements.
 inline std::vector<at::Tensor> parameters(at::ScalarType dtype = at::kFloat) {
   at::manual_seed(3);
   std::vector<at::Tensor> params;
@@ -23,7 +23,7 @@ inline std::vector<at::Tensor> parameters(at::ScalarType dtype = at::kFloat) {
   return params;
 }
 
-// The same in matrices.
+// Returns the same parameters as matrices.
 inline std::vector<at::Tensor> matrices(at::ScalarType dtype = at::kFloat) {
   std::vector<at::Tensor> params;
   for (const at::Tensor& p : parameters()) {
@@ -73,7 +73,8 @@ inline void load_archive(torch::optim::Optimizer& opt, const std::string& bytes)
   opt.load(in);
 }
 
-// A rule with options that are none of the defaults, and that of the same class with the defaults.
+// Makes an optimizer with options that all differ from the defaults, and one of the same class with the
+// defaults.
 struct RuleCase {
   using Make = std::function<std::unique_ptr<shoestring::optim::LowMemoryOptimizer>(const Groups&)>;
   std::string name;

@@ -71,7 +71,7 @@ TEST_CASE("adamw with 8-bit state follows fp32 state", "[adamw]") {
   const auto& state = state_of(opt, params[2]);
   CHECK(state["exp_avg"].scalar_type() == at::kByte);
   CHECK(state["exp_avg_scale"].numel() == (5000 + 255) / 256);
-  // All of a group's codes are one allocation.
+  // The codes of all parameters in a group share one allocation.
   CHECK(state["exp_avg"].storage().nbytes() == 256 * (1 + 2 + 20));
 }
 
@@ -82,8 +82,8 @@ TEST_CASE("adamw clips to the norm of all groups' gradients and leaves them alon
   };
   AdamW opt(groups(clipped)), other(groups(plain));
   opt.set_max_grad_norm(0.5);
-  for (double size : {1.0, 1e-4}) {  // clipped, and not
-    for (int i : {0, 1, 3}) {        // one parameter has no gradient
+  for (double size : {1.0, 1e-4}) {  // the gradients are clipped in the first pass only
+    for (int i : {0, 1, 3}) {        // params[2] has no gradient
       clipped[i].mutable_grad() = at::full_like(clipped[i], size);
       plain[i].mutable_grad() = clipped[i].grad() * std::min(1.0, 0.5 / (size * std::sqrt(301.0) + 1e-6));
     }
@@ -114,7 +114,7 @@ TEST_CASE("adamw: groups, closures, schedules and parameters without a gradient"
     return sum;
   });
   CHECK(loss.item<float>() > 0);
-  CHECK(at::equal(params[2], still));  // lr = 0
+  CHECK(at::equal(params[2], still));  // this group's lr is 0
   CHECK(at::equal(params[0], first));
   CHECK(opt.state().count(params[0].unsafeGetTensorImpl()) == 0);
 
@@ -122,7 +122,9 @@ TEST_CASE("adamw: groups, closures, schedules and parameters without a gradient"
   params[0].mutable_grad() = at::ones({1});
   params[1].mutable_grad() = Tensor();
   opt.param_groups()[0].options().set_lr(0.5);
-  opt.step();  // params[0] joins: the group's memory is made again, with the state that there was
+  // params[0] now has a gradient for the first time. The group's state moves to a larger allocation, with the
+  // old values.
+  opt.step();
   CHECK(at::equal(state_of(opt, params[1])["exp_avg"], codes));
   CHECK(state_of(opt, params[1])["step"].item<float>() == 1);
   CHECK(std::abs((params[0] - (first * (1 - 0.5 * 0.01) - 0.5)).item<float>()) < 1e-5);

@@ -1,4 +1,5 @@
-// APOLLO's numbers are held against Python's in tests/python/optim/test_optimizer_files.py.
+// Tests APOLLO's behaviour. tests/python/optim/test_optimizer_files.py compares its numbers with those of
+// Python.
 
 #include "catch.h"
 
@@ -38,7 +39,8 @@ TEST_CASE("APOLLO scales gradients, by channel or as a whole, and lets their nor
       std::vector<double> last(params.size());
       for (int step = 0; step < 5; ++step) {
         const auto before = clones(params);
-        new_gradients(params, std::min(step, 2));  // which then stay, and the update grows
+        // From step 2 on the gradients stay the same, so that the update grows.
+        new_gradients(params, std::min(step, 2));
         opt.step();
         double squares = 0;
         for (const Tensor& p : params) squares += p.grad().to(at::kDouble).square().sum().item<double>();

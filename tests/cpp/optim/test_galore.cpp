@@ -57,7 +57,8 @@ TEST_CASE("GaLore agrees with fp64, and its projections with an SVD", "[galore]"
           const Tensor matrix = g.flatten(1);
           const bool left = basis.size(0) == matrix.size(0) &&
                             (std::string(side) != "right" || matrix.size(0) == matrix.size(1));
-          if (!last[i].defined() || !at::equal(basis, last[i])) {  // a new one
+          // The optimizer has computed a new projection.
+          if (!last[i].defined() || !at::equal(basis, last[i])) {
             const auto [u, s, vh] = at::linalg_svd(matrix, false);
             const double captured =
                 (left ? basis.mT().mm(matrix) : matrix.mm(basis)).square().sum().item<double>();
@@ -103,7 +104,7 @@ TEST_CASE("GaLore: what is not projected steps as by the base alone, with its st
   for (size_t i = 0; i < ours.size(); ++i) CHECK((at::equal(ours[i], theirs[i]) == (i >= kProjected)));
   CHECK(a.projection(ours[1]).sizes() == at::IntArrayRef({24, 8}));
   CHECK(a.projection(ours[1]).scalar_type() == at::kBFloat16);
-  // The virtual parameters have their shapes, and no memory, between steps.
+  // Between steps the virtual low-rank parameters keep their shapes but have no memory.
   const auto& low = a.base().param_groups()[1].params();
   REQUIRE(low.size() == kProjected);
   CHECK(low[1].sizes() == at::IntArrayRef({40, 8}));
@@ -189,8 +190,8 @@ TEST_CASE("GaLore: groups, closures and schedules", "[galore]") {
     schedule.step();
     other.step();
   }
-  CHECK(at::equal(params[1], theirs[1]));  // on schedule, without a projection
-  CHECK(at::equal(params[2], still));      // lr = 0
+  CHECK(at::equal(params[1], theirs[1]));  // follows its schedule, and is not projected
+  CHECK(at::equal(params[2], still));      // this group's lr is 0
   CHECK(opt.param_groups()[2].options().get_lr() == 0.125);
   CHECK(opt.projection(params[2]).defined());
   CHECK(!opt.projection(params[1]).defined());

@@ -25,7 +25,7 @@ double grad_norm(const std::vector<Tensor>& params) {
   return std::sqrt(squares);
 }
 
-// How far `params` are from `exact`, as a share of how far `exact` have moved from the start.
+// Returns the distance of `params` from `exact`, relative to how far `exact` has moved from the start.
 double distance(const std::vector<Tensor>& params, const std::vector<Tensor>& exact) {
   const auto start = parameters();
   double off = 0, moved = 0;
@@ -54,13 +54,14 @@ void check_groups() {
     return sum;
   });
   CHECK(at::equal(loss, moves.sum() + still.sum()));
-  CHECK(at::equal(params[2], still));  // lr = 0
+  CHECK(at::equal(params[2], still));  // this group's lr is 0
   CHECK(at::equal(params[0], unused));
-  CHECK(at::allclose(params[1], moves - 0.125));  // both rules' first step along a gradient of ones
+  // For a gradient of ones, the first step of Lion and of SGD is lr.
+  CHECK(at::allclose(params[1], moves - 0.125));
   CHECK(opt.state().count(params[0].unsafeGetTensorImpl()) == 0);
   CHECK(opt.state().count(params[2].unsafeGetTensorImpl()) == 1);
 
-  // Clipping: the norm over both groups is what the gradients are divided by.
+  // Clipping uses one norm over the gradients of both groups.
   params[1].mutable_grad() = at::full({300}, 3.0f);
   params[2].mutable_grad() = at::full({5000}, 4.0f);
   opt.set_max_grad_norm(1.0);
@@ -104,7 +105,7 @@ TEST_CASE("optim::SGD follows LibTorch's", "[sgd]") {
       CHECK(state["momentum_buffer"].scalar_type() == at::kByte);
       CHECK(state["momentum_buffer_scale"].numel() == 2);
       CHECK(state["step"].item<float>() == 10);
-      // All of the codes are one allocation.
+      // The codes of all parameters share one allocation.
       CHECK(state["momentum_buffer"].storage().nbytes() == 256 * (1 + 2 + 20));
     }
   }
@@ -121,7 +122,7 @@ TEST_CASE("optim::Lion agrees with fp64", "[lion]") {
     }
     const auto options = LionOptions(0.01).betas({0.8, 0.95}).weight_decay(0.2).maximize(maximize);
     Lion opt(fp32, LionOptions(options).state("fp32")), small(coded, options);
-    if (maximize) {  // and clip, which shows in the moment
+    if (maximize) {  // Clip in this pass too; clipping changes the moment.
       opt.set_max_grad_norm(0.5);
       small.set_max_grad_norm(0.5);
     }
@@ -135,8 +136,9 @@ TEST_CASE("optim::Lion agrees with fp64", "[lion]") {
         m[i] = 0.95 * m[i] + 0.05 * g;
       }
     }
-    CHECK(distance(fp32, exact) < 2e-5);  // one wrong sign would be 7e-3
-    // A sign near zero may fall otherwise: a few weights are then off by twice the step.
+    CHECK(distance(fp32, exact) < 2e-5);  // a single wrong sign would give 7e-3
+    // The quantised moment may change the sign of an update near zero. A few weights are then off by twice
+    // the step.
     const double far = distance(coded, exact);
     CHECK(far < 0.15);
     CHECK(far > 1e-4);

@@ -1,4 +1,4 @@
-// The classes hand every option to their operators, under the right name.
+// Tests that the optimizer classes pass every option to their operators under the right name.
 
 #include "catch.h"
 #include "operators.h"
@@ -10,14 +10,14 @@ using namespace shoestring::optim;
 
 namespace {
 
-// Three steps of the class, and of its operator with arguments that are written out here. The state of the
-// operator is given by name and shape, fp32.
+// Compares three steps of the class with three calls of its operator, whose arguments are written out below.
+// The operator's state is in fp32; the caller gives the names of the moments.
 template <class Optimizer, class Options>
 void check_same(const std::string& op, const Options& options, const NamedArguments& arguments,
                 const std::vector<std::string>& moments, const NamedArguments& extra = {}) {
   CAPTURE(op);
   at::manual_seed(4);
-  const Tensor ours = at::randn({16, 32}).requires_grad_();  // two whole blocks
+  const Tensor ours = at::randn({16, 32}).requires_grad_();  // exactly two quantisation blocks of 256
   const std::vector<Tensor> theirs{ours.detach().clone()};
   Optimizer opt(std::vector<Tensor>{ours}, Options(options).state("fp32").maximize(true));
   NamedArguments state{

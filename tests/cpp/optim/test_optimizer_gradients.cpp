@@ -1,4 +1,5 @@
-// What happens to gradients before a step: sums over micro-batches, steps within backward, clipping of both.
+// Tests what happens to gradients before a step: sums over micro-batches, steps within backward, and clipping
+// of both.
 
 #include "catch.h"
 
@@ -15,7 +16,7 @@ using namespace shoestring::optim;
 
 namespace {
 
-// A step's gradient of micro-batch `micro`.
+// Returns the random gradient of parameter `p` in micro-batch `micro` of a step.
 Tensor gradient(const Tensor& p, int step, int micro) {
   at::manual_seed(1000 * step + micro + p.numel());
   return at::randn(p.sizes()).to(p.scalar_type());
@@ -43,7 +44,7 @@ constexpr int kSteps = 4;
 TEST_CASE("micro-batches add up within the step", "[optim]") {
   for (bool clip : {false, true}) {
     for (bool in_backward : {false, true}) {
-      if (clip && in_backward) continue;  // by another norm
+      if (clip && in_backward) continue;  // steps within backward clip by another norm
       CAPTURE(clip, in_backward);
       const auto summed = parameters(), whole = parameters();
       AdamW opt(two_groups(summed), options(at::kFloat)), other(two_groups(whole), options(at::kFloat));
@@ -83,10 +84,10 @@ TEST_CASE("sums are kept in the dtype that was asked for", "[optim]") {
         torch::autograd::backward({loss}, {});
       }
     }
-    opt.step();  // a step without a gradient of its own takes the sum
+    opt.step();  // this step has no new gradient and uses the sum of the micro-batches
     CHECK(state_of(opt, p)["momentum_buffer"].item<double>() == (dtype == at::kFloat ? 1 + 1.0 / 512 : 1));
     const Tensor before = p.detach().clone();
-    opt.step();  // and drops it
+    opt.step();  // the sum was used up by the previous step, so nothing changes
     CHECK(at::equal(p, before));
   }
   const auto params = parameters();
@@ -179,7 +180,7 @@ TEST_CASE("an optimizer may move, and be gone before its parameters", "[optim]")
       other.step();
     }
     CHECK(equal(params, plain));
-    AdamW second(params);  // one that also listens
+    AdamW second(params);  // a second optimizer with hooks on the same parameters
     const auto micro = second.accumulate();
     moved.set_step_in_backward(false);
     backward(params, 2, 0);

@@ -1,4 +1,4 @@
-// The optimizers' operators, as a C++ program reaches them: through PyTorch's dispatcher.
+// Tests the optimizers' operators as a C++ program calls them, through PyTorch's dispatcher.
 
 #include <cmath>
 
@@ -69,7 +69,7 @@ TEST_CASE("lion_ moves every weight by lr", "[lion]") {
   const Tensor exact = run(false, 1, {});
   const double keep = 1 - 0.125 * 0.5;
   CHECK(at::allclose(exact, start * keep * keep - (1 + keep) * 0.125 * g.sign(), 1e-5, 1e-6));
-  // The signs of the moments are those of the gradients.
+  // The gradients do not change, so the signs of the moments are those of the gradients.
   CHECK(at::allclose(run(true, 1, {}), exact, 1e-6, 1e-6));
   const NamedArguments scaled{{"lr", 9.0}, {"lr_tensor", number(0.125)}, {"grad_scale", number(64)}};
   CHECK(at::allclose(run(true, 64, scaled), exact, 1e-6, 1e-6));

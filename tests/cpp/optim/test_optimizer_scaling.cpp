@@ -1,4 +1,4 @@
-// Steps with gradients of a scaled loss: what torch.amp.GradScaler does in Python.
+// Tests steps with gradients of a scaled loss, as torch.amp.GradScaler takes them in Python.
 
 #include "catch.h"
 
@@ -14,7 +14,7 @@ using namespace shoestring::optim;
 
 namespace {
 
-constexpr double kScale = 1024;  // a power of two: nothing is rounded
+constexpr double kScale = 1024;  // a power of two, so that scaling does not round
 
 Tensor number(double x) { return at::full({}, x, at::kFloat); }
 
@@ -57,7 +57,7 @@ TEST_CASE("a scaled step is the step", "[optim]") {
             if (clip) CHECK(at::equal(opt->grad_norm(), other->grad_norm()));
           }
           CHECK(equal(everything(*opt, ours), everything(*other, theirs)));
-          new_gradients(ours, 3);  // a step after it is a plain one again
+          new_gradients(ours, 3);  // the next step without a scale is a plain step
           new_gradients(theirs, 3);
           opt->step();
           other->step();
@@ -88,7 +88,8 @@ TEST_CASE("a gradient that is not finite skips the step for all parameters, and 
           CHECK(equal(everything(*opt, params), before));
         }
         new_gradients(params, 2);
-        CHECK(opt->scaled_step(number(kScale), number(1)).item<float>() == 1);  // somebody else's
+        // The caller's own found_inf skips the step.
+        CHECK(opt->scaled_step(number(kScale), number(1)).item<float>() == 1);
         CHECK(equal(everything(*opt, params), before));
         CHECK(opt->scaled_step(number(kScale), at::zeros({1})).item<float>() == 0);
         CHECK(!equal(everything(*opt, params), before));
@@ -100,11 +101,11 @@ TEST_CASE("a gradient that is not finite skips the step for all parameters, and 
 TEST_CASE("gradients that are finite are not taken for others", "[optim]") {
   const Tensor p = at::zeros({300}).requires_grad_();
   AdamW opt({p});
-  p.mutable_grad() = at::full({300}, 3e38);  // of which squares are not
+  p.mutable_grad() = at::full({300}, 3e38);  // the gradients are finite, but their squares overflow
   CHECK(opt.scaled_step(number(1e30)).item<float>() == 0);
   CHECK(p.count_nonzero().item<int64_t>() == 300);
   p.mutable_grad() = Tensor();
-  CHECK(opt.scaled_step(number(1)).item<float>() == 0);  // nothing to step
+  CHECK(opt.scaled_step(number(1)).item<float>() == 0);  // there is no gradient to step with
 }
 
 TEST_CASE("sums of micro-batches are scaled, looked at, and dropped", "[optim]") {
@@ -132,7 +133,7 @@ TEST_CASE("sums of micro-batches are scaled, looked at, and dropped", "[optim]")
   CHECK(step(std::numeric_limits<double>::infinity(), 1) == 1);
   CHECK(equal(params, whole));
   other.step();
-  CHECK(step(0.5 * kScale, 0.25 * kScale) == 0);  // without the infinity
+  CHECK(step(0.5 * kScale, 0.25 * kScale) == 0);  // the infinite sum of the skipped step is gone
   CHECK(equal(params, whole));
 }
 
@@ -147,7 +148,8 @@ TEST_CASE("the scale falls after a skipped step and rises after others", "[optim
     at::_amp_update_scale_(scale, tracker, opt.scaled_step(scale), 2.0, 0.5, 2);
     scales.push_back(scale.item<double>());
   }
-  CHECK(scales == std::vector<double>{32768, 16384, 16384, 32768, 16384, 16384});  // 2 * 32768 is beyond fp16
+  // Twice 32768 overflows fp16.
+  CHECK(scales == std::vector<double>{32768, 16384, 16384, 32768, 16384, 16384});
   CHECK(state_of(opt, p)["step"].item<float>() == 3);
 }
 

@@ -195,7 +195,7 @@ TEST_CASE("SAM: closures are called twice, micro-batches add up, and a failure u
   };
   CHECK_THROWS_WITH(a.step(fails), Contains("no second pass"));
   CHECK(same(ours, before));
-  train(a, ours, 5, 6);  // nothing is half done
+  train(a, ours, 5, 6);  // the failed step left no partial state
 }
 
 TEST_CASE("SAM resumes bit for bit, and follows schedules", "[sam]") {
@@ -207,7 +207,7 @@ TEST_CASE("SAM resumes bit for bit, and follows schedules", "[sam]") {
   SAM opt(make(through, 1e-2), SAMOptions(0.2).adaptive(true)), other(make(resumed, 1), SAMOptions(0.7));
   torch::optim::StepLR schedule(opt, 1, 0.5);
   train(opt, through, 0, 3);
-  for (int i = 0; i < 2; ++i) schedule.step();  // LibTorch's first changes nothing
+  for (int i = 0; i < 2; ++i) schedule.step();  // LibTorch's first schedule.step() changes nothing
   std::stringstream file;
   torch::serialize::OutputArchive out;
   opt.save(out);

@@ -1,4 +1,4 @@
-// ScheduleFreeAdamW's two modes.
+// Tests the train and eval modes of ScheduleFreeAdamW.
 
 #include <shoestring/optim.h>
 
@@ -30,7 +30,7 @@ TEST_CASE("eval makes weights the average, and train takes them back", "[optim]"
       CAPTURE(state, dtype);
       const auto params = parameters(dtype);
       ScheduleFreeAdamW opt(params, options().state(state));
-      opt.eval();  // no state yet
+      opt.eval();  // must work before there is any state
       opt.train();
       train(opt, params, 0, 5);
       const auto y = copies(params);
@@ -45,7 +45,8 @@ TEST_CASE("eval makes weights the average, and train takes them back", "[optim]"
       for (size_t i = 0; i < params.size(); ++i) {
         const Tensor average = y[i].to(at::kFloat) - state_of(opt, params[i])["offset"].to(at::kFloat) * 0.25;
         CHECK(at::allclose(x[i].to(at::kFloat), average, eps / 2, 1e-9));
-        CHECK(at::allclose(params[i].detach(), y[i], eps, eps / 8));  // a unit in the last place of x or y
+        // X and y may differ by one unit in the last place.
+        CHECK(at::allclose(params[i].detach(), y[i], eps, eps / 8));
       }
       CHECK(!at::equal(x[2], y[2]));
     }

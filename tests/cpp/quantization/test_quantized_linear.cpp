@@ -25,7 +25,8 @@ TEST_CASE("QuantizedLinear agrees with its dequantised weight in fp64", "[quanti
   for (const char* capability : {"plain", "avx2", "avx512"}) {
     if (!shoestring::set_cpu_capability(capability)) continue;
     for (bool nested : {false, true}) {
-      for (int64_t in : {100, 2048}) {  // rows that straddle blocks; more rows than one panel of 1 MiB
+      // 100: blocks span two rows. 2048: the weight needs more than one panel of 1 MiB.
+      for (int64_t in : {100, 2048}) {
         torch::manual_seed(3);
         CAPTURE(capability, nested, in);
         QuantizedLinear layer(QuantizedLinearOptions(in, 300).nested(nested));
@@ -85,7 +86,7 @@ TEST_CASE("QuantizedLinear clones, converts, saves and prints", "[quantized_line
     torch::load(other, stream);
     CHECK(at::equal(other->forward(x), y));
 
-    layer->to(at::kBFloat16);  // the bias changes, the codes and scales do not
+    layer->to(at::kBFloat16);  // only the bias changes its dtype; codes and scales do not
     CHECK(layer->packed.scalar_type() == at::kByte);
     CHECK(at::equal(layer->dequantize(at::kFloat), other->dequantize(at::kFloat)));
     CHECK(layer->bias.scalar_type() == at::kBFloat16);

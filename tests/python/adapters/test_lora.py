@@ -16,7 +16,7 @@ from shoestring.nn import QuantizedLinear
 @pytest.mark.parametrize("options", [{}, {"init": "gaussian"}, {"rslora": True}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_starts_as_peft_does(options: dict, dtype: torch.dtype) -> None:
-    """One seed gives the same adapters on the same layers, and the base stays what it was."""
+    """The same seed gives the same adapters as PEFT on the same layers; the base model does not change."""
     peft = pytest.importorskip("peft")
     ours, theirs = llama(True, dtype), llama(True, dtype)
     before = logits(ours)
@@ -38,7 +38,7 @@ def test_starts_as_peft_does(options: dict, dtype: torch.dtype) -> None:
     for name, value in mine.items():
         assert value.dtype == torch.float32 and torch.equal(value, peers[name]), name
     if dtype == torch.float32:
-        torch.testing.assert_close(logits(ours), before)  # lora_B is zero
+        torch.testing.assert_close(logits(ours), before)  # lora_B is zero, so the logits do not change
         torch.manual_seed(1)
         randomise(ours)
         torch.manual_seed(1)
@@ -63,19 +63,21 @@ def test_files_go_to_peft_and_back(tmp_path: Path, rslora: bool) -> None:
         other = shoestring.lora.apply(llama(), rank=4, alpha=1)
         own = next(p for p in other.parameters() if p.requires_grad)
         assert (
+            # load_adapter keeps the parameters' objects, so an optimizer that holds them stays valid.
             logits(shoestring.lora.load_adapter(other, tmp_path / adapter)) - expected
         ).abs().max() <= 1e-6
-        assert own is next(p for p in other.parameters() if p.requires_grad)  # optimizers keep their tensors
+        assert own is next(p for p in other.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize("quantize", ["nf4", "int4", "int8"])
 def test_an_adapter_of_peft_over_a_quantised_base(tmp_path: Path, quantize: str) -> None:
-    """It does to the codes what PEFT does to the weights that they stand for."""
+    """An adapter that PEFT trained works the same over quantised weights as over their dequantised values."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules="all-linear", use_dora=True)
     base = llama()
     shoestring.lora.apply(base, rank=1, quantize=quantize)
-    shoestring.lora.merge(base, reversible=False)  # lora_B is zero: the codes' values
+    # lora_B is zero, so merging leaves the dequantised values of the codes in the weights.
+    shoestring.lora.merge(base, reversible=False)
     theirs = randomise(peft.get_peft_model(base, config)).eval()
     theirs.save_pretrained(str(tmp_path))
     ours = shoestring.lora.apply(llama(), rank=4, quantize=quantize, dora=True)
@@ -100,10 +102,11 @@ def test_ranks_and_alphas_by_pattern(tmp_path: Path) -> None:
 def test_minimal_old_file(tmp_path: Path) -> None:
     ours = randomise(shoestring.lora.apply(llama(), rank=4, alpha=8, target_modules=["v_proj"]))
     shoestring.lora.save_adapter(ours, tmp_path)
-    minimal = {"peft_type": "LORA", "r": 4, "target_modules": ["v_proj"]}  # lora_alpha is 8 by default
+    # PEFT's default for lora_alpha is 8.
+    minimal = {"peft_type": "LORA", "r": 4, "target_modules": ["v_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(minimal))
     weights = tmp_path / "adapter_model.safetensors"
-    save_file(load_file(weights), weights)  # without the digest of the configuration
+    save_file(load_file(weights), weights)  # removes the digest of the configuration from the metadata
     assert torch.equal(logits(shoestring.lora.load_adapter(llama(), tmp_path)), logits(ours))
 
 
@@ -121,7 +124,8 @@ def test_merge_is_exact_and_unmerge_restores_every_byte(quantize: str | None, dt
         shoestring.lora.merge(model)
         assert type(layer) is nn.Linear and layer.weight.dtype == dtype
         assert not any("lora" in key or "absmax" in key for key in model.state_dict())
-        # One rounding: half a unit in the last place, and the fp32 sum's own error before it.
+        # The result is rounded once, by half a unit in the last place. The fp32 sum before that has its own
+        # error.
         unit = torch.finfo(dtype).eps / 2 + 4 * torch.finfo(torch.float32).eps
         assert ((layer.weight.double() - exact).abs() <= unit * exact.abs() + 1e-6 * exact.abs().max()).all()
         if dtype == torch.float32:
@@ -172,7 +176,10 @@ def test_compiles_whole(quantize: str | None) -> None:
 
 
 def test_dropout() -> None:
-    """In training what lora_A reads is dropped, by a seed from PyTorch's generator; in evaluation nothing is."""
+    """Training drops elements of lora_A's input, by a seed from PyTorch's generator.
+
+    Evaluation drops nothing.
+    """
     torch.manual_seed(2)
     layer = nn.Sequential(nn.Linear(16, 12))
     x = torch.randn(5, 16)
@@ -205,10 +212,10 @@ def test_targets() -> None:
         "0",
         "2",
     ]
-    # QLoRA quantises every linear layer but the head, with an adapter or without.
+    # As in QLoRA, all linear layers except the head are quantised, whether they have an adapter or not.
     model = shoestring.lora.apply(llama(), rank=2, target_modules=["q_proj"], quantize="nf4")
     assert type(model.model.layers[0].mlp.up_proj) is QuantizedLinear and type(model.lm_head) is nn.Linear
-    # The layer stays the same object: hooks and other references to it keep working.
+    # apply changes the layer in place, so that hooks and other references to the layer keep working.
     model = nn.Sequential(nn.Linear(4, 4))
     layer, seen = model[0], []
     layer.register_forward_hook(lambda *_: seen.append(1))
@@ -271,7 +278,8 @@ def test_errors(tmp_path: Path) -> None:
     small.model.layers[1].self_attn.q_proj = nn.Linear(64, 32)
     with pytest.raises(ValueError, match=r"expected lora_A \(2, 64\), lora_B \(32, 2\), received"):
         load(small, tmp_path)
-    assert not any(isinstance(m, LoraLinear) for m in small.modules())  # nothing half-done
+    # A failed load leaves the model without adapters.
+    assert not any(isinstance(m, LoraLinear) for m in small.modules())
     with pytest.raises(ValueError, match="expected values for model.layers.0.self_attn.v_proj"):
         load(apply(llama(), target_modules=["q_proj", "v_proj"]), tmp_path)
     for change, message in [

@@ -1,4 +1,4 @@
-"""PEFT's configuration objects: each option does in ours what it does in PEFT, or is refused by its name."""
+"""Test PEFT's configuration objects: each option has the same effect as in PEFT, or is refused by name."""
 
 import dataclasses
 import json
@@ -40,12 +40,12 @@ HONOURED = {
 
 
 def biased() -> nn.Module:
-    """With biases in attention and MLP, as Qwen2 has in part."""
+    """Build a model with biases in attention and MLP. (Qwen2 has biases in a part of these layers.)"""
     return llama(biased=True)
 
 
 def trained(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Trained parameters by ours' names."""
+    """Return the trained parameters of PEFT's model or of ours, under our names."""
     found = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -72,7 +72,7 @@ def test_honoured_as_in_peft(name: str, tmp_path: Path) -> None:
     changed = (logits(ours) - logits(biased())).abs().max()
     assert changed > 1e-3
     assert_files_agree(ours, tmp_path, biased)
-    # The file says what was chosen.
+    # The saved configuration contains the option's value.
     assert (
         json.loads((tmp_path / "ours" / "adapter_config.json").read_text())["lora_dropout"]
         == config.lora_dropout
@@ -80,7 +80,7 @@ def test_honoured_as_in_peft(name: str, tmp_path: Path) -> None:
 
 
 def test_every_field_of_peft_is_known() -> None:
-    """A new option of PEFT's, set to anything but its default, is refused until it is looked at."""
+    """A new option of PEFT that is not at its default is refused until shoestring supports it."""
 
     @dataclasses.dataclass
     class Newer(peft.LoraConfig):
@@ -184,9 +184,10 @@ def test_trained_copies_are_left_alone_by_later_adapters() -> None:
         llama(), rank=2, target_modules=ATTENTION, modules_to_save=["lm_head", "mlp"], quantize="nf4"
     )
     copied = model.model.layers[0].mlp.modules_to_save["default"].up_proj
-    assert type(copied) is nn.Linear and copied.weight.requires_grad  # what is trained is not quantised
+    # The trained copy of the module is not quantised.
+    assert type(copied) is nn.Linear and copied.weight.requires_grad
     assert type(model.model.layers[0].self_attn.k_proj).__name__ == "QuantizedLinear"
-    lora.apply(model, rank=2, adapter_name="b")  # "all-linear"
+    lora.apply(model, rank=2, adapter_name="b")  # the default targets are "all-linear"
     chosen = [n for n, m in model.named_modules() if isinstance(m, LoraLinear) and "b" in m.adapters]
     assert len(chosen) == 8 and not any("modules_to_save" in n or "original_module" in n for n in chosen)
     with pytest.raises(
@@ -213,7 +214,7 @@ def test_trained_biases_and_lora_bias_merge() -> None:
     assert all(p.grad is not None for n, p in model.named_parameters() if n.endswith(".bias"))
     randomise(model)
     expected, trained_names = logits(model), set(trained(model))
-    lora.merge(model)  # the bias of a low-rank product times 4, its scaling
+    lora.merge(model)  # the bias of lora_B is added with the adapter's scaling, 4
     torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)
     lora.unmerge(model)
     assert torch.equal(logits(model), expected) and set(trained(model)) == trained_names
@@ -251,7 +252,10 @@ def test_spaces_around_names_do_not_count() -> None:
 
 
 def test_a_file_may_name_more_modules_than_the_model_has(tmp_path: Path) -> None:
-    """PEFT's configurations are often written for several architectures."""
+    """A configuration may name modules that the model lacks.
+
+    PEFT's configurations are often written for several architectures.
+    """
     lora.save_adapter(lora.apply(llama(), rank=2, target_modules=["q_proj"]), tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     config |= {
@@ -260,7 +264,8 @@ def test_a_file_may_name_more_modules_than_the_model_has(tmp_path: Path) -> None
         "exclude_modules": ["wte"],
     }
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    # Remove the digest of the configuration, because PEFT writes none.
     weights = tmp_path / "adapter_model.safetensors"
-    save_file(load_file(weights), weights)  # without the digest of the configuration, as PEFT writes them
+    save_file(load_file(weights), weights)
     model = lora.load_adapter(llama(), tmp_path)
     assert sum(isinstance(module, LoraLinear) for module in model.modules()) == 2

@@ -1,4 +1,4 @@
-"""Adapters from one language to the other: what C++ computes and saves, Python and PEFT compute and load, and the reverse."""
+"""C++, Python and PEFT load the adapters that another of them saved, and compute the same outputs."""
 
 import subprocess
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """The program's model."""
+    """The model of the C++ program adapter_file."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,11 @@ TARGETS = ["up_proj", "down_proj"]
 
 
 def program_in(tmp_path: Path) -> Callable[..., dict[str, Tensor]]:
-    """Runs the program's commands; a command of a file's name alone ("forward") returns the output by that name."""
+    """Return a function that runs the program's commands.
+
+    The command "forward", "base" or "rows" writes an output. The function returns the outputs by the name of
+    their command.
+    """
     save_file(Model().state_dict(), tmp_path / "model.safetensors")
     save_file({"ids": IDS}, tmp_path / "ids.safetensors")
 
@@ -74,7 +78,7 @@ def output(model: nn.Module) -> Tensor:
 
 
 def train(model: nn.Module, steps: int = 3) -> nn.Module:
-    """The program's training."""
+    """Train the model as the C++ program does."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
     model.train()
     for _ in range(steps):
@@ -100,7 +104,7 @@ def close(received: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:
 def assert_files_agree(
     folder: Path, received: Tensor, name: str = "default", tolerance: float = 2e-6
 ) -> None:
-    """PEFT and we load what C++ saved."""
+    """PEFT and shoestring load the files that C++ saved, and compute the same output."""
     peft = pytest.importorskip("peft")
     theirs = peft.PeftModel.from_pretrained(Model(), str(folder), adapter_name=name)
     close(output(theirs), received, tolerance)
@@ -140,9 +144,10 @@ def test_a_seed_trains_the_same_and_files_go_both_ways(
     text, options = KINDS[kind]
     ours = train(adapted(**options))
     cpp = run("seed=3", APPLY + text, "train=3", "forward", f"save={tmp_path / 'cpp'}", "base")
-    assert (output(ours) - output(Model())).abs().max() > 3e-4  # well above the tolerances
+    # The training changed the output by much more than the tolerances below.
+    assert (output(ours) - output(Model())).abs().max() > 3e-4
     close(cpp["forward"], output(ours), 2e-5)
-    if "bias" not in options:  # these are trained themselves
+    if "bias" not in options:  # biases of the base model are trained, so the base's output changes
         close(cpp["base"], output(Model()), 2e-5)
     assert_files_agree(tmp_path / "cpp", cpp["forward"], tolerance=2e-5)
     lora.save_adapter(ours, tmp_path / "python")
@@ -154,13 +159,12 @@ def test_a_seed_trains_the_same_and_files_go_both_ways(
 def test_initialisations_over_quantised_weights(
     quantize: str, init: str, run: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """The head stays dense in the program's model."""
+    """Initialisations over quantised weights agree with C++. The head stays dense, as in the C++ program."""
     ours = adapted(init=init, quantize=quantize, loftq_iterations=3)
     ours.head = Model().head
     text = f"{APPLY},init:{init},iterations:3,quantize:{quantize}"
-    close(
-        run("seed=3", text, "forward")["forward"], output(ours), 1e-4
-    )  # a tie between two codes may fall the other way
+    # Python and C++ may round a tie between two codes differently.
+    close(run("seed=3", text, "forward")["forward"], output(ours), 1e-4)
 
 
 PEFT: dict[str, tuple[str, dict[str, Any]]] = {

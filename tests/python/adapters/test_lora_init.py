@@ -1,4 +1,4 @@
-"""PiSSA, OLoRA, LoftQ and EVA: PEFT's first values, over dense and quantised bases, and files for the original base."""
+"""Test PiSSA, OLoRA, LoftQ and EVA: initial values against PEFT, quantised bases, and saved files."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from shoestring.nn import QuantizedLinear
 
 
 def linear(rows: int = 24, columns: int = 64) -> nn.Sequential:
-    """A weight whose singular values fall quickly, so that a randomised SVD finds the first ones."""
+    """Build a layer whose singular values fall quickly, so that a randomised SVD finds the largest ones."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(columns, rows, bias=False))
     u, values, v = torch.linalg.svd(model[0].weight.detach(), full_matrices=False)
@@ -31,7 +31,8 @@ def test_values_are_pefts(init: str, rslora: bool) -> None:
     theirs = peft.get_peft_model(linear(), config).base_model.model[0]
     ours = lora.apply(linear(), config)[0]
     A, B = theirs.lora_A["default"].weight, theirs.lora_B["default"].weight
-    tolerance = 1e-4 if "niter" in init else 1e-5  # the randomised SVD has converged but for that
+    # The randomised SVD of "niter" has converged up to this tolerance.
+    tolerance = 1e-4 if "niter" in init else 1e-5
     torch.testing.assert_close(ours.weight, theirs.base_layer.weight, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(
         ours.lora_B["default"] @ ours.lora_A["default"], B @ A, rtol=tolerance, atol=tolerance
@@ -48,7 +49,8 @@ def test_files_are_for_the_original_base(init: str, tmp_path: Path) -> None:
     randomise(model)
     assert (logits(model) - base).abs().max() > 1e-2
     assert_files_agree(model, tmp_path)
-    # Onto the model that it came from, too: what was taken out of the base is there again.
+    # The file also loads onto the model that it was saved from. The part of the weight that the
+    # initialisation moved into the adapter is restored first.
     again = lora.load_adapter(lora.apply(llama(), rank=4, alpha=6, init=init), tmp_path / "ours")
     assert (logits(again) - logits(model)).abs().max() <= 1e-5
     twin = lora.apply(llama(), rank=4, alpha=6, init=init)
@@ -92,7 +94,7 @@ def test_the_base_is_what_it_was_when_the_adapter_is_not_in_use() -> None:
 @pytest.mark.parametrize("quantize", ["nf4", "int4", "int8"])
 @pytest.mark.parametrize("init", ["pissa", "olora", "loftq"])
 def test_over_quantised_bases(init: str, quantize: str) -> None:
-    """The rest is quantised: adapter and base together are nearer to the weight than the quantised weight is."""
+    """The residual is quantised, so base plus adapter is closer to the weight than the quantised weight."""
     dense = linear(48)[0].weight.detach()
     model = lora.apply(
         linear(48), rank=8, alpha=16, init=init, quantize=quantize, loftq_iterations=3, target_modules=["0"]
@@ -100,11 +102,12 @@ def test_over_quantised_bases(init: str, quantize: str) -> None:
     plain = lora.apply(linear(48), rank=8, quantize=quantize, target_modules=["0"])[0]
     own = model[0]
     error = (own.merged(["default"])["weight"] - dense).norm()
-    # OLoRA's rest can have larger values in places.
+    # Single values of OLoRA's residual can be larger than those of the weight, so its bound is wider.
     assert error < (plain.dense_weight() - dense).norm() * (1 if init == "loftq" else 2)
     x = torch.randn(3, 64)
     torch.testing.assert_close(model(x), x @ own.merged(["default"])["weight"].T, rtol=1e-4, atol=1e-4)
-    with lora.disable_adapter(model):  # what the base was, but for quantising
+    # Without the adapter, the base is the original weight up to quantisation error.
+    with lora.disable_adapter(model):
         assert (model(x) - x @ dense.T).norm() < 2 * (x @ (plain.dense_weight() - dense).T).norm()
 
 
@@ -168,7 +171,7 @@ def test_eva_follows_what_the_layers_read(
     batches = [{"input_ids": i, "attention_mask": m} for i, m in zip(ids, mask, strict=True)]
     for batch, m in zip(batches, mask, strict=True):
         batch["labels"] = batch["input_ids"].clone()
-        batch["labels"][:, :5] = -100  # these do not count either
+        batch["labels"][:, :5] = -100  # EVA skips tokens with an ignored label, as it skips padding
         m[:, :5] = 0
         batch["attention_mask"] = m.clone()
         batch["attention_mask"][:, :5] = 1
@@ -180,13 +183,14 @@ def test_eva_follows_what_the_layers_read(
     assert set(rows) == {32 - 5 + 20 - 5}
     assert sum(ranks.values()) == 3 * 14 and max(ranks.values()) <= 3 * rho
     assert set(ranks.values()) == {3} if rho == 1 else len(set(ranks.values())) > 1
-    assert (logits(model) - before).abs().max() <= 1e-6  # lora_B is zero
+    assert (logits(model) - before).abs().max() <= 1e-6  # lora_B is zero, so the logits do not change
     own = model.get_submodule(name)
     rank = ranks[name]
     assert own.adapters["default"].rank == rank and own.adapters["default"].scaling == 2
     rows = torch.cat([x[m.bool()] for x, m in zip(inputs, mask, strict=True)])
     exact = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)[2][0]
-    assert (own.lora_A["default"][0] @ exact).abs() > 0.9  # truncated in between: near, not equal
+    # The directions are truncated after each batch, so they are close to the exact ones but not equal.
+    assert (own.lora_A["default"][0] @ exact).abs() > 0.9
     assert all(p.requires_grad for p in own.tensors("default").values())
     assert_files_agree(randomise(model), tmp_path)
 

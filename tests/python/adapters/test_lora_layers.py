@@ -1,4 +1,4 @@
-"""Adapters on embeddings, convolutions and stacked expert weights."""
+"""Test adapters on embeddings, convolutions and stacked expert weights."""
 
 import copy
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from shoestring.adapters.experts import LowRankSum
 
 
 class Net(nn.Module):
-    """One layer, which takes what ``batch`` makes."""
+    """A model with a single layer, whose input comes from ``batch``."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def test_merged_by_row_and_copied(kind: str) -> None:
 
 @pytest.mark.device
 def test_dilated_convolution_is_its_merged_weight() -> None:
-    """PEFT leaves the dilation out of lora_A's convolution."""
+    """A dilated convolution with an adapter equals its merged weight. PEFT ignores the dilation in lora_A."""
     torch.manual_seed(4)
     model = Net(nn.Conv1d(5, 7, 3, dilation=2, padding_mode="circular", padding=2))
     randomise(lora.apply(model, rank=2, target_modules=["layer"]))
@@ -148,7 +148,7 @@ def test_experts_as_in_peft(implementation: str) -> None:
     for name, own in {n: p for n, p in ours.named_parameters() if p.requires_grad}.items():
         own.data += 0.1 * torch.randn_like(own)
         other = "base_model.model." + name.replace("lora_A_", "").replace("lora_B_", "")
-        if "experts" in name:  # the module's last parameter is the outermost
+        if "experts" in name:  # in PEFT, the outermost wrapper is that of the module's last parameter
             inner = "base_layer." if "gate_up_proj" in name else ""
             other = "base_model.model." + name.split("lora_")[0] + inner + name.split(".")[-2][:6]
             other += ".default.weight"
@@ -230,7 +230,7 @@ def test_a_stack_of_sums_is_its_dense_sum() -> None:
 
 
 def test_experts_take_no_memory_of_the_stack() -> None:
-    """Nothing of the stack's size is kept for backward, or made in forward."""
+    """Forward and backward of an adapter on experts allocate no tensor of the size of the stacked weight."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):

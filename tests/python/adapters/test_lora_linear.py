@@ -9,11 +9,12 @@ from shoestring.ops import LoraWeight, lora_linear_reference, lora_weight_norm_r
 pytestmark = pytest.mark.device
 
 OPERATOR = torch.ops.shoestring.lora_linear.default
-# (tokens, in, out, rank): a vector's worth; odd; rows that straddle blocks; more rows than one panel of 1 MiB.
+# Shapes (tokens, in, out, rank): one token; odd sizes; rows that straddle quantisation blocks; a weight that
+# needs more than one panel of 1 MiB.
 SHAPES = [(1, 64, 32, 4), (3, 5, 7, 2), (33, 100, 70, 16), (40, 2048, 300, 8)]
 
 
-# What a layer may have besides x, its weight and its adapter; `seed` brings dropout along.
+# The optional arguments of each case besides x, the weight and the adapter. With `seed` the case has dropout.
 CASES = {
     "plain": ("bias",),
     "no adapter": ("bias", "gain"),
@@ -44,7 +45,7 @@ def make(
 
 
 def split(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """What has gradients, and the rest."""
+    """Return the tensors that require gradients, and the other arguments."""
     rest: dict[str, object] = {k: v for k, v in tensors.items() if k in ("low_scale", "seed")}
     if "seed" in rest:
         rest["dropout"] = 0.3
@@ -66,20 +67,21 @@ def base_weight(base: str, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("base", ["dense", "nf4", "nested", "int4", "int8"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int, int], base: str, case: str) -> None:
-    """Output and all gradients are no further from fp64 than eager PyTorch's."""
+    """The output and all gradients are about as close to fp64 as those of eager PyTorch."""
     if case not in ("plain", "all") and (base in ("nested", "int4") or shape != SHAPES[2]):
         pytest.skip("each case over one shape, and none or all of them over every shape, are enough")
     if capability == "simt" and shape[1] > 1000:
-        shape = (*shape[:2], 70, shape[3])  # 600,000 elements are slow there
-    # fp32 adapters over a 16-bit base are the usual case.
+        # The emulator is slow, so this weight must be smaller than 600,000 elements.
+        shape = (*shape[:2], 70, shape[3])
+    # A 16-bit base with fp32 adapters is the usual case.
     for dtype, adapter in ((torch.float32,) * 2, (torch.bfloat16, torch.float32), (torch.float16,) * 2):
         leaves, rest = split(make(shape, dtype, adapter, case))
         weight = base_weight(base, (torch.randn(shape[2], shape[1]) / shape[1] ** 0.5).to(dtype))
         dense = weight if base == "dense" else weight.dequantize(torch.float32)
         upstream = torch.randn(shape[0], shape[2]).to(dtype)
         results = []
-        # On CUDA the products are in dtype. With the avx512 kernels, bf16 ones are bf16 where the CPU has units for them;
-        # elsewhere on the CPU they are fp32.
+        # On CUDA the matrix products are in dtype. The avx512 kernels multiply bf16 in bf16 if the CPU has
+        # units for it; all other products on the CPU are in fp32.
         narrow = capability in ("cuda", "simt") or (dtype, capability) == (torch.bfloat16, "avx512")
         eager_dtype = dtype if narrow else torch.float32
         for compute in (None, torch.float64, eager_dtype):
@@ -93,8 +95,8 @@ def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int, int], 
             results.append((y, *torch.autograd.grad(y, tuple(these.values()), upstream.to(y.dtype))))
         for name, ours, exact, eager in zip(("y", *leaves), *results, strict=True):
             assert ours.shape == exact.shape
-            # SwiGLU's product, and the output that a gain's gradient reads, are rounded to dtype once; in the small shape
-            # nothing averages that.
+            # The product of SwiGLU is rounded to dtype once, and so is the output that the gradient of the
+            # gain reads. In the small shape there are too few elements for these roundings to average out.
             ulp = (
                 torch.finfo(dtype).eps * (0.5 if shape[0] > 10 else 1.5)
                 if {"gate", "gain"} & set(leaves)
@@ -123,7 +125,10 @@ def test_gradcheck(base: str, case: str) -> None:
 @pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_group(dtype: torch.dtype, dropout: bool) -> None:
-    """Layers together give what each gives alone: dense, quantised, without an adapter, and one that nobody reads."""
+    """Layers in a group give what each gives alone.
+
+    They are dense, quantised, without an adapter, or unused.
+    """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     x = torch.randn(2, 5, 64).to(dtype)
     gate = torch.randn(2, 5, 64).to(dtype)
@@ -152,7 +157,7 @@ def test_group(dtype: torch.dtype, dropout: bool) -> None:
     upstream = [torch.randn_like(y) for y in alone]
     gradients = []
     for outputs in (together, alone):
-        used = [0, 1, 3]  # and not the third
+        used = [0, 1, 3]  # the output of layer 2 is not used
         gradients.append(
             torch.autograd.grad(
                 [outputs[i] for i in used], leaves, [upstream[i] for i in used], allow_unused=True
@@ -162,14 +167,17 @@ def test_group(dtype: torch.dtype, dropout: bool) -> None:
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
     close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     for ours, expected in zip(*gradients, strict=True):
-        if expected is None:  # of the layer that nobody reads
+        if expected is None:  # this gradient belongs to the layer whose output is not used
             assert ours is None or not ours.any()
         else:
             torch.testing.assert_close(ours, expected, rtol=close, atol=close)
 
 
 def test_mask_is_the_seeds() -> None:
-    """The same numbers as dropping by hand, in forward and backward; without a seed it is drawn from the generator."""
+    """Dropout with a seed equals dropout by hand in forward and backward.
+
+    Without a seed, PyTorch's generator draws one.
+    """
     x, weight = torch.randn(6, 64), torch.randn(10, 64)
     A, B = torch.randn(4, 64, requires_grad=True), torch.randn(10, 4, requires_grad=True)
     seed = torch.tensor([123])
@@ -207,9 +215,8 @@ def test_opcheck() -> None:
 
 
 @pytest.mark.parametrize("base", ["dense", "nf4", "nested", "int4", "int8"])
-@pytest.mark.parametrize(
-    "shape", [(1, 64, 4), (7, 5, 2), (300, 5000, 16)], ids=str
-)  # the last has several panels
+# The weight of the last shape needs several panels of 1 MiB.
+@pytest.mark.parametrize("shape", [(1, 64, 4), (7, 5, 2), (300, 5000, 16)], ids=str)
 def test_weight_norm(capability: str, base: str, shape: tuple[int, int, int]) -> None:
     rows, columns, rank = (40, 600, 16) if capability == "simt" and shape[0] > 100 else shape
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -223,13 +230,13 @@ def test_weight_norm(capability: str, base: str, shape: tuple[int, int, int]) ->
         exact = lora_weight_norm_reference(dense.double(), A.double(), B.double(), scaling=0.3)
         assert ours.dtype == wide and not ours.requires_grad
         assert relative_error(ours, exact) <= (1e-14 if dtype == torch.float64 else 1e-6)
-    opposite = torch.randn(3, 2, 8)  # W = -B A: nothing is left, up to rounding
+    opposite = torch.randn(3, 2, 8)  # W = -B A, so W + B A is zero up to rounding
     A, B = opposite[0], opposite[1].t().contiguous()
     assert (shoestring.lora_weight_norm(-B @ A, A, B) < 1e-2).all()
 
 
 def test_only_what_is_needed() -> None:
-    """Gradients that nobody asked for are not made; x is saved once; strides and an empty batch work."""
+    """Only the required gradients are computed and x is saved once; strided inputs and empty batches work."""
     t = make((6, 64, 10, 4), torch.float32, torch.float32, "plain")
     weight, A, B = torch.randn(10, 64), t["lora_A"].requires_grad_(), t["lora_B"].requires_grad_()
     x = torch.randn(64, 6).t()

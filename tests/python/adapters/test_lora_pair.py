@@ -1,4 +1,7 @@
-"""Configuration and weights of two saves do not load, in either language; a pair with edited descriptions does."""
+"""Configuration and weights of two different saves do not load, in Python or C++.
+
+Descriptions in the configuration that do not affect the weights may be edited.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def refused(folder: Path, run: Run) -> None:
-    """Both loaders refuse the pair and name both files."""
+    """Check that the loaders of Python and C++ refuse the pair and name both files."""
     message = f"{folder / WEIGHTS}: expected the weights that were saved with {folder / CONFIG}"
     with pytest.raises(ValueError, match=message):
         lora.load_adapter(Model(), folder)
@@ -56,7 +59,7 @@ def test_files_of_two_saves_are_refused(run: Run, tmp_path: Path) -> None:
             loads(folder, run)
         shutil.copy(tmp_path / f"{language}6" / CONFIG, folder / CONFIG)
         refused(folder, run)
-    for name in ("python", "cpp"):  # the two languages compute one digest of one configuration
+    for name in ("python", "cpp"):  # Python and C++ compute the same digest of the same configuration.
         with safe_open(tmp_path / f"{name}6" / WEIGHTS, "pt") as file:
             assert file.metadata()[KEY] == config_digest(
                 json.loads((tmp_path / f"{name}6" / CONFIG).read_text())
@@ -96,9 +99,8 @@ def test_a_configuration_that_peft_wrote_again_still_fits(run: Run, tmp_path: Pa
         lora.save_adapter(train(adapted(**options)), folder)
         before = (folder / CONFIG).read_text()
         peft.PeftConfig.from_pretrained(str(folder)).save_pretrained(str(folder))
-        assert (
-            folder / CONFIG
-        ).read_text() != before  # with all of PEFT's defaults, and sets in another order
+        # PEFT writes all of its defaults, and writes sets in another order.
+        assert (folder / CONFIG).read_text() != before
         loads(folder, run)
 
 
@@ -118,6 +120,6 @@ def test_both_languages_read_every_value_alike(changes: dict[str, Any], run: Run
     edit(tmp_path, **changes)
     digest = config_digest(json.loads((tmp_path / CONFIG).read_text()))
     save_file(load_file(tmp_path / WEIGHTS), tmp_path / WEIGHTS, metadata={"format": "pt", KEY: digest})
-    run(f"load={tmp_path}")  # refuses another digest
+    run(f"load={tmp_path}")  # C++ refuses weights whose digest is not that of the configuration
     edit(tmp_path, use_rslora=True)
     refused(tmp_path, run)

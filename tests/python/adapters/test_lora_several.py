@@ -1,4 +1,4 @@
-"""Several adapters in a model: switched, added, one for each row of the batch, deleted, in files of their own."""
+"""Test several adapters in one model: switching, adding, one per row of the batch, deleting, saving."""
 
 import copy
 import json
@@ -15,7 +15,7 @@ from shoestring.lora import LoraLinear
 
 
 def two(**options: object) -> nn.Module:
-    """A model with adapters "default" and "b", of other ranks, scalings and targets."""
+    """Build a model with the adapters "default" and "b", which differ in rank, scaling and target modules."""
     model = lora.apply(llama(), rank=4, alpha=12, target_modules=["q_proj", "v_proj", "up_proj"], **options)
     lora.apply(
         model,
@@ -40,7 +40,8 @@ def test_switched_and_added_as_peft_does(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "b" / "adapter_config.json").read_text())["use_rslora"]
     theirs = peft.PeftModel.from_pretrained(llama(), str(tmp_path)).eval()
     theirs.load_adapter(str(tmp_path / "b"), "b")
-    assert trained(model) == {"b"} and lora.adapter_names(model) == ["default", "b"]  # the newest is in use
+    # The adapter that was added last is active.
+    assert trained(model) == {"b"} and lora.adapter_names(model) == ["default", "b"]
     base = logits(llama())
     for names in ("default", "b", ["default", "b"], ["b", "default"]):
         lora.set_adapter(model, names)
@@ -52,7 +53,7 @@ def test_switched_and_added_as_peft_does(tmp_path: Path) -> None:
         assert (logits(model) - base).abs().max() <= 1e-6
     assert (logits(model) - logits(theirs)).abs().max() <= 1e-6
 
-    # PEFT's own folder, and one adapter under another name.
+    # Load the folder that PEFT wrote, and load one adapter under another name.
     theirs.save_pretrained(str(tmp_path / "theirs"))
     again = lora.load_adapter(lora.load_adapter(llama(), tmp_path / "theirs"), tmp_path / "theirs", "b")
     lora.set_adapter(again, ["b", "default"])
@@ -102,7 +103,7 @@ def test_a_different_adapter_for_each_row(kind: str) -> None:
     gradients = torch.autograd.grad(
         mixed[0].sum(), [p for p in model.parameters() if p.requires_grad], allow_unused=True
     )
-    assert all(g is not None for g in gradients)  # b is in use
+    assert all(g is not None for g in gradients)  # row 0 uses "b", and only "b" is trainable
     for row, name in enumerate(rows):
         if name is None:
             with lora.disable_adapter(model):
@@ -120,7 +121,8 @@ def test_deleted_and_renamed_adapters_leave_the_others() -> None:
     lora.set_adapter(expected, "b")
     lora.delete_adapter(model, "default")
     assert torch.equal(logits(model), logits(expected)) and trained(model) == {"b"}
-    assert type(model.model.layers[0].mlp.up_proj) is nn.Linear  # it had no other
+    # up_proj had no other adapter, so it is a plain linear layer again.
+    assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
     lora.delete_adapter(model, "b")
     assert torch.equal(logits(model), logits(llama())) and not any(
         isinstance(m, LoraLinear) for m in model.modules()
@@ -161,7 +163,7 @@ def test_copies_and_state_dicts() -> None:
 
 
 def test_several_compile_whole() -> None:
-    torch.compiler.reset()  # what other tests compiled counts towards the same limit
+    torch.compiler.reset()  # graphs of other tests count towards the limit of recompilations
     model = lora.apply(nn.Sequential(nn.Linear(16, 8)), rank=4, target_modules=["0"], quantize=None)
     lora.apply(model, rank=2, target_modules=["0"], adapter_name="b")
     randomise(randomise(model), "b")

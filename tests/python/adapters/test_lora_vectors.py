@@ -1,4 +1,4 @@
-"""IA3 and VeRA, which train vectors, and LoRA+'s parameter groups."""
+"""Test IA3 and VeRA, which train vectors, and the parameter groups of LoRA+."""
 
 import copy
 from pathlib import Path

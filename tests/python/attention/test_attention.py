@@ -1,4 +1,4 @@
-"""Attention against fp64 and beside eager PyTorch of the same dtype, each option on each path."""
+"""Test attention, each option on each path: its error is at most twice that of eager PyTorch."""
 
 import math
 from typing import Any
@@ -13,8 +13,9 @@ from shoestring.ops import attention_reference
 
 pytestmark = [pytest.mark.device, pytest.mark.each_gpu]
 
-# FlashAttention's grid but for its 4,096 tokens: one token, parts of a tile, more queries than keys, more keys.
-# 34: a last panel of two queries, of which the first does not see the last key.
+# Numbers of queries and keys: those of FlashAttention's tests except 4,096 tokens. They include one token,
+# parts of a tile, more queries than keys and more keys than queries. With 34, the last panel has two queries,
+# and the first of them does not see the last key.
 LENGTHS = [
     (1, 1),
     (5, 3),
@@ -63,7 +64,7 @@ def make(
     heads: int = 4,
     kv_heads: int = 2,
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """q, k, v in dtype, and the options of a call."""
+    """Return random q, k and v in dtype, and the keyword arguments of the call."""
     shapes = [
         (batch, heads, queries, dim),
         (batch, kv_heads, keys, dim),
@@ -82,7 +83,7 @@ def make(
             named["bias"] = named["bias"].to(dtype)
     if options.get("mask"):
         named["bias"] = torch.rand(batch, 1, queries, keys) > 0.4
-        named["bias"][:, :, 0] = False  # sees nothing
+        named["bias"][:, :, 0] = False  # the first query sees no key
     if dtype == torch.float64:
         named = {
             k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in named.items()
@@ -93,7 +94,7 @@ def make(
 def run(
     function: Any, inputs: list[Tensor], named: dict[str, Any], dtype: torch.dtype, upstream: list[Tensor]
 ) -> list[Tensor | None]:
-    """out, lse and the gradients by q, k, v, bias and sinks, of sum(upstream * (out, lse))."""
+    """Return out, lse and the gradients of sum(upstream * (out, lse)) for q, k, v, bias and sinks."""
     leaves = [t.detach().clone().to(dtype).requires_grad_() for t in inputs]
     others = {}
     for name, value in named.items():
@@ -104,9 +105,8 @@ def run(
                 value.requires_grad_()
                 leaves.append(value)
         others[name] = value
-    extra = (
-        {"return_lse": True, "deterministic": True} if function is attention else {}
-    )  # our kernels, also on a GPU
+    # Deterministic calls use shoestring's own kernels on a GPU too.
+    extra = {"return_lse": True, "deterministic": True} if function is attention else {}
     out, lse = function(*leaves[:3], **others, **extra)
     seen = torch.isfinite(lse.detach())
     loss = (out * upstream[0].to(out.dtype)).sum() + (lse[seen] * upstream[1].to(lse.dtype)[seen]).sum()
@@ -141,13 +141,14 @@ def compare(dtype: torch.dtype, inputs: list[Tensor], named: dict[str, Any]) -> 
 
 
 def sink_terms(out: Tensor, lse: Tensor, named: dict[str, Any], upstream: list[Tensor]) -> Tensor:
-    """The sum of the magnitudes of all terms of the gradient of each sink.
+    """Return the sum of the magnitudes of all terms of the gradient of each sink.
 
-    The gradient of a sink has one number for each head. It is a sum over all queries, whose terms may cancel, so its error
-    is measured against the magnitudes of its terms: exp(sink - lse) (grad_lse - sum(grad_out out)) for each query.
+    The gradient of a sink has one number for each head. It is a sum over all queries, and its terms may
+    cancel. Its error is therefore measured against the magnitudes of the terms: exp(sink - lse) (grad_lse -
+    sum(grad_out out)) for each query.
     """
     products = (upstream[0].double() * out.double()).sum(-1)
-    if "cu_seqlens_q" in named:  # out: (tokens, heads, features), lse: (heads, tokens)
+    if "cu_seqlens_q" in named:  # out is (tokens, heads, features), lse is (heads, tokens)
         products = products.t()
     heads = lse.double().movedim(-2, 0).flatten(1)
     others = (upstream[1].double() - products).movedim(-2, 0).flatten(1)
@@ -160,7 +161,8 @@ def dtypes(backend: str) -> list[torch.dtype]:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_in_every_dtype(option: str, capability: str, backend: str) -> None:
-    # The emulator takes a second for 10^7 accesses: a tile and a bit of keys, fewer heads.
+    # The emulator needs a second for 10^7 memory accesses, so it gets fewer heads, and keys for one tile and
+    # a part of a second.
     size = (
         {"queries": 40, "keys": 70, "heads": 2, "kv_heads": 1}
         if backend == "simt"
@@ -173,7 +175,10 @@ def test_every_option_in_every_dtype(option: str, capability: str, backend: str)
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_bias_that_all_keys_share(packed: bool, capability: str) -> None:
-    """It moves a query's log-sum-exp and the share of a sink, nothing else: there is no sum whose terms could cancel."""
+    """A bias that all keys of a query share changes only its log-sum-exp and the weight of the sink.
+
+    Its gradient therefore has no sum whose terms could cancel.
+    """
     q, k, v, up = (torch.randn(1, 2, 9, 16) for _ in range(4))
     bias = torch.zeros(1, 2, 9, 1)
     options: dict[str, Any] = {"causal": True, "deterministic": True}
@@ -181,7 +186,7 @@ def test_a_bias_that_all_keys_share(packed: bool, capability: str) -> None:
         q, k, v, up = (t[0].transpose(0, 1).contiguous() for t in (q, k, v, up))
         bias, options["cu_seqlens_q"] = bias[0], torch.tensor([0, 4, 9], dtype=torch.int32)
     q.select(0 if packed else 2, 5).select(0, 0)[..., 3] = float("nan")
-    bias.select(-2, 2).fill_(float("-inf"))  # sees nothing
+    bias.select(-2, 2).fill_(float("-inf"))  # query 2 sees no key
     bias.requires_grad_()
     out, lse = attention(q, k, v, bias=bias, return_lse=True, **options)
     (to_bias,) = torch.autograd.grad((out * up).sum() + 3 * lse.sum(), bias)
@@ -198,12 +203,13 @@ def test_lengths(queries: int, keys: int, causal: bool, capability: str, backend
     if backend == "simt" and queries * keys > 23000:
         pytest.skip("too many scores for the emulator")
     for dtype in dtypes(backend)[:2]:
-        heads = 1 if queries * keys > 200000 else 2  # so large, the reference takes a second
+        heads = 1 if queries * keys > 200000 else 2  # the reference takes a second for so many scores
         inputs, named = make(dtype, queries, keys, 64, {"causal": causal}, heads=heads, kv_heads=1, batch=1)
         compare(dtype, inputs, named)
 
 
-# 32 to 256, some that no vector divides, and other dimensions of the values.
+# Dimensions of the heads from 32 to 256, some of which are no multiple of a vector, and values of other
+# dimensions.
 @pytest.mark.parametrize(
     ("dim", "value_dim"),
     [(32, 32), (40, 24), (64, 128), (80, 80), (96, 64), (128, 128), (192, 128), (256, 256), (3, 5)],
@@ -231,7 +237,7 @@ def test_packed_sequences(option: str, capability: str, backend: str) -> None:
 
 
 def test_strides(capability: str, backend: str) -> None:
-    """Transposed views are read as they lie, and the output lies as q does."""
+    """Transposed views need no copy, and the output has the strides of q."""
     base = torch.randn(2, 40, 4 + 2 + 2, 64)
     q, k, v = (t.transpose(1, 2) for t in base.split([4, 2, 2], dim=2))
     out = attention(q, k, v, causal=True)
@@ -247,7 +253,8 @@ def test_dropout_is_a_function_of_the_seed(dtype: torch.dtype, capability: str, 
     (q, k, _), _ = make(dtype, queries, keys, 32, {})
     v = torch.eye(keys, dtype=dtype)[:, :256].expand(2, 2, keys, -1) if keys <= 256 else None
     seed = torch.tensor([77])
-    if v is None:  # what is dropped, a piece of the keys at a time
+    # One-hot rows of values show which scores are dropped. Many keys are tested in two pieces.
+    if v is None:
         eye = torch.eye(keys, dtype=dtype)
         pieces = [
             attention(q, k, e.expand(2, 2, keys, -1), dropout_p=0.3, seed=seed)
@@ -311,16 +318,16 @@ def test_a_query_that_sees_nothing_gives_zeros(capability: str, backend: str) ->
 
 
 def test_large_and_unseen_scores(capability: str) -> None:
-    """Scores near the largest numbers do not overflow; keys that are not seen may hold anything finite."""
+    """Very large scores do not overflow, and keys that a query does not see may hold any finite value."""
     q, k, v = torch.randn(1, 1, 20, 32) * 1e4, torch.randn(1, 1, 40, 32) * 1e4, torch.randn(1, 1, 40, 32)
     out = attention(q, k, v, causal=True)
     exact = attention_reference(q.double(), k.double(), v.double(), causal=True).out
-    assert (
-        relative_error(out, exact) < 1e-4
-    )  # fp32 scores of 1e9 are exact to 64, so a winner may change; none does here
+    # Scores near 1e9 are exact to 64 in fp32, so rounding could change which key has the largest score. With
+    # these inputs it does not.
+    assert relative_error(out, exact) < 1e-4
     bias = torch.full((1, 1, 20, 40), -math.inf)
     bias[..., 3] = 0
-    # On CUDA fp32 is split into two of TF32, which have 22 bits.
+    # On CUDA an fp32 value is split into two TF32 values, which have 22 bits together.
     torch.testing.assert_close(
         attention(q, k, v, bias=bias), v[:, :, 3:4].expand(1, 1, 20, 32), rtol=5e-7, atol=0
     )

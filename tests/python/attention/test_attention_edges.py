@@ -1,4 +1,4 @@
-"""What PyTorch expects of an operator, of attention; and what it refuses."""
+"""Test what PyTorch expects of an operator, applied to attention, and which arguments attention refuses."""
 
 import subprocess
 import sys
@@ -97,7 +97,11 @@ print(run(8192) - before)
 
 
 def test_memory_is_linear_in_tokens() -> None:
-    """8,192 tokens, whose scores would be 256 MiB: ten tensors of 1 MiB, 8 for parts of the gradient by q, and buffers."""
+    """The memory grows linearly with the tokens.
+
+    For 8,192 tokens the scores alone would take 256 MiB. Attention needs ten tensors of 1 MiB, 8 MiB
+    for partial gradients of q, and buffers.
+    """
     result = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
     assert float(result.stdout) < 40
 

@@ -1,6 +1,7 @@
-"""The kernels for Hopper GPUs: which calls they take, and what tiles of many rows bring with them.
+"""Test the attention kernels for Hopper GPUs: which calls they take, and the edges of their large tiles.
 
-On a GPU that is no Hopper these run over the kernel that it has."""
+On any other GPU these tests run that GPU's kernels.
+"""
 
 import ctypes
 import functools
@@ -16,7 +17,8 @@ import shoestring
 from conftest import EMULATOR, relative_error
 from shoestring.ops import attention_reference
 
-attention = functools.partial(shoestring.attention, deterministic=True)  # our kernels
+# Deterministic calls use shoestring's own kernels.
+attention = functools.partial(shoestring.attention, deterministic=True)
 HOPPER_THREADS = 384
 
 
@@ -29,7 +31,10 @@ def make(
 def gradients(
     function: Callable[..., Any], inputs: list[Tensor], upstream: Tensor, **options: Any
 ) -> list[Tensor]:
-    """By q, k and v, in the upstream's dtype, of sum(upstream out) and of the sum of all lse that are finite."""
+    """Return the gradients of sum(upstream * out) + sum(finite lse) for q, k and v.
+
+    The gradients have the dtype of upstream.
+    """
     leaves = [t.detach().to(upstream.dtype).requires_grad_() for t in inputs]
     extra = {} if function is attention_reference else {"return_lse": True}
     out, lse = function(*leaves, **options, **extra)
@@ -42,7 +47,7 @@ def last_threads() -> int:
 
 
 def misaligned(t: Tensor) -> Tensor:
-    """The same numbers, in rows that begin at odd multiples of 8 bytes."""
+    """Return a copy of t whose rows start at odd multiples of 8 bytes."""
     wide = torch.zeros(*t.shape[:-1], t.size(-1) + 4, dtype=t.dtype)
     wide[..., 4:] = t
     return wide[..., 4:]
@@ -85,7 +90,7 @@ def test_which_calls_it_takes(name: str, capability: str, backend: str) -> None:
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (129, 300), (64, 127), (128, 257), (300, 70)])
 def test_edges_of_tiles(queries: int, keys: int, dim: int, capability: str, backend: str) -> None:
-    """Around 128 queries and keys, over more tiles than the ring has stages; twice the same bits."""
+    """Results are exact and repeatable near the tile size of 128, and over more tiles than ring stages."""
     if backend == "simt" and dim > 64 and queries * keys > (30000 if dim == 128 else 9000):
         pytest.skip("too many scores for the emulator")
     inputs = make(queries, keys, dim, torch.float16, heads=1)
@@ -118,7 +123,7 @@ def test_which_calls_backward_takes(name: str, capability: str, backend: str) ->
 @pytest.mark.device
 @pytest.mark.each_gpu
 def test_an_upstream_gradient_that_no_copy_takes(capability: str, backend: str) -> None:
-    """Its rows begin at odd multiples of 8 bytes: the kernels for sm_80 compute."""
+    """The kernels for sm_80 run if rows of the upstream gradient start at odd multiples of 8 bytes."""
     inputs, upstream = make(20, 30), misaligned(torch.randn(1, 2, 20, 64).to(torch.bfloat16))
     found = gradients(attention, inputs, upstream)
     if backend == "simt":
@@ -134,8 +139,11 @@ def test_an_upstream_gradient_that_no_copy_takes(capability: str, backend: str) 
 def test_gradients_at_edges_of_tiles(
     queries: int, keys: int, dim: int, capability: str, backend: str
 ) -> None:
-    """Around 128 rows that stay and 48 to 96 that pass, over more tiles than the rings have stages; twice the same bits. Two
-    heads share the keys, so that the second one's queries follow the first one's in the ring."""
+    """Gradients are exact and repeatable near the edges of tiles, and over more tiles than ring stages.
+
+    A block keeps 128 rows and streams tiles of 48 to 96 rows of the other side. Two heads share the keys, so
+    that the queries of the second head follow those of the first in the ring.
+    """
     most = {64: 40000, 128: 22000}.get(dim, 7000) if capability == "sm_90a" else 13000 if dim == 64 else 5000
     if backend == "simt" and queries * keys > most:
         pytest.skip("too many scores for the emulator")
@@ -148,9 +156,8 @@ def test_gradients_at_edges_of_tiles(
         found = gradients(attention, inputs, upstream, **options)
         exact = gradients(attention_reference, inputs, upstream.double(), **options)
         for name, a, b in zip("qkv", found, exact):
-            scale = max(
-                b.abs().max().item(), 1e-3
-            )  # one key: q's and k's gradients are zero, and rounding is left
+            # With one key, the gradients of q and k are zero, so only rounding errors are left.
+            scale = max(b.abs().max().item(), 1e-3)
             assert (a.double() - b).abs().max().item() < 2e-3 * scale + (1e-3 if keys == 1 else 0), (
                 name,
                 options,
@@ -166,7 +173,10 @@ def test_gradients_at_edges_of_tiles(
 def test_the_last_row_that_passes_is_alone_in_its_tile(
     dim: int, window: tuple[int, int], capability: str
 ) -> None:
-    """What 128 rows see is 193 long: one more than tiles of 96, 64 or 48 hold. That one weighs as much as all others."""
+    """The last tile holds a single row, which weighs as much as all others together.
+
+    The 128 rows of a block see 193 rows. That is one more than tiles of 96, 64 or 48 rows hold.
+    """
     inputs, upstream = make(194, 194, dim, heads=1), torch.randn(1, 1, 194, dim).to(torch.bfloat16)
     query, key = (192, 127) if window[0] else (127, 192)
     inputs[0][:, :, query] = inputs[1][:, :, key] * 4 / math.sqrt(dim)
@@ -181,7 +191,10 @@ def test_the_last_row_that_passes_is_alone_in_its_tile(
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv"])
 @pytest.mark.parametrize("dim", [64, 192])
 def test_gradients_of_some(wanted: str, dim: int, capability: str) -> None:
-    """Above 128 features keys and values are gradients of launches of their own."""
+    """Each subset of the gradients is right.
+
+    Above 128 features, keys and values have kernel launches of their own.
+    """
     inputs = make(40, 50, dim)
     leaves = {n: t.requires_grad_(n in wanted) for n, t in zip("qkv", inputs)}
     upstream = torch.randn(1, 2, 40, dim).to(torch.bfloat16)
@@ -214,7 +227,7 @@ def test_many_keys_pass_through_the_ring(capability: str) -> None:
 @pytest.mark.each_gpu
 @pytest.mark.parametrize("dim", [64, 128])
 def test_what_another_sequence_holds_does_not_matter(dim: int, capability: str) -> None:
-    """A tile reaches into the next packed sequence, whose values may be anything."""
+    """A tile reaches into the next packed sequence, whose infinite or NaN values do not change the result."""
     lengths = [40, 130, 7]
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     q, k, v = (torch.randn(sum(lengths), 1, dim).to(torch.bfloat16) for _ in range(3))
@@ -232,7 +245,7 @@ def test_what_another_sequence_holds_does_not_matter(dim: int, capability: str) 
 def test_what_another_sequence_holds_does_not_matter_to_gradients(
     wrong: float, dim: int, capability: str
 ) -> None:
-    """The same of the queries and their upstream gradients that pass, of two heads, and of keys and values."""
+    """Infinite or NaN q, k, v and upstream gradients of the next sequence do not change the gradients."""
     lengths = [40, 130, 7] if dim == 64 else [40, 30]
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     q, k, v = (
@@ -251,7 +264,7 @@ def test_what_another_sequence_holds_does_not_matter_to_gradients(
 @pytest.mark.device
 @pytest.mark.each_gpu
 def test_gradients_of_scores_of_a_milliard(capability: str) -> None:
-    """They are rounded by more than a power of 2 can take; the highest still has the probability 1."""
+    """Scores near 1e9 have rounding errors that 2**x cannot represent; the largest keeps probability 1."""
     q, k, v = make(20, 40)
     inputs, upstream = [q * 1e4, k * 1e4, v], torch.randn(1, 2, 20, 64).to(torch.bfloat16)
     exact = gradients(attention_reference, inputs, upstream.double())
@@ -271,7 +284,8 @@ def test_a_large_cap_and_scores_beyond_it(capability: str) -> None:
         expected = gradients(attention_reference, inputs, upstream.double(), softcap=softcap)
         for name, a, b in zip("qkv", gradients(attention, inputs, upstream, softcap=softcap), expected):
             assert torch.isfinite(a).all()
-            # By q and k the slopes of 0.5 tanh are below 1e-30, by the exact ones and by ours.
+            # With the softcap 0.5, the exact gradients of q and k are below 1e-30, because tanh is flat
+            # there. Ours must be tiny as well.
             assert relative_error(a, b) < 1e-2 or (softcap == 0.5 and name != "v" and a.abs().max() < 1e-6), (
                 name,
                 softcap,

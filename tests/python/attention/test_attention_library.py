@@ -1,6 +1,7 @@
-"""PyTorch's own operators behind attention: which calls go to them, and that results and gradients are attention's.
+"""Test PyTorch's operators behind shoestring.attention: which calls use them, and that results agree.
 
-Where there is no GPU these operators do not exist: stand-ins on the CPU take their place in the emulator."""
+Without a GPU these operators do not exist. The emulator then runs stand-ins on the CPU.
+"""
 
 import math
 from collections.abc import Iterator
@@ -16,11 +17,11 @@ from shoestring.ops import attention_reference
 
 pytestmark = pytest.mark.device
 
-CHOICES = {"cudnn": 3, "flash": 1, "math": 0, "efficient": 2, "error": -1}  # at::SDPBackend
+CHOICES = {"cudnn": 3, "flash": 1, "math": 0, "efficient": 2, "error": -1}  # the values of at::SDPBackend
 
 
 class StandIns:
-    """What PyTorch's operators promise: layouts and shapes of their own, and checks of what they are given."""
+    """Stand-ins for PyTorch's operators that return the same layouts and shapes and check their arguments."""
 
     def __init__(self, choice: str) -> None:
         self.calls: list[str] = []
@@ -110,7 +111,8 @@ class StandIns:
         assert dropout == 0 and not debug and scale is not None
         self.calls.append("flash")
         out, lse = self.forward(q, k, v, causal, scale)
-        tokens_first = out.transpose(1, 2).contiguous().transpose(1, 2)  # its layout, whatever q's is
+        # PyTorch's flash attention returns this layout, whatever the strides of q are.
+        tokens_first = out.transpose(1, 2).contiguous().transpose(1, 2)
         return (
             tokens_first,
             lse,
@@ -181,7 +183,8 @@ class StandIns:
         assert (
             lse.shape == (*q.shape[:3], 1) and dropout == 0 and scale is not None and seed.dtype == torch.long
         )
-        # Plans are cached by q, k and v, so the other strides have to follow from theirs.
+        # PyTorch caches its plans by q, k and v, so the strides of the other tensors must follow from those
+        # of q, k and v.
         assert out.stride() == torch.empty_like(q).stride() == grad_out.stride()
         self.calls.append("cudnn backward")
         return self.backward(grad_out, q, k, v, out, lse[..., 0], causal, scale)
@@ -236,7 +239,8 @@ def gradients(
     return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
 
 
-@pytest.mark.filterwarnings("ignore")  # that a kernel is replaced
+# PyTorch warns that a kernel is replaced.
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("choice", ["cudnn", "flash"])
@@ -323,7 +327,10 @@ def test_deterministic_follows_pytorch(stand_ins: StandIns) -> None:
 def test_by_default_as_exact_as_our_kernels(
     queries: int, keys: int, dim: int, dtype: torch.dtype, backend: str
 ) -> None:
-    """On a GPU: PyTorch's operators, where it would take them."""
+    """Default calls are as exact as shoestring's kernels.
+
+    On a GPU they use PyTorch's operators where possible.
+    """
     inputs = [t.to(dtype) for t in make(1, 4 if backend == "cuda" else 1, 1, queries, keys, dim)]
     upstream = torch.randn(1, inputs[0].size(1), queries, dim).to(dtype)
     for causal in (False, True):

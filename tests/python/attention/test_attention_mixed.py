@@ -1,4 +1,4 @@
-"""Attention with options drawn at random, together, against its own fp64."""
+"""Test attention with random combinations of options against the same call in fp64."""
 
 import random
 from typing import Any
@@ -12,12 +12,13 @@ from shoestring import attention
 
 pytestmark = [pytest.mark.device, pytest.mark.each_gpu]
 
-# Twice the unit in the last place for sums of a few dozen roundings, and a little; lse and sinks are fp32 in all of them.
+# A tolerance is a little more than two units in the last place, for sums of a few dozen rounded terms. lse
+# and the gradient of sinks are fp32 for every dtype.
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 
 
 def draw(seed: int) -> tuple[torch.dtype, dict[str, Tensor], dict[str, Any], list[str]]:
-    """A dtype, the differentiable inputs (exact in it), the options, and the inputs whose gradients are asked for."""
+    """Return a dtype, inputs that are exact in it, options, and names of inputs that require gradients."""
     chance = random.Random(seed)
     dtype, packed = chance.choice(list(TOLERANCES)), chance.random() < 0.5
     kv_heads = chance.choice([1, 2])
@@ -25,7 +26,7 @@ def draw(seed: int) -> tuple[torch.dtype, dict[str, Tensor], dict[str, Any], lis
     value_dim = chance.choice([dim, 24])
     options: dict[str, Any] = {}
     if packed:
-        sequences = chance.choice([3, 3, 35])  # more than a warp has lanes
+        sequences = chance.choice([3, 3, 35])  # 35 sequences are more than a warp has lanes
         lengths = [
             [chance.choice([0, 1, 7, n] if sequences == 3 else [0, 1, 3]) for _ in range(sequences)]
             for n in (70, 65)
@@ -48,7 +49,7 @@ def draw(seed: int) -> tuple[torch.dtype, dict[str, Tensor], dict[str, Any], lis
     if chance.random() < 0.7:
         shape = [chance.choice([1, size]) for size in bias]
         inputs["bias"] = torch.randn(shape)
-        if chance.random() < 0.3:  # a gradient for each element, though there is one in memory
+        if chance.random() < 0.3:  # the bias is an expanded tensor, but every element has its own gradient
             inputs["bias"] = inputs["bias"][..., :1].expand(shape)
     if chance.random() < 0.5:
         inputs["sinks"] = torch.randn(heads)
@@ -70,25 +71,29 @@ def draw(seed: int) -> tuple[torch.dtype, dict[str, Tensor], dict[str, Any], lis
 def moved_by_rounding(
     dtype: torch.dtype, inputs: dict[str, Tensor], options: dict[str, Any], out: Tensor, upstream: Tensor
 ) -> dict[str, float]:
-    """Norms of what roundings of out, and of the probabilities that it is made from, may change of the gradients by q and k.
+    """Return how far rounding may move the gradients of q and k, as norms.
 
-    A score's gradient is p (by_p - out . upstream): where a query sees one key alone, or nearly, that difference cancels, and
-    the roundings, half a unit in the last place each, do not. With d a query's change of the second term, q's gradient is
-    moved by scale d times the mean of the keys that it sees, k's by scale d p q.
+    The roundings are those of out and of the probabilities that out is computed from. The gradient of a score
+    is p (by_p - out . upstream). If a query sees only one key, or nearly so, the difference cancels, but its
+    rounding errors of half a unit in the last place do not. Let d be the error of a query's second term. It
+    moves the gradient of q by scale d times the mean of the keys that the query sees, and the gradient of k
+    by scale d p q.
     """
     plain = {name: value for name, value in options.items() if name not in ("dropout_p", "seed")}
     plain |= {name: inputs[name] for name in ("bias", "sinks") if name in inputs}
     keys = inputs["k"].detach().requires_grad_()
     mean = attention(inputs["q"], inputs["k"], keys, **plain)
-    change = torch.finfo(dtype).eps * (upstream * out).norm(dim=-1, keepdim=True)  # roundings are independent
+    # Assumes independent rounding errors.
+    change = torch.finfo(dtype).eps * (upstream * out).norm(dim=-1, keepdim=True)
     by_keys = torch.autograd.grad(mean, keys, change * inputs["q"].abs())[0]
     scale = abs(options.get("scale", inputs["q"].size(-1) ** -0.5))
     return {"q": scale * (change * mean).norm().item(), "k": scale * by_keys.norm().item()}
 
 
 def sink_terms(sinks: Tensor, out: Tensor, lse: Tensor, upstream: list[Tensor]) -> Tensor:
-    """What the gradient by sinks sums up, each term of it without its sign: (heads)."""
-    by_out = (upstream[0].double() * out).abs().sum(-1)  # (batch, heads, queries), packed (queries, heads)
+    """Return the sum of the absolute terms of each sink's gradient, (heads)."""
+    # (batch, heads, queries), or (queries, heads) for packed sequences.
+    by_out = (upstream[0].double() * out).abs().sum(-1)
     by_out = by_out if out.dim() == 4 else by_out.t()
     terms = torch.exp(sinks[:, None] - lse) * (by_out + upstream[1].abs())
     return terms.transpose(0, -2).flatten(1).sum(1)
@@ -112,27 +117,31 @@ def test_options_together(case: int, seed: int, capability: str) -> None:
     rows = q.shape[:-1] if q.dim() == 4 else (q.size(1), q.size(0))
     upstream = [torch.randn(*q.shape[:-1], v.size(-1)).to(dtype), torch.randn(rows)]
     ours = run(inputs, options, wanted, upstream)
-    # fp64 is for CPU tensors.
+    # The reference runs in fp64, which only CPU tensors support.
     there = {name: t.cpu() if isinstance(t, Tensor) else t for name, t in options.items()}
     wide = {name: t.cpu().double() for name, t in inputs.items()}
     exact = run(wide, there, wanted, [t.cpu() for t in upstream])
     moved = moved_by_rounding(dtype, wide, there, exact[0], upstream[0].cpu().double())
     for name, a, b in zip(["out", "lse", *wanted], ours, exact):
         error = relative_error(a.cpu(), b)
-        # A bias sums over many scores, whose gradients cancel: roundings of out are what is left.
+        # The gradient of a bias sums over many scores whose gradients cancel, so the rounding of out
+        # dominates.
         bound = TOLERANCES[dtype] * (10 if name == "bias" else 1) + moved.get(name, 0) / max(
             b.norm().item(), 1e-6
         )
-        if (
-            name == "sinks"
-        ):  # one number a head: by chance little is left of its terms, each of which is rounded
+        # The gradient of a sink is one number per head. Its terms are rounded and may cancel by chance, so
+        # its error is measured against the terms.
+        if name == "sinks":
             terms = sink_terms(inputs["sinks"].cpu().double(), *exact[:2], [t.cpu() for t in upstream])
             bound *= (terms.norm() / b.norm()).item()
         assert error <= bound, f"{name}: {error:.2e}, {dtype}, {options}"
 
 
 def test_offsets_that_do_not_fit_end_the_launch(backend: str) -> None:
-    """Nothing is read outside of the tensors. On a GPU it is an assertion, and the end of the process."""
+    """Wrong offsets never make a kernel read outside of the tensors.
+
+    On a GPU, an assertion ends the process instead.
+    """
     if backend == "cuda":
         pytest.skip("an assertion on the GPU ends the process")
     q, k, v = (torch.randn(5, 2, 8) for _ in range(3))

@@ -1,4 +1,4 @@
-"""nn.Attention: a plain composition's results, transformers' weights, and what PyTorch does with modules."""
+"""Test nn.Attention: results against plain PyTorch, weights of transformers, and common uses of modules."""
 
 import copy
 import io
@@ -15,7 +15,7 @@ from shoestring.nn import Attention
 from shoestring.ops import attention_reference, rms_norm_reference, rope_reference
 
 QWEN: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 16, "qk_norm": True, "causal": True}
-# The module's options, and what its calls have besides x.
+# Each case has the options of the module and the names of the inputs besides x.
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "plain": ({}, ()),
     "llama": ({"num_kv_heads": 2, "causal": True}, ("cos", "sin")),
@@ -37,7 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 def make(case: str, dtype: torch.dtype = torch.float32) -> tuple[Attention, dict[str, Tensor]]:
-    """A module whose norms and sinks are no ones and zeros, and its inputs: 11 tokens of 64 features, 4 heads."""
+    """Return a module with random norms and sinks, and its inputs: 11 tokens of 64 features, 4 heads."""
     options, names = CASES[case]
     module = Attention(64, 4, **options)
     for name, p in module.named_parameters():
@@ -61,7 +61,7 @@ def make(case: str, dtype: torch.dtype = torch.float32) -> tuple[Attention, dict
 
 
 def plain(module: Attention, x: Tensor, source: Tensor | None = None, **given: Any) -> Tensor:
-    """What the module computes, in plain PyTorch, in the dtype of its weights."""
+    """Compute the module's output with plain PyTorch, in the dtype of its weights."""
     packed = "cu_seqlens_q" in given
     other = x if source is None else source
     projected = zip(
@@ -92,7 +92,7 @@ def plain(module: Attention, x: Tensor, source: Tensor | None = None, **given: A
 
 
 def results(function: Any, module: Attention, inputs: dict[str, Tensor], upstream: Tensor) -> list[Tensor]:
-    """The result, and the gradients by x and by every parameter."""
+    """Return the output, and the gradients of x and of every parameter."""
     x = inputs["x"].clone().requires_grad_()
     y = function(x, **{name: t for name, t in inputs.items() if name != "x"})
     return [y.detach(), *torch.autograd.grad(y, [x, *module.parameters()], upstream.to(y.dtype))]
@@ -114,9 +114,8 @@ def test_no_worse_than_a_plain_composition(case: str, dtype: torch.dtype, backen
     floor = {torch.float64: 1e-13, torch.float32: 5e-7, torch.bfloat16: 3e-3}[dtype]
     names = ["y", "x", *(name for name, _ in module.named_parameters())]
     for name, a, b, c in zip(names, ours, eager, exact, strict=True):
-        if (
-            c.norm() < 1e-6 * inputs["x"].numel()
-        ):  # of a key's bias, which moves a row's scores together: all rounding
+        # The bias of a key changes all scores of a row alike, so its gradient is only rounding error.
+        if c.norm() < 1e-6 * inputs["x"].numel():
             continue
         assert relative_error(a, c) <= max(2 * relative_error(b, c), floor), name
 
@@ -158,7 +157,7 @@ THEIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_transformers_weights_and_results(name: str) -> None:
-    """The attention of their model takes this one's place: their names load, and the logits stay."""
+    """The module replaces the attention of a transformers model; weights load, and logits do not change."""
     transformers = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()
     extra, options = THEIRS[name]
@@ -186,7 +185,8 @@ def test_transformers_weights_and_results(name: str) -> None:
     ours.backward(upstream)
     assert relative_error(ours, expected.detach()) < 2e-6
     for key, p in module.named_parameters():
-        if gradients[key].norm() > 1e-4:  # a key's bias moves all scores of a query together
+        # The bias of a key changes all scores of a query alike, so its gradient is only rounding error.
+        if gradients[key].norm() > 1e-4:
             assert relative_error(p.grad, gradients[key]) < 2e-5, key
 
 
@@ -229,7 +229,7 @@ def test_compiled(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["qwen3", "gpt_oss", "cross"])
 def test_autocast(case: str) -> None:
-    """Products in bf16, parameters and their gradients in fp32."""
+    """Under autocast the matrix products run in bf16, and parameters and their gradients stay in fp32."""
     module, inputs = make(case)
     upstream = torch.randn(inputs["x"].shape)
     expected = results(module, module, inputs, upstream)
@@ -243,7 +243,7 @@ def test_autocast(case: str) -> None:
 
 @pytest.mark.parametrize("function", [shoestring.checkpoint, torch.utils.checkpoint.checkpoint])
 def test_checkpointed(function: Any) -> None:
-    """Recomputed, dropout and all, gradients are the same bits."""
+    """Gradients of a recomputed module are the same bit for bit, with dropout too."""
     module, inputs = make("qwen3")
     module.dropout_p = 0.3
     x, cos, sin = (inputs[name] for name in ("x", "cos", "sin"))
@@ -304,7 +304,8 @@ def test_adapters_join_the_projections(quantize: str | None) -> None:
 
     with Counting(), torch.no_grad():
         joined = module(**inputs)
-    assert sum("lora_linear" in call for call in calls) == 2, calls  # query, key and value; the output
+    # One call computes the query, key and value projections together, and another the output projection.
+    assert sum("lora_linear" in call for call in calls) == 2, calls
     module.q_proj.register_forward_hook(lambda *_: None)
     assert relative_error(joined, module(**inputs)) < 1e-5
 

@@ -1,4 +1,4 @@
-"""nn.GatedMLP: a plain composition's results, transformers' weights, and what PyTorch does with modules."""
+"""Test nn.GatedMLP: results against plain PyTorch, weights of transformers, and common uses of modules."""
 
 import copy
 import io
@@ -109,7 +109,10 @@ def test_copies_files_and_the_meta_device() -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_adapters(activation: str) -> None:
-    """The result is that of the layers one by one; SwiGLU's product, (18 tokens, 56), is not kept."""
+    """The module gives the results of its layers one by one.
+
+    Backward does not keep SwiGLU's product, (18, 56).
+    """
     module, x = make(activation)
     shoestring.lora.apply(
         nn.ModuleDict({"mlp": module}), rank=2, target_modules=["gate_proj", "up_proj", "down_proj"]

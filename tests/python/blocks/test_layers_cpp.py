@@ -1,4 +1,4 @@
-"""nn.Attention and nn.GatedMLP in C++: the same names of weights, and the same results and gradients from one file."""
+"""nn.Attention and nn.GatedMLP in C++ load the same weights, and compute the same outputs and gradients."""
 
 import subprocess
 from pathlib import Path
@@ -31,7 +31,10 @@ ATTENTION: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 def inputs_of(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Tensor]:
-    """x, and what is asked for besides: 7 tokens, 2 rows of them or packed as 3 and 4; 5 keys of a source."""
+    """Return x, the upstream gradient and the inputs with these names.
+
+    x has 2 rows of 7 tokens, or packed sequences of 3 and 4 tokens. A source has 5 keys.
+    """
     packed = "cu_seqlens_q" in names
     rows = () if packed else (2,)
     rotary = options.get("rotary_dim", options.get("head_dim", 16))
@@ -53,7 +56,7 @@ def inputs_of(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Tens
 def compare(
     kind: str, module: nn.Module, options: dict[str, Any], inputs: dict[str, Tensor], folder: Path
 ) -> None:
-    """The program's results and gradients beside those of the module here."""
+    """Compare the program's output and gradients with those of the Python module."""
     for name, p in module.named_parameters():
         if name.endswith(("norm.weight", "sinks")):
             nn.init.normal_(p)
@@ -72,7 +75,8 @@ def compare(
         f"grad.{name}": p.grad for name, p in module.named_parameters()
     }
     assert ours.keys() == theirs.keys()
-    for name, t in ours.items():  # PyTorch's products may round otherwise where a tensor's address is another
+    # PyTorch's matrix products may round differently for another address of a tensor.
+    for name, t in ours.items():
         torch.testing.assert_close(
             t, theirs[name], rtol=1e-5, atol=5e-5, msg=lambda text, name=name: f"{name}: {text}"
         )
@@ -97,7 +101,7 @@ def test_gated_mlp(activation: str, bias: bool, tmp_path: Path) -> None:
 
 
 def test_a_file_that_does_not_go_with_the_module(tmp_path: Path) -> None:
-    """Of another width: named, with what was expected, in one line."""
+    """Weights of another width are refused in one line that names the parameter and the expected shape."""
     path = tmp_path / "weights.safetensors"
     save_file(shoestring.nn.GatedMLP(64, 32).state_dict(), path)
     save_file(inputs_of({}, ()), tmp_path / "inputs.safetensors")

@@ -1,4 +1,4 @@
-"""Saved activations that leave the device: gradients bitwise those without, at whatever speed copies are made."""
+"""With saved activations offloaded, gradients are the same bit for bit, at any speed of the copies."""
 
 import contextlib
 import gc
@@ -39,11 +39,11 @@ def test_gradients_are_the_same_bits(
         assert_same(gradients(net, x, context), expected)
         seen.append(context.statistics())
         assert seen[-1]["entries"] == 0 and seen[-1]["live"] == 0
-    assert (
-        seen[-1]["host"] == seen[1]["host"] and seen[-1]["disk"] == seen[0]["disk"]
-    )  # used again over steps
+    # Later steps reuse the memory of the first steps.
+    assert seen[-1]["host"] == seen[1]["host"] and seen[-1]["disk"] == seen[0]["disk"]
     assert (seen[0]["disk"] > 0) == (place != "host")
-    assert 0 < seen[0]["reloaded"] < seen[0]["stored"]  # the last layer was never copied back
+    # The last layer is not offloaded, so it is not copied back.
+    assert 0 < seen[0]["reloaded"] < seen[0]["stored"]
     assert seen[0]["stored"] * 4 == seen[3]["stored"]
 
 
@@ -119,7 +119,7 @@ def test_what_lives_on_stays(offload_device: str) -> None:
     ]:
         context.pack_hook(x)
     assert context.statistics()["stored"] == 0
-    other = offload(offload_device)  # what can be seen from the tensor alone
+    other = offload(offload_device)  # here parameters are recognised by the tensor alone, without `exclude`
     for x in [
         net[0].up.weight,
         net[0].up.weight.t().detach().requires_grad_(),
@@ -131,7 +131,7 @@ def test_what_lives_on_stays(offload_device: str) -> None:
         assert torch.equal(other.unpack_hook(other.pack_hook(x)).to_dense(), x.to_dense())
     assert other.statistics()["stored"] == 0
     other.pack_hook(torch.zeros(15))
-    assert other.statistics()["stored"] == 0  # 60 bytes
+    assert other.statistics()["stored"] == 0  # 60 bytes, less than min_bytes
     other.pack_hook(torch.zeros(16))
     assert other.statistics()["stored"] == 64
     conjugate = torch.randn(90, dtype=torch.complex64).conj()
@@ -139,7 +139,7 @@ def test_what_lives_on_stays(offload_device: str) -> None:
 
 
 class _Reads(torch.autograd.Function):
-    """Saves a weight, and reads an attribute in backward that Python code gave the weight."""
+    """A function that saves a weight and, in backward, reads an attribute that Python code gave it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -189,7 +189,9 @@ def test_sources_are_freed_and_memory_does_not_grow_with_depth(
                 handles.append(context.pack_hook(x))
                 del x
                 most = max(most, sum(not ref.expired() for ref in alive))
-            assert most <= 3  # this layer's, one on its way, and one that has just been made
+            # At most three storages are alive: this layer's, one that is being copied, and one that was just
+            # made.
+            assert most <= 3
             if options:
                 assert context.statistics()["host"] <= 16 << 20
             alive = []
@@ -197,7 +199,8 @@ def test_sources_are_freed_and_memory_does_not_grow_with_depth(
                 x = context.unpack_hook(handle)
                 alive.append(torch.multiprocessing.reductions.StorageWeakRef(x.untyped_storage()))
                 del x
-                assert sum(not ref.expired() for ref in alive) <= 2  # the last layer never left
+                # The last layer was not offloaded, so its storage is alive too.
+                assert sum(not ref.expired() for ref in alive) <= 2
 
 
 def test_what_is_copied_out_counts_when_it_is_done(offload_device: str) -> None:
@@ -210,7 +213,7 @@ def test_what_is_copied_out_counts_when_it_is_done(offload_device: str) -> None:
         while context.statistics()["copied_out"] == 0:
             assert time.perf_counter() - began < 10
             time.sleep(1e-3)
-        assert context.statistics()["copied_out"] == 4032  # a multiple of 64
+        assert context.statistics()["copied_out"] == 4032  # 4000 bytes, rounded up to a multiple of 64
         context.unpack_hook(handle)
         assert context.statistics()["reloaded"] == 4000
     finally:
@@ -223,13 +226,13 @@ def test_layers_come_back_ahead_of_backward(offload_device: str, delay: int, pre
     handles = []
     for _ in range(8):
         context.mark()
-        handles += [context.pack_hook(torch.randn(1000)) for _ in range(2)]  # two storages a layer
+        handles += [context.pack_hook(torch.randn(1000)) for _ in range(2)]  # each layer saves two tensors
     context.unpack_hook(handles[15])
     assert context.statistics()["reloaded"] == 8000 * prefetch
     context.unpack_hook(handles[14])
     context.unpack_hook(handles[13])
     assert context.statistics()["reloaded"] == 8000 * prefetch + (8000 if prefetch else 4000)
-    del handles[3:14]  # what nobody wants any more does not come back
+    del handles[3:14]  # storages whose handles are deleted are not copied back
     context.unpack_hook(handles[2])
     assert context.statistics()["reloaded"] <= 8000 * (2 * prefetch + 2) + 4000
 
@@ -303,7 +306,8 @@ def test_changes_in_place_are_an_error(offload_device: str) -> None:
         RuntimeError, match=r"shape \[40\] .* changed in place .*: expected version 0, received 1; clone"
     ):
         loss.backward()
-    weight = torch.ones(5, requires_grad=True)  # what stays is no exception
+    # In-place changes are also detected in tensors that are not offloaded.
+    weight = torch.ones(5, requires_grad=True)
     with context:
         loss = (weight * leaf[:5]).sum()
     with torch.no_grad():
@@ -316,7 +320,7 @@ def test_a_storage_that_was_changed_and_saved_again_is_another(offload_device: s
     context = offload(offload_device, max_pending=0)
     x = torch.zeros(1000)
     before = context.pack_hook(x)
-    context.mark()  # it has been copied by now
+    context.mark()  # the storage has been copied out at this point
     x += 1
     after = context.pack_hook(x)
     del x

@@ -1,4 +1,4 @@
-"""checkpoint_model before and after DDP and FSDP2, before torch.compile: the gradients without checkpoints, bit for bit."""
+"""Gradients under checkpoint_model are the same, before or after DDP and FSDP2 and before torch.compile."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model() -> nn.Module:
 
 def gradients(net: nn.Module, x: Tensor) -> list[Tensor]:
     grads: list[Tensor] = []
-    for _ in range(2):  # a second step: hooks and shards are used again
+    for _ in range(2):  # the second step uses the hooks and shards again
         net.zero_grad()
         net(x).square().mean().backward()
         grads += [p.grad for p in net.parameters() if p.grad is not None]
@@ -97,9 +97,8 @@ def _keeps_a_budget(rank: int, kind: str, first: str) -> None:
             step().backward()
             peaks.append(meter.peak())
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    weights = (
-        sum(p.numel() for p in model().parameters()) * 4
-    )  # gathered, and their gradients, beside the activations
+    # The peak includes the gathered weights and their gradients besides the activations.
+    weights = sum(p.numel() for p in model().parameters()) * 4
     assert peaks[1] <= budget + 2 * weights
     assert abs(report.plan.peak_bytes - peaks[1]) <= 0.05 * peaks[1] + 2 * weights
 
@@ -129,7 +128,7 @@ def test_shards_within_blocks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [(), ("products",)], ids=str)
 def test_compiled(keep: tuple[str, ...]) -> None:
-    torch.compiler.reset()  # what other tests compiled counts towards the same limit
+    torch.compiler.reset()  # graphs of other tests count towards the limit of recompilations
     net, x = model(), torch.randn(4, 32)
     expected = gradients(net, x)
     shoestring.checkpoint_model(net, [Block], keep=keep)

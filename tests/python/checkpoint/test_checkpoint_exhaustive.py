@@ -1,4 +1,7 @@
-"""Plans of real models beside every plan there is, each of them run: peaks by the meter, times as the planner predicts them."""
+"""Run every possible plan of small models: the planner's choice is within 2% of the best.
+
+The allocator's meter measures the peaks, and the planner's cost model predicts the times.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from shoestring.checkpoint.blocks import Treatment, treat
 
 
 def plan(model: nn.Module, budget: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[PlanBlock]]:
-    """A report that is applied, and what the planner knew of the blocks."""
+    """Apply a plan to the model. Return the report and the blocks that the planner received."""
     rows: list[list[PlanBlock]] = []
 
     def seen(row: list[PlanBlock], *args: Any, **options: Any) -> Any:
@@ -36,7 +39,8 @@ def test_no_other_plan_is_better(depth: int, width: int, monkeypatch: pytest.Mon
     report, row = plan(model, 2 * free, monkeypatch)
     report.undo()
     names = [choice.name for choice in row[1].choices]
-    assert len(names) == 4  # nothing kept; attention; products, too; everything
+    # The choices keep nothing, attention, attention and products, or everything.
+    assert len(names) == 4
     peaks = {}
     for names_of_plan in itertools.product(names, repeat=depth):
         undo = [

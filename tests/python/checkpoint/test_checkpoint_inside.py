@@ -1,4 +1,7 @@
-"""Checkpoints whose function runs a backward pass, or has checkpoints inside. Gradients are compared bit for bit."""
+"""Test checkpoints whose function runs a backward pass or contains checkpoints.
+
+Gradients agree bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 def inner_gradient(y: Tensor, x: Tensor, how: str) -> Tensor:
-    """The gradient of y by x, in one of the ways that a function may ask for it."""
+    """Return the gradient of y with respect to x, computed in one of the ways a function may use."""
     if how == "retain":
         torch.autograd.grad(y.sum(), x, retain_graph=True)
         return torch.autograd.grad(y.cos().sum(), x, retain_graph=True)[0]
@@ -29,7 +32,10 @@ def inner_gradient(y: Tensor, x: Tensor, how: str) -> Tensor:
 
 
 def levels(depth: int, weights: Sequence[Tensor], how: str, wrap: Callable[[Function], Function]) -> Function:
-    """A function with a backward pass inside, around one that is the same to depth - 1; each goes through wrap."""
+    """Return a function that runs a backward pass and calls a function of depth - 1.
+
+    Each function goes through wrap.
+    """
     w = weights[depth - 1]
 
     def run(x: Tensor) -> Tensor:
@@ -65,7 +71,8 @@ def test_backward_inside(seed: int, depth: int, early_stop: bool, how: str) -> N
 
     plain = levels(depth, weights, how, lambda fn: fn)
     expected = [*gradients(plain, 2), *second(plain)]
-    for keep in KEEP if depth < 3 else KEEP[::2]:  # each level multiplies how often the innermost runs
+    # Each level multiplies the number of runs of the innermost function.
+    for keep in KEEP if depth < 3 else KEEP[::2]:
         wrap = functools.partial(functools.partial, checkpoint, early_stop=early_stop, keep=keep)
         checkpointed = levels(depth, weights, how, wrap)
         for one, other in zip([*gradients(checkpointed, 2), *second(checkpointed)], expected, strict=True):
@@ -92,7 +99,9 @@ def test_another_second_run_is_still_an_error() -> None:
             runs[0] += 1
             y = x.exp().sin()
             (g,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-            return (first if runs[0] <= 2 else later)(y * g)  # the second run is of the pass inside
+            # Run 1 is the forward pass, and run 2 recomputes for the backward pass inside. Later runs
+            # recompute for the outer one.
+            return (first if runs[0] <= 2 else later)(y * g)
 
         return run
 
@@ -115,7 +124,7 @@ def test_a_function_that_catches_exceptions() -> None:
     def run(x: Tensor) -> Tensor:
         y = x.exp()
         try:
-            return y.sin()  # the last tensor that is saved
+            return y.sin()  # saves y, the last tensor that the function saves
         except Exception:
             return y.cos().tanh()
 
@@ -156,8 +165,9 @@ def test_keeps_in_spite_of_a_backward_pass_inside(seed: int) -> None:
 
     expected = torch.autograd.grad(run(x).sum(), x)[0]
     kept = ["checkpoint_inside::twice"]
-    # The function calls the operator twice. The pass inside runs it up to the first call, or to the end without
-    # early_stop, where the second call has no result to hand out yet. Backward runs both.
+    # The function calls the operator twice. The backward pass inside recomputes up to the first call, or up
+    # to the end without early_stop; the second call has no kept result yet at that time. The outer backward
+    # recomputes both calls.
     cases = (([], True, 5), ([], False, 6), (kept, True, 2), (kept, False, 3), (["tagged"], True, 3))
     for keep, early_stop, calls in cases:
         computed[0] = 0
@@ -166,7 +176,11 @@ def test_keeps_in_spite_of_a_backward_pass_inside(seed: int) -> None:
 
 
 def test_outer_checkpoints_do_not_see_the_runs_of_inner_ones(seed: int) -> None:
-    """The inner function runs again while the outer one is recorded, or replayed, and not the other time."""
+    """A run of an inner function must not count as a run of the outer checkpoint.
+
+    Here the inner function is recomputed while the outer one is recorded, but not while the outer one is
+    recomputed.
+    """
     leaf = torch.randn(4, requires_grad=True)
     pending = checkpoint(lambda t: _Twice.apply(t.sin()).exp(), leaf)
     passes = [0]
@@ -187,7 +201,7 @@ class _Mark:
 
 
 class _Scaled(torch.autograd.Function):
-    """Saves a frozen weight, and reads an attribute that Python code gave it."""
+    """A function that saves a frozen weight, and reads an attribute that Python code gave the weight."""
 
     seen: list[Tensor] = []
     marks: list[weakref.ref[_Mark]] = []
@@ -195,7 +209,7 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any) -> Tensor:
         y = x * weight.scale
-        ctx.mark = _Mark()  # lives as long as the node does
+        ctx.mark = _Mark()  # the mark lives as long as the autograd node
         _Scaled.marks.append(weakref.ref(ctx.mark))
         ctx.save_for_backward(weight, y)
         return y
@@ -239,7 +253,7 @@ def test_frozen_tensors_keep_their_attributes(weight: Any, given: bool) -> None:
 
 
 def test_no_cycle_holds_what_the_second_run_made() -> None:
-    """A custom function that saves its own output: the second run's output must not hold its own node."""
+    """A recomputed output does not keep its own autograd node alive, even if a function saves its output."""
     weight: Any = torch.ones(4)
     weight.scale = 3.0
     x = torch.randn(4, requires_grad=True)

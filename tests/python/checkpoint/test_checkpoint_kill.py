@@ -1,4 +1,4 @@
-"""Processes killed at any moment, most of them while a checkpoint is written: none that was complete is lost."""
+"""A process killed at any moment, mostly while it writes a checkpoint, loses no complete checkpoint."""
 
 import multiprocessing
 import os
@@ -16,11 +16,13 @@ from shoestring.optim import AdamW
 from shoestring.training.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 
 KILLS = 15
-LONGEST = 0.15  # seconds from the first checkpoint of a process to its end: several checkpoints
+# The longest time in seconds from a process's first checkpoint to its kill; it is enough for several
+# checkpoints.
+LONGEST = 0.15
 
 
 class Run:
-    """Two bf16 layers under AdamW, whose gradients are a function of the step."""
+    """Two bf16 layers and their AdamW, with gradients that depend only on the step."""
 
     def __init__(self, weights: str) -> None:
         torch.manual_seed(3)
@@ -42,7 +44,7 @@ class Run:
 
 
 def train(folder: Path, weights: str, said: Connection) -> None:
-    """A process: goes on from the newest checkpoint, and says after every step that its checkpoint is complete."""
+    """Continue from the newest checkpoint in a process of its own, and report each complete checkpoint."""
     torch.set_num_threads(1)
     run = Run(weights)
     remove_partial(folder / "checkpoints")
@@ -57,9 +59,8 @@ def train(folder: Path, weights: str, said: Connection) -> None:
 @pytest.mark.parametrize("weights", ["stochastic", "remainder"])
 def test_a_kill_loses_no_checkpoint(tmp_path: Path, weights: str, seed: int) -> None:
     delays = random.Random(seed)
-    context = multiprocessing.get_context(
-        "forkserver"
-    )  # imports once; the first optimizer wants torch._dynamo
+    # The fork server imports the packages once. The first optimizer imports torch._dynamo, which is slow.
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["torch._dynamo", "shoestring.optim", "shoestring.training.checkpoint", "pytest"]
     )

@@ -1,4 +1,4 @@
-"""The planner against exhaustive search, with a simulation of its own: an event at a time, in fractions of a second."""
+"""Compare the planner with exhaustive search over an independent simulation in exact fractions."""
 
 import itertools
 import random
@@ -29,7 +29,10 @@ def simulate(
     prefetch: int,
     share: float,
 ) -> tuple[int, Fraction]:
-    """Peak and time from the words of the model: forward second by second, then backward from its start."""
+    """Return the peak in bytes and the time, simulated from the planner's documentation.
+
+    The simulation runs the forward pass block by block, and then the backward pass.
+    """
     chosen = [block.choices[c] for block, c in zip(blocks, plan, strict=True)]
     now, held, backlog, peak = Fraction(0), 0, Fraction(0), 0
     for block, choice in zip(blocks, chosen, strict=True):
@@ -43,9 +46,9 @@ def simulate(
         backlog = max(Fraction(0), backlog - forward * out) + choice.link_bytes
         held += choice.bytes
     now += backlog / out if backlog else 0
-    started = [now] * (
-        len(blocks) + prefetch + 1
-    )  # of each block's backward; behind the last, backward's own start
+    # The start of each block's backward. The entries after the last block hold the start of the whole
+    # backward.
+    started = [now] * (len(blocks) + prefetch + 1)
     copied = now
     end = now
     for i in reversed(range(len(blocks))):
@@ -64,10 +67,11 @@ def simulate(
 def random_blocks(rng: random.Random) -> list[PlanBlock]:
     blocks = []
     for _ in range(rng.randint(3, 5)):
+        # Times are multiples of 1/8 s, which floating point represents exactly.
         size, forward = (
             rng.randint(20, 120),
             rng.randint(1, 9) / 8,
-        )  # eighths of a second: exact in every unit
+        )
         least = rng.randint(1, size // 4)
         forward_bytes, backward_bytes = rng.randint(size // 2, size * 2), rng.randint(size // 2, size * 2)
         peaks = {"forward_bytes": forward_bytes, "backward_bytes": backward_bytes}
@@ -155,7 +159,7 @@ def test_two_hundred_blocks(budget: float, bandwidth: float) -> None:
     start = time.process_time()
     plan = alike(200, budget, bandwidth)
     assert plan.least_seconds == plan.seconds
-    assert time.process_time() - start < 3  # about 0.4 where nothing else runs
+    assert time.process_time() - start < 3  # the plan takes about 0.4 s on an idle machine
 
 
 def test_wide_problem_states_how_far_off_it_can_be() -> None:
@@ -174,17 +178,20 @@ def test_no_blocks() -> None:
 def test_what_may_be_on_its_way() -> None:
     block = PlanBlock(1, 1, [PlanChoice("offload", 5, 0, 20, 30, 30)])
     plan = simulate_checkpoint_plan([block] * 4, [0] * 4, 42, out_bytes_per_second=1, in_bytes_per_second=1)
-    assert plan.peak_bytes == 65  # of backward: 15 held, 30, and 20 that come back: 42 is too little
+    # Backward holds 15 bytes, needs 30 and reads 20 back. These 65 bytes exceed the budget of 42.
+    assert plan.peak_bytes == 65
+    # 42 - 30 bytes are free for pending copies, less the 5 bytes that each earlier block holds, and never
+    # below 0.
     assert plan.pending_bytes == (
         12,
         7,
         2,
         0,
-    )  # 42 - 30, less 5 that each block before holds; and never less than nothing
+    )
     plan = simulate_checkpoint_plan(
         [block] * 4, [0] * 4, 1000, out_bytes_per_second=100, in_bytes_per_second=1
     )
-    assert plan.pending_bytes == (38, 33, 28, 23)  # 5 % more than 65
+    assert plan.pending_bytes == (38, 33, 28, 23)  # pending copies may raise the peak of 65 bytes by 5%
 
 
 @pytest.mark.parametrize(

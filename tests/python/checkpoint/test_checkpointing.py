@@ -1,4 +1,4 @@
-"""shoestring.checkpoint. Gradients are compared bit for bit with those of the same function without it: no tolerance."""
+"""Test shoestring.checkpoint: gradients equal those of the same function without it, bit for bit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ class Block(nn.Module):
 
 @contextmanager
 def computed(*operators: str) -> Iterator[dict[str, int]]:
-    """Count what the kernels of the CPU compute. A dispatch mode may also see calls whose results a checkpoint hands out."""
+    """Count the calls of the CPU kernels of these operators.
+
+    A dispatch mode cannot count them, because it may also see calls whose results a checkpoint returns from
+    its store.
+    """
     counts = dict.fromkeys(operators, 0)
 
     def counting(operator: str) -> Callable[..., Any]:
@@ -137,7 +141,8 @@ def test_what_is_kept_goes_through_hooks_around() -> None:
     of = [x, *block.parameters()]
     expected = gradients(lambda: block(x).sum(), of)
     check_same(gradients(lambda: loss([]), of), expected)
-    assert [tuple(t.shape) for t in packed if t.numel()] == [(6, 8)]  # the input; PyTorch's anchor is empty
+    # The checkpoint saves the input, and an empty tensor to which PyTorch attaches its node.
+    assert [tuple(t.shape) for t in packed if t.numel()] == [(6, 8)]
     check_same(gradients(lambda: loss(["hidden", "attention"]), of), expected)
     assert sorted(tuple(t.shape) for t in packed if t.numel()) == [(1, 2, 6), (1, 2, 6, 4), (6, 8), (6, 32)]
 
@@ -188,7 +193,7 @@ def test_sequential(segments: int) -> None:
 
 @pytest.mark.parametrize("keep", [[], ["attention", "products"]], ids=str)
 def test_compiles(keep: list[str]) -> None:
-    torch.compiler.reset()  # what other tests compiled counts towards the same limit
+    torch.compiler.reset()  # graphs of other tests count towards the limit of recompilations
     block, x = Block(), torch.randn(6, 8, requires_grad=True)
     compiled = torch.compile(
         lambda t: checkpoint(block, t, keep=keep).sum(), backend="aot_eager", fullgraph=True
@@ -217,7 +222,7 @@ def test_an_error_inside_leaves_everything_as_it_was() -> None:
     fail[0] = False
     y.sum().backward()
     check_same([x.grad], torch.autograd.grad(run(x).sum(), x))  # type: ignore[list-item]
-    with computed("aten::exp") as calls:  # no tape is left on the thread
+    with computed("aten::exp") as calls:  # the error leaves no checkpoint active on the thread
         x.exp()
     assert calls["aten::exp"] == 1
 
@@ -237,7 +242,7 @@ def test_nothing_is_left_behind() -> None:
         del y
         assert alive() is None
 
-    gc.disable()  # no circle that only the collector would find
+    gc.disable()  # memory must be freed without the collector of reference cycles
     try:
         used(lambda y: y.sum().backward())
         used(lambda y: y.sum().backward(retain_graph=True))

@@ -1,4 +1,7 @@
-"""Tiled layers. Sums over tiles have another order than whole ones: tolerances are of fp32 sums of some hundred terms."""
+"""Test tiled layers.
+
+Tiles add in another order, so tolerances are those of fp32 sums of some hundred terms.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from shoestring.checkpoint.measure import metered
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
-@pytest.mark.parametrize("tiles", [1, 3, 7])  # one; unequal; a token each
+@pytest.mark.parametrize("tiles", [1, 3, 7])  # one tile, tiles of different sizes, and one token per tile
 def test_tokens(tiles: int) -> None:
     mlp = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
     x = torch.randn(2, 7, 16, requires_grad=True)
@@ -36,7 +39,8 @@ def test_features(dtype: torch.dtype) -> None:
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     y = shoestring.tiled_features(mlp, x, [(up, 0), (down, 1)], tiles=3)
     exact = mlp(*wide)
-    bound = 2 * (mlp(*leaves).double() - exact).abs().max() + 1e-6  # at most twice the error of the whole
+    # The error may be at most twice that of the untiled layer.
+    bound = 2 * (mlp(*leaves).double() - exact).abs().max() + 1e-6
     assert (y.double() - exact).abs().max() <= bound
     grads = torch.autograd.grad(y.square().sum(), leaves)
     plain = torch.autograd.grad(mlp(*leaves).square().sum(), leaves)
@@ -60,7 +64,8 @@ def test_memory_is_that_of_a_tile() -> None:
 
     inner = 512 * 1024 * 4
     whole, eighth = peak(0), peak(8)
-    # Whole: the linear layer's result, GELU's, and the gradients of both; tiled: the same of a tile, and weights' gradients.
+    # The untiled model allocates the results of the linear layer and of GELU, and their gradients. The tiled
+    # one holds the same for one tile, and the gradients of the weights.
     assert whole >= 3 * inner
     assert eighth <= 4 * inner / 8 + 4 * 2 * 1024 * 32 * 4 + 6 * x.nbytes
 

@@ -1,4 +1,4 @@
-"""Bad input: each kind has its own line on stderr and exit code 2, and leaves nothing behind."""
+"""Bad input: each kind is reported in a line of its own on stderr with exit code 2, and leaves no files."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_bad_examples(
 
 
 def header(change: Callable[[dict], object]) -> Callable[[Path], None]:
-    """Rewrite the header of the model's safetensors file."""
+    """Return a function that changes the header of the model's safetensors file."""
 
     def damage(model: Path) -> None:
         file = model / "model.safetensors"
@@ -169,9 +169,10 @@ UNSOUND = "model.safetensors: not a sound safetensors file ("
         (raw(lambda b: b[: len(b) // 2]), UNSOUND),
         (raw(lambda b: b[:5]), UNSOUND),
         (raw(lambda b: b""), UNSOUND),
-        (raw(lambda b: b"\xff" * 8 + b[8:]), UNSOUND),  # a header of 2^64 bytes
+        (raw(lambda b: b"\xff" * 8 + b[8:]), UNSOUND),  # the header claims a length of 2^64 - 1 bytes
         (raw(lambda b: b + b"more"), UNSOUND),
-        (header(lambda f: offsets(f, lambda a, b: [a, b + 4])), UNSOUND),  # overlaps the next
+        # The tensor overlaps the next one.
+        (header(lambda f: offsets(f, lambda a, b: [a, b + 4])), UNSOUND),
         (header(lambda f: offsets(f, lambda a, b: [b, a])), UNSOUND),
         (header(lambda f: offsets(f, lambda a, b: [a, 1 << 60])), UNSOUND),
         (header(lambda f: f["model.norm.weight"].update(shape=[1 << 40, 1 << 40])), UNSOUND),
@@ -313,7 +314,7 @@ def test_compare_needs_finished_runs(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB: room for a tokenizer and a checkpoint or two of the tiny model."""
+    """Mount a file system of 4 MiB: room for a tokenizer and one or two checkpoints of the tiny model."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if (

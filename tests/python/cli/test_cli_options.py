@@ -1,4 +1,4 @@
-"""Every option of every command with hostile values: one line and exit code 2, before any work begins."""
+"""Every option refuses hostile values in one line with exit code 2, before any work begins."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ HINTS = {
     for each in module.app.registered_commands
     if each.callback
 }
-UNSOUND = ["-1", "nan", "inf", "9" * 5000, "x"]  # as integers and as others
+UNSOUND = ["-1", "nan", "inf", "9" * 5000, "x"]  # these values are tried as integers and as other numbers
 NUMBERS = [*UNSOUND, "1e9", str(10**10)]
 STRINGS = ["", "-1", "a" * 5000, "\udcff", "/dev/null/sub", "nvme:/dev/null", "9" * 400 + "GiB"]
-SECONDS = 30  # for one refusal, on a busy machine
+SECONDS = 30  # the time limit for one refusal, long enough for a busy machine
 
 
 def options(numbers: bool) -> list[Any]:
-    """Each option (and argument) with a value: those of numbers, or the others."""
+    """Return each option and argument of each command: those that take numbers, or all others."""
     found = []
     for name, hints in HINTS.items():
         for option in COMMANDS[name].params:
@@ -39,7 +39,7 @@ def options(numbers: bool) -> list[Any]:
 
 
 def required(command: str, option: Any, values: dict[str, str], value: str) -> list[str]:
-    """A command line with all that the command requires, and a value of an option."""
+    """Return a command line with all that the command requires, and with `value` for the option."""
     arguments, positional = [command], []
     for each in COMMANDS[command].params:
         given = value if each.name == option.name else values.get(each.name)
@@ -53,7 +53,7 @@ def required(command: str, option: Any, values: dict[str, str], value: str) -> l
 
 
 class Began(Exception):
-    """The command would have begun to work."""
+    """The command accepted its options and began to work."""
 
 
 @pytest.mark.parametrize(("command", "option"), options(numbers=True))
@@ -84,7 +84,7 @@ def test_the_choices_are_those_of_the_library() -> None:
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Make sound, tiny values of everything that commands require."""
+    """Create tiny valid values for everything that commands require."""
     folder = tmp_path_factory.mktemp("given")
     (folder / "data").mkdir()
     (folder / "data" / "text.txt").write_text(text(60))
@@ -110,7 +110,10 @@ def test_strange_text(
     command: str, option: Any, given: dict[str, str], place: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Success, or one line and exit code 2; what a command accepts runs for real."""
+    """A strange text either works, or gives one line and exit code 2.
+
+    A value that is accepted runs for real.
+    """
     if command == "demo":
         monkeypatch.setattr("shoestring.cli.demo.standard_library", lambda path: 1 / 0)
     for number, value in enumerate(STRINGS):
@@ -136,7 +139,7 @@ def test_strange_text(
 def test_the_largest_values_work(
     option: str, given: dict[str, str], place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The ends of the ranges end no process."""
+    """The largest allowed value of each option works."""
     most = {
         "vocab_size": 1 << 20,
         "workspace_mb": 1 << 20,

@@ -1,4 +1,4 @@
-"""Model directories with code of their own: it runs where --trust-remote-code is given, and nowhere else."""
+"""Code in a model directory runs only if --trust-remote-code is given."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama under a type that transformers does not know; all of its code leaves a mark where it is imported."""
+    """Create a Llama whose type transformers does not know.
+
+    Each of its Python files leaves a mark if it is imported.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("own")
@@ -92,7 +95,8 @@ def test_code_does_not_run(
 def test_code_runs_where_it_is_trusted(directory: Path, tmp_path: Path, mark: Path) -> None:
     for name in ("generate", "estimate", "finetune"):
         succeed(*commands(directory, tmp_path)[name], "--trust-remote-code")
-        assert mark.exists()  # once: a second import finds the module in this process
+        # A process imports the code once, so only the first command leaves the mark.
+        assert mark.exists()
 
 
 def test_the_library_refuses_too(directory: Path, mark: Path) -> None:
@@ -105,7 +109,7 @@ def test_the_library_refuses_too(directory: Path, mark: Path) -> None:
 def test_a_tokenizer_with_code(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mark: Path
 ) -> None:
-    """The model is one that transformers knows."""
+    """The tokenizer has code of its own, and the model is of a type that transformers knows."""
     model = tmp_path / "model"
     shutil.copytree(directory / "model", model)
     change(model / "config.json", model_type="llama", auto_map={})
@@ -122,7 +126,7 @@ def test_a_tokenizer_with_code(
 
 @pytest.mark.parametrize("stdin", ["closed", "yes"])
 def test_nothing_is_asked(directory: Path, tmp_path: Path, mark: Path, stdin: str) -> None:
-    """A terminal that answers y changes nothing."""
+    """Input of "y" on a terminal is not taken as consent."""
     master, slave = pty.openpty()
     os.write(master, b"y\ny\ny\n")
     arguments = [str(a) for a in commands(directory, tmp_path)["generate"]]

@@ -1,4 +1,7 @@
-"""The command begins at once: help and usage errors do without PyTorch, and a missing package is one line."""
+"""The command starts fast, without importing PyTorch for help and usage errors.
+
+A missing package is reported in one line.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,20 @@ sys.exit(code)
 
 
 def start(*arguments: str, blocked: tuple[str, ...] = ()) -> tuple[int, str, list[str]]:
-    """Run the installed script's entry; return its code, its output and the lines on stderr, the last: is torch there?"""
+    """Run the entry point of the installed script. Return its exit code, its output and its lines on stderr.
+
+    The last line on stderr says whether torch was imported.
+    """
     program = TRACED.format(blocked=blocked, arguments=arguments)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout, done.stderr.splitlines()
 
 
 def seconds(*arguments: str) -> float:
-    """Processor time of a command in a process of its own: that of a busy machine is no longer."""
+    """Return the processor time of a command in its own process, in seconds.
+
+    Other processes do not affect it.
+    """
     before = os.times()
     subprocess.run([sys.executable, "-m", "shoestring", *arguments], capture_output=True, timeout=120)
     after = os.times()
@@ -83,7 +92,7 @@ def test_packages_that_are_missing(missing: tuple[str, ...]) -> None:
 
 
 def test_import_is_whole_elsewhere(tmp_path: Path) -> None:
-    """A package that imports shoestring and is run by `python -m` is no command line of ours."""
+    """Another package that imports shoestring and runs under `python -m` gets the whole library at import."""
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "__init__.py").write_text(
         "import shoestring, torch; torch.ops.shoestring.cpu_capability()"

@@ -1,4 +1,4 @@
-"""tokenize, compare, generate, and what the demo is made of."""
+"""Test `shoestring tokenize`, `compare` and `generate`, and the parts of the demo."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_demo_text(tmp_path: Path) -> None:
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, scripts: dict[str, str]) -> dict[str, list[str]]:
-    """Let the turns run small scripts in place of the command."""
+    """Make the turns run small scripts in place of the shoestring command."""
     start = subprocess.Popen
     monkeypatch.setattr(
         turns.subprocess,
@@ -189,10 +189,11 @@ def test_only_one_runs_at_a_time(
         owner, _, times = line.partition(" | ")
         owners.append((float(times.split()[0]), owner))
     changes = sum(a[1] != b[1] for a, b in zip(sorted(owners), sorted(owners)[1:]))
+    # Two processes that run at the same time would change 100 times or more in 200 lines.
     assert {owner for _, owner in owners} == {
         "one",
         "two",
-    } and 1 <= changes <= 60  # side by side: 100 or more of 200
+    } and 1 <= changes <= 60
 
 
 def test_a_failing_run_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +243,8 @@ def test_lines_without_a_terminal_are_few(capsys: pytest.CaptureFixture[str]) ->
 
 def test_time_left_is_that_of_the_last_steps(capsys: pytest.CaptureFixture[str]) -> None:
     with console.Console(20) as shown:
-        for step in range(1, 21):  # a slow first step, one pause, and a machine that is slower at first
+        # The steps include a slow first step, one pause, and a machine that is slower at first.
+        for step in range(1, 21):
             seconds = 500.0 if step in (1, 15) else 10.0 if step < 8 else 2.0
             shown.step(
                 {

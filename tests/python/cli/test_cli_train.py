@@ -1,4 +1,4 @@
-"""`shoestring train`, end to end: twins, results, and continuing after a kill."""
+"""Test `shoestring train` end to end: its results, plain PyTorch as reference, resuming after a kill."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def twins(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
 
 def test_twins_learn_the_same(twins: tuple[Path, Path]) -> None:
     ours, plain = losses(twins[0]), losses(twins[1])
-    assert ours[0][0] == pytest.approx(plain[0][0], rel=1e-6)  # the same weights and the same batch
+    # Both runs start from the same weights and the same batch.
+    assert ours[0][0] == pytest.approx(plain[0][0], rel=1e-6)
     assert ours[-1][0] < 0.9 * ours[0][0]
     for a, b in zip(ours, plain, strict=True):
         assert a[0] == pytest.approx(b[0], rel=0.01)
@@ -80,7 +81,7 @@ def test_memory_follows_its_formula(twins: tuple[Path, Path]) -> None:
             assert parts[part]["measured"] == pytest.approx(parts[part]["expected"], rel=0.001)
         assert parts["activations"]["measured"] == pytest.approx(parts["activations"]["expected"], rel=0.1)
         measured.append(parts["optimizer"]["measured"])
-    assert measured[0] < 0.3 * measured[1]  # 8-bit state
+    assert measured[0] < 0.3 * measured[1]  # the optimizer's state has 8 bits, or 32 in the plain run
 
 
 def test_accumulation_gives_the_same_gradient(data: Path, tmp_path: Path) -> None:
@@ -116,9 +117,9 @@ def test_options_reach_the_run(data: Path, twins: tuple[Path, Path], tmp_path: P
     if option == "--gradient-checkpointing":
         assert [row[0] for row in ours] == [row[0] for row in reference]
         assert parts["activations"] < 0.5 * before["activations"]
-    elif option.startswith(
-        "--memory-budget"
-    ):  # what was held alone, and the peak is above that: some layer is recomputed
+    # The budget is the memory of the activations that the reference run saves. The peak of that run is
+    # higher, so some layer must be recomputed.
+    elif option.startswith("--memory-budget"):
         assert [row[0] for row in ours] == [row[0] for row in reference]
         assert parts["activations"] < before["activations"]
         activations = next(part for part in summary["memory"] if part["name"] == "activations")
@@ -145,7 +146,9 @@ def test_offloaded_state_changes_nothing_else(
     if where == "nvme":
         assert after["optimizer"]["measured"] == 0 and "MB in a file" in after["optimizer"]["formula"]
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    else:  # "stream" has it in whole pages of 1024 blocks, two codes an element and two scales each, in two groups
+    else:
+        # "stream" holds the state in whole pages of 1024 blocks. Each element has two codes, each block two
+        # scales, and there are two groups.
         rounding = 2 * 1024 * (2 * 256 + 2 * 4) if where == "stream" else 0
         assert 0 <= after["optimizer"]["measured"] - before["optimizer"]["measured"] <= rounding
     if where == "cpu":
@@ -153,7 +156,7 @@ def test_offloaded_state_changes_nothing_else(
 
 
 class Killed(BaseException):
-    """Stands for a kill inside this process."""
+    """An exception that acts as a kill inside this process."""
 
 
 @pytest.mark.parametrize("plain", [[], ["--plain"]], ids=["ours", "plain"])
@@ -161,7 +164,7 @@ def test_stopped_run_continues_bit_for_bit(
     data: Path, twins: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: list[str]
 ) -> None:
     straight, out = twins[bool(plain)], tmp_path / "run"
-    for stop in (3, 6, 11):  # before the first checkpoint, and between later ones
+    for stop in (3, 6, 11):  # steps before the first checkpoint, and between later ones
         with monkeypatch.context() as patch:
             after_step = loop.Trainer._after_step
 
@@ -211,7 +214,7 @@ sys.exit(main(arguments))
 def test_killed_run_continues_bit_for_bit(data: Path, twins: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = [str(argument) for argument in command(data, out, "--resume")]
-    # The process kills itself: with a checkpoint written but not renamed, just after a rename, and within the steps.
+    # The process kills itself before a checkpoint is renamed, just after it is renamed, and within the steps.
     for where, count in (
         ("before " + str(out / "checkpoints"), 1),
         ("after " + str(out / "checkpoints"), 2),

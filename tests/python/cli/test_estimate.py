@@ -1,4 +1,4 @@
-"""`shoestring estimate` says what is there: state, weights and gradients to the byte, activations within a tenth."""
+"""`shoestring estimate` predicts state, weights and gradients to the byte, and activations within a tenth."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ STATES = ("8bit", "4bit", "bf16", "fp32")
 
 
 class Net(nn.Module):
-    """Embedding, matrices, vectors, sizes beside blocks, nothing, and a frozen matrix; over a chunk of state."""
+    """A model with many kinds of parameters.
+
+    It has an embedding, matrices, vectors, sizes that are no multiple of a block, an empty parameter and a
+    frozen matrix. Its state fills more than one chunk.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +54,7 @@ def step(model: nn.Module, optimizers: list[Any]) -> None:
 
 
 def sizes(found: Estimate, place: str) -> dict[str, int]:
-    """State, by the names of its parts."""
+    """Return the bytes of the optimizers' state by the names of its parts."""
     return {
         i.name.removeprefix("state: "): i.bytes for i in found.memory[place] if i.name.startswith("state: ")
     }
@@ -67,7 +71,7 @@ def item(found: Estimate, place: str, name: str) -> int:
 def made(
     optimizer: str, options: Options, dtype: torch.dtype, **more: Any
 ) -> tuple[nn.Module, list[Any], Estimate]:
-    """A model that has been stepped, its optimizers, and what was foretold of its twin without memory."""
+    """Return a model after one step, its optimizers, and the estimate for its copy on the meta device."""
     with torch.device("meta"):
         twin = Net().to(dtype)
     found = estimate(twin, options)
@@ -81,7 +85,7 @@ def made(
 
 
 def rest_of(model: nn.Module, optimizers: list[LowMemoryOptimizer]) -> dict[str, int]:
-    """Bytes of what is not in arenas: steps, and a rule's own tensors."""
+    """Return the bytes of state outside of the arenas: step counters, and tensors of single rules."""
     in_arenas = {part for arena in arenas_of(optimizers) for part in arena.values} | {"step"}
     found = [{"step": arena.step.nbytes} for arena in arenas_of(optimizers)]
     for opt in optimizers:
@@ -136,7 +140,7 @@ def test_offloaded_state_and_its_traffic_to_the_byte(
 
 
 def file_bytes(folder: Path) -> int:
-    """Of the files without a name that this process has there."""
+    """Return the bytes of this process's unnamed files in the folder."""
     found = {}
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -149,7 +153,7 @@ def file_bytes(folder: Path) -> int:
 
 
 def chunk_bytes(arena: Any) -> list[int]:
-    """Of each chunk of an arena, as it comes to the device."""
+    """Return the bytes of each chunk of an arena, as it is copied to the device."""
     offloaded = arena.offloaded
     chunks, found = offloaded.chunks(0, len(arena.params)), []
     offloaded.start(chunks)
@@ -294,7 +298,7 @@ def test_70_billion_parameters_on_a_small_machine(tmp_path: Path, capsys: pytest
         found = json.loads(capsys.readouterr().out)
         assert found["parameters"] == 70_553_706_496
         each = found["totals"]["disk"] / found["parameters"]
-        assert each == pytest.approx(296 / 256, rel=1e-3)  # chunks end at multiples of 1024 blocks
+        assert each == pytest.approx(296 / 256, rel=1e-3)  # chunks are padded to multiples of 1024 blocks
     assert memory.resident_bytes() - before < 1 << 30
     succeed("estimate", "--model", tmp_path, "--rank", "16", "--quantize", "nf4", "--gradient-checkpointing")
     out = capsys.readouterr().out

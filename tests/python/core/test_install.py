@@ -1,4 +1,4 @@
-"""The wheel: built by pip from the source folder, and used from a place that knows nothing of the repository."""
+"""pip builds the wheel from the source folder, and the package works outside of the repository."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ def test_pip_installs_into_an_environment_that_has_pytorch(tmp_path: Path) -> No
     subprocess.run([*pip, "--target", str(installed), str(REPOSITORY)], check=True, env=environment)
 
     wheel = next(installed.glob("shoestring-*.dist-info/WHEEL")).read_text()
-    assert "Tag: py3-none-linux_" in wheel  # the libraries do not depend on Python
+    assert "Tag: py3-none-linux_" in wheel  # the wheel does not depend on the version of Python
     package = installed / "shoestring"
     for part in (
         "lib/libshoestring.so",
@@ -42,7 +42,8 @@ def test_pip_installs_into_an_environment_that_has_pytorch(tmp_path: Path) -> No
         capture_output=True,
         text=True,
     ).stdout.split()
-    assert Path(out[0]).parent == package and abs(float(out[1]) - 1.3862944) < 1e-6  # log 4
+    # The expected loss is log 4.
+    assert Path(out[0]).parent == package and abs(float(out[1]) - 1.3862944) < 1e-6
 
 
 def test_a_source_folder_that_is_not_built_says_what_to_run(

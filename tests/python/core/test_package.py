@@ -56,7 +56,10 @@ def test_capability_can_be_forced_and_a_wrong_name_is_refused() -> None:
 
 
 def test_no_code_is_shared_between_capabilities() -> None:
-    """A weak function in an object for AVX-512 could be the copy that the linker keeps, and crash a lesser machine."""
+    """Objects for AVX-512 contain no weak functions.
+
+    The linker could keep such a copy for all callers, and it would crash on a machine without AVX-512.
+    """
     objects = list(
         Path(_load.PACKAGE).parents[1].glob("build*/CMakeFiles/shoestring_avx512.dir/csrc/*/*_simd.cpp.o")
     )
@@ -70,5 +73,8 @@ def test_no_code_is_shared_between_capabilities() -> None:
 
 
 def test_the_library_runs_on_several_threads() -> None:
-    """at::parallel_for is a header: compiled without OpenMP it is, silently, a serial loop."""
+    """The library is compiled with OpenMP.
+
+    Without OpenMP the loops of at::parallel_for silently run on one thread.
+    """
     assert b"GOMP_parallel" in (_load.LIBRARIES / "libshoestring.so").read_bytes()

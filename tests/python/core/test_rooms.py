@@ -1,4 +1,4 @@
-"""Dependencies between rooms point one way: each include and each import is in the list below, and there is no circle."""
+"""Dependencies between rooms have no cycle, and each include and import is allowed by the list below."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ APPLICATION: dict[str, tuple[str, ...]] = {
 }
 ROOMS = LIBRARY | APPLICATION
 
-# Installed headers stay where users find them; this is the room that each belongs to. The others only include these.
+# The room that each installed header belongs to. Headers that are not listed only include others.
 HEADERS = {
     "export.h": "core",
     "placeholder.h": "core",
@@ -59,7 +59,7 @@ HEADERS = {
     "model_files.h": "integrations",
 }
 COLLECTIONS = {"nn.h", "ops.h", "optim.h", "shoestring.h"}
-# Python modules outside of the rooms: the public names, and what loads the libraries.
+# Python modules outside of the rooms: the public names, and the module that loads the libraries.
 PUBLIC = {"", "_public", "__main__", "lora", "nn", "ops"}
 CORE_MODULES = {"_load"}
 
@@ -73,7 +73,7 @@ def cpp_files() -> list[str]:
 
 
 def includes(files: Iterable[str]) -> Edges:
-    """The files of this repository that each file includes."""
+    """Return the files of this repository that each file includes."""
     known = set(files)
     edges: Edges = {}
     for file in known:
@@ -86,7 +86,7 @@ def includes(files: Iterable[str]) -> Edges:
 
 
 def cpp_room(file: str) -> str | None:
-    """The room of a C++ or CUDA file; None for headers that only include others."""
+    """Return the room of a C++ or CUDA file, or None for a header that only includes others."""
     header = file.removeprefix("csrc/include/shoestring/")
     if header == file:
         return file.split("/")[1]
@@ -103,7 +103,7 @@ def python_modules() -> dict[str, Path]:
 
 
 def imports(modules: dict[str, Path], everywhere: bool) -> Edges:
-    """The modules of the package that each module imports; also inside of functions if ``everywhere``."""
+    """Return the modules of the package that each module imports, also inside functions if ``everywhere``."""
     edges: Edges = {}
 
     def visit(module: str, node: ast.AST) -> None:
@@ -140,7 +140,7 @@ def python_room(module: str) -> str | None:
 
 
 def circle(edges: Edges) -> list[str]:
-    """A circle of edges, or nothing."""
+    """Return a cycle of edges, or an empty list."""
     done: set[str] = set()
 
     def search(node: str, path: list[str]) -> list[str]:
@@ -200,7 +200,7 @@ def test_imports_follow_the_list() -> None:
 
 
 def test_every_arrow_is_used() -> None:
-    """An arrow that neither C++ nor Python uses any more has to leave the list."""
+    """A dependency in the list that neither C++ nor Python uses any more must be removed."""
     used: set[tuple[str | None, str | None]] = set()
     for node, targets in includes(cpp_files()).items():
         used |= {(cpp_room(node), cpp_room(target)) for target in targets}

@@ -1,4 +1,4 @@
-"""examples/python/finetune_retrieval.py: what it takes from source files, and that it runs, over a tiny encoder."""
+"""Test finetune_retrieval.py: which text it reads from source files, and a run with a tiny encoder."""
 
 from __future__ import annotations
 

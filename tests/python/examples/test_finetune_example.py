@@ -1,4 +1,4 @@
-"""The C++ fine-tuning example: what it computes is what transformers computes, and PEFT loads what it saves."""
+"""The C++ fine-tuning example computes what transformers computes, and PEFT loads what the example saves."""
 
 import json
 import os
@@ -22,7 +22,8 @@ from shoestring.nn import QuantizedLinear
 VOCAB, TOKENS, SEQ_LEN = 512, 6_000, 32
 SHAPE: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
                          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
-# What differs from the defaults must be read: head_dim is not hidden / heads, theta and eps change every number.
+# These values differ from the defaults, so the example has to read them. head_dim is not hidden / heads, and
+# theta and eps change every number.
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"tie_word_embeddings": False, "rms_norm_eps": 1e-3},
     "tied": {
@@ -59,13 +60,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A directory with one file, and one with shards and a head that is the embedding."""
+    """Save a model in one file, and a model in shards whose head shares the embedding's weight."""
     folders = {}
     for kind, config in KINDS.items():
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**SHAPE, **config))
         with torch.no_grad():
-            for p in model.parameters():  # logits that are told apart, norms that are not 1
+            # Makes logits clearly different from each other, and norms different from 1.
+            for p in model.parameters():
                 p.mul_(3) if p.dim() == 2 else p.add_(torch.randn_like(p) * 0.1)
         folders[kind] = tmp_path_factory.mktemp(kind)
         model.save_pretrained(folders[kind], max_shard_size="200KB" if kind == "tied" else "1GB")
@@ -82,7 +84,7 @@ def finetune(
 
 
 def results(done: subprocess.CompletedProcess[str], out: Path) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """The figures, and the logits of the first held-out sequence with its tokens."""
+    """Return the run's figures, the logits of the first held-out sequence, and its tokens."""
     assert done.returncode == 0, done.stderr
     tensors = load_file(out.with_suffix(".safetensors"))
     return json.loads(out.with_suffix(".json").read_text()), tensors["logits"], tensors["tokens"]
@@ -103,7 +105,7 @@ def loss(model: nn.Module) -> float:
 
 
 def dequantised(folder: Path, **form: Any) -> LlamaForCausalLM:
-    """The model of transformers with the values that its linear layers have once they are quantised."""
+    """Return transformers' model with the weights of its linear layers quantised and dequantised again."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for layer in model.model.modules():
         if isinstance(layer, nn.Linear):
@@ -125,7 +127,7 @@ def test_computes_what_transformers_does(
         expected = reference(input_ids=tokens).logits
     assert expected.std() > 0.3
     assert (logits - expected).abs().max() < 1e-5
-    assert not out.exists()  # nothing was trained
+    assert not out.exists()  # with 0 steps the example trains nothing and saves no adapter
 
 
 @pytest.mark.parametrize(("kind", "targets"), [("plain", ""), ("tied", "q_proj,v_proj,down_proj")])
@@ -187,7 +189,7 @@ def test_bf16_and_other_weights(program: Path, models: dict[str, Path], data: Pa
 def test_a_checkpoint_of_bitsandbytes(
     program: Path, models: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
-    """Weights that are quantised in the files are taken as they are, whatever --quantize says."""
+    """Weights that the files hold in quantised form are used as they are, whatever --quantize says."""
     folder = tmp_path / "quantised"
     folder.mkdir()
     model = LlamaForCausalLM.from_pretrained(models["plain"], dtype=torch.float32)
@@ -216,7 +218,8 @@ def test_the_dense_model_never_exists(program: Path, data: Path, tmp_path: Path)
     dense = sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors"))
     out = tmp_path / "out"
     figures, _, _ = results(finetune(program, tmp_path / "model", data, out, "--steps", "0"), out)
-    # 0.129 of fp32 once nested, the largest tensor on its way (0.03), and some 13 MB of code that has run meanwhile.
+    # Quantised nested weights take 0.129 of fp32, the largest tensor in transfer takes 0.03, and code that
+    # has run takes some 13 MB.
     assert figures["loaded_bytes"] - figures["libtorch_bytes"] < 0.4 * dense
     assert figures["loaded_bytes"] <= figures["peak_bytes"]
 

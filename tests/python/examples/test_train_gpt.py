@@ -1,4 +1,4 @@
-"""The C++ example: built against the installed package, trained, killed, resumed, and its model read by transformers."""
+"""The C++ example builds against the installed package, trains, resumes, and saves for transformers."""
 
 import math
 import os
@@ -58,7 +58,7 @@ def validation_loss(output: str) -> float:
 
 
 def killed_after(program: Path, data: Path, out: Path, step: int, *options: str) -> None:
-    """Starts a run and kills it once it has shown this step."""
+    """Start a run and kill it when it has printed this step."""
     command = [program, "--data", data, "--out", out, *SMALL, *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
         for line in process.stdout:
@@ -69,7 +69,7 @@ def killed_after(program: Path, data: Path, out: Path, step: int, *options: str)
 
 @pytest.fixture(scope="module")
 def whole(program: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """An uninterrupted run, for several tests."""
+    """Run the example without interruption; several tests share the result."""
     out = tmp_path_factory.mktemp("runs") / "whole"
     done = train(program, data, out)
     assert done.returncode == 0, done.stderr
@@ -94,7 +94,7 @@ def test_a_memory_budget_changes_nothing_else(
     done = train(program, data, tmp_path / "small", "--memory-budget", "1", "--steps", "3")
     assert done.returncode == 0, done.stderr
     assert "activations within 1 MiB: " in done.stdout
-    assert int(done.stdout.split("1 MiB: ")[1].split()[0]) > 0  # layers that are recomputed
+    assert int(done.stdout.split("1 MiB: ")[1].split()[0]) > 0  # the number of recomputed layers
     assert losses(done.stdout)[:1] == losses(whole[1])[:1]
     none = train(program, data, tmp_path / "none", "--memory-budget", "1", "--hidden", "256")
     assert (
@@ -122,9 +122,8 @@ def test_plain_is_the_same_training(
 ) -> None:
     done = train(program, data, tmp_path / "plain", "--plain")
     assert done.returncode == 0, done.stderr
-    assert losses(done.stdout)[0] == pytest.approx(
-        losses(whole[1])[0], abs=1e-4
-    )  # before the optimizers differ
+    # The first losses agree, because the optimizers have not stepped yet.
+    assert losses(done.stdout)[0] == pytest.approx(losses(whole[1])[0], abs=1e-4)
     assert validation_loss(done.stdout) == pytest.approx(validation_loss(whole[1]), rel=0.01)
 
 
@@ -141,7 +140,8 @@ def test_resume_after_a_kill_is_exact(
     killed_after(program, data, out, 13, *options)
     assert not (out / "model.safetensors").exists()
     newest = max(out.glob("checkpoint-*"), key=lambda p: int(p.stem.split("-")[1]))
-    torn = out / "checkpoint-29.safetensors"  # what a broken disk may leave: passed over, with a word
+    # A broken disk may leave a truncated file. The example skips it with a message.
+    torn = out / "checkpoint-29.safetensors"
     torn.write_bytes(newest.read_bytes()[:-100])
 
     done = train(program, data, out, "--resume", *options)
@@ -175,7 +175,8 @@ def test_transformers_computes_the_same(whole: tuple[Path, str], tokens: np.ndar
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
 
     assert loss() == pytest.approx(validation_loss(output), abs=1e-5)
-    # The comparison would notice another position encoding or another norm.
+    # The comparison would show another position encoding or another norm: such changes move the loss by more
+    # than 1e-4.
     assert (
         abs(loss(rope_parameters={"rope_type": "default", "rope_theta": 1.0}) - validation_loss(output))
         > 1e-4
@@ -262,7 +263,8 @@ def test_a_run_is_not_mixed_with_another(
 
 
 def test_a_full_disk(program: Path, data: Path, tmp_path: Path) -> None:
-    # A limit on the size of files stands in for it; Python ignores the signal that would come with it.
+    # A limit on the file size acts like a full disk. Python ignores the signal (SIGXFSZ) that would end the
+    # process.
     limit = (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
     done = train(program, data, tmp_path / "out", restore_signals=False,
                  preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))  # fmt: skip
@@ -295,6 +297,7 @@ def test_a_signal_ends_with_a_checkpoint(
 
 
 def test_a_second_signal_ends_at_once(program: Path, data: Path, tmp_path: Path) -> None:
+    # These options make a step long, so that the signals arrive within the step.
     wide = [
         "--hidden",
         "512",
@@ -306,7 +309,7 @@ def test_a_second_signal_ends_at_once(program: Path, data: Path, tmp_path: Path)
         "2",
         "--threads",
         "1",
-    ]  # a long step
+    ]
     command = [program, "--data", data, "--out", tmp_path / "out", *SMALL, *wide]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
@@ -355,7 +358,7 @@ def test_two_programs_on_one_folder(
             assert f"--out {out}: in use by process {process.pid}" in line
         assert (out / "checkpoint-1.safetensors.tmp1-0").exists()
         process.kill()
-    with locked(out / ".lock", "--out"):  # free, though the file was left
+    with locked(out / ".lock", "--out"):  # the lock is free, although its file still exists
         refused(train(program, data, out, "--resume"), f"--out {out}: in use by process {os.getpid()}")
     done = train(program, data, out, "--resume", "--steps", "300")
     assert done.returncode == 0 and not list(out.glob("*.tmp*")) and not (out / ".lock").exists()

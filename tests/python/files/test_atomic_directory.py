@@ -1,4 +1,4 @@
-"""Folders that replace others: in one step, foreign files kept; one by one where that cannot be."""
+"""Test how a folder replaces another one: in one step if possible, else file by file; foreign files stay."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from shoestring.files import atomic as files
 from shoestring.files.atomic import atomic_directory, exchange_obstacle
 
-CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000  # of unshare(2) and mount(2)
+CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000  # flags of unshare(2) and mount(2)
 
 
 def fill(path: Path, **content: str) -> None:
@@ -28,7 +28,7 @@ def fill(path: Path, **content: str) -> None:
 
 
 def add_foreign(path: Path) -> None:
-    """Every kind of thing that a person may keep in a model's folder."""
+    """Create each kind of file and folder that a person may keep in a model's folder."""
     (path / "README.md").write_text("mine")
     (path / "README.md").chmod(0o640)
     (path / "model_backup.safetensors").write_text("also mine")
@@ -66,7 +66,7 @@ def test_foreign_files_stay(tmp_path: Path) -> None:
     found = snapshot(path)
     assert {name: found.pop(name) for name in foreign} == foreign
     assert set(found) == {"config.json", "other"} and (path / "config.json").read_text() == "new"
-    assert (path / "notes/deep/a").stat().st_ino == inode  # the same file, not a copy
+    assert (path / "notes/deep/a").stat().st_ino == inode  # the same file (inode), not a copy
     assert path.stat().st_mode & 0o777 == 0o750
     assert os.listdir(tmp_path) == ["model"]
 
@@ -120,7 +120,8 @@ def test_folders_of_dead_processes_go_and_those_of_others_stay(tmp_path: Path) -
     others = ["model.v2.partial", "model.0123456789.partial", "models.01234567.partial"]
     for name in others:
         (tmp_path / name).mkdir()
-    with atomic_directory(tmp_path / "model") as first:  # another writer of the same path, which lives
+    # Another writer of the same path, in a living process, is not disturbed.
+    with atomic_directory(tmp_path / "model") as first:
         fill(tmp_path / "model", config_json="second")
         (first / "config.json").write_text("first")
     assert not leftover.exists()
@@ -129,7 +130,7 @@ def test_folders_of_dead_processes_go_and_those_of_others_stay(tmp_path: Path) -
 
 
 def read_together(path: Path) -> list[str]:
-    """The texts of files of one folder, whatever takes its place meanwhile."""
+    """Return the texts of the files of one open folder, even if another folder replaces it meanwhile."""
     folder, texts = os.open(path, os.O_RDONLY), []
     try:
         for name in ("config.json", "a", "b", "c"):
@@ -158,9 +159,8 @@ def test_several_writers_leave_one_whole_folder(tmp_path: Path, foreign: bool) -
     for process in processes:
         process.start()
     while any(process.is_alive() for process in processes):
-        with suppress(
-            FileNotFoundError
-        ):  # the folder that was opened has been replaced, or there is none yet
+        # The open folder may have been replaced, or there may be no folder yet.
+        with suppress(FileNotFoundError):
             assert len(set(read_together(path))) == 1
     assert [process.exitcode for process in processes] == [0] * 4
     assert os.listdir(tmp_path) == ["model"]
@@ -173,7 +173,7 @@ def no_exchange(first: Path, second: Path) -> None:
 
 
 def in_place(path: Path) -> None:
-    """Replaces a model, foreign files and all, in a folder that cannot be exchanged."""
+    """Replace a model with foreign files in a folder that cannot be exchanged in one step."""
     for name in ("config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"):
         (path / name).write_text("old")
     own = set(os.listdir(path))
@@ -222,7 +222,9 @@ def test_config_json_goes_first_and_comes_last(tmp_path: Path, monkeypatch: pyte
             (folder / name).write_text("new")
         monkeypatch.setattr(os, "replace", record(replace))
         monkeypatch.setattr(Path, "unlink", record(unlink))
-    assert seen == [False] * 6 + [True]  # config.json and the index go, a file goes, four come
+    # First config.json and the index are deleted, then a file, and then four files are written. config.json
+    # comes last.
+    assert seen == [False] * 6 + [True]
 
 
 def test_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +239,7 @@ def test_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def in_child(action: Callable[[], None]) -> int:
-    """Run ``action`` in a process of its own; return 0, or 1 after an exception."""
+    """Run ``action`` in its own process. Return 0, or 1 after an exception."""
 
     def run() -> None:
         try:
@@ -262,7 +264,8 @@ def test_a_mount_point(tmp_path: Path) -> None:
         subprocess.run(["mount", "-t", "tmpfs", "none", path], check=True)
         assert exchange_obstacle(path) == "it is a mount point"
         in_place(path)
-        outer = tmp_path / "outer"  # a folder with a mount point in it: its files are another file system's
+        # The folder contains a mount point, whose files are on another file system.
+        outer = tmp_path / "outer"
         (outer / "mounted").mkdir(parents=True)
         (outer / "config.json").write_text("old")
         subprocess.run(["mount", "-t", "tmpfs", "none", outer / "mounted"], check=True)
@@ -303,7 +306,8 @@ def test_a_parent_that_cannot_be_written() -> None:
         path.chmod(0o755)
         parent.chmod(0o755)
 
-    with tempfile.TemporaryDirectory() as parent:  # pytest's folders cannot be entered by others
+    # Other users cannot enter pytest's folders.
+    with tempfile.TemporaryDirectory() as parent:
         assert in_child(lambda: unprivileged(Path(parent))) == 0
 
 

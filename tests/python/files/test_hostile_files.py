@@ -1,4 +1,4 @@
-"""Files that were made to harm: one ValueError, at once, before anything changes."""
+"""A file that was made to do harm gives one ValueError at once, before anything changes."""
 
 import json
 import os
@@ -35,9 +35,8 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapter")
     lora.save_adapter(lora.apply(llama(), target_modules=["q_proj"], rank=2), folder)
     weights = folder / "adapter_model.safetensors"
-    save_file(
-        load_file(weights), weights
-    )  # without the digest, which would refuse every change of the configuration
+    # Remove the digest, because it would refuse every change of the configuration.
+    save_file(load_file(weights), weights)
     return folder
 
 
@@ -130,7 +129,7 @@ def test_more_layers_than_weights(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
         try:
             load_quantized(tmp_path)
-            assert name == "max_position_embeddings"  # which Llama makes nothing of
+            assert name == "max_position_embeddings"  # Llama ignores this value
         except ValueError as error:
             assert "config.json" in str(error)
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 100_000_000}))

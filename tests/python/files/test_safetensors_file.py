@@ -1,4 +1,4 @@
-"""Files that the optimizers write, as safetensors reads them."""
+"""safetensors reads the files that the optimizers write."""
 
 import os
 import resource
@@ -39,12 +39,12 @@ def test_safetensors_reads_what_is_written(tmp_path: Path) -> None:
 
 
 def test_mapped_memory_is_whole_after_it_was_written(tmp_path: Path) -> None:
-    """Its pages are dropped: changes that were not on the disk yet must not be."""
+    """Writing a mapped tensor drops its pages from memory, but loses no changes not yet on the disk."""
     size = 5 << 20
     mapped = torch.from_file(str(tmp_path / "mapped"), shared=True, size=size, dtype=torch.float32)
     mapped.copy_(torch.arange(size))
     private = torch.from_file(str(tmp_path / "mapped"), shared=False, size=size, dtype=torch.float32)
-    private.add_(1)  # in this process's memory alone
+    private.add_(1)  # the change is private to this process's memory
     write_safetensors(tmp_path / "file", {"mapped": mapped[3:], "private": private}, {})
     found = load_file(tmp_path / "file")
     assert torch.equal(found["mapped"], torch.arange(3, size).float()) and torch.equal(

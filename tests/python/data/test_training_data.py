@@ -1,4 +1,4 @@
-"""Reading, tokenising and batching."""
+"""Tests of reading text and examples, training tokenizers, and building batches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory):
 
 
 def test_text_in_pieces_is_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_module, "CHUNK", 7)  # characters of two to four bytes fall across the pieces
+    # Chunks of 7 bytes split some characters of two to four bytes.
+    monkeypatch.setattr(text_module, "CHUNK", 7)
     whole = "añ\n漢字 and 😀😀😀\n\nno end of line: ü"
     (tmp_path / "a.txt").write_text(whole, encoding="utf-8")
     assert "".join(read_text(tmp_path / "a.txt")) == whole
@@ -101,10 +102,8 @@ def test_damaged_token_file_is_refused(tmp_path: Path, tokenizer, change, messag
 
 def test_blocks_cover_the_tokens_once() -> None:
     train, val = split_blocks(np.arange(103, dtype=np.uint16), 10, 0.1)
-    assert (len(train), len(val)) == (
-        9,
-        1,
-    )  # 92 tokens are nine blocks and the label after the last; 11 are held out
+    # 92 tokens hold nine blocks and one last label; 11 tokens are held out for validation.
+    assert (len(train), len(val)) == (9, 1)
     inputs, labels = train.rows([0, 8])
     assert inputs.tolist() == [list(range(10)), list(range(80, 90))]
     assert torch.equal(labels, inputs + 1) and inputs.dtype == torch.int64
@@ -193,9 +192,8 @@ def test_template_that_rewrites_the_past_is_refused(tmp_path: Path, tokenizer) -
 
 
 def test_blocks_protocol_is_cheap() -> None:
-    tokens = np.lib.stride_tricks.as_strided(
-        np.zeros(1, np.uint16), (1 << 40,), (0,)
-    )  # a terabyte that is not there
+    # All 2^40 tokens share two bytes of memory, so only code that never copies all tokens can pass.
+    tokens = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint16), (1 << 40,), (0,))
     assert Blocks(tokens, 512).rows([1 << 30])[0].shape == (1, 512)
 
 
@@ -207,7 +205,7 @@ def test_a_byte_order_mark_is_left_out(tmp_path: Path, name: str) -> None:
 
 
 def test_long_lines_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Pieces are no longer than the limit, lose nothing, and end at line ends or before spaces where there are any."""
+    """Long texts are cut without loss into pieces of limited length, at line ends or spaces if possible."""
     monkeypatch.setattr(text_module, "LONGEST", 1000)
     monkeypatch.setattr(text_module, "CHUNK", 300)
     draw = random.Random(seed)
@@ -224,7 +222,7 @@ def test_long_lines_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see
 
 
 def test_training_a_tokenizer_takes_linear_time(tmp_path: Path) -> None:
-    """One word of 1 MB; with the square of its length this would take ten minutes."""
+    """Training a tokenizer on one word of 1 MB takes linear time; quadratic time would take ten minutes."""
     (tmp_path / "a.txt").write_text("a" * 1_000_000 + " the cat sat on the mat" * 50)
     began = time.monotonic()
     trained = train_bpe([tmp_path / "a.txt"], 300)
@@ -236,7 +234,7 @@ def test_training_a_tokenizer_takes_linear_time(tmp_path: Path) -> None:
 
 
 def test_words_of_ordinary_length_are_whole_in_training(tmp_path: Path, seed: int) -> None:
-    """The same tokenizer as without parts, and no parts in what is saved."""
+    """Cutting long words in training does not affect ordinary words and is not saved."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     draw = random.Random(seed)

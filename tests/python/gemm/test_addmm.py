@@ -1,4 +1,4 @@
-"""Products of matrices, which the other operators multiply with."""
+"""Tests of addmm_, the matrix product on which the other operators are built."""
 
 import pytest
 import torch
@@ -8,8 +8,9 @@ from shoestring.ops import addmm_, addmm_reference
 
 pytestmark = pytest.mark.device
 
-# (m, n, k). Tiles are 14 or 6 rows by 32 or 16 columns, panels at most 192 deep, and fewer than 8 lines go to the library:
-# whole tiles; one more and one less; a panel's depth and one more; either side the longer; few lines; a vector.
+# Shapes (m, n, k) of the products. A tile has 14 or 6 rows and 32 or 16 columns, and a panel is at most 192
+# deep. Products with fewer than 8 lines go to the BLAS library. The shapes cover whole tiles, one line more
+# and one less than a tile, a depth just past one panel, a long m, a long n, few lines, and vectors.
 SHAPES = [
     (28, 64, 192),
     (15, 33, 193),
@@ -49,7 +50,7 @@ def test_products(capability: str, shape: tuple[int, int, int], dtype: torch.dty
 
 @pytest.mark.parametrize(
     "shape", [(40, 70, 3000), (300, 50, 7000)], ids=str
-)  # many panels; and more than 8 MiB of them
+)  # The first depth needs many panels; the panels of the second exceed 8 MiB.
 def test_no_less_exact_than_torch(capability: str, shape: tuple[int, int, int]) -> None:
     m, n, k = shape
     a, b = torch.randn(m, k), torch.randn(k, n)
@@ -60,7 +61,7 @@ def test_no_less_exact_than_torch(capability: str, shape: tuple[int, int, int]) 
 
 
 def test_views(capability: str) -> None:
-    """Rows apart, columns apart, memory that is not aligned, and an expanded matrix: nothing beside the result is written."""
+    """addmm_ accepts strided, unaligned and expanded matrices and writes only the elements of its result."""
     for columns_first in (False, True):
         whole = torch.full((50, 60), 7.0)
         out = whole.t()[3:40, 5:44] if columns_first else whole[3:40, 5:44]

@@ -11,7 +11,9 @@ from shoestring.ops import rms_norm_reference
 pytestmark = pytest.mark.device
 
 EPS = 1e-5
-# (rows, features): nothing; one; odd; a warp's row, on CUDA; a block's; one that a block reads twice; a part's rows and more.
+# Shapes (rows, features): no rows, no features, one element, and odd sizes. On CUDA they include a row for
+# one warp, a row for one block, and a row that its block has to read twice. The last shape has more rows than
+# one part of the reduction over rows.
 SHAPES = [(0, 64), (3, 0), (1, 1), (5, 77), (9, 192), (3, 1096), (2, 8208), (300, 24)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -19,7 +21,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 def inputs(
     rows: int, features: int, dtype: torch.dtype, weight: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Rows whose sizes differ, and the gradients of both results."""
+    """Return x and residual with rows of different norm, a weight, and the gradients of both outputs."""
     size = torch.rand(rows, 1) * 3 + 0.5
     x, residual, grad, grad_sum = ((torch.randn(rows, features) * size).to(dtype) for _ in range(4))
     w = (torch.rand(features) + 0.5).to(weight or dtype)
@@ -29,7 +31,7 @@ def inputs(
 def results(
     function: Any, given: dict[str, Tensor], compute: torch.dtype | None, **options: Any
 ) -> list[Tensor]:
-    """Both results and the gradients, with everything in `compute`, if given."""
+    """Return both outputs and the gradients, computed in the dtype `compute` if it is given."""
     t = {name: value.to(compute or value.dtype) for name, value in given.items()}
     leaves = [t[name].detach().requires_grad_() for name in ("x", "residual", "weight")]
     y, total = function(leaves[0], leaves[2], eps=EPS, residual=leaves[1], **options)
@@ -39,7 +41,7 @@ def results(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_worse_than_eager(capability: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """With everything: residual, weight, offset."""
+    """rms_norm with residual, weight and offset is as accurate as eager PyTorch, also in its gradients."""
     given = inputs(*shape, dtype)
     ours = results(shoestring.rms_norm, given, None, offset=0.25, casting="gemma")
     eager = results(rms_norm_reference, given, None, offset=0.25, casting="gemma")
@@ -53,7 +55,10 @@ def test_no_worse_than_eager(capability: str, shape: tuple[int, int], dtype: tor
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("casting", ["llama", "gemma", "none"])
 def test_castings_round_where_they_say(capability: str, casting: str, dtype: torch.dtype) -> None:
-    """All but a few elements, those where the fp32 sum's last bit decides a rounding, are the reference's bits."""
+    """Each casting rounds as its reference does.
+
+    Fewer than 1 % of the elements may differ, where the last bit of the fp32 sum decides the rounding.
+    """
     given = inputs(64, 192, dtype)
     options: dict[str, Any] = {"eps": EPS, "offset": 1.0 if casting == "gemma" else 0.0, "casting": casting}
     ours = shoestring.rms_norm(given["x"], given["weight"], **options)
@@ -119,9 +124,8 @@ def test_what_is_kept() -> None:
 
 
 def test_repeatable_on_any_number_of_threads(backend: str) -> None:
-    given = inputs(
-        700 if backend == "simt" else 20000, 40, torch.float32
-    )  # on the CPU more rows a part than add up at once
+    # On the CPU, 20000 rows give each part of the reduction more rows than are summed at once.
+    given = inputs(700 if backend == "simt" else 20000, 40, torch.float32)
     threads, found = torch.get_num_threads(), []
     try:
         for count in (threads, 1, 2, 3):
@@ -153,7 +157,10 @@ def test_not_finite_and_large() -> None:
 
 
 def test_nans_of_weights_stay_nans(capability: str) -> None:
-    """Also those whose every bit is set, which rounding to bf16 could carry over into a number; and only in their columns."""
+    """NaNs in the weight reach the output, in their columns only.
+
+    The test uses NaNs with all mantissa bits set, because rounding them to bf16 could overflow into a number.
+    """
     weight = torch.ones(200)
     weight[[3, 70, 199]] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
     x = torch.randn(5, 200).bfloat16().requires_grad_()

@@ -7,7 +7,7 @@ from shoestring.ops import swiglu_reference
 
 pytestmark = pytest.mark.device
 
-# Nothing; less than a vector; odd around several; enough for two threads.
+# Element counts: none, less than one SIMD vector, several vectors and a remainder, enough for two threads.
 SIZES = [0, 3, 77, 33000]
 
 
@@ -31,7 +31,7 @@ def test_no_worse_than_eager(capability: str, size: int, dtype: torch.dtype) -> 
 
 
 def test_large_and_not_finite() -> None:
-    """Where the logistic function is 0 or 1, and where nothing is."""
+    """swiglu agrees with its reference where the sigmoid saturates, and returns NaN for NaN inputs."""
     gate = torch.tensor([-1e30, -200.0, -90.0, 0.0, 90.0, 1e30, float("inf"), float("nan"), 1.0])
     up = torch.tensor([1.0, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0, float("nan")])
     results = []

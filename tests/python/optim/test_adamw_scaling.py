@@ -1,4 +1,4 @@
-"""shoestring.optim.AdamW with torch.amp.GradScaler, and with a learning rate that a device holds."""
+"""Tests of shoestring.optim.AdamW with torch.amp.GradScaler and with a learning rate stored in a tensor."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.device
 
 @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
 def test_grad_scaler(unscale: bool) -> None:
-    """The steps of a scaled loss are those of the loss itself, and one whose gradients overflow is none."""
+    """Steps on a scaled loss equal those on the plain loss, and infinite gradients skip the step."""
     ours, plain = parameters(), parameters()
     a, b = AdamW(ours), AdamW(plain)
     scaler = torch.amp.GradScaler(ours[0].device.type, init_scale=2.0**10, growth_interval=100)
@@ -36,12 +36,12 @@ def test_grad_scaler(unscale: bool) -> None:
     assert not hasattr(a, "found_inf")
     for p in ours:
         p.grad = None
-    scaler.step(a)  # nothing to step: it waits for nothing, and does nothing
+    scaler.step(a)  # No parameter has a gradient, so the step changes nothing.
     assert same(ours, plain)
 
 
 def test_a_learning_rate_on_the_device() -> None:
-    """Is read by each step; changed in place, as under a CUDA graph."""
+    """Every step reads the learning-rate tensor again, so the next step sees an in-place change."""
     ours, plain = parameters(), parameters()
     rate = torch.tensor(2.0**-5)
     a, b = AdamW(ours, lr=rate), AdamW(plain, lr=2.0**-5)

@@ -1,4 +1,7 @@
-"""benchmarks/optim/train_optimizers.py on a little text: a master and its exact split, an interrupted run, the table."""
+"""Tests of benchmarks/optim/train_optimizers.py on a short text.
+
+They cover an fp32 master against its exact split, an interrupted run, and the printed table.
+"""
 
 import json
 import sys
@@ -18,7 +21,7 @@ MASTER, SPLIT = "8bit, fp32 master of bf16 weights", "8bit, bf16 weights, remain
 
 @pytest.fixture
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder, and text that takes no time to tokenise."""
+    """Yield an output folder, with the benchmark's text replaced by a short one that is tokenised quickly."""
 
     def text(path: Path) -> int:
         functions = (f"def function_{i}(x):\n    return x * {i} + {i * i}\n" for i in range(3000))

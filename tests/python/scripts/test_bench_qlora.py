@@ -1,4 +1,4 @@
-"""The memory benchmark of QLoRA: its formula holds for a model that is built, and it runs."""
+"""Tests that the QLoRA memory benchmark runs and that its formula predicts the bytes of a real model."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ def test_the_formula_counts_what_is_there(tmp_path: Path, benchmarks: None) -> N
     parts = predicted_bytes(shape, tokens=64, workspace=1 << 20)
     model = shoestring.load_quantized(tmp_path / "model", nested=True)
     weights = parts["linear weights, 4.127 bits"] + parts["embedding and head, bf16"]
-    assert memory.weight_bytes(model) == pytest.approx(
-        weights, rel=0.02
-    )  # norms, and each weight's 1 KB of scales' codes
+    # The formula omits the norms and the 1 KB of codes for the scales of each weight.
+    assert memory.weight_bytes(model) == pytest.approx(weights, rel=0.02)
     shoestring.lora.apply(model, rank=RANK)
     trained = [p for p in model.parameters() if p.requires_grad]
     assert 2 * memory.storage_bytes(trained) == parts["adapters, fp32, and their gradients"]

@@ -1,4 +1,4 @@
-"""Two processes on one output: the second one is refused before it writes or deletes anything."""
+"""Tests that a second process on the same output is refused before it writes or deletes anything."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoestring.core.errors import InputError
 from shoestring.files.lock import LOCK, locked
 
 STEPS = ["--steps", "6", "--checkpoint-every", "2", "--plain"]
-# The training waits for the test to remove the file "held".
+# Patches Trainer.fit to create the file "held" and to wait until the test removes that file.
 HOLD = """
 import pathlib, time
 from shoestring.training import loop
@@ -110,7 +110,7 @@ def test_of_two_tokenizations_one_goes_on(commands: Commands, data: Path, tmp_pa
     line = logs[codes.index(2)].read_text()
     assert (
         "in use by process" in line or "exists; give another name" in line
-    )  # while the other works, or after it
+    )  # The message depends on whether the first process is still running or has finished.
     assert sorted(path.name for path in out.parent.iterdir()) == ["tokens-tokenizer", "tokens.bin"]
 
 
@@ -133,7 +133,7 @@ def _hold(folder: Path) -> None:
 
 
 def test_a_lock_that_is_removed_is_never_held_twice(tmp_path: Path) -> None:
-    """Every release removes the file and the folder, so that others open files that are no longer there."""
+    """Two processes never hold one lock at once, although each release deletes the file and its folder."""
     fork = multiprocessing.get_context("fork")
     inside, overlaps, taken = (fork.Value("i", 0) for _ in range(3))
 
@@ -178,7 +178,7 @@ def test_the_holder_is_named_as_far_as_it_is_known(tmp_path: Path, content: byte
 
 
 class _other_process_holds:
-    """Another process that holds a record lock on a file without writing its name."""
+    """Start a process that holds a record lock on a file without writing its own name into the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

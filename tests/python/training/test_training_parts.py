@@ -1,4 +1,4 @@
-"""Schedules, atomic files, the memory meter, checkpoints."""
+"""Tests of learning-rate schedules, atomic file writes, the memory meter, and training checkpoints."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_memory_meter_sees_an_allocation() -> None:
     before, peak = memory.resident_bytes(), memory.peak_bytes()
     with mmap.mmap(
         -1, 64 << 20
-    ) as block:  # new pages; a tensor might be given what the process has and does not use
+    ) as block:  # mmap gets new pages; a tensor could reuse free memory of the process.
         block.write(b"x" * len(block))
         assert memory.resident_bytes() - before > 60 << 20
     assert memory.peak_bytes() >= max(peak, before + (60 << 20))
@@ -73,7 +73,7 @@ def test_storages_count_once() -> None:
     optimizer.step()
     assert (
         memory.optimizer_bytes(optimizer) == 2 * 4 * 110 + 2 * 4
-    )  # two moments, and a step for each parameter
+    )  # two fp32 moments per element and one fp32 step per parameter tensor
 
 
 def test_saved_activations_leave_weights_out() -> None:

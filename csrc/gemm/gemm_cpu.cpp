@@ -72,17 +72,18 @@ struct Side {
   int64_t line_stride, depth_stride;
 };
 
-// Memory for packed panels, which the next product reuses: in a small product, the page faults of fresh
-// memory take longer than packing, and an allocator that reuses such memory is left in pieces. Only kKept
-// buffers of at most kSharedBytes are kept, however many threads multiply.
+// Memory for packed panels, which the next product reuses. In a small product, page faults in new memory take
+// longer than packing, and an allocator that reused such memory would fragment. The process keeps at most
+// kKept bytes, however many threads multiply.
 class Scratch {
  public:
   explicit Scratch(int64_t count) : buffer_(take(count)) {}
   ~Scratch() {
-    if (buffer_.nbytes() > static_cast<size_t>(kSharedBytes)) return;
     const std::lock_guard lock(kept().mutex);
     auto& buffers = kept().buffers;
-    if (buffers.size() < kKept) buffers.push_back(std::move(buffer_));
+    size_t bytes = buffer_.nbytes();
+    for (const Tensor& t : buffers) bytes += t.nbytes();
+    if (bytes <= kKept) buffers.push_back(std::move(buffer_));
   }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
@@ -90,7 +91,7 @@ class Scratch {
   float* data() const { return buffer_.mutable_data_ptr<float>(); }
 
  private:
-  static constexpr size_t kKept = 8;
+  static constexpr size_t kKept = size_t{2} * kSharedBytes;
   struct Kept {
     std::mutex mutex;
     std::vector<Tensor> buffers;
@@ -103,14 +104,14 @@ class Scratch {
     {
       const std::lock_guard lock(kept().mutex);
       auto& buffers = kept().buffers;
-      const auto fits = [&](const Tensor& t) { return t.numel() >= count && t.numel() <= 4 * count + 65536; };
-      const auto found = std::find_if(buffers.rbegin(), buffers.rend(), fits);
-      if (found != buffers.rend()) {
+      const auto fits = [&](const Tensor& t) { return t.numel() >= count; };
+      const auto found = std::find_if(buffers.begin(), buffers.end(), fits);
+      if (found != buffers.end()) {
         const Tensor buffer = std::move(*found);
-        buffers.erase(std::next(found).base());
+        buffers.erase(found);
         return buffer;
       }
-      if (buffers.size() == kKept) buffers.erase(buffers.begin());
+      buffers.clear();  // they are too small: larger ones take their place
     }
     return in_huge_pages(at::empty({count}, at::kFloat));
   }

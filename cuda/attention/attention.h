@@ -31,8 +31,8 @@ constexpr int kRows = kFeatures * sizeof(T) <= 512 ? 64 : 32;
 template <class T, int kFeatures>
 constexpr int kThreads = kRows<T, kFeatures> * 2;
 
-/// Which accesses the alignment of a tensor allows: loads of 16 bytes (vectors), and stores of two elements
-/// (pairs).
+/// The accesses that the alignment of a tensor allows: loads of 16 bytes (vectors), and stores of two
+/// elements (pairs).
 struct Access {
   bool vectors, pairs;
 };

@@ -1,6 +1,6 @@
 // Multiplies a tensor by a factor on the GPU. The factor is the upstream gradient of a loss and usually 1,
 // and the host must not wait to read it. So the kernel reads the factor first and returns at once if it is 1.
-// That saves a pass over the gradient of a weight.
+// The check saves a pass over the gradient of a weight.
 
 #include "core/cuda_tables.h"
 #include "core/scale_table.h"

@@ -161,7 +161,7 @@ class HostSteps:
         bucket, index = self._buckets[param]
         if index in bucket.given or (index in bucket.arrived and not self._accumulating):
             # Forget this backward, so that its failure does not drop the gradients of the previous backward.
-            # Those gradients stay valid for step().
+            # The gradients stay valid for step().
             self._backwards.clear()
             raise RuntimeError(
                 f"{type(self).__name__}: step_in_backward: expected step() after each backward, received a second gradient "
